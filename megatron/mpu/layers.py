@@ -1,0 +1,151 @@
+"""Linear layers and the embedding, split over tensor-parallel ranks.
+
+Legend: t = b·s tokens, h hidden, v vocabulary, /tp = this rank's part. Under sequence parallelism the hidden states
+outside the tensor-parallel region are [t/tp, h].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.mpu import sharding
+from megatron.mpu.collectives import enter_tensor_parallel, leave_tensor_parallel, sum_gradient
+from megatron.mpu.sharding import InitFunction, ParamSpec
+from megatron.mpu.state import ParallelState
+from megatron.registry import Registry
+
+# How to multiply: (x [t, in], weight [out, in], bias [out] | None) -> [t, out]. A recipe may be a module with
+# parameters of its own (an adapter); it then becomes part of the layer that holds it.
+LinearRecipe = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+LINEAR_RECIPES: Registry[LinearRecipe] = Registry("linear recipe")
+
+
+def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, recipe: LinearRecipe | str | None = None) -> Tensor:
+    """x [t, in] · w [out, in]ᵀ + bias [out]: the one place where the model multiplies matrices.
+
+    `recipe` is None (plain), a name in LINEAR_RECIPES, or a function with a recipe's signature.
+    """
+    if recipe is None:
+        return F.linear(x, w, bias)
+    return (LINEAR_RECIPES[recipe] if isinstance(recipe, str) else recipe)(x, w, bias)
+
+
+class ColumnParallelLinear(nn.Module):
+    """Each rank computes `out_features/tp` of the outputs: weight [out/tp, in], bias [out/tp] or None.
+
+    `blocks`: sizes of output parts that are split one by one (q, k, v). `padded`: out_features in memory if it is a
+    padded vocabulary.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        state: ParallelState,
+        init: InitFunction,
+        bias: bool = True,
+        blocks: tuple[int, ...] = (),
+        bias_init: InitFunction | None = None,
+        decay: bool = True,
+        padded: int | None = None,
+        kind: str = "matrix",
+        recipe: LinearRecipe | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.state = state
+        self.recipe = recipe
+        split = {"split_dim": 0, "blocks": tuple(blocks), "padded": padded}
+        self.weight = sharding.parameter(
+            ParamSpec(shape=(out_features, in_features), init=init, decay=decay, kind=kind, **split), state
+        )
+        self.bias = (
+            sharding.parameter(ParamSpec(shape=(out_features,), init=bias_init or sharding.zeros, **split), state)
+            if bias
+            else None
+        )
+
+    def forward(self, x: Tensor, entered: bool = False) -> Tensor:
+        """[t, in] ([t/tp, in] under sequence parallelism) -> [t, out/tp].
+
+        `entered`: x already went through `enter_tensor_parallel`, which two layers with one input share.
+        """
+        if not entered:
+            x = enter_tensor_parallel(x, self.state)
+        return linear(x, self.weight, self.bias, self.recipe)
+
+
+class RowParallelLinear(nn.Module):
+    """Each rank takes `in_features/tp` of the inputs: weight [out, in/tp]; the bias [out] is replicated."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        state: ParallelState,
+        init: InitFunction,
+        bias: bool = True,
+        bias_init: InitFunction | None = None,
+        decay: bool = True,
+        kind: str = "matrix",
+        recipe: LinearRecipe | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.state = state
+        self.recipe = recipe
+        self.weight = sharding.parameter(
+            ParamSpec(shape=(out_features, in_features), init=init, split_dim=1, decay=decay, kind=kind), state
+        )
+        self.bias = (
+            sharding.parameter(
+                ParamSpec(shape=(out_features,), init=bias_init or sharding.zeros, sequence_reduced=True), state
+            )
+            if bias
+            else None
+        )
+
+    def forward(self, x: Tensor, reduce: bool = True) -> Tensor:
+        """[t, in/tp] -> [t, out] ([t/tp, out] under sequence parallelism), the bias added once.
+
+        `reduce=False` returns this rank's partial sum [t, out] without the bias: the caller adds several of them,
+        calls `leave_tensor_parallel` once and then `add_bias` of each.
+        """
+        if not reduce:
+            return linear(x, self.weight, None, self.recipe)
+        if self.state.tp_size == 1:
+            return linear(x, self.weight, self.bias, self.recipe)
+        return self.add_bias(leave_tensor_parallel(linear(x, self.weight, None, self.recipe), self.state))
+
+    def add_bias(self, y: Tensor) -> Tensor:
+        """y (already summed over ranks) + bias; under sequence parallelism the bias's gradient is summed over ranks."""
+        return y if self.bias is None else y + sum_gradient(self.bias, self.state)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Each rank holds `padded_vocab_size/tp` rows of the table: weight [v/tp, h]."""
+
+    def __init__(
+        self, vocab_size: int, padded_vocab_size: int, hidden: int, *, state: ParallelState, init: InitFunction
+    ) -> None:
+        super().__init__()
+        self.state = state
+        self.weight = sharding.parameter(
+            ParamSpec(shape=(vocab_size, hidden), init=init, split_dim=0, padded=padded_vocab_size, kind="embedding"),
+            state,
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [b, s] int64 -> [b·s, h] ([b·s/tp, h] under sequence parallelism)."""
+        ids = tokens.reshape(-1)
+        if self.state.tp_size == 1:
+            return F.embedding(ids, self.weight)
+        rows = self.weight.shape[0]
+        local = ids - self.state.tp_rank * rows
+        mine = (local >= 0) & (local < rows)
+        found = F.embedding(local.clamp(0, rows - 1), self.weight)
+        return leave_tensor_parallel(found * mine.unsqueeze(1), self.state)

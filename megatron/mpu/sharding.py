@@ -1,0 +1,232 @@
+"""One declaration per parameter: its name, full shape, how it is split, how it starts.
+
+Initialisation, gradient norms, parameter counts, checkpoints, conversion and Muon all read `parameter.spec`, so none
+of them needs to know a layer's internals. "Full" means the logical tensor, without padding and unsplit; "local" means
+what one tensor-parallel rank holds in memory, padding included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.errors import UserError
+from megatron.mpu.state import ParallelState
+
+# Fills a full logical fp32 CPU tensor in place; draws only from the generator it is given.
+InitFunction = Callable[[Tensor, torch.Generator], None]
+
+
+def zeros(full: Tensor, generator: torch.Generator) -> None:
+    """Initial value of biases."""
+    full.zero_()
+
+
+def ones(full: Tensor, generator: torch.Generator) -> None:
+    """Initial value of norm weights."""
+    full.fill_(1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSpec:
+    """What a parameter is, independent of how many ranks share it.
+
+    * `shape`: full logical shape; a vocabulary dimension is the real vocabulary.
+    * `split_dim`: dimension split over tensor-parallel ranks; None = every rank holds all of it.
+    * `blocks`: sizes along `split_dim` of parts that are split one by one (q, k, v or up, gate); () = one part.
+    * `padded`: size of `split_dim` in memory, summed over ranks, if it is padded (vocabulary); the rest is zero.
+    * `init`: fills the full tensor; `decay`: whether weight decay applies (default: not for vectors).
+    * `tied`: canonical name of the parameter whose value this one shares, or None.
+    * `sequence_reduced`: replicated, and its gradient is summed over tensor-parallel ranks under sequence parallelism.
+    * `kind`: "matrix", "vector" or "embedding" (default from the number of dimensions); Muon and muP ask for it.
+    * `name`: canonical name, NeoX's `"{layer_index}.{name in the layer}"`; set by `bind`.
+    """
+
+    shape: tuple[int, ...]
+    init: InitFunction
+    name: str = ""
+    split_dim: int | None = None
+    blocks: tuple[int, ...] = ()
+    padded: int | None = None
+    decay: bool | None = None
+    tied: str | None = None
+    sequence_reduced: bool = False
+    kind: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "kind", self.kind or ("matrix" if len(self.shape) > 1 else "vector"))
+        if self.decay is None:
+            object.__setattr__(self, "decay", self.kind != "vector")
+        if self.kind not in ("matrix", "vector", "embedding"):
+            raise ValueError(f"{self.name}: kind {self.kind!r} is not matrix, vector or embedding")
+        if self.split_dim is None:
+            if self.blocks or self.padded:
+                raise ValueError(f"{self.name}: blocks and padded need a split_dim")
+            return
+        size = self.shape[self.split_dim]
+        if self.blocks and sum(self.blocks) != size:
+            raise ValueError(f"{self.name}: blocks {self.blocks} do not add up to {size}")
+        if self.padded is not None and (self.blocks or self.padded < size):
+            raise ValueError(f"{self.name}: padded size {self.padded} with size {size}, blocks {self.blocks}")
+
+    @property
+    def key(self) -> str:
+        """The canonical name under which the value is initialised, saved and counted: that of the tied original."""
+        return self.tied or self.name
+
+    def local_blocks(self, tp_size: int) -> list[int]:
+        """Sizes along `split_dim` of this parameter's parts on one rank. Raises `UserError` if they don't divide."""
+        if self.split_dim is None:
+            raise ValueError(f"{self.name} is not split")
+        whole = [self.padded] if self.padded is not None else list(self.blocks or (self.shape[self.split_dim],))
+        for size in whole:
+            if size % tp_size:
+                raise UserError(
+                    f"{self.name or 'a parameter'} of shape {list(self.shape)}: {size} along dimension "
+                    f"{self.split_dim} cannot be split over model_parallel_size={tp_size}; change the model's sizes or "
+                    f"model_parallel_size"
+                )
+        return [size // tp_size for size in whole]
+
+    def local_shape(self, tp_size: int) -> tuple[int, ...]:
+        """Shape in memory on each of `tp_size` ranks, padding included."""
+        if self.split_dim is None:
+            return self.shape
+        local = list(self.shape)
+        local[self.split_dim] = sum(self.local_blocks(tp_size))
+        return tuple(local)
+
+    def real_size(self, tp_rank: int, tp_size: int) -> int:
+        """How many entries along `split_dim` rank `tp_rank` holds that are not padding (they come first)."""
+        per_rank = sum(self.local_blocks(tp_size))
+        if self.padded is None:
+            return per_rank
+        return min(max(self.shape[self.split_dim] - tp_rank * per_rank, 0), per_rank)
+
+
+def shard(full: Tensor, spec: ParamSpec, tp_rank: int, tp_size: int) -> Tensor:
+    """The part of `full` (shape `spec.shape`) that rank `tp_rank` of `tp_size` holds; may be a view of `full`."""
+    if tuple(full.shape) != spec.shape:
+        raise UserError(f"{spec.name}: expected the shape {list(spec.shape)}, got {list(full.shape)}")
+    if spec.split_dim is None:
+        return full
+    dim, sizes = spec.split_dim, spec.local_blocks(tp_size)
+    if spec.padded is not None:
+        real = spec.real_size(tp_rank, tp_size)
+        local = full.new_zeros(spec.local_shape(tp_size))
+        local.narrow(dim, 0, real).copy_(full.narrow(dim, min(tp_rank * sizes[0], spec.shape[dim]), real))
+        return local
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(full.narrow(dim, start + tp_rank * size, size))
+        start += tp_size * size
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def unshard(locals_: Sequence[Tensor], spec: ParamSpec) -> Tensor:
+    """The full tensor from what all tensor-parallel ranks hold, in rank order, without padding: undoes `shard`."""
+    tp_size = len(locals_)
+    expected = spec.local_shape(tp_size)
+    for local in locals_:
+        if tuple(local.shape) != expected:
+            raise UserError(f"{spec.name}: expected {tp_size} parts of shape {list(expected)}, got {list(local.shape)}")
+    if spec.split_dim is None:
+        return locals_[0]
+    dim = spec.split_dim
+    if spec.padded is not None:
+        return torch.cat(list(locals_), dim).narrow(dim, 0, spec.shape[dim])
+    split = [local.split(spec.local_blocks(tp_size), dim) for local in locals_]
+    return torch.cat([parts[i] for i in range(len(split[0])) for parts in split], dim)
+
+
+def parameter(spec: ParamSpec, state: ParallelState) -> nn.Parameter:
+    """This rank's part of a parameter: zeros, fp32, on `state.device`, with `.spec`; `initialize` gives it its value.
+
+    DeepSpeed counts a parameter on every tensor-parallel rank only if it carries `model_parallel = True`.
+    """
+    local = nn.Parameter(torch.zeros(spec.local_shape(state.tp_size), dtype=torch.float32, device=state.device))
+    local.spec = spec
+    local.model_parallel = spec.split_dim is not None and state.tp_size > 1
+    return local
+
+
+def bind(module: nn.Module, layer_index: int) -> None:
+    """Give every parameter of a layer its canonical name `"{layer_index}.{name in the module}"`."""
+    for name, local in module.named_parameters():
+        if not hasattr(local, "spec"):
+            raise ValueError(f"parameter {name} of layer {layer_index} was not made by mpu.sharding.parameter")
+        local.spec = replace(local.spec, name=f"{layer_index}.{name}")
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(canonical name, parameter) of every parameter of bound layers; a tied copy goes by its original's name."""
+    seen: set[str] = set()
+    for local_name, local in module.named_parameters():
+        key = local.spec.key
+        if not key:
+            raise ValueError(f"parameter {local_name} has no canonical name yet: call mpu.sharding.bind on its layer")
+        if key in seen:
+            raise ValueError(f"two parameters of this module are called {key}")
+        seen.add(key)
+        yield key, local
+
+
+@torch.no_grad()
+def initialize(module: nn.Module, seed: int, state: ParallelState) -> None:
+    """Fill every parameter of a bound module with its initial value.
+
+    A value depends on (seed, canonical or tied name, full shape) only, so no layout and no padding changes it. Each
+    parameter is drawn whole in fp32 on the CPU and cut: one full parameter is alive at a time.
+    """
+    for key, local in named_parameters(module):
+        local.copy_(_initial_shard(local.spec, key, seed, state))
+
+
+def _initial_shard(spec: ParamSpec, key: str, seed: int, state: ParallelState) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(stable_seed(seed, key))
+    full = torch.empty(spec.shape, dtype=torch.float32)
+    spec.init(full, generator)
+    return shard(full, spec, state.tp_rank, state.tp_size)
+
+
+def stable_seed(*parts: object) -> int:
+    """A 63-bit seed from the parts' text: the same in every process and Python version, unlike `hash`."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def is_owned(spec: ParamSpec, state: ParallelState) -> bool:
+    """Whether this rank counts the parameter (its part) in a sum over the "model_pipe" group: norms, counts.
+
+    Split parameters count on every tensor-parallel rank, replicated ones on the first; a tied copy on a later pipeline
+    stage never does, because its original on the first stage does.
+    """
+    copy_on_later_stage = spec.tied is not None and spec.tied != spec.name and not state.is_first_stage
+    return not copy_on_later_stage and (spec.split_dim is not None or state.tp_rank == 0)
+
+
+def count_parameters(module: nn.Module, state: ParallelState) -> int:
+    """Number of parameters of the whole model, each once, without padding. Collective over the "model_pipe" group.
+
+    Reads the declarations, so it is right under ZeRO-3 as well, where a parameter's own tensor may be empty.
+    """
+    count = sum(_real_numel(local.spec, state) for _, local in named_parameters(module) if is_owned(local.spec, state))
+    group = state.group("model_pipe")
+    if group is None:
+        return count
+    total = torch.tensor(count, dtype=torch.int64, device=state.device)
+    dist.all_reduce(total, group=group)
+    return int(total)
+
+
+def _real_numel(spec: ParamSpec, state: ParallelState) -> int:
+    shape = list(spec.shape)
+    if spec.split_dim is not None:
+        shape[spec.split_dim] = spec.real_size(state.tp_rank, state.tp_size)
+    return torch.Size(shape).numel()

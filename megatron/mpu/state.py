@@ -1,0 +1,94 @@
+"""`ParallelState`: which shard of the work this rank does, and the process groups to do it with.
+
+Built once and passed as an argument (`state`); there is no module-level state anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron.mpu.topology import Topology
+
+# Every process group a rank may ask for, and the axes along which its members differ.
+GROUP_AXES: dict[str, tuple[str, ...]] = {
+    "model": ("model",),
+    "data": ("data",),
+    "pipe": ("pipe",),
+    "model_pipe": ("pipe", "model"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelState:
+    """One rank's place in the topology. Compared by identity; a deep copy is the same object.
+
+    `sequence_parallel` is what takes effect: it is False when there is only one tensor-parallel rank.
+    The ranks and sizes are plain integers, set once, because compiled code reads them.
+    """
+
+    topology: Topology
+    rank: int
+    device: torch.device
+    sequence_parallel: bool = False
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    tp_rank: int = field(init=False)
+    tp_size: int = field(init=False)
+    dp_rank: int = field(init=False)
+    dp_size: int = field(init=False)
+    pp_rank: int = field(init=False)
+    pp_size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        coord = self.topology.coord(self.rank)
+        derived: dict[str, object] = {"device": torch.device(self.device)}
+        for short, axis in (("tp", "model"), ("dp", "data"), ("pp", "pipe")):
+            derived[f"{short}_rank"] = coord.get(axis, 0)
+            derived[f"{short}_size"] = self.topology.size(axis)
+        derived["sequence_parallel"] = self.sequence_parallel and self.topology.size("model") > 1
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the head and computes the loss."""
+        return self.pp_rank == self.pp_size - 1
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """The process group "model", "data", "pipe" or "model_pipe" of this rank; None if it is alone in it."""
+        if name not in GROUP_AXES:
+            raise ValueError(f"no group {name!r}; there are {', '.join(GROUP_AXES)}")
+        return self.groups.get(name)
+
+    @classmethod
+    def build(
+        cls, topology: Topology, rank: int, device: torch.device | str, sequence_parallel: bool = False
+    ) -> ParallelState:
+        """Make the process groups. torch.distributed must be initialised; collective over all ranks of the world."""
+        if dist.get_world_size() != topology.world_size:
+            raise ValueError(f"{topology} needs {topology.world_size} ranks, there are {dist.get_world_size()}")
+        groups: dict[str, dist.ProcessGroup] = {}
+        for name, axes in GROUP_AXES.items():
+            for ranks in topology.groups(*axes):
+                if len(ranks) == 1:
+                    continue
+                made = dist.new_group(ranks)  # every rank must take part in making every group, in the same order
+                if rank in ranks:
+                    groups[name] = made
+        return cls(topology, rank, torch.device(device), sequence_parallel, groups)
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> ParallelState:
+        """The state of a process that is alone; needs no torch.distributed."""
+        return cls(Topology({"pipe": 1, "data": 1, "model": 1}), 0, torch.device(device))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ParallelState:
+        return self  # a copied module stays on the same ranks; process groups cannot be copied
