@@ -1,0 +1,112 @@
+"""What every tokenizer offers, and the registry keyed by `tokenizer_type`."""
+
+from __future__ import annotations
+
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from megatron.errors import UserError
+from megatron.registry import Registry
+from megatron.tokenizer.fingerprint import Fingerprint
+
+
+class Tokenizer(ABC):
+    """Text to ids and back.
+
+    `eod` is the id written between documents and `pad` the id of padding; either is None when the tokenizer's files
+    name none. `name` is the `tokenizer_type` it was built as.
+    """
+
+    name: str
+    eod: int | None = None
+    pad: int | None = None
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of `text`, with the special tokens that the tokenizer's own template adds (often none)."""
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; special tokens are written out."""
+
+    @abstractmethod
+    def id_map(self) -> dict[int, str]:
+        """Every id with its token, added tokens included. Byte-level tokens are in GPT-2's printable alphabet."""
+
+    @abstractmethod
+    def files(self) -> dict[str, Path]:
+        """Files that make up the tokenizer: the name each has in a Hugging Face folder, and where it is now."""
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`tokenize` for many texts; faster where the library can."""
+        return [self.tokenize(text) for text in texts]
+
+    @property
+    def vocab_size(self) -> int:
+        """Largest id + 1, added tokens included (so every id is a valid row of an embedding of this size)."""
+        return max(self._ids) + 1
+
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint of the id map, to be stored beside data and in checkpoints."""
+        return self._fingerprint
+
+    def covers(self, other: Fingerprint) -> bool:
+        """Whether data made with a tokenizer of fingerprint `other` has the same ids here (equal or contained)."""
+        return other == self._fingerprint or other.contained_in(self._ids)
+
+    def require_eod(self, purpose: str) -> int:
+        """`eod`, or a `UserError` saying what needs it and how to provide one."""
+        if self.eod is None:
+            raise UserError(
+                f"{purpose} needs an end-of-document token, and {self.describe()} names none. Give it one: an added "
+                'token "<|endoftext|>" in tokenizer.json (or an "eos_token" in the tokenizer_config.json beside it), '
+                "or a vocabulary with such a token."
+            )
+        return self.eod
+
+    def describe(self) -> str:
+        """A few words for messages: type and files."""
+        files = ", ".join(str(path) for path in self.files().values())
+        return f"{self.name} ({files})" if files else self.name
+
+    def export(self, folder: Path) -> list[Path]:
+        """Copy the tokenizer's files into `folder` (created) under the names Hugging Face expects; returns them."""
+        folder.mkdir(parents=True, exist_ok=True)
+        copies = []
+        for name, source in self.files().items():
+            copies.append(folder / name)
+            shutil.copyfile(source, copies[-1])
+        return copies
+
+    @cached_property
+    def _ids(self) -> dict[int, str]:
+        return self.id_map()
+
+    @cached_property
+    def _fingerprint(self) -> Fingerprint:
+        return Fingerprint.of(self._ids)
+
+
+# From (vocab_file, merge_file), both optional paths as written in the YAML, to a tokenizer.
+Factory = Callable[[str | None, str | None], Tokenizer]
+TOKENIZERS: Registry[Factory] = Registry("tokenizer_type")
+
+
+def required_file(path: str | None, key: str, tokenizer_type: str, what: str) -> Path:
+    """The existing file or folder that YAML key `key` names, which holds `what`; raises `UserError` otherwise."""
+    if not path:
+        raise UserError(f"{key} is not set: {tokenizer_type} needs it ({what})")
+    found = Path(path).expanduser()
+    if not found.exists():
+        raise UserError(f"{key}: no such file: {path} ({tokenizer_type} needs {what})")
+    return found
+
+
+def byte_alphabet() -> dict[int, str]:
+    """GPT-2's map from byte to printable character: itself when printable Latin-1, else U+0100 and up in byte order."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte if byte in printable else 0x100 + hidden.index(byte)) for byte in range(256)}

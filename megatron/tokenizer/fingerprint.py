@@ -1,0 +1,66 @@
+"""The fingerprint of a tokenizer's id map: small enough for a manifest, able to decide "equal" and "contained".
+
+It names the ids that exist (as ranges) and hashes their tokens in id order. A tokenizer that has at least those ids can
+repeat the hash over exactly those ranges, so a base vocabulary is recognised inside its instruct extension (which adds
+ids, also in gaps) without storing the vocabulary itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Which ids a tokenizer has, and a hash of what they mean.
+
+    `ranges` are half-open `(first, end)` id ranges in increasing order; `sha256` is the hex digest over
+    `(id, token)` of all ids inside them.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    sha256: str
+
+    @classmethod
+    def of(cls, id_map: Mapping[int, str]) -> Fingerprint:
+        """The fingerprint of a map from id to token."""
+        ranges = _ranges(sorted(id_map))
+        return cls(ranges, _digest(id_map, ranges))
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Fingerprint:
+        """Read back what `to_dict` gave. Raises `KeyError`/`TypeError`/`ValueError` when it is something else."""
+        ranges = tuple((int(first), int(end)) for first, end in stored["ranges"])
+        return cls(ranges, str(stored["sha256"]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able form, for manifests and checkpoints."""
+        return {"ranges": [list(pair) for pair in self.ranges], "sha256": self.sha256}
+
+    def contained_in(self, id_map: Mapping[int, str]) -> bool:
+        """Whether every id of this fingerprint is in `id_map` with the same token (so: equal or contained)."""
+        have = all(i in id_map for first, end in self.ranges for i in range(first, end))
+        return have and _digest(id_map, self.ranges) == self.sha256
+
+
+def _ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    ranges: list[list[int]] = []
+    for i in ids:
+        if ranges and ranges[-1][1] == i:
+            ranges[-1][1] = i + 1
+        else:
+            ranges.append([i, i + 1])
+    return tuple((first, end) for first, end in ranges)
+
+
+def _digest(id_map: Mapping[int, str], ranges: Iterable[tuple[int, int]]) -> str:
+    digest = hashlib.sha256()
+    for first, end in ranges:
+        for i in range(first, end):
+            # Vocabularies may hold lone surrogates; lengths keep neighbouring tokens from running into each other.
+            token = id_map[i].encode("utf-8", "surrogatepass")
+            digest.update(i.to_bytes(8, "little") + len(token).to_bytes(8, "little") + token)
+    return digest.hexdigest()
