@@ -1,0 +1,26 @@
+"""Parameter groups: which parameters decay, and whose learning rate is scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.nn import Parameter
+
+
+def parameter_groups(
+    params: Iterable[Parameter], *, weight_decay: float, matrix_lr_mult: float = 1.0
+) -> list[dict[str, Any]]:
+    """Split parameters by what their declaration (`ParamSpec`) says. Empty groups are left out.
+
+    As in GPT-NeoX, weights and embeddings decay, norms and biases do not. `matrix_lr_mult` scales the learning
+    rate of hidden matrices (muP: 1 / width multiplier); `lr_mult` is applied by the engine at each step.
+    """
+    groups: dict[tuple[bool, float], list[Parameter]] = {}
+    for p in params:
+        mult = matrix_lr_mult if p.spec.kind == "matrix" else 1.0
+        groups.setdefault((p.spec.decay, mult), []).append(p)
+    return [
+        {"params": members, "weight_decay": weight_decay if decay else 0.0, "lr_mult": mult}
+        for (decay, mult), members in sorted(groups.items(), key=lambda item: item[0], reverse=True)
+    ]

@@ -1,0 +1,72 @@
+"""Learning rates as pure functions of the number of completed steps. Nothing is counted, so nothing drifts on resume.
+
+With N = `lr_decay_iters`, w = `warmup` * N and n completed steps (spec: GPT-NeoX §6.2):
+
+    n <= w:  lr * max(1, n) / w                              (never 0: the first step trains)
+    else     p = min(1, (n - w) / (N - w)), then by style
+      constant     lr
+      linear       lr * (1 - p)
+      cosine       min_lr + (lr - min_lr) / 2 * (1 + cos(pi p))
+      exponential  lr * (end / lr)^p, end = min_lr, or lr / 2 (GPT-NeoX's half life) when min_lr is 0
+
+floored at min_lr. GPT-NeoX leaves p unclamped, so its cosine rises again after N, and its exponential ends at
+lr / 2 whatever min_lr says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from megatron.registry import Registry
+
+# (p, lr, min_lr) -> learning rate, for progress p in [0, 1] after the warm-up
+Style = Callable[[float, float, float], float]
+LR_DECAY_STYLES: Registry[Style] = Registry("lr_decay_style")
+
+
+@LR_DECAY_STYLES.register("constant")
+def constant(p: float, lr: float, min_lr: float) -> float:
+    return lr
+
+
+@LR_DECAY_STYLES.register("linear")
+def linear(p: float, lr: float, min_lr: float) -> float:
+    return lr * (1 - p)
+
+
+@LR_DECAY_STYLES.register("cosine")
+def cosine(p: float, lr: float, min_lr: float) -> float:
+    return min_lr + (lr - min_lr) / 2 * (1 + math.cos(math.pi * p))
+
+
+@LR_DECAY_STYLES.register("exponential")
+def exponential(p: float, lr: float, min_lr: float) -> float:
+    end = min_lr if min_lr > 0 else lr / 2
+    return lr * (end / lr) ** p if lr > 0 else 0.0
+
+
+def learning_rate(step: int, *, lr: float, min_lr: float, decay_iters: int, warmup: float, style: str) -> float:
+    """Learning rate of the training step that follows `step` completed ones.
+
+    Args:
+        step: completed steps, >= 0.
+        lr: peak learning rate.
+        min_lr: floor.
+        decay_iters: N, the length of the schedule in steps, warm-up included.
+        warmup: share of N spent warming up.
+        style: a name of `LR_DECAY_STYLES`.
+    """
+    warmup_steps = warmup * decay_iters
+    if warmup_steps > 0 and step <= warmup_steps:
+        return lr * min(1.0, max(1, step) / warmup_steps)
+    rest = decay_iters - warmup_steps
+    progress = min(1.0, (step - warmup_steps) / rest) if rest > 0 else 1.0
+    return max(min_lr, LR_DECAY_STYLES[style](progress, lr, min_lr))
+
+
+def schedule(*, lr: float, min_lr: float, decay_iters: int, warmup: float, style: str) -> Callable[[int], float]:
+    """`learning_rate` with everything but the step filled in."""
+    LR_DECAY_STYLES[style]  # an unknown style is reported now, not at the first step
+    return partial(learning_rate, lr=lr, min_lr=min_lr, decay_iters=decay_iters, warmup=warmup, style=style)
