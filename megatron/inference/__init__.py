@@ -1,0 +1,1 @@
+"""Text generation on any tensor x pipeline layout, without the training engine."""
