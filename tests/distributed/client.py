@@ -216,6 +216,11 @@ def start_server() -> None:
     _SERVER.start()
 
 
+def stop_server() -> None:
+    """Stop the server, if this process started it. The next call starts another."""
+    _SERVER.stop()
+
+
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     """Poll `condition` until it holds or `seconds` have passed; whether it held."""
     deadline = time.monotonic() + seconds

@@ -1,0 +1,44 @@
+"""Settings of the whole suite: one thread per process, no accelerator, markers, the fork server under `--forked`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Before anything imports torch: many small processes on few cores are fastest with one thread each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+import pytest
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Under `--forked` each test runs in a child of the session: start the fork server here, so that all share one."""
+    config = session.config
+    if getattr(config.option, "forked", False) and not config.option.collectonly:
+        uses_ranks = any("run_distributed" in vars(item.module) for item in session.items if hasattr(item, "module"))
+        if uses_ranks:
+            from tests.distributed.client import start_server
+
+            start_server()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none (torch is only imported if such a test was collected)."""
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_tests:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_sessionfinish() -> None:
+    """Stop the fork server with the session rather than at interpreter exit, so that its end is inside the report."""
+    client = sys.modules.get("tests.distributed.client")
+    if client is not None:
+        client.stop_server()
