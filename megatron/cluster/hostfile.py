@@ -1,0 +1,132 @@
+"""Which hosts, and which slots on each: hostfile, include/exclude filters, num_nodes and num_gpus."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron.errors import UserError, nearest
+from megatron.log import get_logger
+
+logger = get_logger(__name__)
+
+DEFAULT_HOSTFILE = "/job/hostfile"  # DeepSpeed's fall-back; used only if it exists
+
+_LINE = re.compile(r"^(?P<host>\S+)\s+slots=(?P<slots>\d+)$")
+
+Resources = dict[str, list[int]]
+"""Host -> slot numbers in use on it, in the order of the ranks."""
+
+
+def find_hostfile(key: str | None, env: Mapping[str, str], default: str = DEFAULT_HOSTFILE) -> Path | None:
+    """The hostfile in force: the config key, else `$DLTS_HOSTFILE`, else DeepSpeed's default if it exists.
+
+    A file that was named and is not there is a `UserError`: running on one machine instead would be a quiet surprise.
+    """
+    for source, name in (("hostfile", key), ("DLTS_HOSTFILE", env.get("DLTS_HOSTFILE"))):
+        if name:
+            if not Path(name).is_file():
+                raise UserError(f"{source}={name}: no such file. Leave it unset to run on this machine only.")
+            return Path(name)
+    return Path(default) if Path(default).is_file() else None
+
+
+def parse_hostfile(path: str | Path) -> Resources:
+    """Read `host slots=N` lines (`#` comments, blank lines, CRLF and `user@host` allowed), in order.
+
+    Raises `UserError` with line number and text for anything else, a repeated host, or no host at all.
+    """
+    resources: Resources = {}
+    first_seen: dict[str, int] = {}
+    for number, raw in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        line = raw.split("#", 1)[0].strip()
+        if not line:
+            continue
+        match = _LINE.match(line)
+        if match is None or int(match["slots"]) < 1:
+            raise UserError(f"{path}:{number}: {raw.strip()!r} is not a line of the form `host slots=N` with N >= 1")
+        host = match["host"]
+        if host in resources:
+            raise UserError(f"{path}:{number}: host {host!r} is already on line {first_seen[host]}")
+        first_seen[host] = number
+        resources[host] = list(range(int(match["slots"])))
+    if not resources:
+        raise UserError(f"{path}: holds no host. One line per host: `host slots=N`")
+    return resources
+
+
+def select(
+    resources: Resources,
+    *,
+    include: str | None = None,
+    exclude: str | None = None,
+    num_nodes: int = -1,
+    num_gpus: int | None = None,
+) -> Resources:
+    """Apply the filters of GPT-NeoX in its order: include or exclude, then the first `num_nodes`, then `num_gpus` each.
+
+    Filters read `host[:slot,slot]@host[:slot]`; hosts stay in the hostfile's order, so that ranks do. Raises
+    `UserError` for unknown hosts or slots and for filters that leave nothing.
+    """
+    if include and exclude:
+        raise UserError("include and exclude cannot both be set: give one of them")
+    if include:
+        chosen = _parse_filter("include", include, resources)
+        resources = {host: chosen[host] for host in resources if host in chosen}
+    elif exclude:
+        gone = _parse_filter("exclude", exclude, resources)
+        kept = {host: [slot for slot in slots if slot not in gone.get(host, [])] for host, slots in resources.items()}
+        resources = {host: slots for host, slots in kept.items() if slots}
+    if num_gpus and (include or exclude):
+        logger.warning(f"num_gpus={num_gpus} is not used: include/exclude already name the slots")
+        num_gpus = None
+    if num_nodes is not None and num_nodes > 0:
+        if num_nodes > len(resources):
+            raise UserError(f"num_nodes={num_nodes}, but only {len(resources)} hosts are left: {', '.join(resources)}")
+        resources = dict(list(resources.items())[:num_nodes])
+    if num_gpus is not None and num_gpus > 0:
+        for host, slots in resources.items():
+            if len(slots) < num_gpus:
+                raise UserError(f"num_gpus={num_gpus}, but host {host} has {len(slots)} slots")
+        resources = {host: slots[:num_gpus] for host, slots in resources.items()}
+    if not resources:
+        raise UserError("the include/exclude filters leave no host to run on")
+    return resources
+
+
+def _parse_filter(key: str, text: str, resources: Resources) -> Resources:
+    """`host:0,2@other` -> {host: [0, 2], other: all its slots}."""
+    chosen: Resources = {}
+    for part in _filter_parts(text, resources):
+        host, colon, slots = part.partition(":")
+        if host not in resources:
+            raise UserError(
+                f"{key}={text}: host {host!r} is not in the hostfile.{nearest(host, list(resources))} "
+                f"Hosts: {', '.join(resources)}"
+            )
+        if host in chosen:
+            raise UserError(f"{key}={text}: host {host!r} is named twice")
+        if not colon:
+            chosen[host] = resources[host]
+            continue
+        try:
+            numbers = [int(slot) for slot in slots.split(",")]
+        except ValueError:
+            raise UserError(f"{key}={text}: slots after {host}: are numbers, as in {host}:0,2") from None
+        if not set(numbers) <= set(resources[host]) or len(set(numbers)) != len(numbers):
+            have = ", ".join(map(str, resources[host]))
+            raise UserError(f"{key}={text}: {host} has the slots {have}; name each at most once")
+        chosen[host] = sorted(numbers)
+    return chosen
+
+
+def _filter_parts(text: str, resources: Resources) -> list[str]:
+    """Split at `@`, except inside a `user@host` of the hostfile."""
+    parts: list[str] = []
+    for piece in text.split("@"):
+        if parts and f"{parts[-1]}@{piece.partition(':')[0]}" in resources:
+            parts[-1] += f"@{piece}"
+        else:
+            parts.append(piece.strip())
+    return parts

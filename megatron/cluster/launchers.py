@@ -1,0 +1,221 @@
+"""Command lines that start the ranks on several hosts: one pure function per launcher, nothing is run here.
+
+pdsh starts one node agent per host (`megatron.cluster.node`, which starts that host's ranks) and hands it the config
+by value. openmpi, mpich/mvapich (Hydra) and slurm start every rank themselves; rank 0 reads the resolved config from a
+file and publishes it to the others by value through the rendezvous store, so no other host needs a file of ours.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shlex
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from megatron.cluster.hostfile import Resources
+from megatron.errors import UserError, nearest
+
+_EXPORTED_PREFIXES = (
+    *("NCCL", "UCX", "FI_", "MV2", "OMPI_MCA", "GLOO", "TP_", "TORCH", "PYTHON", "LD_LIBRARY", "OMP_"),
+    *("CUDA_DEVICE", "CUDA_LAUNCH", "DS_", "DEEPY_", "HF_", "WANDB", "TRITON"),
+)
+_SECRET_PARTS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+_LONGEST_ARGUMENT = 120_000  # Linux allows 128 KiB for one argument
+
+
+@dataclass(frozen=True)
+class MultiNodeJob:
+    """What has to run where. `exports` reach every rank; `python` and `folder` are the same on all hosts."""
+
+    resources: Resources
+    user_script: str
+    resolved_file: str
+    config_text: str
+    python: str
+    folder: str
+    master_addr: str
+    master_port: int
+    exports: Mapping[str, str] = field(default_factory=dict)
+    log_folder: str | None = None
+    comment: str | None = None
+    account: str | None = None
+    in_allocation: int | None = None
+    """Number of tasks when slurm is to use every node of the allocation we are in; `resources` is then empty."""
+
+    @property
+    def world_size(self) -> int:
+        return self.in_allocation or sum(len(slots) for slots in self.resources.values())
+
+
+def exported(env: Mapping[str, str], extra: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """(variables that other hosts need, names kept back because they look like secrets).
+
+    From `env` come those of the communication libraries, Python and the trackers; `extra` (the `.deepspeed_env` file)
+    is sent as it is. Secrets do not belong on a command line that every user of a host can read.
+    """
+    wanted = {name: value for name, value in env.items() if name.startswith(_EXPORTED_PREFIXES)}
+    secret = sorted(name for name in wanted if any(part in name for part in _SECRET_PARTS))
+    return {**{name: value for name, value in wanted.items() if name not in secret}, **extra}, secret
+
+
+def parse_environment_file(text: str, name: str) -> dict[str, str]:
+    """`KEY=VALUE` lines of a `.deepspeed_env` file; `#` comments and blank lines are skipped."""
+    values = {}
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        key, equals, value = line.removeprefix("export ").partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise UserError(f"{name}:{number}: {line!r} is not of the form KEY=VALUE")
+        values[key.strip()] = value.strip()
+    return values
+
+
+def encode(value: object) -> str:
+    """A JSON value as one shell-safe word, compressed."""
+    return base64.urlsafe_b64encode(zlib.compress(json.dumps(value).encode(), 9)).decode()
+
+
+def decode(word: str) -> object:
+    """The inverse of `encode`."""
+    return json.loads(zlib.decompress(base64.urlsafe_b64decode(word.encode())))
+
+
+def pdsh_command(job: MultiNodeJob) -> list[str]:
+    """pdsh: one ssh per host; `%n` becomes the host's number. The config travels by value."""
+    agent = [
+        *(_pdsh_word(job.python), "-u", "-m", "megatron.cluster.node"),
+        *("--node_rank=%n", f"--resources={encode(job.resources)}"),
+        *(f"--master_addr={job.master_addr}", f"--master_port={job.master_port}"),
+        f"--config={encode(job.config_text)}",
+        *([f"--log_folder={_pdsh_word(job.log_folder)}"] if job.log_folder else []),
+        _pdsh_word(job.user_script),
+    ]
+    exports = [f"export {name}={_pdsh_word(value)};" for name, value in sorted(job.exports.items())]
+    remote = " ".join([*exports, f"cd {_pdsh_word(job.folder)};", "exec", *agent])
+    if len(remote) > _LONGEST_ARGUMENT:
+        raise UserError(f"the command for other hosts is {len(remote)} characters long; shorten the config")
+    # -S: our exit code is the worst of the hosts'; -k: one host's failure ends the others
+    return ["pdsh", "-S", "-k", "-f", "1024", "-w", ",".join(job.resources), remote]
+
+
+def openmpi_command(job: MultiNodeJob) -> list[str]:
+    """Open MPI's mpirun, used only to start processes: `--host h1:2,h2:2`, variables with `-x`."""
+    exports = {**_rendezvous(job), **job.exports}
+    return [
+        *("mpirun", "-n", str(job.world_size), "--host", _host_slots(job), "--map-by", "slot"),
+        *(item for name, value in sorted(exports.items()) for item in ("-x", f"{name}={value}")),
+        *_rank_command(job),
+    ]
+
+
+def mpich_command(job: MultiNodeJob) -> list[str]:
+    """MPICH, MVAPICH and Intel MPI (Hydra's mpirun): `-hosts h1:2,h2:2`, variables with `-genv`."""
+    exports = {**_rendezvous(job), **job.exports}
+    return [
+        *("mpirun", "-n", str(job.world_size), "-hosts", _host_slots(job)),
+        *(item for name, value in sorted(exports.items()) for item in ("-genv", name, value)),
+        *_rank_command(job),
+    ]
+
+
+def slurm_command(job: MultiNodeJob) -> list[str]:
+    """srun: hosts by `--nodelist`, never by filter strings; variables through its own environment."""
+    command = ["srun", "-n", str(job.world_size)]
+    if job.resources:
+        command += ["--nodelist", ",".join(job.resources)]
+        per_node = {len(slots) for slots in job.resources.values()}
+        if len(per_node) > 1:
+            raise UserError("launcher=slurm needs the same number of slots on every host: set num_gpus, or use pdsh")
+        command += ["--nodes", str(len(job.resources)), "--ntasks-per-node", str(per_node.pop())]
+    command += ["--comment", job.comment] if job.comment else []
+    command += ["--account", job.account] if job.account else []
+    return [*command, "--kill-on-bad-exit=1", "--export=ALL", *_rank_command(job)]
+
+
+LAUNCHERS: dict[str, Callable[[MultiNodeJob], list[str]]] = {
+    "pdsh": pdsh_command,
+    "openmpi": openmpi_command,
+    "mvapich": mpich_command,
+    "mpich": mpich_command,
+    "slurm": slurm_command,
+}
+
+
+def build_command(launcher: str, job: MultiNodeJob) -> list[str]:
+    """The command line of `launcher`, or a `UserError` listing the known ones."""
+    if launcher not in LAUNCHERS:
+        raise UserError(
+            f"launcher={launcher} is not known.{nearest(launcher, list(LAUNCHERS))} Choices: {[*LAUNCHERS]}"
+        )
+    return LAUNCHERS[launcher](job)
+
+
+def command_environment(launcher: str, job: MultiNodeJob, env: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which to run the command: without rank variables of this process, which srun would pass on."""
+    own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    result = {name: value for name, value in env.items() if name not in own}
+    if launcher == "pdsh":
+        result["PDSH_RCMD_TYPE"] = env.get("PDSH_RCMD_TYPE", "ssh")
+    if launcher == "slurm":
+        result.update({**_rendezvous(job), **job.exports})
+    return result
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """SLURM's compressed host list: `"a[1-3,07],b"` -> a1 a2 a3 a07 b. Leading zeros are kept."""
+    hosts: list[str] = []
+    depth, start = 0, 0
+    for position, char in enumerate(text + ","):
+        depth += {"[": 1, "]": -1}.get(char, 0)
+        if char == "," and depth == 0:
+            hosts += _expand_item(text[start:position].strip())
+            start = position + 1
+    return hosts
+
+
+def _expand_item(item: str) -> list[str]:
+    head, bracket, rest = item.partition("[")
+    if not bracket:
+        return [item] if item else []
+    body, _, tail = rest.partition("]")
+    numbers: list[str] = []
+    for part in body.split(","):
+        first, dash, last = part.partition("-")
+        if dash:
+            numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
+        else:
+            numbers.append(first)
+    return [head + number + end for number in numbers for end in (_expand_item(tail) or [""])]
+
+
+def _pdsh_word(text: str) -> str:
+    """Quoted for the remote shell, with `%`, which pdsh would expand, doubled."""
+    return shlex.quote(text).replace("%", "%%")
+
+
+def _rank_command(job: MultiNodeJob) -> list[str]:
+    return [job.python, "-u", job.user_script, "--resolved", job.resolved_file]
+
+
+def _rendezvous(job: MultiNodeJob) -> dict[str, str]:
+    devices = _same_devices(job)
+    rendezvous = {"MASTER_ADDR": job.master_addr, "MASTER_PORT": str(job.master_port)}
+    return {**rendezvous, "CUDA_VISIBLE_DEVICES": devices} if devices else rendezvous
+
+
+def _host_slots(job: MultiNodeJob) -> str:
+    return ",".join(f"{host}:{len(slots)}" for host, slots in job.resources.items())
+
+
+def _same_devices(job: MultiNodeJob) -> str | None:
+    """The GPU numbers to show to every rank when a filter picked some; MPI and SLURM cannot vary them by host."""
+    picked = {tuple(slots) for slots in job.resources.values() if slots != list(range(len(slots)))}
+    if not picked:
+        return None
+    if len({tuple(slots) for slots in job.resources.values()}) > 1:
+        raise UserError("include/exclude pick different slots on different hosts: only launcher=pdsh can do that")
+    return ",".join(map(str, picked.pop()))

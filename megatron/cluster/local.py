@@ -1,0 +1,310 @@
+"""The local process manager: starts this node's ranks, passes signals on, ends the job when one rank fails.
+
+A rank that fails ends the job: its peers get `settle` seconds to fail by themselves (their last words are worth
+having), then SIGTERM, then after `grace` seconds SIGKILL. Its last output is shown last. SIGINT, SIGTERM and SIGUSR1
+are passed to the ranks once and the job then takes the time it needs to save; a second Ctrl-C ends it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from megatron.cluster.rank_output import RankOutput, open_channel
+from megatron.errors import LostRankError, NumericsError, StopRequested, UserError
+from megatron.log import get_logger
+
+logger = get_logger(__name__)
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_TABLE = {0, 1, UserError.exit_code, StopRequested.exit_code, NumericsError.exit_code, LostRankError.exit_code}
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class LocalJob:
+    """Ranks to start on this node. `environments[i]` is the whole environment of local rank i."""
+
+    command: Sequence[str]
+    environments: Sequence[Mapping[str, str]]
+    first_rank: int = 0
+    world_size: int | None = None
+    log_folder: Path | None = None
+    settle: float = 1.0
+    grace: float = 4.0
+    launcher_fd: int | None = None
+    """A pipe whose other end belongs to whoever started us remotely: when that closes, the job is ended."""
+
+
+@dataclass
+class _Rank:
+    rank: int
+    process: subprocess.Popen[bytes]
+    output: RankOutput
+    code: int | None = None
+    ended: float = 0.0
+
+
+@dataclass
+class _Run:
+    """The state of a running job."""
+
+    job: LocalJob
+    ranks: list[_Rank] = field(default_factory=list)
+    started: bool = False
+    requested: list[int] = field(default_factory=list)
+    interrupts: int = 0
+    failures: list[_Rank] = field(default_factory=list)
+    terminated: float | None = None
+    killed: bool = False
+
+
+def rank_environment(
+    base: Mapping[str, str],
+    *,
+    rank: int,
+    local_rank: int,
+    world_size: int,
+    local_world_size: int,
+    master_addr: str,
+    master_port: int,
+    cores: int,
+    gpus: int,
+    devices: Sequence[int] | None = None,
+) -> dict[str, str]:
+    """The environment of one rank. `devices` are the GPU numbers of this node that the job may use (None: all)."""
+    env = {
+        **base,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+    }
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // local_world_size)))
+    env.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in native code leaves a stack in the log
+    if gpus == 0:
+        env.setdefault("DS_ACCELERATOR", "cpu")
+    elif devices is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+    return env
+
+
+def run_local(job: LocalJob) -> int:
+    """Start the ranks, wait for them, and return the job's exit code (table in `megatron/errors.py`)."""
+    run = _Run(job)
+    with _signals_to(run):
+        try:
+            _start(run)
+            _watch(run)
+        finally:
+            _kill_all(run)  # only after a fault of ours: normally nobody is left
+    return _conclude(run)
+
+
+def _start(run: _Run) -> None:
+    end_with_parent = _end_with_parent()
+    for index, env in enumerate(run.job.environments):
+        rank = run.job.first_rank + index
+        read_fd, write_fd = open_channel(terminal=rank == 0)
+        folder = run.job.log_folder
+        # A session of its own: Ctrl-C in the terminal reaches only us, and killing a rank takes its workers along.
+        process = subprocess.Popen(
+            run.job.command,
+            env=dict(env),
+            stdin=None if rank == 0 else subprocess.DEVNULL,
+            stdout=None if rank == 0 else write_fd,
+            stderr=write_fd,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+        os.close(write_fd)
+        log_file = folder / f"rank_{rank}.log" if folder else None
+        output = RankOutput(rank, read_fd, straight=rank == 0, log_file=log_file)
+        run.ranks.append(_Rank(rank, process, output))
+    run.started = True
+    for number in run.requested:  # signals that came in between
+        _send(run, number)
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """For `preexec_fn`: the kernel sends SIGTERM to the rank if we die without a word (Linux only)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+
+    def set_death_signal() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    return set_death_signal
+
+
+def _watch(run: _Run) -> None:
+    """Until every rank has ended: pass output on, collect exits, end the job after a failure."""
+    selector = selectors.DefaultSelector()
+    for rank in run.ranks:
+        selector.register(rank.output.read_fd, selectors.EVENT_READ, rank.output)
+    launcher = _poll_closed(run.job.launcher_fd)
+    while any(rank.code is None for rank in run.ranks):
+        _pump(selector, timeout=0.1)
+        _reap(run)
+        if launcher() and not run.requested:
+            run.requested.append(signal.SIGTERM)
+            _send(run, signal.SIGTERM)
+        _escalate(run)
+    deadline = time.monotonic() + 1.0  # a grandchild may keep a pipe open: do not wait for it for ever
+    while selector.get_map() and time.monotonic() < deadline:
+        _pump(selector, timeout=0.1)
+    for rank in run.ranks:
+        if rank.output.read_fd >= 0:
+            rank.output.close()
+    selector.close()
+
+
+def _pump(selector: selectors.BaseSelector, timeout: float) -> None:
+    if not selector.get_map():
+        time.sleep(timeout)
+        return
+    for key, _ in selector.select(timeout):
+        if not key.data.pump():
+            selector.unregister(key.fd)
+
+
+def _poll_closed(fd: int | None) -> Callable[[], bool]:
+    """A function that tells whether the reader of pipe `fd` has gone (never, without a pipe)."""
+    if fd is None:
+        return lambda: False
+    poller = select.poll()
+    poller.register(fd, 0)  # errors and hang-ups are always reported
+    return lambda: any(event & (select.POLLERR | select.POLLHUP) for _, event in poller.poll(0))
+
+
+def _reap(run: _Run) -> None:
+    """Note the ranks that have ended. What a failed rank started dies with it."""
+    for rank in run.ranks:
+        if rank.code is not None:
+            continue
+        # Look without reaping: until then the group id cannot belong to anybody else.
+        status = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is None:
+            continue
+        if status.si_status != 0:
+            _signal_group(rank, signal.SIGKILL)
+        rank.code, rank.ended = rank.process.wait(), time.monotonic()
+        if run.terminated is None and not _is_fine(run, rank.code):
+            run.failures.append(rank)
+
+
+def _is_fine(run: _Run, code: int) -> bool:
+    """Done, stopped with everything saved, or ended by a signal that we passed on."""
+    return code in (0, StopRequested.exit_code) or any(code in (-number, 128 + number) for number in run.requested)
+
+
+def _escalate(run: _Run) -> None:
+    now = time.monotonic()
+    if run.interrupts > 1 and not run.killed:
+        run.requested.append(signal.SIGKILL)
+        _kill_all(run)
+    if not run.failures:
+        return
+    if run.terminated is None and now - run.failures[0].ended >= run.job.settle:
+        run.terminated = now
+        _send(run, signal.SIGTERM)
+    elif run.terminated is not None and not run.killed and now - run.terminated >= run.job.grace:
+        _kill_all(run)
+
+
+def _kill_all(run: _Run) -> None:
+    run.killed = True
+    _send(run, signal.SIGKILL)
+
+
+def _send(run: _Run, number: int) -> None:
+    """Send a signal to the ranks still running: SIGKILL to all that a rank started, others to the rank itself."""
+    for rank in run.ranks:
+        if rank.code is None:
+            if number == signal.SIGKILL:
+                _signal_group(rank, number)
+            else:
+                os.kill(rank.process.pid, number)  # not send_signal: that would reap
+
+
+def _signal_group(rank: _Rank, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(rank.process.pid, number)
+
+
+@contextlib.contextmanager
+def _signals_to(run: _Run) -> Iterator[None]:
+    """While the job runs, our signals go to the ranks, each kind once."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            run.interrupts += 1
+        if number not in run.requested:
+            run.requested.append(number)
+            if run.started:
+                _send(run, number)
+            if number != signal.SIGUSR1:
+                again = " (Ctrl-C again: end it now)" if number == signal.SIGINT else ""
+                logger.info(f"{signal.Signals(number).name}: asked the ranks to save and stop{again}")
+
+    previous = {number: signal.signal(number, handle) for number in _FORWARDED}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _conclude(run: _Run) -> int:
+    """The job's exit code; after a failure also the report, ending with the last words of the rank to blame."""
+    codes = [rank.code for rank in run.ranks]
+    if not run.failures:
+        if any(code not in (0, StopRequested.exit_code) for code in codes):
+            return 128 + run.requested[0]  # ended by the signal, not having saved
+        return StopRequested.exit_code if StopRequested.exit_code in codes else 0
+    culprit = min(run.failures, key=lambda rank: (_blame(rank.code or 0), rank.ended))
+    _report(run, culprit)
+    return exit_code(culprit.code or 0)
+
+
+def exit_code(code: int) -> int:
+    """A rank's return code in terms of the table: a signal is a lost rank, a number of its own is 1."""
+    if code < 0:
+        return LostRankError.exit_code
+    return code if code in _TABLE else 1
+
+
+def _blame(code: int) -> int:
+    """Smaller = likelier the cause: a considered verdict, then crashes in order of time, then `a peer is gone`."""
+    if code in (UserError.exit_code, NumericsError.exit_code):
+        return 0
+    return 2 if code == LostRankError.exit_code else 1
+
+
+def _report(run: _Run, culprit: _Rank) -> None:
+    code = culprit.code or 0
+    how = f"exit code {code}"
+    if code < 0:
+        how = f"killed by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            how += " (often: out of memory, see dmesg)"
+    world = run.job.world_size or len(run.ranks)
+    where = f"; logs: {run.job.log_folder}/" if run.job.log_folder else ""
+    shown_last = culprit.output.straight and all(r.output.last_write <= culprit.output.last_write for r in run.ranks)
+    tail = "" if shown_last else culprit.output.tail()
+    head = f"rank {culprit.rank} of {world} failed: {how}{where}"
+    logger.error(f"{head}\n{tail}" if tail else head)

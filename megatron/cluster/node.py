@@ -1,0 +1,88 @@
+"""The agent that pdsh starts on each host: starts this host's ranks, ends with the launcher.
+
+python -m megatron.cluster.node --node_rank=1 --resources=... --master_addr=... --master_port=... --config=... train.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron import log
+from megatron.cluster.config_file import config_file
+from megatron.cluster.devices import count_cores, count_gpus
+from megatron.cluster.hostfile import Resources
+from megatron.cluster.launchers import decode
+from megatron.cluster.local import LocalJob, rank_environment, run_local
+from megatron.errors import UserError, run_cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the ranks of this host and return their exit code."""
+    parser = argparse.ArgumentParser(prog="megatron.cluster.node", allow_abbrev=False, description=__doc__)
+    parser.add_argument("--node_rank", type=int, required=True, help="this host's place in --resources")
+    parser.add_argument("--resources", required=True, help="encoded {host: slots}")
+    parser.add_argument("--master_addr", required=True, help="host of rank 0")
+    parser.add_argument("--master_port", type=int, required=True, help="rendezvous port on that host")
+    parser.add_argument("--config", required=True, help="encoded text of the resolved config")
+    parser.add_argument("--log_folder", help="folder for rank_N.log")
+    parser.add_argument("user_script", help="what every rank runs")
+    given = parser.parse_args(argv)
+    log.configure()
+    resources, text = decode(given.resources), decode(given.config)
+    if not isinstance(resources, dict) or not isinstance(text, str) or given.node_rank >= len(resources):
+        raise UserError(f"--resources or --config does not fit --node_rank={given.node_rank}")
+    with config_file(text) as resolved:
+        job = node_job(
+            resources,
+            given.node_rank,
+            [sys.executable, "-u", given.user_script, "--resolved", str(resolved)],
+            master_addr=given.master_addr,
+            master_port=given.master_port,
+            log_folder=Path(given.log_folder) if given.log_folder else None,
+            launcher_fd=2,
+        )
+        return run_local(job)
+
+
+def node_job(
+    resources: Resources,
+    node_rank: int,
+    command: Sequence[str],
+    *,
+    master_addr: str,
+    master_port: int,
+    log_folder: Path | None,
+    launcher_fd: int | None = None,
+) -> LocalJob:
+    """The ranks of host number `node_rank`: numbered after those of the hosts before it."""
+    sizes = [len(slots) for slots in resources.values()]
+    slots = list(resources.values())[node_rank]
+    first, world = sum(sizes[:node_rank]), sum(sizes)
+    gpus, cores = count_gpus(os.environ), count_cores()
+    picked = slots if slots != list(range(len(slots))) else None
+    environments = [
+        rank_environment(
+            os.environ,
+            rank=first + local_rank,
+            local_rank=local_rank,
+            world_size=world,
+            local_world_size=len(slots),
+            master_addr=master_addr,
+            master_port=master_port,
+            cores=cores,
+            gpus=gpus,
+            devices=picked,
+        )
+        for local_rank in range(len(slots))
+    ]
+    return LocalJob(
+        command, environments, first_rank=first, world_size=world, log_folder=log_folder, launcher_fd=launcher_fd
+    )
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,115 @@
+"""What ranks print: rank 0 straight through, the others prefixed or into a log file, the end of each for reports."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from pathlib import Path
+
+_TAIL_LINES = 200
+_SHOWN_LINES = 30
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+
+
+class RankOutput:
+    """The reading end of one rank's messages.
+
+    `straight`: bytes go on to our stderr as they come (progress bars work); otherwise whole lines go to `log_file` if
+    there is one, else to our stderr with the rank in front. The log file is opened at the first line.
+    """
+
+    def __init__(self, rank: int, read_fd: int, *, straight: bool, log_file: Path | None) -> None:
+        self.rank = rank
+        self.read_fd = read_fd
+        self.straight = straight
+        self.last_write = 0.0  # time.monotonic() of the last bytes shown on the console
+        self._path = log_file
+        self._log: int | None = None
+        self._partial = b""
+        self._tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
+
+    def pump(self) -> bool:
+        """Read what is there; False at the end of the stream. Call it only when the descriptor is readable."""
+        try:
+            data = os.read(self.read_fd, 1 << 16)
+        except OSError:  # a pseudo-terminal reports EIO where a pipe reports the end
+            data = b""
+        if not data:
+            self.close()
+            return False
+        if self.straight:
+            self._console(data)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for line in lines:
+            self._line(line)
+        return True
+
+    def close(self) -> None:
+        """Flush an unfinished line and close the descriptors."""
+        if self._partial:
+            self._line(self._partial)
+            self._partial = b""
+        for fd in (self.read_fd, self._log):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+        self.read_fd, self._log = -1, None
+
+    def tail(self) -> str:
+        """The end of the output: from the start of the last (chain of) traceback, else the last lines."""
+        lines = [line.decode("utf-8", "replace") for line in self._tail]
+        starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+        if not starts:
+            return "\n".join(lines[-_SHOWN_LINES:])
+        start = starts.pop()
+        while starts and any(line.startswith(_CHAINED) for line in lines[max(0, start - 3) : start]):
+            start = starts.pop()
+        return "\n".join(lines[start:])
+
+    def _line(self, line: bytes) -> None:
+        line = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]  # of a progress bar keep the last state
+        self._tail.append(line)
+        if self._path is not None:
+            self._write_log(line)
+        elif not self.straight:
+            self._console(b"[rank %d] %s\n" % (self.rank, line))
+
+    def _write_log(self, line: bytes) -> None:
+        try:
+            if self._log is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._log = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                os.write(self._log, f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
+            os.write(self._log, line + b"\n")
+        except OSError as error:  # a full disk must not end the training run: say it and go on without the file
+            self._path = None
+            self._console(f"cannot write the log of rank {self.rank}: {error}\n".encode())
+
+    def _console(self, data: bytes) -> None:
+        self.last_write = time.monotonic()
+        with contextlib.suppress(OSError):  # nobody reads our stderr any more; the job goes on
+            sys.stderr.flush()
+            _write_all(2, data)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def open_channel(terminal: bool) -> tuple[int, int]:
+    """(reading end, writing end) for a rank's stderr: a pseudo-terminal if our own stderr is a terminal and
+    `terminal` asks for it, so that the rank still sees one and draws progress bars; else a pipe."""
+    if not (terminal and os.isatty(2)):
+        return os.pipe()
+    read_fd, write_fd = pty.openpty()
+    tty.setraw(write_fd)  # no translation of line ends on the way
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(write_fd, termios.TIOCSWINSZ, fcntl.ioctl(2, termios.TIOCGWINSZ, b"\0" * 8))
+    return read_fd, write_fd

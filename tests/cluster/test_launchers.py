@@ -1,0 +1,156 @@
+"""Golden command lines of the launchers (known faults 67 and 71), and what travels with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+
+import pytest
+
+from megatron.cluster.hostfile import select
+from megatron.cluster.launchers import (
+    LAUNCHERS,
+    MultiNodeJob,
+    build_command,
+    command_environment,
+    decode,
+    expand_nodelist,
+    exported,
+    parse_environment_file,
+)
+from megatron.errors import UserError
+
+pytestmark = pytest.mark.cpu
+
+JOB = MultiNodeJob(
+    resources={"worker-0": [0, 1], "worker-1": [0, 1]},
+    user_script="train.py",
+    resolved_file="/shared/run/.deepy-resolved-x.json",
+    config_text='{"train_iters": 5}',
+    python="/opt/venv/bin/python",
+    folder="/home/u/my code",
+    master_addr="worker-0",
+    master_port=29500,
+    exports={"NCCL_DEBUG": "INFO and more"},
+)
+RANK = ["/opt/venv/bin/python", "-u", "train.py", "--resolved", "/shared/run/.deepy-resolved-x.json"]
+
+
+def test_pdsh_starts_one_agent_per_host_and_carries_the_config_by_value() -> None:
+    command = build_command("pdsh", JOB)
+    assert command[:-1] == ["pdsh", "-S", "-k", "-f", "1024", "-w", "worker-0,worker-1"]
+    head, agent = command[-1].split(" exec ")
+    assert head == "export NCCL_DEBUG='INFO and more'; cd '/home/u/my code';"
+    words = shlex.split(agent)
+    assert words[:5] == ["/opt/venv/bin/python", "-u", "-m", "megatron.cluster.node", "--node_rank=%n"]
+    assert words[-1] == "train.py"
+    options = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
+    assert decode(options["config"]) == JOB.config_text
+    assert decode(options["resources"]) == {"worker-0": [0, 1], "worker-1": [0, 1]}
+    assert (options["master_addr"], options["master_port"]) == ("worker-0", "29500")
+    assert JOB.resolved_file not in command[-1]  # no path of this machine is needed over there
+
+
+def test_pdsh_would_expand_percent_signs_so_they_are_doubled() -> None:
+    command = build_command("pdsh", dataclasses.replace(JOB, folder="/d/%n", exports={"TORCH_LOGS": "50%"}))
+    assert command[-1].startswith("export TORCH_LOGS=50%%; cd /d/%%n; exec ")
+    assert "--node_rank=%n " in command[-1]
+
+
+def test_openmpi() -> None:
+    assert build_command("openmpi", JOB) == [
+        *("mpirun", "-n", "4", "--host", "worker-0:2,worker-1:2", "--map-by", "slot"),
+        *("-x", "MASTER_ADDR=worker-0", "-x", "MASTER_PORT=29500", "-x", "NCCL_DEBUG=INFO and more"),
+        *RANK,
+    ]
+
+
+@pytest.mark.parametrize("launcher", ["mpich", "mvapich"])
+def test_mpich_and_mvapich(launcher: str) -> None:
+    assert build_command(launcher, JOB) == [
+        *("mpirun", "-n", "4", "-hosts", "worker-0:2,worker-1:2"),
+        *("-genv", "MASTER_ADDR", "worker-0", "-genv", "MASTER_PORT", "29500", "-genv", "NCCL_DEBUG", "INFO and more"),
+        *RANK,
+    ]
+
+
+def test_slurm() -> None:
+    job = dataclasses.replace(JOB, comment="c 1", account="acc")
+    assert build_command("slurm", job) == [
+        *("srun", "-n", "4", "--nodelist", "worker-0,worker-1", "--nodes", "2", "--ntasks-per-node", "2"),
+        *("--comment", "c 1", "--account", "acc", "--kill-on-bad-exit=1", "--export=ALL"),
+        *RANK,
+    ]
+    env = command_environment("slurm", job, {"HOME": "/h", "RANK": "3", "WORLD_SIZE": "9"})
+    assert env == {
+        "HOME": "/h",
+        "MASTER_ADDR": "worker-0",
+        "MASTER_PORT": "29500",
+        "NCCL_DEBUG": "INFO and more",
+    }
+
+
+def test_slurm_counts_the_filtered_slots_and_never_gets_the_filter_strings() -> None:
+    hosts = select({"worker-0": [0, 1, 2, 3], "worker-1": [0, 1, 2, 3]}, include="worker-1:0,2")
+    job = dataclasses.replace(JOB, resources=hosts)
+    text = shlex.join(build_command("slurm", job))
+    assert text.startswith("srun -n 2 --nodelist worker-1 ")
+    assert "include" not in text and ":0,2" not in text
+    assert command_environment("slurm", job, {})["CUDA_VISIBLE_DEVICES"] == "0,2"
+
+
+def test_slurm_within_an_allocation_uses_all_its_tasks() -> None:
+    job = dataclasses.replace(JOB, resources={}, in_allocation=8)
+    assert build_command("slurm", job) == ["srun", "-n", "8", "--kill-on-bad-exit=1", "--export=ALL", *RANK]
+
+
+def test_what_only_pdsh_can_do_is_refused_elsewhere() -> None:
+    uneven = dataclasses.replace(JOB, resources={"a": [0, 1], "b": [1, 3]})
+    for launcher in set(LAUNCHERS) - {"pdsh"}:
+        with pytest.raises(UserError, match="pdsh"):
+            command_environment(launcher, uneven, {}), build_command(launcher, uneven)
+    with pytest.raises(UserError, match="same number of slots"):
+        build_command("slurm", dataclasses.replace(JOB, resources={"a": [0], "b": [0, 1]}))
+    with pytest.raises(UserError, match="Did you mean 'slurm'"):
+        build_command("slurmm", JOB)
+
+
+def test_a_config_too_long_for_a_command_line_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match="shorten"):
+        build_command("pdsh", dataclasses.replace(JOB, config_text=os.urandom(90_000).hex()))
+
+
+def test_exports_carry_library_settings_but_no_secrets() -> None:
+    env = {
+        "NCCL_DEBUG": "INFO",
+        "WANDB_API_KEY": "s3cret",
+        "HF_TOKEN": "t",
+        "HOME": "/h",
+        "PYTHONPATH": "/p",
+        "RANK": "1",
+    }
+    exports, kept_back = exported(env, {"MY_FLAG": "1"})
+    assert exports == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/p", "MY_FLAG": "1"}
+    assert kept_back == ["HF_TOKEN", "WANDB_API_KEY"]
+
+
+def test_environment_file() -> None:
+    text = "# c\nA=1\n\nexport B=x=y z\n"
+    assert parse_environment_file(text, ".deepspeed_env") == {"A": "1", "B": "x=y z"}
+    with pytest.raises(UserError, match=".deepspeed_env:2"):
+        parse_environment_file("A=1\nnonsense\n", ".deepspeed_env")
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("a[1-3,07],b", ["a1", "a2", "a3", "a07", "b"]),
+        ("nid[001-003]", ["nid001", "nid002", "nid003"]),
+        ("r[1-2]n[8-9]x", ["r1n8x", "r1n9x", "r2n8x", "r2n9x"]),
+        ("gpu-a[1,3],gpu-b[2]", ["gpu-a1", "gpu-a3", "gpu-b2"]),
+    ],
+)
+def test_slurm_host_lists(text: str, hosts: list[str]) -> None:
+    assert expand_nodelist(text) == hosts
