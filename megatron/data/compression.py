@@ -1,0 +1,83 @@
+"""Opening input files that may be compressed."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from megatron.errors import UserError
+
+COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
+
+
+@contextmanager
+def open_input(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+    """The decompressed content of a file, and a function telling how many bytes of the file on disk are consumed.
+
+    Raises `UserError` naming the file when it is missing, damaged or cut short.
+    """
+    errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
+    try:
+        with path.open("rb") as raw:
+            if path.suffix == ".zst":
+                zstandard = _zstandard(path)
+                errors = (*errors, zstandard.ZstdError)
+                yield io.BufferedReader(_ZstdStream(raw, zstandard.ZstdDecompressor())), raw.tell
+            elif path.suffix in (".gz", ".xz", ".bz2"):
+                opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}[path.suffix]
+                with opener(raw, "rb") as file:
+                    yield file, raw.tell
+            else:
+                yield raw, raw.tell
+    except errors as error:
+        raise UserError(f"{path}: cannot be read: {error or type(error).__name__}") from error
+
+
+def _zstandard(path: Path) -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise UserError(f"{path}: needs zstandard: pip install -r requirements/requirements.txt") from error
+    return zstandard
+
+
+class _ZstdStream(io.RawIOBase):
+    """The content of a zstd file of any number of frames (tools that append write one after another).
+
+    The library's own stream reader ends without a word where a file is cut short; this one raises `EOFError`.
+    """
+
+    def __init__(self, raw: IO[bytes], decompressor: Any) -> None:
+        self._raw, self._decompressor = raw, decompressor
+        self._frame: Any = None  # None between two frames
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            block = self._raw.read(1 << 17)
+            if not block:
+                if self._frame is not None:
+                    raise EOFError("the file is cut short")
+                return 0
+            self._ready = memoryview(b"".join(self._decompress(block)))
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def _decompress(self, block: bytes) -> Iterator[bytes]:
+        while block:
+            self._frame = self._frame or self._decompressor.decompressobj()
+            yield self._frame.decompress(block)
+            block = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None

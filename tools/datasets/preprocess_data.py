@@ -1,0 +1,107 @@
+"""Tokenise text into the `.bin`/`.idx` datasets that training reads."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import log
+from megatron.data.encode import EncodeOptions, Encoder, write_datasets
+from megatron.data.encode_progress import EncodeProgress
+from megatron.data.formats import find_inputs, read_chunks
+from megatron.errors import UserError, run_cli
+from megatron.tokenizer import TOKENIZERS, create_tokenizer
+
+EXAMPLES = """
+examples:
+  # one JSON object per line, its text under "text", with a Hugging Face tokenizer.json
+  python tools/datasets/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
+      --tokenizer-type HFTokenizer --vocab-file tokenizer.json --append-eod --workers 8
+
+  # GPT-2's vocabulary, many compressed files
+  python tools/datasets/preprocess_data.py --input 'shards/*.jsonl.zst' --output-prefix data/corpus \\
+      --tokenizer-type GPT2BPETokenizer --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --append-eod
+
+  # two datasets, data/qa_question_document and data/qa_answer_document, of parquet columns
+  python tools/datasets/preprocess_data.py --input qa.parquet --jsonl-keys question answer --output-prefix data/qa \\
+      --tokenizer-type HFTokenizer --vocab-file tokenizer.json --append-eod
+
+input:   .jsonl .ndjson .json .txt (one document per file), also as .gz .zst .xz .bz2; .parquet .arrow;
+         files, comma-joined lists, globs (quoted) and folders
+output:  <output-prefix>_<key>_document.bin, .idx and .manifest.json. In the run's YAML:
+         "data_path": "<output-prefix>_text_document"
+         Empty documents are left out and counted; nothing appears before all is done; order and bytes do not depend
+         on --workers.
+"""
+
+
+def parse_args() -> argparse.Namespace:
+    """GPT-NeoX's flags (unambiguous beginnings of a flag work too: `--vocab`), and `--skip-bad-lines`."""
+    types = ", ".join(sorted(TOKENIZERS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    group = parser.add_argument_group("input")
+    group.add_argument("--input", required=True, nargs="+", metavar="A[,B...]", help="files, lists, globs or folders")
+    group.add_argument("--jsonl-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (default: text)")
+    group.add_argument("--num-docs", type=int, metavar="N", help="expected number of documents (for the display only)")
+    group.add_argument("--skip-bad-lines", action="store_true", help="leave unusable records out, and count them")
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument(
+        "--tokenizer-type", required=True, metavar="TYPE", help=f"one of {', '.join(sorted(TOKENIZERS))}"
+    )
+    group.add_argument("--vocab-file", metavar="PATH", help="tokenizer.json, vocab.json, .model, ... or a folder")
+    group.add_argument("--merge-file", metavar="PATH", help="merges.txt of a BPE vocabulary")
+    group.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    group.add_argument("--ftfy", action="store_true", help="mend broken Unicode with ftfy first")
+    group = parser.add_argument_group("output")
+    group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path without suffix")
+    group.add_argument(
+        "--dataset-impl", default="mmap", choices=["lazy", "cached", "mmap"], help="mmap is the one kept"
+    )
+    group = parser.add_argument_group("running")
+    group.add_argument("--workers", type=int, default=1, metavar="N", help="processes (1: this one, on all its cores)")
+    group.add_argument("--log-interval", type=int, default=100, metavar="N", help="documents between progress updates")
+    args = parser.parse_args()
+    if args.dataset_impl != "mmap":
+        raise UserError(f"--dataset-impl {args.dataset_impl}: training reads only mmap datasets; leave the flag out")
+    if args.workers < 1:
+        raise UserError(f"--workers {args.workers}: give at least 1")
+    if len(set(args.jsonl_keys)) < len(args.jsonl_keys):
+        raise UserError(f"--jsonl-keys {' '.join(args.jsonl_keys)}: a key is given twice")
+    return args
+
+
+def main() -> None:
+    """Check everything, then tokenise."""
+    args = parse_args()
+    log.configure()
+    # Leaving by an exception is what removes temporary files.
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    logger = log.get_logger("preprocess_data")
+    paths = find_inputs(args.input)
+    tokenizer = create_tokenizer(args.tokenizer_type, args.vocab_file, args.merge_file)
+    keys = tuple(args.jsonl_keys)
+    encoder = Encoder(tokenizer, EncodeOptions(keys, args.append_eod, args.ftfy, args.skip_bad_lines))
+    size = sum(path.stat().st_size for path in paths)
+    logger.info(f"input: {len(paths)} files, {size / 1e6:.1f} MB")
+    sizes = f"vocabulary {tokenizer.vocab_size}, eod {tokenizer.eod}, ids stored as {encoder.dtype}"
+    logger.info(f"tokenizer: {tokenizer.describe()}, {sizes}")
+    prefixes = [f"{args.output_prefix}_{key}_document" for key in keys]
+    source = {"files": [path.name for path in paths]}
+    with EncodeProgress(size, num_docs=args.num_docs, log_interval=args.log_interval) as progress:
+        manifests, total = write_datasets(
+            read_chunks(paths), encoder, prefixes, workers=args.workers, source=source, report=progress
+        )
+    if any(total.empty) or total.faults:
+        logger.info(f"left out: {sum(total.empty)} empty documents, {total.faults} unusable records")
+    for prefix, manifest in zip(prefixes, manifests):
+        print(f"{prefix}: {manifest.documents} documents, {manifest.tokens} tokens, {manifest.dtype}")
+
+
+if __name__ == "__main__":
+    run_cli(main)
