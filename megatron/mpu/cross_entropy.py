@@ -1,0 +1,262 @@
+"""Cross entropy over a vocabulary split over tensor-parallel ranks, fused with the output projection.
+
+Legend: t = b·s tokens, c tokens of one chunk, h hidden, v vocabulary, /tp = this rank's part.
+
+With logits z = hidden · weightᵀ: loss_i = logsumexp(z_i) - z_i[target_i], and its derivative by z_i is
+softmax(z_i) - onehot(target_i). Logits exist for one chunk of tokens at a time, so memory holds [c, v/tp], never
+[t, v]. Rows of the weight beyond the real vocabulary (padding) take no part and get a zero gradient.
+Logits have the dtype of the inputs; everything after them is at least fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from megatron.errors import UserError
+from megatron.mpu.collectives import all_gather, enter_tensor_parallel
+from megatron.mpu.layers import linear
+from megatron.mpu.state import ParallelState
+
+CHUNK = 512  # tokens at a time: 256 to 1024 are equally fast on a CPU, 128 is slower (fewer rows per matrix product)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    state: ParallelState,
+    chunk: int = CHUNK,
+    entered: bool = False,
+) -> Tensor:
+    """Loss of every token: hidden [t, h] ([t/tp, h] under sequence parallelism), weight [v/tp, h], targets [t] -> [t].
+
+    Losses are in nats, fp32, and equal on all tensor-parallel ranks. Any gradient may flow back into each of them;
+    backward computes the logits a second time. For a weighted sum `weighted_linear_cross_entropy` is faster.
+    `entered`: hidden already went through `enter_tensor_parallel`.
+    Raises `UserError` (on a CPU; a device-side assertion elsewhere) for a target outside [0, vocab_size).
+    """
+    _check_targets(targets, vocab_size)
+    if not entered:
+        hidden = enter_tensor_parallel(hidden, state)
+    return _PerToken.apply(hidden, weight, targets, vocab_size, state, chunk)
+
+
+def weighted_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_weights: Tensor,
+    *,
+    vocab_size: int,
+    state: ParallelState,
+    chunk: int = CHUNK,
+    entered: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(Σ_i token_weights_i · loss_i, losses [t] without gradient), for token_weights [t] fp32 without gradient.
+
+    Otherwise as `linear_cross_entropy`, but the gradients of hidden and weight come from the same logits as the loss;
+    backward only scales them. So a graph can be walked back once, and under no_grad nothing but the loss is computed.
+    """
+    _check_targets(targets, vocab_size)
+    if not entered:
+        hidden = enter_tensor_parallel(hidden, state)
+    return _Weighted.apply(hidden, weight, targets, token_weights, vocab_size, state, chunk)
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, state: ParallelState) -> Tensor:
+    """Loss of every token from logits [t, v/tp] that exist already -> [t] fp32; padding columns take no part."""
+    _check_targets(targets, vocab_size)
+    return _FromLogits.apply(logits, targets, vocab_size, state)
+
+
+def _check_targets(targets: Tensor, vocab_size: int) -> None:
+    inside = ((targets >= 0) & (targets < vocab_size)).all()
+    if targets.device.type != "cpu":
+        torch._assert_async(inside, f"a target is outside [0, {vocab_size})")  # no wait for the device
+    elif not inside:
+        raise UserError(
+            f"a target token is outside the vocabulary of {vocab_size}: targets span {int(targets.min())} to "
+            f"{int(targets.max())}; was the data made with another tokenizer?"
+        )
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """This rank's real vocabulary: ids `start` to `start + rows` are the first rows of its weight."""
+
+    start: int
+    rows: int
+    state: ParallelState
+
+    @classmethod
+    def of(cls, local_size: int, vocab_size: int, state: ParallelState) -> _Shard:
+        start = state.tp_rank * local_size
+        return cls(start, min(max(vocab_size - start, 0), local_size), state)
+
+    def losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """(losses [c], logsumexp [c]) over the whole vocabulary, from this rank's fp32 logits [c, rows]."""
+        log_sum = torch.logsumexp(logits, -1)
+        if self.state.tp_size == 1:
+            return log_sum - logits.gather(1, targets.unsqueeze(1)).squeeze(1), log_sum
+        at_target = torch.zeros_like(log_sum)
+        if self.rows:  # a rank may hold nothing but padding
+            index, mine = self._local(targets)
+            at_target = torch.where(mine, logits.gather(1, index.unsqueeze(1)).squeeze(1), at_target)
+        # One small collective instead of three: maximum, sum of exponentials and target follow from these two rows.
+        both = all_gather(torch.stack([log_sum, at_target]), self.state).view(self.state.tp_size, 2, -1)
+        log_sum = torch.logsumexp(both[:, 0], 0)
+        return log_sum - both[:, 1].sum(0), log_sum
+
+    def logits_gradient_(self, logits: Tensor, log_sum: Tensor, targets: Tensor) -> Tensor:
+        """softmax - onehot [c, rows], overwriting fp32 `logits`."""
+        gradient = logits.sub_(log_sum.unsqueeze(1)).exp_()
+        if self.rows:
+            index, mine = self._local(targets)
+            gradient.scatter_add_(1, index.unsqueeze(1), -mine.to(gradient.dtype).unsqueeze(1))
+        return gradient
+
+    def _local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        index = targets - self.start
+        return index.clamp(0, self.rows - 1), (index >= 0) & (index < self.rows)
+
+
+class _Gradients:
+    """Gradients of hidden [t, h] and weight [v/tp, h], filled chunk by chunk; either may be unwanted (None)."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, rows: int, wanted: tuple[bool, bool]) -> None:
+        self.real_weight = weight[:rows]
+        self.rows = rows
+        self.hidden = torch.empty_like(hidden) if wanted[0] else None
+        # Chunks are summed in fp32, whatever the dtype of the weight.
+        self.weight = torch.zeros_like(weight, dtype=_at_least_fp32(weight.dtype)) if wanted[1] else None
+
+    def add(self, part: slice, x: Tensor, gradient: Tensor, scale: Tensor) -> None:
+        """`gradient` [c, rows] of the unweighted losses, `scale` [c] their weights.
+
+        The weights multiply the [c, h] side of both products, which is much smaller than the [c, rows] side.
+        """
+        gradient, scale = gradient.to(x.dtype), scale.unsqueeze(1)
+        if self.hidden is not None:
+            self.hidden[part] = gradient.mm(self.real_weight).mul_(scale)
+        if self.weight is not None and self.rows:
+            total, x = self.weight[: self.rows], (x * scale).to(x.dtype)
+            if total.dtype == x.dtype:
+                total.addmm_(gradient.t(), x)
+            else:
+                total += gradient.t().mm(x)
+
+    def result(self, weight_dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        return self.hidden, None if self.weight is None else self.weight.to(weight_dtype)
+
+
+def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
+    return (slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk))
+
+
+def _logits(x: Tensor, real_weight: Tensor) -> Tensor:
+    logits = linear(x, real_weight)
+    return logits.to(_at_least_fp32(logits.dtype))
+
+
+class _PerToken(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        state: ParallelState,
+        chunk: int,
+    ) -> Tensor:
+        own = _Shard.of(weight.shape[0], vocab_size, state)
+        losses = hidden.new_empty(hidden.shape[0], dtype=_at_least_fp32(hidden.dtype))
+        log_sums = torch.empty_like(losses)
+        for part in _chunks(hidden.shape[0], chunk):
+            losses[part], log_sums[part] = own.losses(_logits(hidden[part], weight[: own.rows]), targets[part])
+        ctx.save_for_backward(hidden, weight, targets, log_sums)
+        ctx.own, ctx.chunk = own, chunk
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_sums = ctx.saved_tensors
+        gradients = _Gradients(hidden, weight, ctx.own.rows, ctx.needs_input_grad[:2])
+        for part in _chunks(hidden.shape[0], ctx.chunk):
+            logits = _logits(hidden[part], weight[: ctx.own.rows])
+            unweighted = ctx.own.logits_gradient_(logits, log_sums[part], targets[part])
+            gradients.add(part, hidden[part], unweighted, grad[part])
+        return (*gradients.result(weight.dtype), None, None, None, None)
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        token_weights: Tensor,
+        vocab_size: int,
+        state: ParallelState,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        own = _Shard.of(weight.shape[0], vocab_size, state)
+        losses = hidden.new_empty(hidden.shape[0], dtype=_at_least_fp32(hidden.dtype))
+        token_weights = token_weights.to(losses.dtype)
+        # Weights of 1/(number of tokens) would leave fp16's range before the loss scale arrives in backward, so
+        # gradients are kept relative to the largest weight.
+        unit = token_weights.abs().amax().clamp_min(torch.finfo(losses.dtype).tiny)
+        relative = token_weights / unit
+        wanted = ctx.needs_input_grad[:2]
+        gradients = _Gradients(hidden, weight, own.rows, wanted)
+        for part in _chunks(hidden.shape[0], chunk):
+            x = hidden[part]
+            logits = _logits(x, weight[: own.rows])
+            losses[part], log_sum = own.losses(logits, targets[part])
+            if any(wanted):
+                gradients.add(part, x, own.logits_gradient_(logits, log_sum, targets[part]), relative[part])
+        ctx.save_for_backward(unit, *gradients.result(weight.dtype))
+        ctx.mark_non_differentiable(losses)
+        return (losses * token_weights).sum(), losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        unit, *gradients = ctx.saved_tensors
+        # In place: a copy of the weight's gradient would be the largest tensor here. Walking back a second time raises.
+        # One-dimensional, because a 0-dim factor would be rounded to the gradient's dtype first and overflow fp16.
+        factor = (grad * unit).reshape(1)
+        scaled = [None if gradient is None else gradient.mul_(factor) for gradient in gradients]
+        return (*scaled, None, None, None, None, None)
+
+
+class _FromLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor, vocab_size: int, state: ParallelState) -> Tensor:
+        own = _Shard.of(logits.shape[1], vocab_size, state)
+        losses, log_sums = own.losses(logits[:, : own.rows].to(_at_least_fp32(logits.dtype)), targets)
+        ctx.save_for_backward(logits, targets, log_sums)
+        ctx.own = own
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, targets, log_sums = ctx.saved_tensors
+        real = logits[:, : ctx.own.rows].to(_at_least_fp32(logits.dtype), copy=True)
+        gradient = torch.zeros_like(logits)
+        gradient[:, : ctx.own.rows] = ctx.own.logits_gradient_(real, log_sums, targets).mul_(grad.unsqueeze(1))
+        return gradient, None, None, None
