@@ -1,0 +1,74 @@
+# `make help` lists the targets. The ones that need the environment create it first; a stamp makes that instant later on.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help venv install demo test test-full check lint format types docs clean clean-venv
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+# Where pip finds torch, if not on the package index: e.g. TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+PIP := $(PY) -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# One thread per process: the suite and the demo run several processes on few cores.
+export OMP_NUM_THREADS ?= 1
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## create .venv and install the pinned requirements and the package
+install: venv
+
+$(VENV)/bin/python:
+	@python=$$(for name in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.10; do \
+	    $$name -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$name && break; \
+	done); \
+	if [ -z "$$python" ]; then \
+	    echo "error: no Python 3.10 or newer with the venv module found (Debian: apt-get install python3-venv); name one: make PYTHON=/path/to/python3" >&2; \
+	    exit 2; \
+	fi; \
+	$$python -m venv $(VENV)
+
+$(STAMP): requirements/requirements.txt requirements/requirements-dev.txt requirements/requirements-wandb.txt \
+          requirements/requirements-tensorboard.txt pyproject.toml setup.py \
+          $(wildcard megatron/data/index_builders/*.cpp) | $(VENV)/bin/python
+	@if [ -z "$(TORCH_INDEX)" ] && ! command -v nvidia-smi >/dev/null && ! $(PY) -c 'import torch' 2>/dev/null; then \
+	    echo "note: no GPU found. Where pip would fetch a CUDA build of torch, TORCH_INDEX=https://download.pytorch.org/whl/cpu gets a far smaller one."; \
+	fi
+	$(PIP) -q -r requirements/requirements.txt -r requirements/requirements-dev.txt
+	$(PIP) -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+demo: $(STAMP) ## data, 3D-parallel training, resume, generation, export to Hugging Face, on this machine's CPU
+	@$(PY) tools/demo.py
+
+test: $(STAMP) ## the test suite (no GPU, no root)
+	$(PYTEST) -m "not full"
+
+test-full: $(STAMP) ## the test suite with the whole of its large matrices
+	$(PYTEST)
+
+check: $(STAMP) lint types ## lint, format, types, architecture and the fast tests: before each commit
+	$(PYTEST) -q -m "cpu and not slow and not full"
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: $(STAMP)
+	$(PY) -m mypy
+
+format: $(STAMP) ## let ruff format the code and mend what it can
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+docs: $(STAMP) ## regenerate documentation/CONFIG_ARGUMENTS.md from the config classes
+	$(PY) -m megatron.neox_arguments.docs
+
+clean: ## remove caches, build output and what the demo made
+	rm -rf build ./*.egg-info demo .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage
+	find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name '*.so' \) -print0 | xargs -0 rm -rf
+
+clean-venv: ## remove the environment
+	rm -rf $(VENV)
