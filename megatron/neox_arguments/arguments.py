@@ -1,0 +1,168 @@
+"""`NeoXArgs`: the whole configuration as frozen, typed groups, each value knowing where it came from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from megatron.errors import UserError, nearest
+from megatron.neox_arguments.coerce import WrongValue, coerce, thaw
+from megatron.neox_arguments.keys import KeyInfo, group_keys
+from megatron.neox_arguments.retired import RETIRED
+from megatron.neox_arguments.schema_data import DataConfig, TokenizerConfig
+from megatron.neox_arguments.schema_model import ModelConfig
+from megatron.neox_arguments.schema_system import DeepSpeedConfig, LauncherConfig, LoggingConfig, ParallelConfig
+from megatron.neox_arguments.schema_train import (
+    CheckpointConfig,
+    GenerationConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    TrainingConfig,
+)
+
+SET_BY_PROGRAM = "set by the program"
+
+GROUPS: dict[str, type] = {
+    "model": ModelConfig,
+    "tokenizer": TokenizerConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "training": TrainingConfig,
+    "checkpoint": CheckpointConfig,
+    "generation": GenerationConfig,
+    "parallel": ParallelConfig,
+    "launcher": LauncherConfig,
+    "logging": LoggingConfig,
+    "deepspeed": DeepSpeedConfig,
+}
+
+
+@cache
+def all_keys() -> dict[str, KeyInfo]:
+    """Every declared key by name, in the order of the documentation."""
+    keys: dict[str, KeyInfo] = {}
+    for group, group_class in GROUPS.items():
+        for name, info in group_keys(group_class, group).items():
+            if name in keys or name in RETIRED:
+                raise TypeError(f"key {name} is declared twice")
+            keys[name] = info
+    return keys
+
+
+@dataclass(frozen=True)
+class NeoXArgs:
+    """One resolved configuration. Build it with `load`, complete it with `derive`; nobody writes to it."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """Things worth saying once at the start: what was translated, raised, ignored."""
+
+    @classmethod
+    def from_values(
+        cls, values: Mapping[str, Any], sources: Mapping[str, str] | None = None, notes: tuple[str, ...] = ()
+    ) -> NeoXArgs:
+        """Groups from flat, already typed values; keys that are absent take their defaults."""
+        groups = {}
+        for group, group_class in GROUPS.items():
+            names = group_keys(group_class, group)
+            groups[group] = group_class(**{name: values[name] for name in names if name in values})
+        return cls(**groups, sources=dict(sources or {}), notes=notes)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "resolved config") -> NeoXArgs:
+        """The inverse of `to_dict`. Raises `UserError` for an unknown key or a wrong type."""
+        typed = {}
+        for name, value in values.items():
+            if name not in all_keys():
+                raise UserError(f"{source}: unknown key {name!r}.{nearest(name, list(all_keys()))}")
+            try:
+                typed[name] = coerce(value, all_keys()[name])
+            except WrongValue as error:
+                raise UserError(f"{source}: {name}: {error}") from error
+        return cls.from_values(typed, dict.fromkeys(typed, source))
+
+    def get(self, name: str) -> Any:
+        """The value of a flat key, also inside a mapping: `get("optimizer.params.lr")`. Raises `UserError`."""
+        first, *inner = name.split(".")
+        info = _info(first)
+        value = getattr(getattr(self, info.group), first)
+        for part in inner:
+            if not isinstance(value, dict) or part not in value:
+                raise UserError(f"{name} is not set")
+            value = value[part]
+        return value
+
+    def source(self, name: str) -> str:
+        """Where the value of a key came from: `file:line`, `command line`, `derived: ...` or `default`."""
+        return self.sources.get(name) or self.sources.get(name.split(".")[0]) or "default"
+
+    def is_set(self, name: str) -> bool:
+        """True when the key was given by the user (not left at its default, not only derived)."""
+        return name in self.sources and not self.sources[name].startswith("derived")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every key with its resolved value, as plain YAML/JSON data."""
+        return {name: thaw(getattr(getattr(self, info.group), name)) for name, info in all_keys().items()}
+
+    def hash(self) -> str:
+        """A fingerprint of all values (hexadecimal SHA-256), equal on every rank of a healthy job."""
+        text = json.dumps(self.to_dict(), sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def replace(self, source: str = SET_BY_PROGRAM, **changes: Any) -> NeoXArgs:
+        """A copy with some flat keys changed: `args.replace(load="ckpt", no_load_optim=True)`."""
+        values = self.values() | changes
+        for name in changes:
+            _info(name)
+        return NeoXArgs.from_values(values, {**self.sources, **dict.fromkeys(changes, source)}, self.notes)
+
+    def values(self) -> dict[str, Any]:
+        """Every key with its typed value."""
+        return {name: getattr(getattr(self, info.group), name) for name, info in all_keys().items()}
+
+    def explain(self, name: str) -> str:
+        """What `--explain KEY` prints: value, source, default, meaning, and what differs from GPT-NeoX."""
+        name = name.replace("-", "_")
+        retired = RETIRED.get(name)
+        if retired is not None:
+            return f"{name}: has no effect; {retired.instead}"
+        info = _info(name.split(".")[0])
+        lines = [
+            f"{name} = {json.dumps(thaw(self.get(name)), ensure_ascii=False)}",
+            f"  source:  {self.source(name)}",
+            f"  default: {json.dumps(thaw(info.default), ensure_ascii=False)}",
+            f"  meaning: {info.doc}",
+        ]
+        if info.choices:
+            lines.append(f"  choices: {', '.join(str(choice) for choice in info.choices)}")
+        if isinstance(info.unavailable, str):
+            lines.append(f"  not available: {info.unavailable}")
+        elif info.unavailable:
+            lines += [f"  not available: {value}: {advice}" for value, advice in info.unavailable.items()]
+        if info.differs:
+            lines.append(f"  GPT-NeoX: {info.differs}")
+        return "\n".join(lines)
+
+
+def _info(name: str) -> KeyInfo:
+    keys = all_keys()
+    if name not in keys:
+        raise UserError(f"unknown key {name!r}.{nearest(name, [*keys, *RETIRED])}")
+    return keys[name]

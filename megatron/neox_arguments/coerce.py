@@ -1,0 +1,174 @@
+"""Turn a YAML value into the type a key wants, or say what was given and what is wanted."""
+
+from __future__ import annotations
+
+import math
+from types import NoneType
+from typing import Any, get_args, get_origin
+
+from megatron.errors import nearest
+from megatron.neox_arguments.keys import KeyInfo, union_members
+
+
+class WrongValue(ValueError):
+    """The value does not fit the key; the text says what was given and what is wanted."""
+
+
+def coerce(value: Any, info: KeyInfo) -> Any:
+    """The value of `info`'s key in its declared type. None (null) means the default. Raises `WrongValue`."""
+    if isinstance(value, str) and value == "None" and info.type is not str:
+        value = None
+    if value is None:
+        return info.default
+    if isinstance(value, str):
+        value = _spelling(value, info)
+    return coerce_type(value, info.type)
+
+
+def coerce_type(value: Any, annotation: Any) -> Any:
+    """`value` as `annotation` (plain types, unions, Literal, tuples and dicts). Raises `WrongValue`."""
+    if value is None and NoneType in union_members(annotation):
+        return None
+    members = [member for member in union_members(annotation) if member is not NoneType]
+    for member in members:  # an exact fit first: `int | float` keeps 3 an int and 0.5 a float
+        if isinstance(member, type) and type(value) is member:
+            return value
+    problem = WrongValue(f"{describe(value)} was given, {wanted(annotation)} is wanted")
+    for member in members:
+        try:
+            return _coerce_member(value, member)
+        except WrongValue as error:
+            problem = error
+    raise problem
+
+
+def _spelling(value: str, info: KeyInfo) -> str:
+    """The canonical spelling of a choice: choices are matched without regard to case."""
+    names = {str(choice).lower(): choice for choice in info.choices} | info.spellings
+    return names.get(value.lower(), value)
+
+
+def _coerce_member(value: Any, member: Any) -> Any:
+    origin = get_origin(member)
+    if origin is tuple:
+        return _coerce_tuple(value, member)
+    if member is dict or origin is dict:
+        if isinstance(value, dict):
+            return value
+    elif member is bool or member is str:
+        if type(value) is member:
+            return value
+    elif member in (int, float):
+        return _coerce_number(value, member)
+    elif get_args(member):  # Literal
+        return _coerce_choice(value, member)
+    elif member is Any:
+        return value
+    raise WrongValue(f"{describe(value)} was given, {wanted(member)} is wanted" + _advice(value, member))
+
+
+def _coerce_number(value: Any, kind: type) -> int | float:
+    number = value
+    if isinstance(value, str):  # YAML reads 1e-4 as text
+        try:
+            number = float(value)
+        except ValueError:
+            number = None
+    if number is None or isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise WrongValue(f"{describe(value)} was given, {wanted(kind)} is wanted")
+    if not math.isfinite(number):
+        raise WrongValue(f"{describe(value)} was given, a finite number is wanted")
+    if kind is float:
+        return float(number)
+    if number != int(number):
+        raise WrongValue(f"{describe(value)} was given, {wanted(int)} is wanted")
+    return int(number)
+
+
+def _coerce_tuple(value: Any, member: Any) -> tuple[Any, ...]:
+    if isinstance(value, str):
+        if "," in value:
+            items = ", ".join(part.strip() for part in value.strip("[]").split(","))
+            raise WrongValue(f"{describe(value)} was given, a list is wanted: did you mean [{items}]?")
+        value = [value]
+    if not isinstance(value, (list, tuple)):
+        value = [value]
+    inner = get_args(member)
+    if len(inner) == 2 and inner[1] is Ellipsis:
+        return tuple(freeze(coerce_type(item, inner[0])) for item in value)
+    if len(inner) != len(value):
+        raise WrongValue(f"a list of {len(value)} was given, {len(inner)} values are wanted")
+    return tuple(coerce_type(item, kind) for item, kind in zip(value, inner, strict=True))
+
+
+def _coerce_choice(value: Any, member: Any) -> Any:
+    choices = get_args(member)
+    for choice in choices:
+        if value == choice and type(value) is type(choice):
+            return choice
+    listed = ", ".join(str(choice) for choice in choices)
+    hint = nearest(value, [str(choice) for choice in choices]) if isinstance(value, str) else ""
+    raise WrongValue(f"{value!r} is not one of: {listed}.{hint}")
+
+
+def freeze(value: Any) -> Any:
+    """Lists as tuples, at any depth (dicts are left as they are)."""
+    return tuple(freeze(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def thaw(value: Any) -> Any:
+    """Tuples as lists, at any depth: what YAML and JSON can hold."""
+    if isinstance(value, (list, tuple)):
+        return [thaw(item) for item in value]
+    if isinstance(value, dict):
+        return {name: thaw(item) for name, item in value.items()}
+    return value
+
+
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping {key: value}"}
+
+
+def wanted(annotation: Any) -> str:
+    """A type in words: `float | None` is 'a number'."""
+    words = []
+    for member in union_members(annotation):
+        if member is NoneType:
+            continue
+        origin = get_origin(member)
+        if origin is tuple:
+            item = wanted(get_args(member)[0]).removeprefix("a ")
+            words.append("a list" if item == "anything" else f"a list of {_plural(item)}")
+        elif origin is dict:
+            words.append(_NAMES[dict])
+        elif get_args(member):
+            words.append("one of " + ", ".join(str(choice) for choice in get_args(member)))
+        else:
+            words.append(_NAMES.get(member, "anything"))
+    return " or ".join(words)
+
+
+def _plural(word: str) -> str:
+    return {"whole number": "whole numbers", "number": "numbers", "text": "texts"}.get(word, word)
+
+
+def describe(value: Any) -> str:
+    """A given value in words: `the text '1x'`, `the number 3`, `true`, `a list of 2`."""
+    if isinstance(value, bool):
+        return f"the truth value {str(value).lower()}"
+    if isinstance(value, (int, float)):
+        return f"the number {value}"
+    if isinstance(value, str):
+        return f"the text {value!r}"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return "a mapping"
+    return f"{value!r}"
+
+
+def _advice(value: Any, member: Any) -> str:
+    if member is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return f': put quotes around it ("{value}")'
+    if member is bool and str(value).lower() in ("true", "false", "yes", "no", "1", "0", "on", "off"):
+        return ": write it without quotes"
+    return ""

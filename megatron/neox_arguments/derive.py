@@ -1,0 +1,63 @@
+"""Derived values and cross-checks: small rules, applied in a fixed order, in two phases.
+
+Phase one (`derive(args)`) needs the config alone. Phase two (`derive(args, Facts(...))`) is the same list of rules with
+what the run knows: vocabulary, ranks, size of the data, names in registries. Deriving twice changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron.errors import UserError
+from megatron.neox_arguments import rules_data, rules_model, rules_parallel, rules_train
+from megatron.neox_arguments.arguments import NeoXArgs
+from megatron.neox_arguments.draft import Draft, Facts
+
+__all__ = ["RULES", "Facts", "check_trainable", "derive"]
+
+RULES: tuple[Callable[[Draft], None], ...] = (
+    rules_model.required,
+    rules_parallel.layout,
+    rules_parallel.batch,
+    rules_parallel.pipeline_depth,
+    rules_parallel.sequence_parallel,
+    rules_model.width_split,
+    rules_model.heads,
+    rules_model.positions,
+    rules_model.attention,
+    rules_model.feed_forward,
+    rules_model.recomputation,
+    rules_model.mup,
+    rules_model.vocabulary,
+    rules_train.precision,
+    rules_train.gradient_accumulation_type,
+    rules_train.optimizer,
+    rules_train.zero,
+    rules_train.communication_type,
+    rules_train.extra_args,
+    rules_data.data_paths,
+    rules_train.length,
+    rules_train.schedule,
+    rules_train.checkpoints,
+    rules_train.evaluation,
+    rules_data.registered_names,
+)
+
+
+def derive(args: NeoXArgs, facts: Facts | None = None) -> NeoXArgs:
+    """A new `NeoXArgs` in which every derived value is filled in and every cross-check has passed.
+
+    Raises `UserError` for the first rule that the config breaks.
+    """
+    draft = Draft(args, facts)
+    for rule in RULES:
+        rule(draft)
+    return draft.finish()
+
+
+def check_trainable(args: NeoXArgs) -> None:
+    """What only training needs: steps to do and data. Raises `UserError`."""
+    if args.training.train_iters is None and args.training.train_epochs is None:
+        raise UserError("set train_iters (or train_epochs): how long to train")
+    if args.data.data_path is None and args.data.train_data_paths is None:
+        raise UserError("set data_path, or train_data_paths: what to train on")

@@ -1,0 +1,104 @@
+"""Sizes and costs as plain arithmetic: feed-forward widths, parameter counts, FLOPs. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.neox_arguments.schema_model import ModelConfig
+
+GATED = ("geglu", "reglu", "swiglu", "bilinear", "glu")
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def gated_width(width: int, multiple: int) -> int:
+    """GPT-NeoX's rule for gated layers: two thirds of `width`, shared by the two halves, rounded up to `multiple`.
+
+    32768 with multiple 256 gives 11008, LLaMA-7B's width.
+    """
+    return round_up(int(width * 2 / 3) // 2, multiple)
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of a model over the real vocabulary (padding rows do not count)."""
+
+    embedding: int
+    """Word and position embeddings at the input."""
+    per_layer: int
+    """One transformer block."""
+    layers: int
+    """All blocks together."""
+    final_norm: int
+    head: int
+    """The output matrix when it is not the word embedding."""
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.layers + self.final_norm + self.head
+
+    @property
+    def non_embedding(self) -> int:
+        """Parameters in a matrix product per token: all but embeddings that are only looked up.
+
+        A tied word embedding counts, because it is also the output matrix.
+        """
+        return self.layers + self.final_norm + self.head
+
+
+def norm_parameters(model: ModelConfig, width: int) -> int:
+    """Parameters of one norm over `width` features."""
+    return {"layernorm": 2 * width, "rmsnorm": width, "non_parametric_layernorm": 0, "scalenorm": 1}[model.norm]
+
+
+def parameter_count(model: ModelConfig, vocab_size: int) -> ParameterCount:
+    """Count the parameters of a derived model with `vocab_size` (real, unpadded) tokens."""
+    h, heads, kv, d, f = (
+        model.hidden_size, model.num_attention_heads, model.num_kv_heads, model.head_dim, model.ffn_width
+    )  # fmt: skip
+    qkv_rows = (heads + 2 * kv) * d
+    up_rows = 2 * f if model.activation in GATED else f
+    attention = qkv_rows * h + h * heads * d
+    if model.use_bias_in_attn_linear:
+        attention += qkv_rows + h
+    if model.use_qk_layernorm:
+        attention += 2 * norm_parameters(model, d)
+    mlp = up_rows * h + h * f
+    if model.use_bias_in_mlp:
+        mlp += up_rows + h
+    norms = 1 if model.gpt_j_residual and model.gpt_j_tied else 2
+    per_layer = attention + mlp + norms * norm_parameters(model, h)
+    embedding = vocab_size * h
+    if model.pos_emb == "learned":
+        embedding += (model.max_position_embeddings + model.opt_pos_emb_offset) * h
+    return ParameterCount(
+        embedding=embedding,
+        per_layer=per_layer,
+        layers=per_layer * model.num_layers,
+        final_norm=norm_parameters(model, h),
+        head=vocab_size * h if model.no_weight_tying else 0,
+    )
+
+
+def flops_per_token(model: ModelConfig, vocab_size: int) -> float:
+    """Training FLOPs per token: 6 per parameter in a matrix product plus full attention, 12 L h s.
+
+    Full attention means the causal half is counted too, the convention of most published MFU figures; recomputation is
+    not counted. The output matrix counts once whether tied or not; embedding look-ups do not count.
+    """
+    count = parameter_count(model, vocab_size)
+    matrices = count.layers + count.final_norm + vocab_size * model.hidden_size
+    return 6.0 * matrices + 12.0 * model.num_layers * model.hidden_size * model.seq_length
+
+
+def neox_flops_per_token(model: ModelConfig, vocab_size: int, *, recompute: bool | None = None) -> float:
+    """GPT-NeoX's own formula per token: 24 c L h^2 (1 + s/6h + V/16Lh), c = 4 with recomputation, else 3.
+
+    It ignores grouped queries, gated and explicit feed-forward widths and sliding windows, and counts recomputation as
+    work (`recompute=False` gives the figure it uses for MFU).
+    """
+    layers, h, s = model.num_layers, model.hidden_size, model.seq_length
+    factor = 4 if (model.checkpoint_activations if recompute is None else recompute) else 3
+    return 24.0 * factor * layers * h * h * (1 + s / (6 * h) + vocab_size / (16 * layers * h))

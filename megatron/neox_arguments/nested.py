@@ -1,0 +1,198 @@
+"""The mappings inside a config (`fp16`, `zero_optimization`, `optimizer`, ...): their keys and types.
+
+Stock DeepSpeed refuses keys it does not know, and many of GPT-NeoX's shipped files have such keys (`fp16.fp16`,
+`fp16.type`, loss-scale keys in `bf16`). They are translated or dropped with a note; any other unknown key is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from megatron.errors import UserError, nearest
+from megatron.neox_arguments.coerce import WrongValue, coerce_type
+from megatron.neox_arguments.schema_train import DTYPE_SPELLINGS
+
+Schema = dict[str, Any]
+"""Key -> type, or -> Schema for a mapping inside the mapping."""
+
+_OFFLOAD: Schema = {
+    "device": Literal["none", "cpu", "nvme"],
+    "nvme_path": str,
+    "buffer_count": int,
+    "buffer_size": int,
+    "max_in_cpu": int,
+    "pin_memory": bool,
+    "pipeline_read": bool,
+    "pipeline_write": bool,
+    "fast_init": bool,
+    "ratio": float,
+}
+
+NESTED: dict[str, Schema] = {
+    "optimizer": {
+        "type": str,
+        "params": {
+            "lr": float,
+            "betas": tuple[float, float],
+            "eps": float,
+            "weight_decay": float,
+            "momentum": float,
+            "nesterov": bool,
+            "dampening": float,
+            "amsgrad": bool,
+            "torch_adam": bool,
+            "adam_w_mode": bool,
+            "bias_correction": bool,
+            "freeze_step": int,
+            "cuda_aware": bool,
+            "comm_backend_name": str,
+        },
+    },
+    "fp16": {
+        "enabled": bool,
+        "auto_cast": bool,
+        "loss_scale": float,
+        "initial_scale_power": int,
+        "loss_scale_window": int,
+        "hysteresis": int,
+        "consecutive_hysteresis": bool,
+        "min_loss_scale": int,
+        "fp16_master_weights_and_grads": bool,
+    },
+    "bf16": {
+        "enabled": bool,
+        "immediate_grad_update": bool,
+        "check_grad_overflow": bool,
+        "bf16_master_weights_and_grads": bool,
+        "bf16_optimizer_states": bool,
+    },
+    "data_types": {"grad_accum_dtype": str},
+    "zero_optimization": {
+        "stage": int,
+        "allgather_partitions": bool,
+        "allgather_bucket_size": int,
+        "overlap_comm": bool,
+        "reduce_scatter": bool,
+        "reduce_bucket_size": int,
+        "use_multi_rank_bucket_allreduce": bool,
+        "contiguous_gradients": bool,
+        "round_robin_gradients": bool,
+        "ignore_unused_parameters": bool,
+        "offload_param": _OFFLOAD,
+        "offload_optimizer": _OFFLOAD,
+        "sub_group_size": int,
+        "stage3_prefetch_bucket_size": int,
+        "stage3_param_persistence_threshold": int,
+        "stage3_model_persistence_threshold": int,
+        "stage3_max_live_parameters": int,
+        "stage3_max_reuse_distance": int,
+        "stage3_gather_16bit_weights_on_model_save": bool,
+        "stage3_use_all_reduce_for_fetch_params": bool,
+        "prefetch_bucket_size": int,
+        "param_persistence_threshold": int,
+        "model_persistence_threshold": int,
+        "max_live_parameters": int,
+        "max_reuse_distance": int,
+        "gather_16bit_weights_on_model_save": bool,
+        "zero_hpz_partition_size": int,
+        "zero_quantized_weights": bool,
+        "zero_quantized_gradients": bool,
+        "zero_quantized_nontrainable_weights": bool,
+        "memory_efficient_linear": bool,
+        "log_trace_cache_warnings": bool,
+        "enable_sanity_checks": bool,
+    },
+    "activation_checkpointing": {
+        "partition_activations": bool,
+        "number_checkpoints": int,
+        "contiguous_memory_optimization": bool,
+        "cpu_checkpointing": bool,
+        "profile": bool,
+        "synchronize_checkpoint_boundary": bool,
+    },
+    "flops_profiler": {
+        "enabled": bool,
+        "recompute_fwd_factor": float,
+        "profile_step": int,
+        "module_depth": int,
+        "top_modules": int,
+        "detailed": bool,
+        "output_file": str,
+    },
+    "comms_logger": {"enabled": bool, "prof_all": bool, "prof_ops": tuple[str, ...], "verbose": bool, "debug": bool},
+    "tensorboard": {"enabled": bool, "output_path": str, "job_name": str},
+    "wandb": {"enabled": bool, "group": str, "team": str, "project": str},
+    "csv_monitor": {"enabled": bool, "output_path": str, "job_name": str},
+}
+
+_NO_SCALE = "bfloat16 has no loss scale"
+DROPPED: dict[str, str] = {
+    "fp16.fp16": "fp16.enabled says it",
+    "bf16.bf16": "bf16.enabled says it",
+    "bf16.type": "bf16.enabled says it",
+    "bf16.loss_scale": _NO_SCALE,
+    "bf16.loss_scale_window": _NO_SCALE,
+    "bf16.hysteresis": _NO_SCALE,
+    "bf16.min_loss_scale": _NO_SCALE,
+    "bf16.initial_scale_power": _NO_SCALE,
+    "bf16.consecutive_hysteresis": _NO_SCALE,
+    "bf16.auto_cast": "weights are bfloat16 anyway",
+    "bf16.fp16": "bf16.enabled says it",
+    "zero_optimization.cpu_offload": "use zero_optimization.offload_optimizer: {device: cpu}",
+    "zero_optimization.cpu_offload_params": "use zero_optimization.offload_param: {device: cpu}",
+    "zero_optimization.cpu_offload_use_pin_memory": "use zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.load_from_fp32_weights": "checkpoints hold fp32 weights",
+    "zero_optimization.elastic_checkpoint": "checkpoints can be read at any layout",
+    "zero_optimization.legacy_stage1": "there is one stage 1",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "checkpoints hold whole weights",
+    "activation_checkpointing.partitioned_activations": "use checkpoint_policy",
+}
+"""Inner keys that GPT-NeoX's files or old engines have and today's engine refuses -> why they can go."""
+
+
+def check_nested(
+    name: str, value: dict[str, Any], where: Callable[[str], str], note: Callable[[str], None]
+) -> dict[str, Any]:
+    """The mapping `name` with known keys only, in their types. `where(dotted)` says file and line for messages.
+
+    Keys of `DROPPED` are left out with a note. Raises `UserError` for unknown keys and wrong types.
+    """
+    schema = NESTED.get(name)
+    return value if schema is None else _check(name, value, schema, where, note)
+
+
+def _check(
+    prefix: str, value: dict[str, Any], schema: Schema, where: Callable[[str], str], note: Callable[[str], None]
+) -> dict[str, Any]:
+    checked = {}
+    for written, inner in value.items():
+        inner_key = str(written).replace("-", "_")
+        dotted = f"{prefix}.{inner_key}"
+        if dotted in DROPPED:
+            note(f"{where(f'{prefix}.{written}')}: {dotted} is left out: {DROPPED[dotted]}")
+            continue
+        if dotted == "fp16.type":  # decided together with `precision`
+            checked[inner_key] = inner
+            continue
+        if inner_key not in schema:
+            hint = nearest(inner_key, list(schema))
+            raise UserError(f"{where(f'{prefix}.{written}')}: unknown key {inner_key!r} in {prefix}.{hint}")
+        kind = schema[inner_key]
+        if inner is None:
+            continue
+        if isinstance(kind, dict):
+            if not isinstance(inner, dict):
+                raise UserError(f"{where(f'{prefix}.{written}')}: {dotted}: {inner!r} was given, a mapping is wanted")
+            checked[inner_key] = _check(dotted, inner, kind, where, note)
+            continue
+        try:
+            checked[inner_key] = coerce_type(inner, kind)
+        except WrongValue as error:
+            raise UserError(f"{where(f'{prefix}.{written}')}: {dotted}: {error}") from error
+    return checked
+
+
+def dtype_name(value: str) -> str:
+    """fp32, bf16 or fp16 for any spelling of a type; the value itself when it is none."""
+    return DTYPE_SPELLINGS.get(value.lower(), value.lower())

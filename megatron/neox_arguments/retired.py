@@ -1,0 +1,119 @@
+"""Keys that are accepted with a warning and do nothing, and other names of keys.
+
+A retired key is dead in GPT-NeoX, or only steered how its kernels and memory worked without changing results, or is an
+unknown key found in its shipped files. The text says what to use instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Retired:
+    """What GPT-NeoX's default was (only another value is worth a warning of its own) and what to use instead."""
+
+    default: Any
+    instead: str
+
+
+class _Never:
+    def __repr__(self) -> str:
+        return "(none)"
+
+
+NEVER_DEFAULT = _Never()
+"""Default of keys that GPT-NeoX does not know: any value is worth a warning."""
+
+_FUSED = "fusions are chosen by attention_backend and torch_compile and never change results"
+_SCALE = "the loss scale is set in the fp16 dict"
+_RUNTIME = "it is found at run time"
+_MEMORY = "use checkpoint_policy, sequence_parallel or ZeRO to save memory"
+_OLD = "it has no meaning"
+
+RETIRED: dict[str, Retired] = {
+    # dead in GPT-NeoX
+    "num_unique_layers": Retired(None, "layer sharing does not exist"),
+    "param_sharing_style": Retired("grouped", "layer sharing does not exist"),
+    "use_bias_in_norms": Retired(True, "the norm decides: layernorm has a bias, rmsnorm has none"),
+    "weight_server_port": Retired(6000, "weights are not served"),
+    "te_fp8_margin": Retired(0, "Transformer Engine is not available"),
+    "moe_lbl_in_fp32": Retired(False, "there is no load-balancing loss"),
+    "zero_reduce_scatter": Retired(None, "use zero_optimization.reduce_scatter"),
+    "zero_contiguous_gradients": Retired(None, "use zero_optimization.contiguous_gradients"),
+    "zero_reduce_bucket_size": Retired(None, "use zero_optimization.reduce_bucket_size"),
+    "zero_allgather_bucket_size": Retired(None, "use zero_optimization.allgather_bucket_size"),
+    "short_seq_prob": Retired(0.1, _OLD),
+    "adlr_autoresume": Retired(False, "a run continues from `save` by itself"),
+    "adlr_autoresume_object": Retired(None, "a run continues from `save` by itself"),
+    "adlr_autoresume_interval": Retired(1000, "a run continues from `save` by itself"),
+    "deepscale": Retired(False, "use deepspeed"),
+    "deepscale_config": Retired(None, "use deepspeed_extra_args"),
+    "deepspeed_activation_checkpointing": Retired(True, "use checkpoint_activations"),
+    "clip_grad": Retired(1.0, "use gradient_clipping"),
+    "hysteresis": Retired(2, f"{_SCALE}: fp16.hysteresis"),
+    "dynamic_loss_scale": Retired(None, f"{_SCALE}: fp16.loss_scale 0 is dynamic"),
+    "loss_scale": Retired(None, f"{_SCALE}: fp16.loss_scale"),
+    "loss_scale_window": Retired(1000.0, f"{_SCALE}: fp16.loss_scale_window"),
+    "min_scale": Retired(1.0, f"{_SCALE}: fp16.min_loss_scale"),
+    "mup_attn_temp": Retired(1.0, "GPT-NeoX never reads it"),
+    "mup_output_temp": Retired(1.0, "GPT-NeoX never reads it"),
+    # kernels and memory of GPT-NeoX: results do not depend on them here
+    "layernorm_fusion": Retired(False, _FUSED),
+    "rmsnorm_fusion": Retired(False, _FUSED),
+    "use_flashattn_swiglu": Retired(False, _FUSED),
+    "scaled_upper_triang_masked_softmax_fusion": Retired(False, _FUSED),
+    "scaled_masked_softmax_fusion": Retired(False, _FUSED),
+    "bias_dropout_fusion": Retired(False, _FUSED),
+    "rope_fusion": Retired(False, _FUSED),
+    "fused_kernels_build_path": Retired(None, "there are no fused kernels to build"),
+    "fp16_lm_cross_entropy": Retired(False, "the loss is always computed in fp32"),
+    "attention_softmax_in_fp32": Retired(False, "the softmax of attention is always computed in fp32"),
+    "apply_query_key_layer_scaling": Retired(False, "the scaling cancels out; the softmax is computed in fp32"),
+    "onnx_safe": Retired(False, "GELU is the exact one unless bias_gelu_fusion is set"),
+    "rotary_save_freqs_buffer": Retired(False, "rotary tables are rebuilt from rotary_emb_base"),
+    "use_cpu_initialization": Retired(False, "initial weights are the same on every device and layout"),
+    "partition_activations": Retired(False, _MEMORY),
+    "contiguous_checkpointing": Retired(False, _MEMORY),
+    "checkpoint_in_cpu": Retired(False, _MEMORY),
+    "synchronize_each_layer": Retired(False, "run with CUDA_LAUNCH_BLOCKING=1 to find a failing kernel"),
+    "profile_backward": Retired(False, "run under the torch profiler"),
+    "lazy_mpu_init": Retired(False, "ranks are set up at start"),
+    # found at run time
+    "local_rank": Retired(None, _RUNTIME),
+    "rank": Retired(None, _RUNTIME),
+    "user_script": Retired(None, _RUNTIME),
+    "tokenizer": Retired(None, "use tokenizer_type, vocab_file and merge_file"),
+    "tensorboard_writer": Retired(None, "use tensorboard_dir"),
+    "comet_experiment": Retired(None, _RUNTIME),
+    "config_files": Retired(None, "the resolved config is stored with each checkpoint"),
+    "is_pipe_parallel": Retired(False, "it follows from pipe_parallel_size"),
+    "batch_size": Retired(None, "use train_micro_batch_size_per_gpu"),
+    "curriculum_seqlen": Retired(0, "it is internal to curriculum_learning"),
+    # unknown keys in GPT-NeoX's shipped files
+    "attention_type": Retired(NEVER_DEFAULT, "use attention_config"),
+    "decay_lr_to": Retired(NEVER_DEFAULT, "use min_lr (a learning rate, not a fraction)"),
+    "warmup_iters": Retired(NEVER_DEFAULT, "use warmup, a fraction of the schedule"),
+    "eval_task_limit": Retired(NEVER_DEFAULT, "evaluation uses whole tasks"),
+}
+
+ALIASES: dict[str, str] = {
+    "tensor_model_parallel_size": "model_parallel_size",
+    "tensor_parallel_size": "model_parallel_size",
+    "tp_size": "model_parallel_size",
+    "pipeline_model_parallel_size": "pipe_parallel_size",
+    "pipeline_parallel_size": "pipe_parallel_size",
+    "pp_size": "pipe_parallel_size",
+    "global_batch_size": "train_batch_size",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "max_steps": "train_iters",
+    "num_key_value_heads": "num_kv_heads",
+    "num_query_groups": "num_kv_heads",
+    "rope_theta": "rotary_emb_base",
+    "train_data_path": "train_data_paths",
+    "ffn_hidden_size": "intermediate_size",
+    "learning_rate": "lr",
+    "clip_grad_norm": "gradient_clipping",
+}
+"""Names of other trainers (and of GPT-NeoX's documentation) -> ours."""

@@ -1,0 +1,76 @@
+"""Rules about data paths, weights and names that only the code behind a key knows."""
+
+from __future__ import annotations
+
+from megatron.errors import UserError, nearest
+from megatron.neox_arguments.draft import Draft
+
+_ROLES = ("train", "valid", "test")
+
+
+def data_paths(draft: Draft) -> None:
+    """data_path or separate path lists, not both; no comma-joined lists; as many weights as paths."""
+    lists = [f"{role}_data_paths" for role in _ROLES if draft[f"{role}_data_paths"]]
+    if draft["data_path"] is not None:
+        _no_comma(draft, "data_path", draft["data_path"])
+        if lists:
+            draft.fail("data_path", f"{lists[0]} is set too ({draft.source(lists[0])}); use one way or the other")
+    elif lists and "train_data_paths" not in lists:
+        draft.fail(lists[0], "is set without train_data_paths")
+    for role in _ROLES:
+        _weights(draft, role)
+    if lists and draft["eval_iters"] > 0:
+        missing = [role for role in _ROLES[1:] if not draft[f"{role}_data_paths"]]
+        if missing:
+            draft.note(
+                f"no {' and no '.join(missing)} data: {', '.join(f'{role}_data_paths' for role in missing)} not set"
+            )
+    draft.set("data_impl", "mmap", "the one format there is")
+    if draft["num_workers"] < 0:
+        draft.fail("num_workers", f"must not be negative, is {draft['num_workers']}")
+    _split(draft)
+
+
+def _no_comma(draft: Draft, name: str, path: str) -> None:
+    if "," in path:
+        items = ", ".join(part.strip() for part in path.split(","))
+        draft.fail(name, f"{path!r} has a comma: did you mean a list? train_data_paths: [{items}]")
+
+
+def _weights(draft: Draft, role: str) -> None:
+    paths, name = draft[f"{role}_data_paths"], f"{role}_data_weights"
+    weights = draft[name]
+    for path in paths or ():
+        _no_comma(draft, f"{role}_data_paths", path)
+    if weights is None:
+        return
+    if paths is None:
+        draft.fail(name, f"is set without {role}_data_paths")
+    if len(weights) != len(paths):
+        draft.fail(name, f"has {len(weights)} weights for {len(paths)} {role}_data_paths")
+    if any(weight < 0 for weight in weights) or sum(weights) <= 0:
+        draft.fail(name, f"weights must not be negative and not all 0, are {list(weights)}")
+    if draft["weight_by_num_documents"]:
+        draft.fail("weight_by_num_documents", f"{name} is set too ({draft.source(name)}); keep one of the two")
+
+
+def _split(draft: Draft) -> None:
+    """`split` is one to three proportions, separated by commas or slashes."""
+    text = draft["split"]
+    try:
+        parts = [float(part) for part in text.replace("/", ",").split(",") if part.strip()]
+    except ValueError:
+        parts = []
+    if not 1 <= len(parts) <= 3 or min(parts, default=-1) < 0 or sum(parts) <= 0:
+        draft.fail("split", f"{text!r} is not one to three proportions such as '969, 30, 1'")
+
+
+def registered_names(draft: Draft) -> None:
+    """Values that name an entry of a registry must be known there (phase two)."""
+    for name, choices in draft.facts.registries.items():
+        value = draft[name]
+        if isinstance(value, str) and value not in choices and value != "auto":
+            raise UserError(
+                f"{draft.source(name)}: {name}: {value!r} is not known.{nearest(value, list(choices))}"
+                f" Choices: {', '.join(sorted(choices))}"
+            )

@@ -1,0 +1,185 @@
+"""Rules about the shape of the network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.errors import nearest
+from megatron.neox_arguments.draft import Draft, nearest_multiples
+from megatron.neox_arguments.formulas import GATED, gated_width, round_up
+
+KINDS = ("global", "local", "flash")
+_UNAVAILABLE_KINDS = {
+    "sparse_fixed": "use 'local' with sliding_window_width",
+    "sparse_variable": "use 'local' with sliding_window_width",
+    "bigbird": "use 'local' with sliding_window_width",
+    "bslongformer": "use 'local' with sliding_window_width",
+    "gmlp": "use 'global'",
+    "amlp": "use 'global'",
+    "rwkv": "use 'global'",
+    "mamba": "use 'global'",
+}
+
+
+def required(draft: Draft) -> None:
+    """The keys without which there is no model, and the ranges of sizes and fractions."""
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+        if draft[name] is None:
+            draft.fail(name, "must be set")
+    draft.positive(
+        "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "max_position_embeddings",
+        "intermediate_size", "expansion_factor", "mlp_multiple_of", "make_vocab_size_divisible_by", "rotary_emb_base",
+        "sliding_window_width", "init_method_std", "checkpoint_num_layers", "loss_chunk_size",
+    )  # fmt: skip
+    for name in ("attention_dropout", "hidden_dropout"):
+        if not 0 <= draft[name] < 1:
+            draft.fail(name, f"must be in [0, 1), is {draft[name]}")
+    if not 0 < draft["rotary_pct"] <= 1:
+        draft.fail("rotary_pct", f"must be in (0, 1], is {draft['rotary_pct']}")
+
+
+def heads(draft: Draft) -> None:
+    """head_dim and num_kv_heads; both head counts must divide, also over tensor-parallel ranks."""
+    hidden, queries, tensor = draft["hidden_size"], draft["num_attention_heads"], draft["model_parallel_size"]
+    if hidden % queries:
+        near = nearest_multiples(hidden, queries)
+        draft.fail("num_attention_heads", f"{queries} heads do not divide hidden_size {hidden}; nearest width {near}")
+    keys = draft.given("num_kv_heads") or queries
+    if queries % keys:
+        fitting = [str(count) for count in range(1, queries + 1) if queries % count == 0]
+        draft.fail("num_kv_heads", f"{keys} does not divide num_attention_heads {queries}; use {' or '.join(fitting)}")
+    draft.set("head_dim", hidden // queries, f"hidden_size {hidden} / num_attention_heads {queries}")
+    draft.set("num_kv_heads", keys, "num_attention_heads")
+    for name, count in (("num_attention_heads", queries), ("num_kv_heads", keys)):
+        if count % tensor:
+            draft.fail(
+                "model_parallel_size",
+                f"{name} {count} cannot be split over {tensor} tensor-parallel ranks;"
+                f" use a model_parallel_size that divides it ({_divisors(count)})",
+            )
+    rotated = int(draft["head_dim"] * draft["rotary_pct"])
+    if draft["pos_emb"] == "rotary" and (rotated < 2 or rotated % 2):
+        draft.fail(
+            "rotary_pct", f"{rotated} of {draft['head_dim']} dimensions would be rotated; it must be even and > 0"
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(count) for count in range(1, number + 1) if number % count == 0)
+
+
+def positions(draft: Draft) -> None:
+    """max_position_embeddings is at least seq_length."""
+    longest = draft.given("max_position_embeddings")
+    if longest is not None and longest < draft["seq_length"]:
+        draft.fail("max_position_embeddings", f"{longest} is below seq_length {draft['seq_length']}")
+    draft.set("max_position_embeddings", longest or draft["seq_length"], "seq_length")
+
+
+def attention(draft: Draft) -> None:
+    """attention_config as one kind per layer, and the window of each layer."""
+    layers = draft["num_layers"]
+    kinds = _expand_attention(draft, draft.given("attention_config"), layers)
+    if len(kinds) != layers:
+        draft.fail("attention_config", f"describes {len(kinds)} layers, num_layers is {layers}")
+    draft.set("attention_config", kinds, "'global' for every layer")
+    window = draft["sliding_window_width"]
+    if "local" in kinds and window is None:
+        draft.fail("attention_config", "'local' layers need sliding_window_width")
+    only_local = "local" in kinds
+    windows = tuple(None if only_local and kind != "local" else window for kind in kinds)
+    draft.set("layer_windows", windows, "sliding_window_width and attention_config")
+
+
+def _expand_attention(draft: Draft, config: tuple[Any, ...] | None, layers: int) -> tuple[str, ...]:
+    if config is None:
+        return ("global",) * layers
+    if all(isinstance(kind, str) for kind in config):
+        return tuple(_kind(draft, kind) for kind in config)
+    kinds: list[str] = []
+    for item in config:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], tuple)):
+            draft.fail("attention_config", f"{item!r} is not [[kinds...], n]")
+        pattern = [_kind(draft, kind) for kind in item[0]]
+        times = item[1]
+        if isinstance(times, str) and times.lower() == "all":
+            if not pattern or layers % len(pattern):
+                draft.fail("attention_config", f"a pattern of {len(pattern)} kinds does not divide {layers} layers")
+            return (*kinds, *(pattern * (layers // len(pattern))))
+        if not isinstance(times, int) or isinstance(times, bool) or times < 0:
+            draft.fail("attention_config", f"{times!r} is not a number of repetitions or 'all'")
+        kinds += pattern * times
+    return tuple(kinds)
+
+
+def _kind(draft: Draft, kind: Any) -> str:
+    name = str(kind).lower()
+    if name in _UNAVAILABLE_KINDS:
+        draft.fail("attention_config", f"{name!r} layers are not available: {_UNAVAILABLE_KINDS[name]}")
+    if name not in KINDS:
+        hint = nearest(name, [*KINDS, *_UNAVAILABLE_KINDS])
+        draft.fail("attention_config", f"{kind!r} is not a kind of attention.{hint} Choices: {', '.join(KINDS)}")
+    return name
+
+
+def feed_forward(draft: Draft) -> None:
+    """ffn_width: the width built, after the gated rule and rounding; tensor-parallel ranks must divide it."""
+    given, factor, multiple = draft["intermediate_size"], draft["expansion_factor"], draft["mlp_multiple_of"]
+    width = given or int((factor or 4) * draft["hidden_size"])
+    gated = draft["activation"] in GATED
+    rule = draft.given("gated_width_rule") or ("final" if given else "two_thirds")
+    draft.set("gated_width_rule", rule, "final when intermediate_size is set, else GPT-NeoX's rule")
+    final, thirds = round_up(width, multiple), gated_width(width, multiple)
+    if gated and given and not draft.is_set("gated_width_rule"):
+        draft.note(
+            f"intermediate_size {given} with {draft['activation']} can mean a feed-forward width of {final}"
+            f" (gated_width_rule: final, everybody else) or {thirds} (two_thirds, upstream GPT-NeoX); taken: {final}."
+            " Set gated_width_rule to silence this"
+        )
+    built = thirds if gated and rule == "two_thirds" else final
+    why = f"{'two-thirds rule on ' if built is thirds else ''}{width}, a multiple of {multiple}"
+    draft.set("ffn_width", built, why)
+    tensor = draft["model_parallel_size"]
+    if built % tensor:
+        draft.fail(
+            "model_parallel_size",
+            f"the feed-forward width {built} cannot be split over {tensor} tensor-parallel ranks;"
+            f" mlp_multiple_of: {tensor} would round it to {round_up(built, tensor)}",
+        )
+
+
+def width_split(draft: Draft) -> None:
+    """hidden_size must be divisible by the tensor-parallel ranks."""
+    tensor = draft["model_parallel_size"]
+    if draft["hidden_size"] % tensor:
+        draft.fail("model_parallel_size", f"hidden_size {draft['hidden_size']} cannot be split over {tensor} ranks")
+
+
+def recomputation(draft: Draft) -> None:
+    """checkpoint_policy from checkpoint_activations when it is not set itself."""
+    policy = draft.given("checkpoint_policy")
+    if policy is not None and policy != "none" and draft.is_set("checkpoint_activations"):
+        if not draft["checkpoint_activations"]:
+            draft.fail("checkpoint_policy", f"is {policy}, but checkpoint_activations is false; keep one of the two")
+    policy = policy or ("full" if draft["checkpoint_activations"] else "none")
+    draft.set("checkpoint_policy", policy, "checkpoint_activations")
+    draft.set("checkpoint_activations", policy != "none", "checkpoint_policy")
+
+
+def mup(draft: Draft) -> None:
+    """muP's width multiplier."""
+    base = draft["mup_base_hidden_size"]
+    if draft["use_mup"] and base is None:
+        draft.fail("use_mup", "set mup_base_hidden_size: the hidden_size at which the learning rate was tuned")
+    multiplier = draft["hidden_size"] / base if draft["use_mup"] else 1.0
+    draft.set("mup_width_mult", multiplier, "hidden_size / mup_base_hidden_size")
+
+
+def vocabulary(draft: Draft) -> None:
+    """padded_vocab_size, once the tokenizer is known."""
+    vocab = draft.facts.vocab_size
+    if vocab is None:
+        draft.set("padded_vocab_size", None, "not known without the tokenizer")
+        return
+    unit = draft["make_vocab_size_divisible_by"] * draft["model_parallel_size"]
+    draft.set("padded_vocab_size", round_up(vocab, unit), f"{vocab} rounded up to a multiple of {unit}")

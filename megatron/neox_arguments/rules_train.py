@@ -1,0 +1,238 @@
+"""Rules about precision, optimizer, schedule, checkpoints and evaluation."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.errors import nearest
+from megatron.neox_arguments.arguments import SET_BY_PROGRAM, all_keys
+from megatron.neox_arguments.draft import Draft
+from megatron.neox_arguments.nested import dtype_name
+from megatron.neox_arguments.rules_parallel import stages
+
+_OPTIMIZER_SPELLINGS = {"fusedadam": "adam", "onebit_adam": "onebitadam", "cpuadam": "cpu_adam"}
+
+
+def precision(draft: Draft) -> None:
+    """One precision from `precision` and the fp16 and bf16 mappings, which must not contradict each other."""
+    half, brain = draft["fp16"] or {}, draft["bf16"] or {}
+    by_dict = None
+    if half.get("enabled"):
+        by_dict = ("fp16", "fp16.enabled")
+        if str(half.get("type", "")).lower() in ("bfloat16", "bf16"):
+            by_dict = ("bfloat16", "fp16.type")
+            draft.note(f"{draft.source('fp16')}: fp16.type bfloat16 is read as precision: bfloat16")
+    if brain.get("enabled"):
+        if by_dict is not None and by_dict[0] == "fp16":
+            draft.fail("bf16.enabled", f"fp16 is enabled too ({draft.source('fp16.enabled')}); enable one of the two")
+        by_dict = ("bfloat16", "bf16.enabled")
+    stated = draft.given("precision")
+    if stated and by_dict and stated != by_dict[0] and draft.source("precision") != SET_BY_PROGRAM:
+        draft.fail("precision", f"is {stated}, but {by_dict[1]} ({draft.source(by_dict[1])}) says {by_dict[0]}")
+    chosen = stated or (by_dict[0] if by_dict else "fp32")
+    if not stated and by_dict:
+        draft.sources["precision"] = draft.source(by_dict[1])
+    draft.set("precision", chosen, "neither fp16 nor bf16 is enabled")
+    if draft["fp16"] is not None:
+        kept = {name: value for name, value in half.items() if name != "type"}
+        draft.set("fp16", {**kept, "enabled": chosen == "fp16"}, "precision")
+    if draft["bf16"] is not None:
+        draft.set("bf16", {**brain, "enabled": chosen == "bfloat16"}, "precision")
+
+
+def gradient_accumulation_type(draft: Draft) -> None:
+    """grad_accum_dtype: from data_types, else fp32."""
+    stated, inner = draft.given("grad_accum_dtype"), (draft["data_types"] or {}).get("grad_accum_dtype")
+    if inner is not None:
+        inner = dtype_name(inner)
+        if inner not in ("fp32", "bf16", "fp16"):
+            draft.fail("data_types.grad_accum_dtype", f"{inner!r} is not one of: fp32, bf16, fp16")
+        if stated is not None and stated != inner:
+            draft.fail("grad_accum_dtype", f"is {stated}, but data_types.grad_accum_dtype is {inner}")
+    draft.set("grad_accum_dtype", stated or inner or "fp32", "data_types.grad_accum_dtype, else fp32")
+
+
+def optimizer(draft: Draft) -> None:
+    """optimizer_type, lr, betas, eps, momentum and weight_decay from the optimizer mapping."""
+    mapping = draft["optimizer"] or {}
+    params = mapping.get("params") or {}
+    _optimizer_type(draft, mapping.get("type"))
+    rate, inner = draft.given("lr"), params.get("lr")
+    if rate is not None and inner is not None and rate != inner:
+        where = draft.source("optimizer.params.lr")
+        draft.fail("lr", f"is {rate}, but optimizer.params.lr is {inner} ({where}); keep one of the two")
+    rate = rate if rate is not None else inner
+    draft.set("lr", 0.001 if rate is None else rate, "optimizer.params.lr" if inner is not None else "default 0.001")
+    if draft["lr"] <= 0:
+        draft.fail("lr" if draft.is_set("lr") else "optimizer.params.lr", f"must be above 0, is {draft['lr']}")
+    for name in ("betas", "eps", "momentum"):
+        default = all_keys()[name].default
+        value = params.get(name, default)
+        draft.set(name, tuple(value) if name == "betas" else value, f"optimizer.params.{name}")
+    if not all(0 <= beta < 1 for beta in draft["betas"]):
+        draft.fail("optimizer.params.betas", f"must be in [0, 1), are {list(draft['betas'])}")
+    _weight_decay(draft, params.get("weight_decay"))
+
+
+def _optimizer_type(draft: Draft, inner: str | None) -> None:
+    info = all_keys()["optimizer_type"]
+    stated = draft.given("optimizer_type")
+    chosen = info.default
+    if inner is not None:
+        chosen = {"fusedadam": "adam", "onebit_adam": "onebitadam", "cpuadam": "cpu_adam"}.get(
+            inner.lower(), inner.lower()
+        )
+        usable = [name for name in info.choices if name not in info.unavailable]
+        if chosen in info.unavailable:
+            draft.fail("optimizer.type", f"{inner} is not available: {info.unavailable[chosen]}")
+        if chosen not in usable:
+            hint = nearest(chosen, usable)
+            draft.fail("optimizer.type", f"{inner!r} is not known.{hint} Choices: {', '.join(usable)}")
+        if stated is not None and stated != chosen:
+            draft.fail(
+                "optimizer_type", f"is {stated}, but optimizer.type is {inner} ({draft.source('optimizer.type')})"
+            )
+    draft.set("optimizer_type", stated or chosen, "optimizer.type")
+
+
+def _weight_decay(draft: Draft, inner: float | None) -> None:
+    stated = draft.given("weight_decay")
+    if inner is not None:
+        if stated is not None and stated != inner:
+            where = draft.source("optimizer.params.weight_decay")
+            draft.fail("weight_decay", f"is {stated}, but optimizer.params.weight_decay is {inner} ({where})")
+        if stated is None and inner != draft["weight_decay"]:
+            draft.note(f"weight_decay is {inner}, from optimizer.params; GPT-NeoX would use weight_decay's default 0.1")
+        draft.set("weight_decay", inner, "optimizer.params.weight_decay")
+    if draft["weight_decay"] < 0:
+        draft.fail("weight_decay", f"must not be negative, is {draft['weight_decay']}")
+    if draft["gradient_clipping"] < 0:
+        draft.fail("gradient_clipping", f"must not be negative, is {draft['gradient_clipping']} (0 switches it off)")
+
+
+def zero(draft: Draft) -> None:
+    """zero_stage: 0-3; bfloat16 needs 1; 2 and 3 do not work with a pipeline."""
+    mapping = draft["zero_optimization"] or {}
+    stated, inner = draft.given("zero_stage"), mapping.get("stage")
+    if stated is not None and inner is not None and stated != inner:
+        where = draft.source("zero_optimization.stage")
+        draft.fail("zero_stage", f"is {stated}, but zero_optimization.stage is {inner} ({where}); keep one of the two")
+    stage = stated if stated is not None else inner or 0
+    name = "zero_stage" if stated is not None else "zero_optimization.stage"
+    if stage not in (0, 1, 2, 3):
+        draft.fail(name, f"must be 0, 1, 2 or 3, is {stage}")
+    if stage >= 2 and stages(draft) > 1:
+        draft.fail(
+            name, f"stage {stage} does not work with pipe_parallel_size {stages(draft)}; use stage 1 or no pipeline"
+        )
+    if draft["precision"] == "bfloat16" and stage == 0:
+        draft.note(
+            "ZeRO stage 1 is used: bfloat16 keeps fp32 masters and accumulates gradients in fp32 from stage 1 on"
+        )
+        stage = 1
+        draft.sources.pop("zero_stage", None)
+    draft.set("zero_stage", stage, "zero_optimization.stage, at least 1 with bfloat16")
+    if draft["zero_optimization"] is not None:
+        draft.set("zero_optimization", {**mapping, "stage": stage}, "zero_stage")
+
+
+def communication_type(draft: Draft) -> None:
+    """fp32_allreduce is the GPT-NeoX name of communication_data_type: fp32."""
+    kind = draft.given("communication_data_type")
+    if draft["fp32_allreduce"] and kind not in (None, "fp32"):
+        draft.fail("communication_data_type", f"is {kind}, but fp32_allreduce is set; keep one of the two")
+    draft.set("communication_data_type", "fp32" if draft["fp32_allreduce"] else kind, "fp32_allreduce")
+
+
+def extra_args(draft: Draft) -> None:
+    """deepspeed_extra_args may not say what a key of its own says."""
+    for name in draft["deepspeed_extra_args"] or {}:
+        if name in all_keys():
+            draft.fail("deepspeed_extra_args", f"{name} has a key of its own; set it there")
+
+
+def length(draft: Draft) -> None:
+    """train_iters, from train_epochs once the size of the data is known."""
+    draft.positive("train_epochs")
+    steps, epochs = draft.given("train_iters"), draft["train_epochs"]
+    if steps is not None and epochs is not None:
+        draft.fail("train_epochs", f"train_iters is set too ({draft.source('train_iters')}); keep one of the two")
+    if steps is not None and steps < 0:
+        draft.fail("train_iters", f"must not be negative, is {steps}")
+    samples = draft.facts.epoch_samples
+    if epochs is not None and samples is not None:
+        steps = samples * epochs // draft["train_batch_size"]
+        if steps == 0:
+            draft.fail("train_epochs", f"{samples} samples x {epochs} epochs are less than one batch")
+        draft.sources["train_iters"] = f"{draft.source('train_epochs')}: {epochs} epochs of {samples} samples"
+        draft.values.update(train_iters=steps, train_epochs=None)
+
+
+def schedule(draft: Draft) -> None:
+    """lr_decay_iters: as set, else lr_decay_fraction of train_iters, else train_iters."""
+    for name in ("warmup", "lr_decay_fraction"):
+        value = draft[name]
+        if value is not None and not 0 <= value <= 1:
+            total = draft["lr_decay_iters"] or draft["train_iters"]
+            steps = f": for {value:g} steps write {value / total:.4g}" if total and name == "warmup" else ""
+            draft.fail(name, f"is a fraction of the schedule, between 0 and 1, not {value:g}{steps}")
+    if draft["min_lr"] > draft["lr"]:
+        draft.fail("min_lr", f"{draft['min_lr']:g} is above lr {draft['lr']:g}")
+    if draft["override_lr_scheduler"] and draft["use_checkpoint_lr_scheduler"]:
+        draft.fail("override_lr_scheduler", "use_checkpoint_lr_scheduler says the opposite; keep one of the two")
+    total, fraction = draft["train_iters"], draft["lr_decay_fraction"]
+    by_fraction = math.floor(total * fraction) if total is not None and fraction is not None else None
+    stated = draft.given("lr_decay_iters")
+    if stated is not None and stated <= 0:
+        draft.fail("lr_decay_iters", f"must be above 0, is {stated}")
+    if stated is not None and by_fraction is not None and stated != by_fraction:
+        draft.note(f"lr_decay_iters {stated} wins over lr_decay_fraction {fraction} ({by_fraction} steps)")
+    steps = stated or by_fraction or total
+    draft.set("lr_decay_iters", steps, "lr_decay_fraction of train_iters, else train_iters")
+    if draft["lr_decay_style"] != "constant" and steps and total and steps != total:
+        if steps > total:
+            draft.note(f"the learning rate does not reach its end: lr_decay_iters {steps} > train_iters {total}")
+        else:
+            draft.note(f"the learning rate stays at its end value from step {steps} of {total} on (lr_decay_iters)")
+
+
+def checkpoints(draft: Draft) -> None:
+    """Spacing of checkpoints."""
+    factor = draft["checkpoint_factor"]
+    if factor is not None and factor > 0:
+        if draft["checkpoint_scale"] == "log" and factor <= 1:
+            draft.fail("checkpoint_factor", f"must be above 1 with checkpoint_scale: log, is {factor}")
+        if draft["checkpoint_scale"] == "linear" and factor != int(factor):
+            draft.fail("checkpoint_factor", f"must be a whole number of steps, is {factor}")
+    if any(step < 0 for step in draft["extra_save_iters"] or ()):
+        draft.fail("extra_save_iters", "steps must not be negative")
+    if draft["iteration"] is not None and draft["iteration"] < 0:
+        draft.fail("iteration", f"must not be negative, is {draft['iteration']}")
+    if draft["save"] and not draft["extra_save_iters"] and not (factor and factor > 0):
+        draft.note("checkpoints are saved at the end only: checkpoint_factor is not set")
+
+
+def evaluation(draft: Draft) -> None:
+    """What the run does: training, validation, test; the kind of text generation."""
+    if draft["eval_iters"] < 0:
+        draft.fail("eval_iters", f"must not be negative, is {draft['eval_iters']} (0 switches evaluation off)")
+    if not 0 <= draft["seed"] < 2**32:
+        draft.fail("seed", f"must be in [0, 2^32), is {draft['seed']}")
+    one_path = draft["data_path"] is not None
+    evaluates = draft["eval_iters"] > 0
+    trains = bool(draft["train_iters"] or draft["train_epochs"])
+    found = {
+        "do_train": trains and (one_path or draft["train_data_paths"] is not None),
+        "do_valid": evaluates and (one_path or draft["valid_data_paths"] is not None),
+        "do_test": evaluates and (one_path or draft["test_data_paths"] is not None),
+    }
+    for name, value in found.items():
+        stated = draft.given(name)
+        draft.set(name, value if stated is None else stated and value, "there are steps and data for it")
+    kind = "input-file" if draft["sample_input_file"] else "unconditional"
+    draft.set("text_gen_type", draft.given("text_gen_type") or kind, "sample_input_file")
+    for name in ("temperature", "top_p", "top_k", "maximum_tokens", "num_samples"):
+        if draft[name] < 0:
+            draft.fail(name, f"must not be negative, is {draft[name]}")
+    if draft["top_p"] > 1:
+        draft.fail("top_p", f"is a probability, not {draft['top_p']}")

@@ -1,0 +1,118 @@
+"""The keys about text and tokens: `args.tokenizer` and `args.data`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.neox_arguments.keys import key
+
+_LABELS = "label files are not available yet; mask with eod_mask_loss or train on all tokens"
+_REWARDS = "reward data is not available yet; train_impl must be normal"
+_PAIRS = "preference pairs are not available yet; use train_data_paths with train_impl: normal"
+_ONLINE = "online data is not available; use data_path or train_data_paths"
+_ASCENT = "gradient ascent unlearning is not available yet; train on the retain data alone"
+_UNPACKED = "only pack_impl: packed is available yet"
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Which tokenizer, from which files, and how the vocabulary is padded in memory."""
+
+    tokenizer_type: Literal[
+        "GPT2BPETokenizer",
+        "HFTokenizer",
+        "HFGPT2Tokenizer",
+        "SPMTokenizer",
+        "CharLevelTokenizer",
+        "TiktokenTokenizer",
+    ] = key("GPT2BPETokenizer", "Tokenizer class.")
+    vocab_file: str | None = key(None, "Vocabulary file (tokenizer.json, vocab.json, .model) or name, by class.")
+    merge_file: str | None = key(None, "BPE merges file, for the classes that have one.")
+    make_vocab_size_divisible_by: int = key(
+        128, "The vocabulary is padded in memory to a multiple of this times model_parallel_size."
+    )
+    padded_vocab_size: int | None = key(
+        None,
+        "Rows of the embedding in memory. Padding never enters a loss, a norm, a sample or an export.",
+        derived="recompute",
+        differs="padded rows are excluded from the training softmax",
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Token files, their mixture, and how samples are cut and loaded."""
+
+    data_path: str | None = key(None, "One token file (prefix of .bin/.idx), divided by `split`.")
+    split: str = key(
+        "969, 30, 1",
+        "Proportions of data_path used to train, validate and test.",
+        differs="never gives an empty or overlapping range a negative start",
+    )
+    train_data_paths: tuple[str, ...] | None = key(None, "Token files to train on, mixed by train_data_weights.")
+    valid_data_paths: tuple[str, ...] | None = key(None, "Token files to validate on.")
+    test_data_paths: tuple[str, ...] | None = key(None, "Token files to test on.")
+    train_data_weights: tuple[float, ...] | None = key(None, "Mixture weights of train_data_paths (default: equal).")
+    valid_data_weights: tuple[float, ...] | None = key(None, "Mixture weights of valid_data_paths (default: equal).")
+    test_data_weights: tuple[float, ...] | None = key(None, "Mixture weights of test_data_paths (default: equal).")
+    weight_by_num_documents: bool = key(False, "Take the mixture weights from the document counts.")
+    weighted_sampler_alpha: float = key(1.0, "Exponent of weight_by_num_documents; below 1 favours small sources.")
+    data_impl: Literal["infer", "mmap", "cached"] = key(
+        "infer",
+        "Format of the token files; infer finds out.",
+        unavailable={"cached": "convert the files to mmap with tools/datasets"},
+        differs="infer works",
+    )
+    pack_impl: Literal["packed", "pack_until_overflow", "unpacked"] = key(
+        "packed",
+        "How documents become samples: packed is one stream cut every seq_length tokens.",
+        unavailable={"pack_until_overflow": _UNPACKED, "unpacked": _UNPACKED},
+    )
+    dataset_impl: Literal["gpt2", "pairwise", "online"] = key(
+        "gpt2", "Kind of samples.", unavailable={"pairwise": _PAIRS, "online": _ONLINE}
+    )
+    eod_mask_loss: bool = key(False, "No loss at positions whose input token is end-of-document.")
+    num_workers: int = key(2, "Background workers per rank that read samples; 0 reads in the training process.")
+    mmap_warmup: bool = key(False, "Read the token files once at start, to fill the page cache.")
+    use_shared_fs: bool = key(
+        True, "All nodes see the same files: the sample index is built once; false: once per node."
+    )
+
+    # known, not available
+    allow_chopped: bool = key(True, "Cut documents that are too long (non-packed).", unavailable=_UNPACKED)
+    train_label_data_paths: tuple[str, ...] | None = key(None, "Labels of train_data_paths.", unavailable=_LABELS)
+    valid_label_data_paths: tuple[str, ...] | None = key(None, "Labels of valid_data_paths.", unavailable=_LABELS)
+    test_label_data_paths: tuple[str, ...] | None = key(None, "Labels of test_data_paths.", unavailable=_LABELS)
+    train_reward_data_paths: tuple[str, ...] | None = key(None, "Rewards of the training data.", unavailable=_REWARDS)
+    valid_reward_data_paths: tuple[str, ...] | None = key(None, "Rewards of the validation data.", unavailable=_REWARDS)
+    test_reward_data_paths: tuple[str, ...] | None = key(None, "Rewards of the test data.", unavailable=_REWARDS)
+    pos_train_data_paths: tuple[str, ...] | None = key(None, "Preferred answers, training.", unavailable=_PAIRS)
+    neg_train_data_paths: tuple[str, ...] | None = key(None, "Rejected answers, training.", unavailable=_PAIRS)
+    pos_train_label_data_paths: tuple[str, ...] | None = key(None, "Labels of the preferred.", unavailable=_PAIRS)
+    neg_train_label_data_paths: tuple[str, ...] | None = key(None, "Labels of the rejected.", unavailable=_PAIRS)
+    pos_valid_data_paths: tuple[str, ...] | None = key(None, "Preferred answers, validation.", unavailable=_PAIRS)
+    neg_valid_data_paths: tuple[str, ...] | None = key(None, "Rejected answers, validation.", unavailable=_PAIRS)
+    pos_valid_label_data_paths: tuple[str, ...] | None = key(None, "Labels of the preferred.", unavailable=_PAIRS)
+    neg_valid_label_data_paths: tuple[str, ...] | None = key(None, "Labels of the rejected.", unavailable=_PAIRS)
+    pos_test_data_paths: tuple[str, ...] | None = key(None, "Preferred answers, test.", unavailable=_PAIRS)
+    neg_test_data_paths: tuple[str, ...] | None = key(None, "Rejected answers, test.", unavailable=_PAIRS)
+    pos_test_label_data_paths: tuple[str, ...] | None = key(None, "Labels of the preferred.", unavailable=_PAIRS)
+    neg_test_label_data_paths: tuple[str, ...] | None = key(None, "Labels of the rejected.", unavailable=_PAIRS)
+    online_dataserver_ips: str | tuple[str, ...] = key("localhost", "Hosts of sample servers.", unavailable=_ONLINE)
+    online_dataserver_ports: int | tuple[int, ...] = key(10000, "Ports of sample servers.", unavailable=_ONLINE)
+    ga_dataset: str | None = key(None, "Data to forget.", unavailable=_ASCENT)
+    ga_dataset_impl: str = key("mmap", "Format of ga_dataset.", unavailable=_ASCENT)
+    ga_interval: int | None = key(None, "Steps between bursts of ascent.", unavailable=_ASCENT)
+    ga_iters: int | None = key(None, "Ascent steps per burst.", unavailable=_ASCENT)
+    ga_lr_scale: float = key(1.0, "Learning-rate factor of ascent steps.", unavailable=_ASCENT)
+    ga_mode: str = key("interval", "interval or interleaved.", unavailable=_ASCENT)
+    ga_interleave_ratio: int = key(1, "Descent steps per ascent step.", unavailable=_ASCENT)
+    ga_loss_threshold: float | None = key(None, "Stop ascending above this loss.", unavailable=_ASCENT)
+    ga_threshold_check_mode: str = key("per_step", "How the threshold is checked.", unavailable=_ASCENT)
+    ga_threshold_skip_forward: bool = key(False, "Skip ascent past the threshold.", unavailable=_ASCENT)
+    gd_mode: bool = key(False, "Gradient difference: retain loss minus forget loss.", unavailable=_ASCENT)
+    gd_retain_dataset: str | None = key(None, "Data to retain.", unavailable=_ASCENT)
+    gd_retain_dataset_impl: str = key("mmap", "Format of gd_retain_dataset.", unavailable=_ASCENT)
+    gd_retain_weight: float = key(40.0, "Weight of the retain loss.", unavailable=_ASCENT)
+    gd_log_separate_losses: bool = key(True, "Log both losses.", unavailable=_ASCENT)

@@ -1,0 +1,226 @@
+"""The keys that say what the network is: `args.model`."""
+
+# ruff: noqa: RUF009  (key() returns a dataclass field)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.neox_arguments.keys import key
+
+_TE = "Transformer Engine is not available; the built-in layers do the same"
+_MOE = "mixture of experts is not available yet; train a dense model (moe_num_experts: 1)"
+_MAMBA = "mamba layers are not available yet; use 'global' in attention_config"
+_RWKV = "RWKV layers are not available yet; use 'global' in attention_config"
+_MUP_FILES = "base-shape files are not used; set mup_base_hidden_size to the width the learning rate was tuned at"
+
+Init = Literal[
+    "normal",
+    "scaled_normal",
+    "orthogonal",
+    "scaled_orthogonal",
+    "xavier_uniform",
+    "xavier_normal",
+    "wang_init",
+    "small_init",
+    "single_residual_scaled_normal",
+]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape, layers, initialisation, recomputation and muP of the network."""
+
+    # shape
+    num_layers: int | None = key(None, "Number of transformer blocks. Required.")
+    hidden_size: int | None = key(None, "Width of the residual stream. Required.")
+    num_attention_heads: int | None = key(None, "Number of query heads. Required.")
+    num_kv_heads: int | None = key(
+        None, "Number of key/value heads; fewer than the query heads is grouped-query attention. Default: all."
+    )
+    head_dim: int | None = key(None, "Width of one head: hidden_size / num_attention_heads.", derived="check", new=True)
+    seq_length: int | None = key(None, "Tokens per training sample. Required.")
+    max_position_embeddings: int | None = key(
+        None,
+        "Longest sequence the model can take (rows of the learned position table). Default: seq_length.",
+        differs="may be left out",
+    )
+    intermediate_size: int | None = key(
+        None,
+        "Width of the feed-forward layer. With a gated activation, `gated_width_rule` says what it means.",
+        differs="the final width by default with gated activations, where upstream GPT-NeoX takes a third of it",
+    )
+    expansion_factor: float | None = key(None, "Feed-forward width as a multiple of hidden_size (default 4).")
+    mlp_multiple_of: int = key(
+        1,
+        "Round the feed-forward width up to a multiple of this.",
+        differs="works with plain activations too, where GPT-NeoX builds layers that do not fit",
+    )
+    gated_width_rule: Literal["final", "two_thirds"] | None = key(
+        None,
+        "What the feed-forward width means with a gated activation. `final`: it is the width used. `two_thirds`:"
+        " GPT-NeoX's rule, two thirds of it shared by the up and gate halves (32768 gives 11008 with mlp_multiple_of"
+        " 256). Default: `final` when intermediate_size is set, else `two_thirds` of 4 x hidden_size as GPT-NeoX.",
+        new=True,
+    )
+    ffn_width: int | None = key(None, "Feed-forward width actually built, after all rules.", derived="check", new=True)
+    activation: Literal[
+        "gelu", "geglu", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu"
+    ] = key("gelu", "Feed-forward activation; geglu, reglu, swiglu, bilinear and glu are gated.")
+    bias_gelu_fusion: bool = key(
+        False, "Use the tanh approximation of GELU. A 'fusion' in GPT-NeoX that changes the numbers, so it is kept."
+    )
+    use_bias_in_attn_linear: bool = key(True, "Biases in the QKV and attention output projections.")
+    use_bias_in_mlp: bool = key(
+        True,
+        "Biases in the feed-forward projections.",
+        differs="false works with every activation and with gpt_j_residual",
+    )
+    no_weight_tying: bool = key(False, "Give the output head its own matrix instead of sharing the word embeddings.")
+    output_layer_parallelism: Literal["column"] = key("column", "How the output head is split over tensor parallel.")
+
+    # normalisation
+    norm: Literal["layernorm", "rmsnorm", "non_parametric_layernorm", "scalenorm", "te_rmsnorm", "te_layernorm"] = key(
+        "layernorm",
+        "Normalisation layer.",
+        unavailable={
+            "te_rmsnorm": "use norm: rmsnorm, which computes the same",
+            "te_layernorm": "use norm: layernorm, which computes the same",
+        },
+    )
+    norm_placement: Literal["pre", "post", "olmo3"] = key(
+        "pre",
+        "Where the norms of a block stand.",
+        unavailable={
+            "post": "GPT-NeoX builds pre-norm blocks for it; use norm_placement: pre",
+            "olmo3": "OLMo-3 blocks are not available yet; use norm_placement: pre",
+        },
+    )
+    use_qk_layernorm: bool = key(False, "Normalise queries and keys per head before attention.")
+    use_separate_qk_norms: bool = key(
+        False, "Separate norms for queries and keys over all heads.", unavailable="use use_qk_layernorm"
+    )
+    layernorm_epsilon: float = key(1e-5, "Epsilon of layernorm and non_parametric_layernorm.")
+    rms_norm_epsilon: float = key(1e-8, "Epsilon of rmsnorm, inside the root.")
+    scalenorm_epsilon: float = key(1e-8, "Smallest norm that scalenorm divides by.")
+
+    # residual form
+    gpt_j_residual: bool = key(False, "Attention and feed-forward in parallel: x + attn(norm(x)) + mlp(norm'(x)).")
+    gpt_j_tied: bool = key(False, "With gpt_j_residual: one norm for both branches.")
+
+    # positions
+    pos_emb: Literal["learned", "rotary", "sinusoidal", "rpe", "alibi", "none"] = key(
+        "learned",
+        "How positions enter the network.",
+        unavailable={"rpe": "T5 relative biases are not available; use rotary or alibi"},
+    )
+    rpe_num_buckets: int = key(32, "Buckets of T5 relative biases.", unavailable="use pos_emb: rotary or alibi")
+    rpe_max_distance: int = key(128, "Reach of T5 relative biases.", unavailable="use pos_emb: rotary or alibi")
+    opt_pos_emb_offset: int = key(0, "Constant added to learned positions (OPT models use 2).")
+    rotary_pct: float = key(1.0, "Fraction of each head's dimensions that are rotated.")
+    rotary_emb_base: int = key(10000, "Base (theta) of the rotary frequencies.")
+
+    # attention
+    attention_config: tuple[Any, ...] | None = key(
+        None,
+        "Kind of attention per layer: [[[kinds...], n or 'all'], ...] repeats the kinds n times; or a flat list of"
+        " num_layers kinds. 'global' and 'flash' are full causal attention, 'local' is a sliding window. Resolved to"
+        " one kind per layer.",
+    )
+    attention_backend: str = key(
+        "auto",
+        "Attention implementation: auto picks the best exact one for the device; the one used is logged.",
+        new=True,
+    )
+    sliding_window_width: int | None = key(
+        None, "Each token sees itself and this many tokens before it (Hugging Face counts one less). All layers."
+    )
+    layer_windows: tuple[int | None, ...] | None = key(
+        None,
+        "Sliding window of each layer (None: full attention). Only 'local' layers have it when there are any.",
+        derived="check",
+        new=True,
+    )
+    sparsity_config: dict[str, Any] | None = key(
+        None, "Options of block-sparse attention.", unavailable="use attention_config 'global' or sliding_window_width"
+    )
+    intra_document_masking: bool = key(
+        False,
+        "Stop attention at the boundaries of packed documents and restart positions in each.",
+        new=True,
+    )
+
+    # dropout
+    attention_dropout: float = key(0.0, "Dropout on attention probabilities.")
+    hidden_dropout: float = key(0.0, "Dropout on embeddings and on what each block adds to the residual stream.")
+
+    # initialisation
+    init_method: Init = key(
+        "normal", "Initialisation of weights other than the output projections.", differs="orthogonal works"
+    )
+    output_layer_init_method: Init = key(
+        "scaled_normal", "Initialisation of the attention output and second feed-forward projections."
+    )
+    init_method_std: float = key(0.02, "Standard deviation of the normal initialisations.")
+
+    # memory and speed
+    checkpoint_activations: bool = key(False, "Recompute blocks in the backward pass instead of keeping activations.")
+    checkpoint_num_layers: int = key(1, "Blocks per recomputed chunk.")
+    checkpoint_policy: Literal["none", "full", "selective"] | None = key(
+        None,
+        "What is recomputed: none, full (everything in a block) or selective (all but matrix products and attention)."
+        " Default: full with checkpoint_activations, else none.",
+        new=True,
+    )
+    torch_compile: bool | None = key(
+        None, "Compile each block with torch.compile. Default: on where it was measured to pay (GPUs).", new=True
+    )
+    loss_chunk_size: int = key(
+        512, "Tokens per chunk of the fused output head and loss; bounds their memory, not the result.", new=True
+    )
+
+    # muP
+    use_mup: bool = key(False, "Scale initialisation, attention, output and learning rates by width (muP).")
+    mup_base_hidden_size: int | None = key(
+        None, "hidden_size at which the learning rate was tuned; required by use_mup.", new=True
+    )
+    mup_width_mult: float = key(1.0, "hidden_size / mup_base_hidden_size (1 without muP).", derived="check", new=True)
+    mup_init_scale: float = key(1.0, "Multiplies initial weights under muP.")
+    mup_embedding_mult: float = key(1.0, "Multiplies the word embeddings under muP.")
+    mup_rp_embedding_mult: float = key(
+        1.0, "Multiplies position embeddings under muP.", differs="only under muP; GPT-NeoX applies it always"
+    )
+    coord_check: bool = key(False, "Write muP coordinate plots.", unavailable="compare widths with two short runs")
+    save_base_shapes: bool = key(False, "Write muP base-shape files.", unavailable=_MUP_FILES)
+    base_shapes_file: str | None = key(None, "muP base-shape file.", unavailable=_MUP_FILES)
+    mup_width_scale: int = key(2, "Width factor of muP's delta model.", unavailable=_MUP_FILES)
+
+    # known, not available
+    soft_prompt_tuning: dict[str, Any] | None = key(
+        None, "Soft prompt tuning.", unavailable="fine-tune the whole model with finetune: true"
+    )
+    gmlp_attn_dim: int = key(64, "Attention width of aMLP blocks.", unavailable="gMLP is not available; use 'global'")
+    moe_num_experts: int = key(1, "Experts per mixture-of-experts layer; 1 is dense.", unavailable=_MOE)
+    moe_expert_interval: int = key(1, "Every n-th layer is a mixture of experts.", unavailable=_MOE)
+    moe_top_k: int = key(1, "Experts per token.", unavailable=_MOE)
+    moe_router_type: Literal["sinkhorn", "topk"] = key("sinkhorn", "Expert router.", unavailable=_MOE)
+    moe_jitter_eps: float | None = key(None, "Noise on router inputs.", unavailable=_MOE)
+    mamba_selective_scan_fusion: bool = key(False, "CUDA selective scan.", unavailable=_MAMBA)
+    mamba_causal_conv_fusion: bool = key(False, "CUDA causal convolution.", unavailable=_MAMBA)
+    mamba_inner_func_fusion: bool = key(False, "Fused Mamba block.", unavailable=_MAMBA)
+    mamba_selective_fp32_params: bool = key(True, "A_log and D in fp32.", unavailable=_MAMBA)
+    mamba_use_bias_in_conv: bool = key(True, "Bias in Mamba's convolution.", unavailable=_MAMBA)
+    mamba_use_bias_in_linears: bool = key(False, "Biases in Mamba's projections.", unavailable=_MAMBA)
+    dim_att: int | None = key(None, "Attention width of RWKV.", unavailable=_RWKV)
+    head_size: int | None = key(None, "Head width of RWKV.", unavailable=_RWKV)
+    ffn_dim: int | None = key(None, "Feed-forward width of RWKV.", unavailable=_RWKV)
+    te_columnparallel: bool = key(False, "Transformer Engine column-parallel layers.", unavailable=_TE)
+    te_rowparallel: bool = key(False, "Transformer Engine row-parallel layers.", unavailable=_TE)
+    te_layernorm_mlp: bool = key(False, "Transformer Engine feed-forward.", unavailable=_TE)
+    te_mha: bool = key(False, "Transformer Engine attention.", unavailable=_TE)
+    te_fp8_format: Literal["e4m3", "hybrid"] = key("hybrid", "FP8 format.", unavailable=_TE)
+    te_fp8_wgrad: bool = key(True, "FP8 weight gradients.", unavailable=_TE)
+    te_fp8_amax_history_len: int = key(1, "FP8 scaling history.", unavailable=_TE)
+    te_fp8_amax_compute_algo: str = key("most_recent", "FP8 scaling rule.", unavailable=_TE)
+    te_fp8_mha: bool = key(False, "FP8 attention.", unavailable=_TE)

@@ -1,0 +1,145 @@
+"""The keys about ranks, launching, logging and the engine."""
+
+# ruff: noqa: RUF009  (key() returns a dataclass field)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.neox_arguments.keys import key
+
+_TUNE = "autotuning is not available; try sizes with --dry-run and short runs"
+_COMET = "Comet is not available yet; use use_wandb, tensorboard_dir or metrics.jsonl"
+_PROFILE = "profiling keys are not available yet; run under the torch profiler"
+_NOISE = "the gradient noise scale is not available yet"
+_DS = "this DeepSpeed feature is not available"
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How ranks share the work: pipeline x data x tensor."""
+
+    pipe_parallel_size: int = key(
+        0, "Pipeline stages; 0 and 1 are one stage.", differs="1 runs as a plain module, like 0"
+    )
+    model_parallel_size: int = key(1, "Tensor-parallel ranks that share each layer.")
+    sequence_parallel: bool = key(False, "Split norms and dropout over the tensor-parallel ranks too (saves memory).")
+    pipe_partition_method: str = key(
+        "type:transformer|mlp", "How layers are dealt to stages: type:REGEX, uniform or parameters."
+    )
+    global_num_gpus: int | None = key(None, "All ranks of the job, over all nodes.")
+    num_gpus: int | None = key(None, "Ranks per node (on a CPU too). Default: its GPUs, else what the layout needs.")
+    distributed_backend: Literal["nccl", "gloo", "mpi"] = key(
+        "nccl", "Communication library.", differs="falls back to gloo without a GPU"
+    )
+    world_size: int | None = key(None, "All ranks: pipeline x data x tensor.", derived="recompute")
+    data_parallel_size: int | None = key(
+        None, "Copies of the model: world_size / (pipeline x tensor).", derived="recompute", new=True
+    )
+
+
+@dataclass(frozen=True)
+class LauncherConfig:
+    """How the ranks are started."""
+
+    hostfile: str | None = key(None, "File of `host slots=N` lines.")
+    include: str | None = key(None, "Hosts and slots to use: `host[:slot,...]@host`.")
+    exclude: str | None = key(None, "Hosts and slots not to use.")
+    num_nodes: int = key(-1, "Use the first N hosts; -1 uses all.")
+    master_port: int = key(29500, "Port of the rendezvous.")
+    master_addr: str | None = key(None, "Host of the rendezvous.")
+    launcher: Literal["pdsh", "openmpi", "mvapich", "mpich", "slurm"] = key("pdsh", "How other nodes are reached.")
+    force_multi: bool = key(False, "Use the multi-node launcher for one node too.")
+    no_ssh_check: bool = key(False, "Do not test ssh before launching.")
+    comment: str | None = key(None, "Comment for the scheduler.")
+    account: str | None = key(None, "Account for the scheduler.")
+    deepspeed_mpi: bool = key(False, "Ranks come from MPI's environment.")
+    deepspeed_slurm: bool = key(False, "Ranks come from SLURM's environment.")
+    autotuning_run: Literal["tune", "run"] | None = key(None, "DeepSpeed autotuning.", unavailable=_TUNE)
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Console, trackers and metrics."""
+
+    log_interval: int = key(100, "Steps between log lines; <= 0 never.")
+    log_dir: str | None = key(None, "Folder for each rank's log.")
+    tensorboard_dir: str | None = key(None, "Folder for TensorBoard.")
+    use_wandb: bool | None = key(
+        None, "Log to Weights & Biases.", differs="off unless true; GPT-NeoX turns it on when it finds a key"
+    )
+    wandb_group: str | None = key(None, "Group of the run.", differs="no random suffix is added")
+    wandb_run_name: str | None = key(None, "Name of the run.")
+    wandb_team: str | None = key(None, "Team (entity).")
+    wandb_project: str = key("neox", "Project.")
+    wandb_host: str = key("https://api.wandb.ai", "Server.")
+    wandb_init_all_ranks: bool = key(False, "One tracker run per rank instead of rank 0 only.")
+    git_hash: str | None = key(None, "Version of the code, recorded with the run. Default: from git.")
+    peak_theoretical_tflops: float | None = key(None, "Peak of one device in TFLOP/s, for MFU. Default: from a table.")
+    log_grad_norm: bool = key(False, "Log the gradient norm.", differs="works; the global norm")
+    log_param_norm: bool = key(False, "Log the norm of the weights.", differs="the global norm, not one shard's")
+    log_grad_pct_zeros: bool = key(False, "Log the share of zero gradients.", unavailable="use log_grad_norm")
+    log_optimizer_states: bool = key(False, "Log norms of the optimizer's state.", unavailable="use log_param_norm")
+    log_gradient_noise_scale: bool = key(False, "Log the gradient noise scale.", unavailable=_NOISE)
+    gradient_noise_scale_n_batches: int = key(5, "Batches per estimate.", unavailable=_NOISE)
+    gradient_noise_scale_cpu_offload: bool = key(False, "Keep the estimate's buffers on the CPU.", unavailable=_NOISE)
+    use_comet: bool | None = key(None, "Log to Comet.", unavailable=_COMET)
+    comet_workspace: str | None = key(None, "Comet workspace.", unavailable=_COMET)
+    comet_project: str | None = key(None, "Comet project.", unavailable=_COMET)
+    comet_experiment_name: str | None = key(None, "Comet experiment.", unavailable=_COMET)
+    comet_tags: tuple[str, ...] | None = key(None, "Comet tags.", unavailable=_COMET)
+    comet_others: dict[str, Any] | None = key(None, "Comet metadata.", unavailable=_COMET)
+    memory_profiling: bool = key(False, "Record CUDA memory history.", unavailable=_PROFILE)
+    memory_profiling_path: str | None = key(None, "Folder of memory snapshots.", unavailable=_PROFILE)
+    profile: bool = key(False, "Profile steps.", unavailable=_PROFILE)
+    profile_step_start: int = key(10, "First profiled step.", unavailable=_PROFILE)
+    profile_step_stop: int = key(12, "Last profiled step.", unavailable=_PROFILE)
+
+
+@dataclass(frozen=True)
+class DeepSpeedConfig:
+    """What is handed to DeepSpeed as it is."""
+
+    deepspeed: bool = key(True, "Run on DeepSpeed.", unavailable={False: "DeepSpeed is the only engine; leave it true"})
+    fp32_allreduce: bool = key(False, "Reduce gradients over data-parallel ranks in fp32.")
+    communication_data_type: Literal["fp32", "bf16", "fp16"] | None = key(
+        None,
+        "Type gradients are reduced in.",
+        spellings={"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"},
+        differs="takes the name of a type",
+    )
+    prescale_gradients: bool = key(False, "Divide gradients before reducing them.")
+    gradient_predivide_factor: float = key(1.0, "Divisor of prescale_gradients.")
+    steps_per_print: int = key(10, "Steps between DeepSpeed's own progress lines.")
+    wall_clock_breakdown: bool = key(False, "DeepSpeed's timers.")
+    dump_state: bool = key(False, "Print DeepSpeed's state at start.")
+    flops_profiler: dict[str, Any] | None = key(None, "DeepSpeed's FLOP profiler: {enabled, profile_step, ...}.")
+    comms_logger: dict[str, Any] | None = key(None, "DeepSpeed's communication log: {enabled, ...}.")
+    activation_checkpointing: dict[str, Any] | None = key(
+        None, "Handed to DeepSpeed; recomputation itself is set by checkpoint_activations and checkpoint_policy."
+    )
+    tensorboard: dict[str, Any] | None = key(None, "DeepSpeed's own TensorBoard log.")
+    wandb: dict[str, Any] | None = key(None, "DeepSpeed's own W&B log.")
+    csv_monitor: dict[str, Any] | None = key(None, "DeepSpeed's own CSV log.")
+    deepspeed_extra_args: dict[str, Any] | None = key(
+        None,
+        "Further DeepSpeed keys, for what has no key here.",
+        differs="a key that is also set elsewhere is an error",
+    )
+
+    # known, not available
+    scheduler: dict[str, Any] | None = key(
+        None, "DeepSpeed's LR scheduler.", unavailable="use lr_decay_style and warmup"
+    )
+    sparse_gradients: bool = key(False, "Sparse embedding gradients.", unavailable=_DS)
+    autotuning: dict[str, Any] | None = key(None, "DeepSpeed's autotuning.", unavailable=_TUNE)
+    sparse_attention: dict[str, Any] | None = key(None, "DeepSpeed's sparse attention.", unavailable=_DS)
+    data_efficiency: dict[str, Any] | None = key(None, "DeepSpeed's data efficiency.", unavailable=_DS)
+    elasticity: dict[str, Any] | None = key(
+        None, "DeepSpeed's elasticity.", unavailable="a run can be continued at another number of ranks as it is"
+    )
+    compression_training: dict[str, Any] | None = key(None, "DeepSpeed's compression.", unavailable=_DS)
+    checkpoint: dict[str, Any] | None = key(
+        None, "DeepSpeed's checkpoint options.", unavailable="checkpoints have their own format and keys (save, load)"
+    )

@@ -1,0 +1,204 @@
+"""The keys about training, checkpoints and generation."""
+
+# ruff: noqa: RUF009  (key() returns a dataclass field)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron.neox_arguments.keys import key
+
+_OBJECTIVE = "only train_impl: normal is available yet"
+_OPTIMIZER = "this optimizer is not available yet; use adam, adamw or sgd"
+_OTHER_OPTIMIZERS = ("onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "lion", "muon")
+_BNB = "8-bit optimizers are not available; use optimizer.type Adam"
+_S3 = "copy finished checkpoints with your own tool (they appear complete or not at all)"
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+DTYPE_SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer, precision and ZeRO."""
+
+    optimizer: dict[str, Any] | None = key(None, "{type, params}: the optimizer and its constructor's arguments.")
+    optimizer_type: Literal[
+        "adam", "adamw", "sgd", "onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "lion", "muon"
+    ] = key(
+        "adam",
+        "Optimizer, usually given as optimizer.type. adam and adamw are the same: decoupled weight decay.",
+        unavailable=dict.fromkeys(_OTHER_OPTIMIZERS, _OPTIMIZER),
+        differs="AdamW is accepted",
+    )
+    lr: float | None = key(None, "Peak learning rate, usually given as optimizer.params.lr (default 0.001).")
+    betas: tuple[float, float] = key(
+        (0.9, 0.999), "Adam's decay rates, from optimizer.params.", derived="check", new=True
+    )
+    eps: float = key(1e-8, "Adam's epsilon, from optimizer.params.", derived="check", new=True)
+    momentum: float = key(0.0, "SGD's momentum, from optimizer.params.", derived="check", new=True)
+    weight_decay: float = key(0.1, "Decoupled weight decay of matrices and embeddings (never of norms and biases).")
+    gradient_clipping: float = key(
+        1.0,
+        "Clip the global gradient norm to this; 0 switches clipping off.",
+        differs="the default 1.0 clips; in GPT-NeoX the value 1.0 never reaches the engine",
+    )
+    precision: Literal["fp32", "bfloat16", "fp16"] | None = key(
+        None,
+        "Compute type. Default: from the fp16 and bf16 dicts, else fp32. On the command line it wins over them.",
+        spellings={"bf16": "bfloat16", "float16": "fp16", "half": "fp16", "float32": "fp32"},
+    )
+    fp16: dict[str, Any] | None = key(None, "fp16 with a loss scale: {enabled, loss_scale (0: dynamic), ...}.")
+    bf16: dict[str, Any] | None = key(None, "{enabled: true} computes in bfloat16 with fp32 masters.")
+    amp: dict[str, Any] | None = key(None, "Apex mixed precision.", unavailable="use precision: bfloat16")
+    data_types: dict[str, Any] | None = key(None, "{grad_accum_dtype}: the type gradients are accumulated in.")
+    grad_accum_dtype: Dtype | None = key(
+        None,
+        "Type gradients are accumulated in (from data_types.grad_accum_dtype). Default fp32.",
+        spellings=DTYPE_SPELLINGS,
+        new=True,
+        differs="fp32 unless said otherwise; in GPT-NeoX bf16 accumulates in bf16",
+    )
+    zero_optimization: dict[str, Any] | None = key(None, "DeepSpeed's ZeRO dict: {stage, ...}.")
+    zero_stage: int | None = key(
+        None, "ZeRO stage 0-3, usually given as zero_optimization.stage. bfloat16 needs at least 1 and is raised to it."
+    )
+    use_bnb_optimizer: bool = key(False, "bitsandbytes 8-bit Adam.", unavailable=_BNB)
+    max_skipped_steps: int = key(
+        50, "fp16: stop (exit 4) after this many skipped steps in a row; <= 0 never stops.", new=True
+    )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over time."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key(
+        "linear",
+        "Shape of the decay.",
+        differs="holds its end value after lr_decay_iters (cosine rises in GPT-NeoX)",
+    )
+    lr_decay_iters: int | None = key(None, "Length of the schedule in steps. Default: train_iters.")
+    lr_decay_fraction: float | None = key(None, "Length of the schedule as a fraction of train_iters.")
+    min_lr: float = key(0.0, "The learning rate never falls below this after warm-up.")
+    warmup: float = key(0.01, "Fraction of the schedule used to warm up linearly.")
+    override_lr_scheduler: bool = key(False, "On resume, the config's schedule wins over the checkpoint's.")
+    use_checkpoint_lr_scheduler: bool = key(False, "On resume, the checkpoint's schedule wins over the config's.")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Batch, length, evaluation and objective of a run."""
+
+    train_batch_size: int | None = key(None, "Samples per optimizer step over all ranks.")
+    train_micro_batch_size_per_gpu: int | None = key(None, "Samples per forward pass of one data-parallel rank.")
+    gradient_accumulation_steps: int | None = key(
+        None,
+        "Forward passes per optimizer step.",
+        differs="derived from the other two when unset, where GPT-NeoX assumes 1",
+    )
+    train_iters: int | None = key(None, "Optimizer steps, counted from the start of training.")
+    train_epochs: int | None = key(None, "Passes over the training data, instead of train_iters.")
+    eval_interval: int = key(1000, "Steps between validations; <= 0 never validates during training.")
+    eval_iters: int = key(100, "Batches per validation; 0 switches validation and testing off.")
+    exit_interval: int | None = key(None, "Stop (exit 0) when the step is a multiple of this.")
+    seed: int = key(1234, "Seed of initialisation, data order and dropout.")
+    do_train: bool | None = key(None, "Train. Default: when there are steps to do.")
+    do_valid: bool | None = key(None, "Validate. Default: when eval_iters > 0 and there is validation data.")
+    do_test: bool | None = key(None, "Test after training. Default: when eval_iters > 0 and there is test data.")
+    train_impl: Literal["normal", "dpo", "rm", "kto", "reinforce"] = key(
+        "normal",
+        "Objective.",
+        unavailable=dict.fromkeys(("dpo", "rm", "kto", "reinforce"), _OBJECTIVE),
+    )
+    replica_check_interval: int = key(
+        1000, "Steps between checks that replicated weights still agree over ranks; <= 0 never.", new=True
+    )
+
+    # known, not available
+    dpo_fp32: bool = key(True, "DPO in fp32.", unavailable=_OBJECTIVE)
+    dpo_reference_free: bool = key(False, "DPO without a reference model.", unavailable=_OBJECTIVE)
+    dpo_beta: float = key(0.1, "DPO's beta.", unavailable=_OBJECTIVE)
+    kto_fp32: bool = key(True, "KTO in fp32.", unavailable=_OBJECTIVE)
+    kto_desirable_weight: float = key(1.0, "Weight of desirable samples.", unavailable=_OBJECTIVE)
+    kto_undesirable_weight: float = key(1.0, "Weight of undesirable samples.", unavailable=_OBJECTIVE)
+    kto_beta: float = key(0.1, "KTO's beta.", unavailable=_OBJECTIVE)
+    z_loss: float = key(0.0, "z-loss of reward models.", unavailable=_OBJECTIVE)
+    fp32_reinforce: bool = key(True, "REINFORCE in fp32.", unavailable=_OBJECTIVE)
+    kl_impl: Literal["abs", "mse", "kl", "full"] = key("mse", "KL estimator.", unavailable=_OBJECTIVE)
+    kl_div_beta: float = key(0.1, "Weight of the KL term.", unavailable=_OBJECTIVE)
+    reinforce_leave_one_out: bool = key(False, "Leave-one-out baseline.", unavailable=_OBJECTIVE)
+    serve_model_weights: bool = key(
+        False, "Serve the weights to an inference process.", unavailable="generate from a checkpoint with generate.py"
+    )
+    curriculum_learning: dict[str, Any] | None = key(
+        None, "DeepSpeed's sequence-length curriculum.", unavailable="train at one seq_length, or in two runs"
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where and when to save, what to load."""
+
+    save: str | None = key(None, "Folder of this run's checkpoints; a complete one in it is continued from.")
+    load: str | None = key(
+        None,
+        "Folder to start from when `save` holds no checkpoint.",
+        differs="a missing checkpoint is an error, never a silent fresh start",
+    )
+    iteration: int | None = key(None, "Step to load, instead of the latest.", differs="training honours it")
+    checkpoint_scale: Literal["linear", "log"] = key("linear", "Checkpoints every factor steps, or at factor^k.")
+    checkpoint_factor: float | int | None = key(None, "Steps between checkpoints (linear) or growth factor (log).")
+    extra_save_iters: tuple[int, ...] | None = key(None, "Further steps to save at; 0 saves before training.")
+    keep_last_n_checkpoints: int | None = key(
+        None, "Delete older checkpoints once a new one is complete; extra_save_iters are kept. <= 0 keeps all."
+    )
+    finetune: bool = key(False, "Load weights only and start at step 0.")
+    no_save_optim: bool = key(
+        False, "Leave optimizer state out of checkpoints.", differs="works; GPT-NeoX never reads it"
+    )
+    no_save_rng: bool = key(False, "Leave random-generator state out of checkpoints.")
+    no_load_optim: bool = key(False, "Do not load optimizer and schedule.")
+    no_load_rng: bool = key(False, "Do not load random-generator state.")
+    allow_config_changes: bool = key(
+        False, "Continue a checkpoint although architecture, tokenizer or data order changed.", new=True
+    )
+
+    # known, not available
+    s3_path: str | None = key(None, "Upload checkpoints here.", unavailable=_S3)
+    s3_chunk_size: int = key(104857600, "Part size of uploads.", unavailable=_S3)
+    checkpoint_validation_with_forward_pass: bool = key(
+        False, "Compare logits after loading.", unavailable="the conversion tools compare logits themselves"
+    )
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """Text generation and evaluation."""
+
+    text_gen_type: Literal["unconditional", "input-file", "interactive", "precompute"] | None = key(
+        None,
+        "Kind of generation. Default: input-file with sample_input_file, else unconditional.",
+        unavailable={"precompute": "reference log-probabilities are not available yet"},
+    )
+    temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", differs="0 is greedy whatever top_k is")
+    top_p: float = key(0.0, "Sample from the smallest set of tokens with this much probability; 0 is off.")
+    top_k: int = key(0, "Sample from the k likeliest tokens; 0 is off.")
+    maximum_tokens: int = key(64, "Most tokens generated per prompt.")
+    prompt_end: str = key("\n", "What ends a prompt in files and in interactive use.")
+    sample_input_file: str | None = key(None, "File of prompts.")
+    sample_output_file: str | None = key("samples.txt", "JSONL file for what was generated.")
+    num_samples: int = key(1, "Samples of unconditional generation.")
+    recompute: bool = key(False, "Generate without the key/value cache.")
+    return_logits: bool = key(False, "Add the logits to each record.")
+    eval_tasks: tuple[str, ...] | None = key(None, "Tasks of the lm-eval harness.")
+    eval_results_prefix: str = key("", "Start of the name of the evaluation's result file.")
+
+    # known, not available
+    precompute_model_name: str | None = key(
+        None,
+        "Name of cached reference log-probabilities.",
+        unavailable="reference log-probabilities are not available yet",
+    )
+    char_level_ppl: bool = key(False, "Perplexity per character.", unavailable="divide by characters per token")

@@ -1,0 +1,141 @@
+"""Read config files: YAML (or JSON) with the line of every key, duplicates refused, `extends` resolved."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from megatron.errors import UserError
+from megatron.neox_arguments.retired import ALIASES
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value and where it was written: `file:line`, also of the keys inside a mapping."""
+
+    value: Any
+    where: str
+    inside: dict[str, str]
+
+
+def config_path(name: str, conf_dir: str | None) -> str:
+    """`name` inside `conf_dir`, with `.yml` added when it has none of .yml, .yaml and .json. Must exist."""
+    path = os.path.join(conf_dir, name) if conf_dir else name
+    if not path.endswith((".yml", ".yaml", ".json")):
+        path += ".yml"
+    if not os.path.isfile(path):
+        folder = os.path.dirname(path) or "."
+        near = sorted(entry for entry in _listing(folder) if entry.endswith((".yml", ".yaml", ".json")))
+        there = f" In {folder} there are: {', '.join(near)}." if near else ""
+        raise UserError(f"{path}: there is no such config file.{there}")
+    return path
+
+
+def _listing(folder: str) -> list[str]:
+    return os.listdir(folder) if os.path.isdir(folder) else []
+
+
+def normalise(name: str) -> str:
+    """The one name of a top-level key: `-` is `_`, aliases are resolved."""
+    name = name.replace("-", "_")
+    return ALIASES.get(name, name)
+
+
+def read_config(path: str, _below: tuple[str, ...] = ()) -> dict[str, Entry]:
+    """Top-level keys of one file, its `extends` files underneath. Raises `UserError` naming file and line."""
+    if os.path.realpath(path) in _below:
+        raise UserError(f"{path}: the files that it extends lead back to itself")
+    entries = _read_one(path)
+    extends = entries.pop("extends", None)
+    if extends is None:
+        return entries
+    bases = extends.value if isinstance(extends.value, list) else [extends.value]
+    merged: dict[str, Entry] = {}
+    for base in bases:
+        if not isinstance(base, str):
+            raise UserError(f"{extends.where}: extends wants the name of a file, {base!r} was given")
+        folder = None if os.path.isabs(base) else os.path.dirname(path) or None
+        below = (*_below, os.path.realpath(path))
+        merged = _inherit(merged, read_config(config_path(base, folder), below))
+    return _inherit(merged, entries)
+
+
+def _inherit(base: dict[str, Entry], child: dict[str, Entry]) -> dict[str, Entry]:
+    """`child` over `base`: its values win; mappings are merged, so that a child can change one inner value."""
+    merged = dict(base)
+    for name, entry in child.items():
+        under = merged.get(name)
+        if under is not None and isinstance(under.value, dict) and isinstance(entry.value, dict):
+            entry = Entry(_deep_merge(under.value, entry.value), entry.where, under.inside | entry.inside)
+        merged[name] = entry
+    return merged
+
+
+def _deep_merge(base: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in child.items():
+        under = merged.get(name)
+        merged[name] = _deep_merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _read_one(path: str) -> dict[str, Entry]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    if path.endswith(".json"):
+        text = text.replace("\t", "    ")  # JSON may be indented with tabs, YAML not
+    loader = _Loader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return {}
+        if not isinstance(root, yaml.MappingNode):
+            raise UserError(f"{path}:{root.start_mark.line + 1}: a mapping of keys to values is wanted here")
+        return _entries(root, path, loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    finally:
+        loader.dispose()
+
+
+def _entries(root: yaml.MappingNode, path: str, loader: Any) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for key_node, value_node in root.value:
+        where = f"{path}:{key_node.start_mark.line + 1}"
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise UserError(f"{where}: a key must be a single word")
+        written = str(key_node.value)
+        name = normalise(written)
+        inside: dict[str, str] = {}
+        _check_inside(value_node, name, path, inside)
+        if name in entries:
+            other = "" if name == written else f" (as {written!r})"
+            raise UserError(f"{where}: {name}{other} is already set at {entries[name].where}; keep one of the two")
+        entries[name] = Entry(loader.construct_object(value_node, deep=True), where, inside)
+    return entries
+
+
+def _check_inside(node: yaml.Node, prefix: str, path: str, lines: dict[str, str]) -> None:
+    """Record where the keys inside a mapping stand, and refuse a key that is there twice."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_inside(item, prefix, path, {})
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key_node, value_node in node.value:
+        name = f"{prefix}.{key_node.value}"
+        where = f"{path}:{key_node.start_mark.line + 1}"
+        if name in lines:
+            raise UserError(f"{where}: {name} is already set at {lines[name]}; keep one of the two")
+        lines[name] = where
+        _check_inside(value_node, name, path, lines)
