@@ -253,5 +253,5 @@ def _ftfy() -> Callable[[str], str]:
     try:
         from ftfy import fix_text
     except ImportError as error:
-        raise UserError("--ftfy needs ftfy: pip install -r requirements/tokenizers.txt") from error
+        raise UserError("--ftfy needs ftfy: pip install -r requirements/requirements.txt") from error
     return fix_text

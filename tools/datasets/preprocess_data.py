@@ -51,9 +51,7 @@ def parse_args() -> argparse.Namespace:
     group.add_argument("--num-docs", type=int, metavar="N", help="expected number of documents (for the display only)")
     group.add_argument("--skip-bad-lines", action="store_true", help="leave unusable records out, and count them")
     group = parser.add_argument_group("tokenizer")
-    group.add_argument(
-        "--tokenizer-type", required=True, metavar="TYPE", help=f"one of {', '.join(sorted(TOKENIZERS))}"
-    )
+    group.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=f"one of {types}")
     group.add_argument("--vocab-file", metavar="PATH", help="tokenizer.json, vocab.json, .model, ... or a folder")
     group.add_argument("--merge-file", metavar="PATH", help="merges.txt of a BPE vocabulary")
     group.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")

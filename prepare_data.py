@@ -1,0 +1,47 @@
+"""Make a named corpus ready for training: fetch or find it, tokenise it, say what to write into the YAML.
+
+python prepare_data.py stdlib                       # no download: this Python's standard library, its own BPE
+python prepare_data.py -d ./data -t GPT2BPETokenizer enwik8
+python prepare_data.py pile_subset -t HFTokenizer -v tokenizer.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+
+from megatron import log
+from megatron.data.corpora import NAMES
+from megatron.data.prepare import prepare
+from megatron.errors import run_cli
+
+
+def main() -> None:
+    """GPT-NeoX's flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("dataset", nargs="?", default="enwik8", metavar="dataset", help=f"one of {', '.join(NAMES)} (default: enwik8)")
+    add("-t", "--tokenizer", metavar="TYPE", help="tokenizer_type (default: GPT2BPETokenizer; stdlib trains its own)")
+    add("-d", "--data-dir", default=os.environ.get("DATA_DIR", "./data"), help="default: $DATA_DIR or ./data")
+    add("-v", "--vocab-file", metavar="PATH", help="default for GPT2BPETokenizer: fetched from the Hugging Face Hub")
+    add("-m", "--merge-file", metavar="PATH", help="merges of a BPE vocabulary")
+    add("-f", "--force-redownload", action="store_true", help="make anew what exists already")
+    args = parser.parse_args()
+    log.configure()
+    # Leaving by an exception is what removes temporary files.
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    prepared = prepare(
+        args.dataset,
+        args.data_dir,
+        tokenizer_type=args.tokenizer,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+        force=args.force_redownload,
+    )
+    print(prepared.as_yaml())
+
+
+if __name__ == "__main__":
+    run_cli(main)
