@@ -1,0 +1,142 @@
+"""Causal self-attention with a fused projection, split over heads.
+
+Legend: b batch, s sequence, t = b·s, h hidden, n query heads, n_kv key/value heads, d head dim, /tp = this rank's part.
+
+The fused weight `query_key_value` has the rows [Q of all heads | K | V], each part split over ranks by itself, so a
+rank holds [Q/tp | K/tp | V/tp]. On disk it is in GPT-NeoX's order; the checkpoint code permutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from megatron.errors import UserError
+from megatron.layers.attention_backends import choose_backend
+from megatron.layers.dropout import sharded_rng
+from megatron.layers.init import build_init
+from megatron.layers.kv_cache import LayerCache
+from megatron.layers.norms import SplitRMSNorm, build_norm
+from megatron.layers.positions import POSITIONS
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.state import ParallelState
+from megatron.registry import Registry
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.schema_model import ModelConfig
+
+MIXERS: Registry[Callable[..., nn.Module]] = Registry("attention_config")
+
+
+@MIXERS.register("global", "flash", "local")
+class SelfAttention(nn.Module):
+    """x -> dense(attention(q, k, v)); submodules `query_key_value`, `dense` and the optional query/key norms.
+
+    `kind`: the layer's entry of attention_config ("flash" prefers flash-attn). `window`: how many earlier tokens are
+    visible (None = all). `rotary`: the position module, shared by all layers.
+    `backend` is the name of the attention back-end in use.
+    """
+
+    def __init__(
+        self, model: ModelConfig, state: ParallelState, *, kind: str, window: int | None, rotary: nn.Module | None
+    ) -> None:
+        super().__init__()
+        heads, kv_heads, d = model.num_attention_heads, model.num_kv_heads, model.head_dim
+        for key, count in (("num_attention_heads", heads), ("num_kv_heads", kv_heads)):
+            if count % state.tp_size:
+                raise UserError(f"{key}: {count} cannot be split over model_parallel_size={state.tp_size}")
+        if heads % kv_heads:
+            raise UserError(f"num_kv_heads: {kv_heads} does not divide num_attention_heads={heads}")
+        self.state = state
+        self.heads, self.kv_heads, self.d = heads // state.tp_size, kv_heads // state.tp_size, d
+        self.window = window
+        # muP: scores of wide heads grow with d, not sqrt(d), once queries and keys correlate (Tensor Programs V).
+        self.scale = 1.0 / d if model.use_mup else d**-0.5
+        self.dropout = model.attention_dropout
+        bias = model.use_bias_in_attn_linear
+        self.query_key_value = ColumnParallelLinear(
+            model.hidden_size,
+            (heads + 2 * kv_heads) * d,
+            state=state,
+            init=build_init(model),
+            bias=bias,
+            blocks=(heads * d, kv_heads * d, kv_heads * d),
+        )
+        self.dense = RowParallelLinear(
+            heads * d, model.hidden_size, state=state, init=build_init(model, residual=True), bias=bias
+        )
+        self._build_qk_norms(model)
+        self.rotary = rotary
+        slopes = POSITIONS[model.pos_emb].slopes
+        self.slopes: Tensor | None = None
+        if slopes is not None:
+            mine = slopes(model)[state.tp_rank * self.heads : (state.tp_rank + 1) * self.heads]
+            self.slopes = mine.to(state.device)  # not a buffer: it stays fp32 when an engine casts the model
+        self.backend, self.attend = choose_backend(kind, state.device, model.attention_backend)
+
+    def _build_qk_norms(self, model: ModelConfig) -> None:
+        self.qk_layernorm: nn.Module | None = None
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if model.use_qk_layernorm:
+            # Over d, one weight for all heads: GPT-NeoX's runs over [heads/tp, d], which depends on the layout.
+            self.qk_layernorm = build_norm(model, self.state, width=self.d, region="tensor")
+        if model.use_separate_qk_norms:
+            tp, eps = self.state.tp_size, model.rms_norm_epsilon
+            self.q_norm = SplitRMSNorm(self.heads * tp * self.d, eps=eps, state=self.state)
+            self.k_norm = SplitRMSNorm(self.kv_heads * tp * self.d, eps=eps, state=self.state)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        doc_ids: Tensor | None = None,
+        cache: LayerCache | None = None,
+        *,
+        entered: bool = False,
+        reduce: bool = True,
+    ) -> Tensor:
+        """x [t, h] ([t/tp, h] under sequence parallelism), positions and doc_ids [b, s] -> the shape of x.
+
+        `entered` and `reduce=False` as in mpu.layers: the caller has entered / leaves the tensor-parallel region, and
+        then adds `dense`'s bias.
+        """
+        q, k, v = self._project(x, positions, entered)
+        start = None
+        if cache is not None:
+            k, v = cache.append(k, v)
+            start, doc_ids = cache.start, None  # a row of generation is one document
+        dropout = self.dropout if self.training else 0.0
+        with sharded_rng(dropout, self.state):
+            out = self.attend(
+                q,
+                k,
+                v,
+                causal=True,
+                window=self.window,
+                doc_ids=doc_ids,
+                scale=self.scale,
+                dropout=dropout,
+                slopes=self.slopes,
+                key_start=start,
+            )
+        return self.dense(out.reshape(-1, self.heads * self.d), reduce=reduce)
+
+    def _project(self, x: Tensor, positions: Tensor, entered: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """q [b, s, n/tp, d], k and v [b, s, n_kv/tp, d], normalised and rotated."""
+        b, s = positions.shape
+        fused = self.query_key_value(x, entered=entered)
+        qk, v = fused.split(((self.heads + self.kv_heads) * self.d, self.kv_heads * self.d), dim=-1)
+        if self.q_norm is not None:
+            q, k = qk.split((self.heads * self.d, self.kv_heads * self.d), dim=-1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=-1)
+        qk = qk.view(b, s, self.heads + self.kv_heads, self.d)
+        if self.qk_layernorm is not None:
+            qk = self.qk_layernorm(qk)
+        if self.rotary is not None:
+            qk = self.rotary(qk, positions)
+        q, k = qk.split((self.heads, self.kv_heads), dim=2)
+        return q, k, v.view(b, s, self.kv_heads, self.d)

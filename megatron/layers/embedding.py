@@ -1,0 +1,53 @@
+"""Layer 0: token ids to hidden states.
+
+Legend: b batch, s sequence, t = b·s, h hidden, v vocabulary, /tp = this rank's part.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from megatron.layers.dropout import hidden_dropout
+from megatron.layers.init import build_init
+from megatron.layers.kv_cache import LayerCache
+from megatron.layers.positions import POSITIONS
+from megatron.mpu.layers import VocabParallelEmbedding
+from megatron.mpu.state import ParallelState
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.schema_model import ModelConfig
+
+
+class Embedding(nn.Module):
+    """Word embeddings, plus position embeddings where the scheme has them, then dropout.
+
+    `word_embeddings.weight` [v/tp, h]; `position_embeddings.weight` [max_position_embeddings, h] if learned.
+    """
+
+    def __init__(self, model: ModelConfig, state: ParallelState, *, vocab_size: int, padded_vocab_size: int) -> None:
+        super().__init__()
+        self.state = state
+        self.dropout = model.hidden_dropout
+        self.multiplier = model.mup_embedding_mult if model.use_mup else 1.0
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size,
+            padded_vocab_size,
+            model.hidden_size,
+            state=state,
+            init=build_init(model, hidden_matrix=False),
+        )
+        at_embedding = POSITIONS[model.pos_emb].at_embedding
+        self.position_embeddings = None if at_embedding is None else at_embedding(model, state)
+
+    def forward(self, carry: tuple[Tensor, ...], cache: LayerCache | None = None) -> tuple[Tensor, ...]:
+        """(tokens [b, s], positions [b, s][, doc_ids]) -> (hidden [t, h] or [t/tp, h], positions[, doc_ids])."""
+        tokens, positions, *doc_ids = carry
+        hidden = self.word_embeddings(tokens)
+        if self.position_embeddings is not None:
+            # An fp32 table (sinusoids) must not widen the residual stream of a bf16 model.
+            hidden = hidden + self.position_embeddings(positions).to(hidden.dtype)
+        if self.multiplier != 1.0:
+            hidden = hidden * self.multiplier
+        return (hidden_dropout(hidden, self.dropout, self.training, self.state), positions, *doc_ids)

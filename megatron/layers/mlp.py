@@ -1,0 +1,57 @@
+"""The feed-forward layer, plain and gated.
+
+Legend: t = b·s, h hidden, F = ffn_width, /tp = this rank's part.
+
+Gated: the fused weight `linear1` has the rows [up ; gate], each split over ranks by itself, so a rank holds
+[up/tp ; gate/tp]; y = linear2(act(gate) · up).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from megatron.layers.activations import build_activation
+from megatron.layers.init import build_init
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.state import ParallelState
+from megatron.registry import Registry
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.schema_model import ModelConfig
+
+MLPS: Registry[Callable[..., nn.Module]] = Registry("mlp")
+
+
+@MLPS.register("dense")
+class DenseMLP(nn.Module):
+    """linear2(act(linear1(x))) or linear2(act(gate) · up); the activation decides which."""
+
+    def __init__(self, model: ModelConfig, state: ParallelState) -> None:
+        super().__init__()
+        activation = build_activation(model.activation, bias_gelu_fusion=model.bias_gelu_fusion)
+        self.function, self.gated = activation.function, activation.gated
+        h, width = model.hidden_size, model.ffn_width
+        self.linear1 = ColumnParallelLinear(
+            h,
+            2 * width if self.gated else width,
+            state=state,
+            init=build_init(model),
+            bias=model.use_bias_in_mlp,
+            blocks=(width, width) if self.gated else (),
+        )
+        self.linear2 = RowParallelLinear(
+            width, h, state=state, init=build_init(model, residual=True), bias=model.use_bias_in_mlp
+        )
+
+    def forward(self, x: Tensor, *, entered: bool = False, reduce: bool = True) -> Tensor:
+        """[t, h] ([t/tp, h] under sequence parallelism) -> the same; `entered` and `reduce` as in mpu.layers."""
+        wide = self.linear1(x, entered=entered)
+        if self.gated:
+            up, gate = wide.chunk(2, dim=-1)
+            wide = self.function(gate) * up
+        else:
+            wide = self.function(wide)
+        return self.linear2(wide, reduce=reduce)

@@ -1,0 +1,116 @@
+"""One residual block.
+
+Legend: b batch, s sequence, t = b·s, h hidden, /tp = this rank's part.
+
+| form           | what is computed                                             | config                             |
+|----------------|--------------------------------------------------------------|------------------------------------|
+| sequential     | x = x + A(n1 x); x = x + M(n2 x)                             | default                            |
+| parallel       | x + A(n1 x) + M(n2 x)                                        | gpt_j_residual                     |
+| parallel, tied | x + A(n1 x) + M(n1 x)                                        | gpt_j_residual, gpt_j_tied         |
+| OLMo 2/3       | x = x + n2(A(x)); x = x + n3(M(x))                           | norm_placement: olmo3              |
+
+The parallel forms add the partial sums of A and M before the one reduction over tensor-parallel ranks, and both biases
+once after it (GPT-NeoX adds each rank's copy, hence tp times the bias); dropout acts on that sum.
+
+forward reads no attribute that differs from layer to layer, so torch.compile makes one graph for all blocks of a kind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from megatron.errors import UserError
+from megatron.layers.attention import MIXERS
+from megatron.layers.dropout import hidden_dropout
+from megatron.layers.kv_cache import LayerCache
+from megatron.layers.mlp import MLPS
+from megatron.layers.norms import build_norm
+from megatron.model.recompute import Recompute, recomputed
+from megatron.mpu.collectives import enter_tensor_parallel, leave_tensor_parallel
+from megatron.mpu.state import ParallelState
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.schema_model import ModelConfig
+
+
+class TransformerBlock(nn.Module):
+    """A mixer ("attention") and an MLP around the residual stream; parameter names as in GPT-NeoX's new style.
+
+    `kind` and `window`: this layer's entries of attention_config and layer_windows. `rotary`: the position module that
+    the layers of a stage share.
+    """
+
+    uses_cache = True
+
+    def __init__(
+        self, model: ModelConfig, state: ParallelState, *, kind: str, window: int | None, rotary: nn.Module | None
+    ) -> None:
+        super().__init__()
+        self.state = state
+        self.dropout = model.hidden_dropout
+        self.form = _form(model)
+        self.chunking = Recompute.of(model)
+        # Chunks of several blocks are recomputed by whoever runs the list (pipe.run_layers).
+        self.recompute = self.chunking.policy if self.chunking.every == 1 else "none"
+        if self.form != "olmo":
+            self.input_layernorm = build_norm(model, state)
+        self.attention = MIXERS[kind](model, state, kind=kind, window=window, rotary=rotary)
+        if self.form != "tied":
+            self.post_attention_layernorm = build_norm(model, state)
+        self.mlp = MLPS["dense"](model, state)
+        if self.form == "olmo":
+            self.post_feedforward_layernorm = build_norm(model, state)
+
+    def forward(self, carry: tuple[Tensor, ...], cache: LayerCache | None = None) -> tuple[Tensor, ...]:
+        """(hidden [t, h] or [t/tp, h], positions [b, s][, doc_ids [b, s]]) -> the same, hidden changed.
+
+        `cache` holds earlier tokens' keys and values (inference); it grows by s.
+        """
+        hidden, positions, *rest = carry
+        doc_ids = rest[0] if rest else None
+        if cache is not None:
+            return (self.residual(hidden, positions, doc_ids, cache), *carry[1:])
+        return (recomputed(self.residual, self.recompute, hidden, positions, doc_ids), *carry[1:])
+
+    def residual(self, x: Tensor, positions: Tensor, doc_ids: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+        """The block's function on the hidden states alone."""
+        where = (positions, doc_ids, cache)
+        if self.form in ("parallel", "tied"):
+            return x + self._drop(self._parallel(x, where))
+        if self.form == "olmo":
+            x = x + self._drop(self.post_attention_layernorm(self.attention(x, *where)))
+            return x + self._drop(self.post_feedforward_layernorm(self.mlp(x)))
+        x = x + self._drop(self.attention(self.input_layernorm(x), *where))
+        return x + self._drop(self.mlp(self.post_attention_layernorm(x)))
+
+    def _parallel(self, x: Tensor, where: tuple[Tensor, Tensor | None, LayerCache | None]) -> Tensor:
+        normed = self.input_layernorm(x)
+        if self.form == "tied":
+            # One input for both: enter the tensor-parallel region once.
+            normed = enter_tensor_parallel(normed, self.state)
+            partial = self.attention(normed, *where, entered=True, reduce=False)
+            partial = partial + self.mlp(normed, entered=True, reduce=False)
+        else:
+            partial = self.attention(normed, *where, reduce=False)
+            partial = partial + self.mlp(self.post_attention_layernorm(x), reduce=False)
+        total = leave_tensor_parallel(partial, self.state)
+        return self.mlp.linear2.add_bias(self.attention.dense.add_bias(total))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return hidden_dropout(x, self.dropout, self.training, self.state)
+
+
+def _form(model: ModelConfig) -> str:
+    if model.norm_placement == "olmo3":
+        if model.gpt_j_residual:
+            raise UserError("norm_placement: olmo3 is a sequential block; set gpt_j_residual to false")
+        return "olmo"
+    if model.norm_placement != "pre":
+        raise UserError(f"norm_placement: {model.norm_placement!r} is not available; use pre or olmo3")
+    if not model.gpt_j_residual:
+        if model.gpt_j_tied:
+            raise UserError("gpt_j_tied: true needs gpt_j_residual: true, or set it to false")
+        return "sequential"
+    return "tied" if model.gpt_j_tied else "parallel"

@@ -1,0 +1,89 @@
+"""THE network: one function that returns the list of its layers.
+
+Whoever runs them (pipe.py, inference) builds only those of its stage. Layers are numbered as in GPT-NeoX, whose list
+has two reshaping functions that hold no parameters: 0 embedding, 2 .. L+1 blocks, L+3 final norm, L+4 output matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from megatron.layers.embedding import Embedding
+from megatron.layers.positions import POSITIONS
+from megatron.model.block import TransformerBlock
+from megatron.model.head import TIED_NAME, FinalNorm, Head
+from megatron.model.partition import layer_parameters, layer_rows
+from megatron.mpu import sharding
+from megatron.mpu.state import ParallelState
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.schema_model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer before it is built.
+
+    * `index`: GPT-NeoX's number; `name`: the module's class name, which `pipe_partition_method: type:REGEX` matches.
+    * `build()`: makes the module, parameters zero; a tied layer takes `build(weight=parameter)` and shares it.
+    * `parameters`: how many, over the real vocabulary (a tied head counts its copy).
+    * `tied`: canonical name of the parameter this layer's weight is tied to (the head's), else None.
+    """
+
+    index: int
+    build: Callable[..., nn.Module]
+    name: str
+    parameters: int
+    tied: str | None = None
+
+
+def gpt_layers(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int, state: ParallelState) -> list[Layer]:
+    """The layers of the whole network, in order. Builds nothing yet. `model` must be derived (no None sizes)."""
+    mixers = list(zip(model.attention_config, model.layer_windows, strict=True))
+
+    @cache
+    def rotary() -> nn.Module | None:
+        # One set of tables for all layers of this process.
+        make = POSITIONS[model.pos_emb].in_attention
+        return None if make is None else make(model, state)
+
+    vocabulary = {"vocab_size": vocab_size, "padded_vocab_size": padded_vocab_size}
+    builders: list[Callable[..., nn.Module]] = [
+        partial(Embedding, model, state, **vocabulary),
+        *(partial(_block, model, state, kind, window, rotary) for kind, window in mixers),
+        partial(FinalNorm, model, state),
+        partial(Head, model, state, **vocabulary),
+    ]
+    rows = layer_rows(model.num_layers)
+    tied = None if model.no_weight_tying else TIED_NAME
+    return [
+        Layer(row.index, build, row.name, parameters, tied if row.name == "Head" else None)
+        for row, build, parameters in zip(rows, builders, layer_parameters(model, vocab_size), strict=True)
+    ]
+
+
+def _block(
+    model: ModelConfig, state: ParallelState, kind: str, window: int | None, rotary: Callable[[], nn.Module | None]
+) -> TransformerBlock:
+    return TransformerBlock(model, state, kind=kind, window=window, rotary=rotary())
+
+
+def build_layer(
+    layer: Layer, seed: int | None, state: ParallelState, *, weight: nn.Parameter | None = None
+) -> nn.Module:
+    """Build a layer, name its parameters and fill them from `seed` (None: leave zeros, a checkpoint follows).
+
+    `weight`: the parameter a tied layer shares; it keeps its name and value.
+    """
+    if weight is not None:
+        return layer.build(weight=weight)
+    module = layer.build()
+    sharding.bind(module, layer.index)
+    if seed is not None:
+        sharding.initialize(module, seed, state)
+    return module

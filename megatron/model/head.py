@@ -1,0 +1,150 @@
+"""The last two layers: the final norm and the output matrix.
+
+Legend: b batch, s sequence, t = b·s, h hidden, v vocabulary, /tp = this rank's part.
+
+Training never holds logits: the head returns an `LMOutput`, and the objective asks it for losses, which are computed
+chunk by chunk together with the output projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.layers.init import build_init
+from megatron.layers.kv_cache import LayerCache
+from megatron.layers.norms import build_norm
+from megatron.mpu import sharding
+from megatron.mpu.collectives import enter_tensor_parallel, gather_last_dim
+from megatron.mpu.cross_entropy import linear_cross_entropy, weighted_linear_cross_entropy
+from megatron.mpu.layers import linear
+from megatron.mpu.sharding import ParamSpec
+from megatron.mpu.state import ParallelState
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.schema_model import ModelConfig
+
+TIED_NAME = "0.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class LMOutput:
+    """What the network says about every token, not yet multiplied out.
+
+    * `hidden` [t, h] ([t/tp, h] under sequence parallelism), after the final norm.
+    * `weight` [v/tp, h] of the output matrix; `shape` (b, s); `multiplier` of the logits (muP: 1 / width multiplier).
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    shape: tuple[int, int]
+    vocab_size: int
+    state: ParallelState
+    multiplier: float = 1.0
+    chunk: int = 512
+
+    def token_loss(self, targets: Tensor) -> Tensor:
+        """Cross entropy in nats of every target [b, s] int64 -> [t] fp32, equal on all tensor-parallel ranks."""
+        return linear_cross_entropy(self._scaled(), self.weight, targets.reshape(-1), **self._options())
+
+    def weighted_loss(self, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """(Σ weights · loss, losses [t] without gradient) for targets and fp32 weights [b, s]: one pass over the logits
+        where `token_loss` needs two."""
+        return weighted_linear_cross_entropy(
+            self._scaled(), self.weight, targets.reshape(-1), weights.reshape(-1), **self._options()
+        )
+
+    def logits(self, last: int | None = None) -> Tensor:
+        """[b, s, v] fp32 over the real vocabulary, gathered over ranks; of the `last` columns only, if given."""
+        hidden = enter_tensor_parallel(self._scaled(), self.state)
+        if last is not None:
+            hidden = hidden.view(*self.shape, -1)[:, -last:].reshape(-1, hidden.shape[-1])
+        full = gather_last_dim(linear(hidden, self.weight), self.state)[:, : self.vocab_size]
+        return full.reshape(self.shape[0], -1, self.vocab_size).float()
+
+    def last_logits(self) -> Tensor:
+        """[b, v] fp32: the next token of every row."""
+        return self.logits(last=1)[:, 0]
+
+    def _scaled(self) -> Tensor:
+        return self.hidden if self.multiplier == 1.0 else self.hidden * self.multiplier
+
+    def _options(self) -> dict[str, Any]:
+        return {"vocab_size": self.vocab_size, "state": self.state, "chunk": self.chunk}
+
+
+class FinalNorm(nn.Module):
+    """Layer L+3: the norm before the output matrix."""
+
+    def __init__(self, model: ModelConfig, state: ParallelState) -> None:
+        super().__init__()
+        self.norm = build_norm(model, state)
+
+    def forward(self, carry: tuple[Tensor, ...], cache: LayerCache | None = None) -> tuple[Tensor, ...]:
+        return (self.norm(carry[0]), *carry[1:])
+
+
+Then = Callable[[LMOutput], Any]
+
+
+class OutputMatrix(nn.Module):
+    """`weight` [v/tp, h] without bias; a module of its own so that ZeRO-3 gathers the weight around `forward`."""
+
+    def __init__(self, model: ModelConfig, state: ParallelState, weight: nn.Parameter, vocab_size: int) -> None:
+        super().__init__()
+        self.weight = weight
+        self.options = {
+            "vocab_size": vocab_size,
+            "state": state,
+            "multiplier": 1.0 / model.mup_width_mult if model.use_mup else 1.0,
+            "chunk": model.loss_chunk_size,
+        }
+
+    def forward(self, hidden: Tensor, shape: torch.Size, then: Then | None) -> Any:
+        out = LMOutput(hidden, self.weight, tuple(shape), **self.options)
+        return out if then is None else then(out)
+
+
+class Head(nn.Module):
+    """Layer L+4: the output matrix, `final_linear.weight`, or `word_embeddings.weight` when it is the embedding's.
+
+    `weight`: the embedding's parameter, if this process holds it; a tied head without it makes a copy of its own, which
+    the pipeline keeps equal to the original.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        state: ParallelState,
+        *,
+        vocab_size: int,
+        padded_vocab_size: int,
+        weight: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        tied = not model.no_weight_tying
+        if weight is None:
+            spec = ParamSpec(
+                shape=(vocab_size, model.hidden_size),
+                init=build_init(model, hidden_matrix=False),
+                split_dim=0,
+                padded=padded_vocab_size,
+                kind="embedding",
+                tied=TIED_NAME if tied else None,
+            )
+            weight = sharding.parameter(spec, state)
+        matrix = OutputMatrix(model, state, weight, vocab_size)
+        self.final_linear = None if tied else matrix
+        self.word_embeddings = matrix if tied else None
+
+    def forward(self, carry: tuple[Tensor, ...], cache: LayerCache | None = None, then: Then | None = None) -> Any:
+        """(hidden, positions [b, s], ...) -> `LMOutput`, or what `then` makes of it.
+
+        `then` runs inside the matrix's forward, where its weight is whole under ZeRO-3 as well.
+        """
+        matrix = self.word_embeddings if self.final_linear is None else self.final_linear
+        return matrix(carry[0], carry[1].shape, then)

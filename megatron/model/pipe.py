@@ -1,0 +1,86 @@
+"""The list of layers as something that trains: a plain module, or one stage of a DeepSpeed pipeline.
+
+`SequentialModel` lives in sequential.py, which does not import DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+from megatron.model.gpt import Layer, build_layer
+from megatron.model.partition import LayerRow, partition
+from megatron.model.sequential import SequentialModel, log_backends, recompute_of, run_layers
+from megatron.mpu.state import ParallelState
+
+__all__ = ["LayerPipe", "SequentialModel"]
+
+
+class _Spec(LayerSpec):
+    """Defers to `build_layer`; DeepSpeed only wants a module class to print."""
+
+    def __init__(self, layer: Layer, seed: int | None, state: ParallelState) -> None:
+        super().__init__(nn.Module)
+        self.layer, self.seed, self.state = layer, seed, state
+
+    def build(self, log: bool = False) -> nn.Module:
+        return build_layer(self.layer, self.seed, self.state)
+
+
+class _TiedSpec(TiedLayerSpec):
+    """Embedding or head, whose `word_embeddings.weight` is one weight on two stages. Each stage builds its own layer;
+    DeepSpeed sums the two gradients and counts the second copy as replicated."""
+
+    def __init__(self, layer: Layer, seed: int | None, state: ParallelState) -> None:
+        super().__init__("embed", nn.Module, tied_weight_attr="word_embeddings.weight")
+        self.layer, self.seed, self.state = layer, seed, state
+
+    def build(self, log: bool = False) -> nn.Module:
+        return build_layer(self.layer, self.seed, self.state)
+
+
+class LayerPipe(PipelineModule):
+    """One stage of a DeepSpeed pipeline (pipe_parallel_size >= 2, ZeRO 0-1).
+
+    Only this stage's layers are built. `LOCAL_RANK` must be in the environment and torch.distributed initialised with
+    `state`'s world; DeepSpeed prints its own layer table to stdout (the caller silences it).
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        objective: Any,
+        partition_method: str,
+        seed: int | None,
+        state: ParallelState,
+    ) -> None:
+        if state.pp_size < 2:
+            raise ValueError("a pipeline has at least 2 stages; run one stage as a SequentialModel")
+        tied = any(layer.tied for layer in layers)
+        ends = {layers[0].index, layers[-1].index} if tied else set()
+        specs = [(_TiedSpec if layer.index in ends else _Spec)(layer, seed, state) for layer in layers]
+        rows = [LayerRow(layer.index, layer.name) for layer in layers]
+        # Set before DeepSpeed's constructor, which calls `_partition_layers` below.
+        bounds = partition(rows, state.pp_size, partition_method, [layer.parameters for layer in layers])
+        object.__setattr__(self, "bounds", bounds)
+        super().__init__(
+            layers=specs,
+            topology=PipeModelDataParallelTopology(num_pp=state.pp_size, num_mp=state.tp_size, num_dp=state.dp_size),
+            loss_fn=objective.loss,
+        )
+        self.objective = objective
+        self.recompute = recompute_of(self.forward_funcs)
+        log_backends(self, state)
+
+    def _partition_layers(self, method: str = "") -> None:
+        """Our partition in place of DeepSpeed's: every stage owns a block, and a dry run knows it without torch."""
+        self.parts = self.bounds
+        self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
+
+    def forward(self, forward_input: Any) -> Any:
+        """This stage's layers: (tokens or hidden, positions[, doc_ids]) -> the same, or `LMOutput` at the end."""
+        return run_layers(self.forward_funcs, forward_input, self.recompute)

@@ -1,0 +1,83 @@
+"""Activation checkpointing: what a block keeps for the backward pass, and what it computes again.
+
+| policy    | kept                                        | computed again in backward        |
+|-----------|---------------------------------------------|-----------------------------------|
+| none      | everything autograd asks for                | nothing                           |
+| full      | the chunk's input                           | the whole chunk                   |
+| selective | also results of matrix products, attention  | norms, activations, residual adds |
+
+A chunk is `checkpoint_num_layers` consecutive blocks. torch's non-reentrant checkpoint does the work; it restores the
+random state, so dropout draws the same masks again and losses do not change by a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.schema_model import ModelConfig
+
+POLICIES = ("none", "full", "selective")
+
+_aten = torch.ops.aten
+# Dear to compute, and the rest of a block follows from them cheaply.
+SAVED_OPERATORS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops._c10d_functional.all_reduce.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """`policy` (one of POLICIES) for chunks of `every` blocks."""
+
+    policy: str = "none"
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise UserError(f"checkpoint_policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
+        if self.every < 1:
+            raise UserError(f"checkpoint_num_layers: {self.every} blocks per chunk; it must be at least 1")
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Recompute:
+        """From checkpoint_policy, or from checkpoint_activations when no policy is given."""
+        policy = model.checkpoint_policy or ("full" if model.checkpoint_activations else "none")
+        return cls(policy, model.checkpoint_num_layers)
+
+    @property
+    def active(self) -> bool:
+        return self.policy != "none"
+
+
+def _keep_or_recompute(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def recomputed(function: Callable[..., Any], policy: str, *args: Tensor) -> Any:
+    """function(*args) under `policy`; a plain call where no gradient is recorded."""
+    if policy == "none" or not torch.is_grad_enabled():
+        return function(*args)
+    if policy == "selective":
+        contexts = partial(create_selective_checkpoint_contexts, _keep_or_recompute)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+    return checkpoint(function, *args, use_reentrant=False)
