@@ -9,11 +9,10 @@ used because the public wrappers return a lazy tensor subclass in eager mode.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from megatron.errors import UserError
 from megatron.mpu.state import ParallelState
@@ -23,20 +22,18 @@ _ops = torch.ops._c10d_functional
 
 def all_reduce(x: Tensor, state: ParallelState, op: Literal["sum", "max"] = "sum") -> Tensor:
     """Sum or maximum of `x` over the tensor-parallel ranks, as a new tensor. Outside autograd."""
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, state.group("model").group_name))
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, _group_name(state)))
 
 
 def all_gather(x: Tensor, state: ParallelState) -> Tensor:
     """[n, ...] of every rank, one after the other: [n·tp, ...]. Outside autograd."""
-    group = state.group("model")
-    return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), state.tp_size, group.group_name))
+    return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), state.tp_size, _group_name(state)))
 
 
 def reduce_scatter(x: Tensor, state: ParallelState) -> Tensor:
     """This rank's rows of the sum over ranks: [n, ...] -> [n/tp, ...]. Outside autograd."""
     _check_divides(x, state)
-    group = state.group("model")
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", state.tp_size, group.group_name))
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", state.tp_size, _group_name(state)))
 
 
 def own_rows(x: Tensor, state: ParallelState) -> Tensor:
@@ -44,6 +41,13 @@ def own_rows(x: Tensor, state: ParallelState) -> Tensor:
     _check_divides(x, state)
     rows = x.shape[0] // state.tp_size
     return x.narrow(0, state.tp_rank * rows, rows).contiguous()
+
+
+def _group_name(state: ParallelState) -> str:
+    group = state.group("model")
+    if group is None:
+        raise ValueError("there is only one tensor-parallel rank, so there is nobody to communicate with")
+    return group.group_name
 
 
 def _check_divides(x: Tensor, state: ParallelState) -> None:
@@ -57,56 +61,56 @@ def _check_divides(x: Tensor, state: ParallelState) -> None:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, state: ParallelState) -> Tensor:
+    def forward(ctx: Any, x: Tensor, state: ParallelState) -> Tensor:
         ctx.state = state
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grad, ctx.state), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, state: ParallelState) -> Tensor:
+    def forward(ctx: Any, x: Tensor, state: ParallelState) -> Tensor:
         return all_reduce(x, state)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, state: ParallelState, partial: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, state: ParallelState, partial: bool) -> Tensor:
         ctx.state, ctx.partial = state, partial
         return all_gather(x, state)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         back = reduce_scatter if ctx.partial else own_rows
         return back(grad, ctx.state), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, state: ParallelState, partial: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, state: ParallelState, partial: bool) -> Tensor:
         ctx.state = state
         return (reduce_scatter if partial else own_rows)(x, state)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(grad, ctx.state), None, None
 
 
 class _GatherLast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, state: ParallelState) -> Tensor:
+    def forward(ctx: Any, x: Tensor, state: ParallelState) -> Tensor:
         ctx.state, ctx.size = state, x.shape[-1]
         return torch.cat(all_gather(x.reshape(-1, x.shape[-1]), state).chunk(state.tp_size), -1).view(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.narrow(-1, ctx.state.tp_rank * ctx.size, ctx.size), None
 
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from megatron.errors import UserError
 from megatron.mpu.collectives import all_gather, enter_tensor_parallel
@@ -172,7 +173,7 @@ def _logits(x: Tensor, real_weight: Tensor) -> Tensor:
 class _PerToken(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -191,7 +192,7 @@ class _PerToken(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_sums = ctx.saved_tensors
         gradients = _Gradients(hidden, weight, ctx.own.rows, ctx.needs_input_grad[:2])
         for part in _chunks(hidden.shape[0], ctx.chunk):
@@ -204,7 +205,7 @@ class _PerToken(torch.autograd.Function):
 class _Weighted(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
@@ -234,7 +235,7 @@ class _Weighted(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         unit, *gradients = ctx.saved_tensors
         # In place: a copy of the weight's gradient would be the largest tensor here. Walking back a second time raises.
         # One-dimensional, because a 0-dim factor would be rounded to the gradient's dtype first and overflow fp16.
@@ -245,7 +246,7 @@ class _Weighted(torch.autograd.Function):
 
 class _FromLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor, targets: Tensor, vocab_size: int, state: ParallelState) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, state: ParallelState) -> Tensor:
         own = _Shard.of(logits.shape[1], vocab_size, state)
         losses, log_sums = own.losses(logits[:, : own.rows].to(_at_least_fp32(logits.dtype)), targets)
         ctx.save_for_backward(logits, targets, log_sums)
@@ -254,7 +255,7 @@ class _FromLogits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, targets, log_sums = ctx.saved_tensors
         real = logits[:, : ctx.own.rows].to(_at_least_fp32(logits.dtype), copy=True)
         gradient = torch.zeros_like(logits)

@@ -7,6 +7,7 @@ outside the tensor-parallel region are [t/tp, h].
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,15 +60,13 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.state = state
         self.recipe = recipe
-        split = {"split_dim": 0, "blocks": tuple(blocks), "padded": padded}
-        self.weight = sharding.parameter(
-            ParamSpec(shape=(out_features, in_features), init=init, decay=decay, kind=kind, **split), state
+        shape = (out_features, in_features)
+        spec = ParamSpec(
+            shape=shape, init=init, split_dim=0, blocks=tuple(blocks), padded=padded, decay=decay, kind=kind
         )
-        self.bias = (
-            sharding.parameter(ParamSpec(shape=(out_features,), init=bias_init or sharding.zeros, **split), state)
-            if bias
-            else None
-        )
+        self.weight = sharding.parameter(spec, state)
+        bias_spec = replace(spec, shape=(out_features,), init=bias_init or sharding.zeros, decay=False, kind="vector")
+        self.bias = sharding.parameter(bias_spec, state) if bias else None
 
     def forward(self, x: Tensor, entered: bool = False) -> Tensor:
         """[t, in] ([t/tp, in] under sequence parallelism) -> [t, out/tp].
@@ -98,16 +97,10 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.state = state
         self.recipe = recipe
-        self.weight = sharding.parameter(
-            ParamSpec(shape=(out_features, in_features), init=init, split_dim=1, decay=decay, kind=kind), state
-        )
-        self.bias = (
-            sharding.parameter(
-                ParamSpec(shape=(out_features,), init=bias_init or sharding.zeros, sequence_reduced=True), state
-            )
-            if bias
-            else None
-        )
+        spec = ParamSpec(shape=(out_features, in_features), init=init, split_dim=1, decay=decay, kind=kind)
+        self.weight = sharding.parameter(spec, state)
+        bias_spec = ParamSpec(shape=(out_features,), init=bias_init or sharding.zeros, sequence_reduced=True)
+        self.bias = sharding.parameter(bias_spec, state) if bias else None
 
     def forward(self, x: Tensor, reduce: bool = True) -> Tensor:
         """[t, in/tp] -> [t, out] ([t/tp, out] under sequence parallelism), the bias added once.
@@ -134,10 +127,9 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.state = state
-        self.weight = sharding.parameter(
-            ParamSpec(shape=(vocab_size, hidden), init=init, split_dim=0, padded=padded_vocab_size, kind="embedding"),
-            state,
-        )
+        shape = (vocab_size, hidden)
+        spec = ParamSpec(shape=shape, init=init, split_dim=0, padded=padded_vocab_size, kind="embedding")
+        self.weight = sharding.parameter(spec, state)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [b, s] int64 -> [b·s, h] ([b·s/tp, h] under sequence parallelism)."""

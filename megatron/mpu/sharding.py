@@ -105,7 +105,7 @@ class ParamSpec:
     def real_size(self, tp_rank: int, tp_size: int) -> int:
         """How many entries along `split_dim` rank `tp_rank` holds that are not padding (they come first)."""
         per_rank = sum(self.local_blocks(tp_size))
-        if self.padded is None:
+        if self.padded is None or self.split_dim is None:
             return per_rank
         return min(max(self.shape[self.split_dim] - tp_rank * per_rank, 0), per_rank)
 
@@ -151,24 +151,30 @@ def parameter(spec: ParamSpec, state: ParallelState) -> nn.Parameter:
     DeepSpeed counts a parameter on every tensor-parallel rank only if it carries `model_parallel = True`.
     """
     local = nn.Parameter(torch.zeros(spec.local_shape(state.tp_size), dtype=torch.float32, device=state.device))
-    local.spec = spec
-    local.model_parallel = spec.split_dim is not None and state.tp_size > 1
+    local.spec = spec  # type: ignore[attr-defined]
+    local.model_parallel = spec.split_dim is not None and state.tp_size > 1  # type: ignore[attr-defined]
     return local
+
+
+def spec_of(local: nn.Parameter) -> ParamSpec:
+    """The declaration of a parameter, for typed code; the same as `local.spec`."""
+    spec = getattr(local, "spec", None)
+    if not isinstance(spec, ParamSpec):
+        raise ValueError(f"a parameter of shape {list(local.shape)} was not made by mpu.sharding.parameter")
+    return spec
 
 
 def bind(module: nn.Module, layer_index: int) -> None:
     """Give every parameter of a layer its canonical name `"{layer_index}.{name in the module}"`."""
     for name, local in module.named_parameters():
-        if not hasattr(local, "spec"):
-            raise ValueError(f"parameter {name} of layer {layer_index} was not made by mpu.sharding.parameter")
-        local.spec = replace(local.spec, name=f"{layer_index}.{name}")
+        local.spec = replace(spec_of(local), name=f"{layer_index}.{name}")  # type: ignore[attr-defined]
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(canonical name, parameter) of every parameter of bound layers; a tied copy goes by its original's name."""
     seen: set[str] = set()
     for local_name, local in module.named_parameters():
-        key = local.spec.key
+        key = spec_of(local).key
         if not key:
             raise ValueError(f"parameter {local_name} has no canonical name yet: call mpu.sharding.bind on its layer")
         if key in seen:
@@ -185,7 +191,7 @@ def initialize(module: nn.Module, seed: int, state: ParallelState) -> None:
     parameter is drawn whole in fp32 on the CPU and cut: one full parameter is alive at a time.
     """
     for key, local in named_parameters(module):
-        local.copy_(_initial_shard(local.spec, key, seed, state))
+        local.copy_(_initial_shard(spec_of(local), key, seed, state))
 
 
 def _initial_shard(spec: ParamSpec, key: str, seed: int, state: ParallelState) -> Tensor:
@@ -216,7 +222,8 @@ def count_parameters(module: nn.Module, state: ParallelState) -> int:
 
     Reads the declarations, so it is right under ZeRO-3 as well, where a parameter's own tensor may be empty.
     """
-    count = sum(_real_numel(local.spec, state) for _, local in named_parameters(module) if is_owned(local.spec, state))
+    specs = [spec_of(local) for _, local in named_parameters(module)]
+    count = sum(_real_numel(spec, state) for spec in specs if is_owned(spec, state))
     group = state.group("model_pipe")
     if group is None:
         return count
