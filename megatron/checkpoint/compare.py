@@ -1,0 +1,134 @@
+"""What changed in the configuration since a checkpoint, and whether the run may go on with it.
+
+Architecture, tokenizer and data order decide what the saved numbers mean; changing them is refused unless asked for
+(`allow_config_changes: true`). Everything else (learning rate, batch size, layout, ...) may change and is printed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.errors import UserError
+
+ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_kv_heads",
+    "head_dim",
+    "ffn_width",
+    "activation",
+    "bias_gelu_fusion",
+    "use_bias_in_attn_linear",
+    "use_bias_in_mlp",
+    "no_weight_tying",
+    "norm",
+    "norm_placement",
+    "use_qk_layernorm",
+    "use_separate_qk_norms",
+    "layernorm_epsilon",
+    "rms_norm_epsilon",
+    "scalenorm_epsilon",
+    "gpt_j_residual",
+    "gpt_j_tied",
+    "pos_emb",
+    "opt_pos_emb_offset",
+    "rotary_pct",
+    "rotary_emb_base",
+    "attention_config",
+    "sliding_window_width",
+    "use_mup",
+    "mup_width_mult",
+    "mup_embedding_mult",
+    "mup_rp_embedding_mult",
+)
+TOKENIZER = ("tokenizer_type", "tokenizer_fingerprint")
+DATA_ORDER = (
+    "seed",
+    "seq_length",
+    "data_path",
+    "split",
+    "train_data_paths",
+    "train_data_weights",
+    "train_label_data_paths",
+    "weight_by_num_documents",
+    "weighted_sampler_alpha",
+    "pack_impl",
+    "dataset_impl",
+)
+OPTIMIZER = ("optimizer_type",)
+# These speak of this start alone, so a difference says nothing.
+_OF_THE_START = ("load", "iteration", "finetune", "no_load_optim", "no_load_rng", "allow_config_changes")
+_KINDS = {
+    **dict.fromkeys(ARCHITECTURE, "architecture"),
+    **dict.fromkeys(TOKENIZER, "tokenizer"),
+    **dict.fromkeys(DATA_ORDER, "data order"),
+    **dict.fromkeys(OPTIMIZER, "optimizer"),
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key whose value differs; `kind` is `architecture`, `tokenizer`, `data order`, `optimizer` or `other`."""
+
+    key: str
+    saved: Any
+    current: Any
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.saved!r} in the checkpoint, now {self.current!r}"
+
+
+def compare_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[Change], list[Change]]:
+    """(changes that would break the run, other changes) between two resolved flat configurations.
+
+    A key that the older one does not have (it did not exist then) is no change.
+    """
+    breaking, others = [], []
+    for key, now in current.items():
+        if key not in saved or key in _OF_THE_START:
+            continue
+        before, now = _plain(saved[key]), _plain(now)
+        if before != now:
+            kind = _KINDS.get(key, "other")
+            (others if kind == "other" else breaking).append(Change(key, before, now, kind))
+    return breaking, others
+
+
+def check_config(
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    *,
+    allow: bool = False,
+    finetune: bool = False,
+    load_optim: bool = True,
+) -> list[str]:
+    """Messages for every change since the checkpoint; raises `UserError` when one would break the run.
+
+    Args:
+        allow: `allow_config_changes`: say it and go on.
+        finetune: a new run on old weights, for which only the architecture must agree.
+        load_optim: whether optimizer state is loaded, so that the optimizer must agree.
+    """
+    breaking, others = compare_configs(saved, current)
+    matters = {"architecture"} if finetune else {"architecture", "tokenizer", "data order"}
+    if load_optim and not finetune:
+        matters.add("optimizer")
+    refused = [change for change in breaking if change.kind in matters]
+    if refused and not allow:
+        lines = "\n".join(f"  {change.kind}: {change}" for change in refused)
+        raise UserError(
+            f"the configuration changed since the checkpoint in a way that breaks the run:\n{lines}\n"
+            "Restore these keys, start a new run (another `save`), or set allow_config_changes: true."
+        )
+    harmless = [change for change in breaking if change.kind not in matters]
+    messages = [f"changed since the checkpoint (allow_config_changes): {change}" for change in refused]
+    return messages + [f"changed since the checkpoint: {change}" for change in harmless + others]
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))

@@ -1,0 +1,109 @@
+"""A checkpoint folder in the making: written under a temporary name, published by rename, or thrown away.
+
+At every moment a reader sees either the whole checkpoint or none: the manifest is written after everything else is
+durable, then the folder gets its name, then `latest` is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import layout
+from megatron.checkpoint.manifest import FileEntry, Manifest
+from megatron.checkpoint.tensor_file import TensorFileWriter, sync, write_bytes, write_object
+
+_LEFT_BEHIND = (".tmp-global_step", ".trash-global_step", ".replaced-global_step")
+
+
+class CheckpointFolder:
+    """Where one process writes its files of the checkpoint of `step` in `root`.
+
+    One process (rank 0) calls `prepare` before anybody writes, and `publish` or `discard` after everybody has.
+    `files` lists what this process wrote.
+    """
+
+    def __init__(self, root: str | Path, step: int) -> None:
+        self.root = Path(root)
+        self.step = step
+        self.path = self.root / layout.temporary_folder(step)
+        self.final = self.root / layout.step_folder(step)
+        self.files: dict[str, FileEntry] = {}
+
+    def prepare(self) -> None:
+        """Make an empty temporary folder; clear what interrupted saves and deletions left behind."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        recover(self.root)
+        self.path.mkdir()
+
+    @contextmanager
+    def tensor_file(self, name: str) -> Iterator[TensorFileWriter]:
+        """Write a torch file tensor by tensor."""
+        with TensorFileWriter(self.path / name) as writer:
+            yield writer
+        self.files[name] = FileEntry(writer.bytes, writer.crc32)
+
+    def write_object(self, name: str, value: Any) -> None:
+        """Write a small torch file; `value` must be readable with `weights_only`."""
+        done = write_object(self.path / name, value)
+        self.files[name] = FileEntry(done.bytes, done.crc32)
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a text file (UTF-8); `name` may contain a folder."""
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        done = write_bytes(path, text.encode())
+        self.files[name] = FileEntry(done.bytes, done.crc32)
+
+    def sync(self) -> None:
+        """Make this process's files durable."""
+        for name in self.files:
+            sync(self.path / name)
+
+    def publish(self, manifest: Manifest) -> Path:
+        """Complete the folder, give it its name and point `latest` at it. Returns the final path."""
+        manifest.write(self.path)
+        for folder in {(self.path / name).parent for name in manifest.files} | {self.path}:
+            sync(folder)
+        older = self.root / layout.replaced_folder(self.step)
+        if self.final.exists():
+            os.rename(self.final, older)
+        os.rename(self.path, self.final)
+        sync(self.root)
+        write_latest(self.root, self.step)
+        shutil.rmtree(older, ignore_errors=True)
+        return self.final
+
+    def discard(self) -> None:
+        """Remove the temporary folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def write_latest(root: Path, step: int) -> None:
+    """Point `latest` at a checkpoint, atomically."""
+    temporary = root / f".{layout.LATEST}.tmp"
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(layout.step_folder(step))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, root / layout.LATEST)
+    sync(root)
+
+
+def recover(root: Path) -> None:
+    """Undo or finish what a killed process left: only for the one who may write in `root`.
+
+    A replaced checkpoint whose successor never got its name gets it back; half-written and half-deleted folders go.
+    """
+    for entry in root.iterdir():
+        if not entry.name.startswith(_LEFT_BEHIND):
+            continue
+        final = root / entry.name.split("-", 1)[1]
+        if entry.name.startswith(".replaced-") and not final.exists():
+            os.rename(entry, final)
+        else:
+            shutil.rmtree(entry)

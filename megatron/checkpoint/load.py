@@ -1,0 +1,162 @@
+"""Load a checkpoint at this run's layout, whatever layout wrote it.
+
+Everything is stored by canonical parameter name. At the layout of the save, each rank reads back exactly its own
+bytes; at another, each parameter is joined from its tensor-parallel parts and cut anew, one at a time. Data-parallel
+size, ZeRO stage and pipeline split play no role, since the engine gives and takes whole parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron.checkpoint import layout
+from megatron.checkpoint.agreement import gather_over_stages, together
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.neox_layout import Heads
+from megatron.checkpoint.reader import WEIGHT, CheckpointReader
+from megatron.checkpoint.rng import reseed_after, restore_random_state
+from megatron.errors import UserError
+from megatron.log import get_logger
+from megatron.mpu.sharding import ParamSpec
+from megatron.mpu.state import ParallelState
+
+logger = get_logger(__name__)
+
+
+class LoadingEngine(Protocol):
+    """What loading needs of the engine (`training.engine.Engine`)."""
+
+    def params(self) -> Mapping[str, Parameter]: ...
+    def write(self, name: str, values: dict[str, Tensor]) -> None: ...
+    def write_weight(self, name: str, weight: Tensor) -> None: ...
+    def finish_writing(self) -> None: ...
+    def load_scalars(self, values: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came with the weights.
+
+    Attributes:
+        step, consumed: of the checkpoint (a finetune start ignores them).
+        client: what `save_checkpoint` was given as `client`.
+        rng_restored: whether random states were restored bit for bit.
+        manifest: the checkpoint's manifest; `.config` is its resolved configuration.
+    """
+
+    step: int
+    consumed: int
+    client: dict[str, Any]
+    rng_restored: bool
+    manifest: Manifest
+
+
+def load_checkpoint(
+    folder: str | Path,
+    engine: LoadingEngine,
+    state: ParallelState,
+    *,
+    heads: Heads,
+    load_optim: bool = True,
+    load_rng: bool = True,
+    checksums: bool = False,
+) -> Loaded:
+    """Fill the engine from the complete checkpoint `folder` (`Start.path`). Collective over all ranks.
+
+    Args:
+        heads: `Heads.of(args.model)` of this run.
+        load_optim: also optimizer state, update count and loss scale (False for finetune and `no_load_optim`).
+        load_rng: also random states (False for finetune and `no_load_rng`).
+        checksums: compare the CRC-32 of every file first.
+
+    Raises `UserError` on all ranks when the checkpoint does not fit or is damaged, before anything is changed.
+    """
+    params = engine.params()
+    wanted = gather_over_stages({name: _spec(p).shape for name, p in params.items()}, state)
+    with together(f"loading {folder}", state):
+        reader = CheckpointReader(folder, checksums and state.rank == 0)
+        _check_names(reader, {name: shape for stage in wanted for name, shape in stage.items()})
+        _check_heads(reader, heads)
+        if load_optim:
+            _check_optimizer(reader, list(params))
+        saved = reader.state()
+    for name in sorted(params, key=layout.parameter_order):
+        spec = _spec(params[name])
+        if load_optim:
+            engine.write(name, reader.local_optimizer(name, spec, state.tp_rank, state.tp_size))
+        else:
+            engine.write_weight(name, reader.local_weight(name, spec, state.tp_rank, state.tp_size))
+    engine.finish_writing()
+    if load_optim:
+        engine.load_scalars(saved["scalars"])
+    with together(f"restoring random states from {folder}", state):
+        restored = load_rng and _restore_rng(reader, state)
+    return Loaded(reader.manifest.step, reader.manifest.consumed, saved["client"], restored, reader.manifest)
+
+
+def _spec(parameter: Parameter) -> ParamSpec:
+    return parameter.spec  # type: ignore[attr-defined]
+
+
+def _check_names(reader: CheckpointReader, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Every parameter of the model is in the checkpoint with its shape, and nothing else is."""
+    stored = reader.manifest.parameters
+    problems = []
+    if missing := sorted(set(wanted) - set(stored), key=layout.parameter_order):
+        problems.append(f"not in the checkpoint: {_some(missing)}")
+    if unexpected := sorted(set(stored) - set(wanted), key=layout.parameter_order):
+        problems.append(f"not in this model: {_some(unexpected)}")
+    shapes = [
+        f"{name} is {list(stored[name].shape)}, this model wants {list(shape)}"
+        for name, shape in sorted(wanted.items(), key=lambda item: layout.parameter_order(item[0]))
+        if name in stored and tuple(stored[name].shape) != tuple(shape)
+    ]
+    if shapes:
+        problems.append(_some(shapes, "; "))
+    if problems:
+        raise UserError(
+            f"{reader.folder} does not fit this model: {'; '.join(problems)}. Check the model's config keys."
+        )
+
+
+def _some(names: list[str], joint: str = ", ") -> str:
+    shown = joint.join(names[:8])
+    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _check_heads(reader: CheckpointReader, heads: Heads) -> None:
+    if reader.heads != heads:
+        raise UserError(
+            f"{reader.folder} was trained with num_attention_heads {reader.heads.num_attention_heads} and num_kv_heads "
+            f"{reader.heads.num_kv_heads}; this config says {heads.num_attention_heads} and {heads.num_kv_heads}"
+        )
+
+
+def _check_optimizer(reader: CheckpointReader, names: list[str]) -> None:
+    if not reader.manifest.optimizer:
+        raise UserError(
+            f"{reader.folder} was saved without optimizer state (no_save_optim), so the run cannot go on exactly; "
+            "set no_load_optim: true to start its optimizer anew"
+        )
+    for name in names:
+        if WEIGHT not in reader.optimizer_keys(name):
+            raise UserError(f"{reader.folder}: the optimizer state of {name} lacks its master weight")
+
+
+def _restore_rng(reader: CheckpointReader, state: ParallelState) -> bool:
+    manifest = reader.manifest
+    if not any(name.startswith("rng_rank_") for name in manifest.files):
+        raise UserError(f"{reader.folder} was saved without random states (no_save_rng); set no_load_rng: true")
+    if manifest.layout != {"tp": state.tp_size, "pp": state.pp_size, "dp": state.dp_size}:
+        reseed_after(manifest.step)
+        if state.rank == 0:
+            logger.info("the layout changed since the checkpoint: random states (dropout) start anew from the seed")
+        return False
+    restore_random_state(reader.load_file(layout.rng_file(state.rank)))
+    return True

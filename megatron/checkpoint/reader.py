@@ -1,0 +1,161 @@
+"""Reads a checkpoint of any layout, one parameter at a time.
+
+The tensor files are mapped into memory, so only what is used is read. What comes back is in memory row order
+(neox_layout.py), either whole ("full") or cut for the tensor-parallel rank that asks ("local").
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint import layout
+from megatron.checkpoint.manifest import Manifest, ParameterEntry
+from megatron.checkpoint.neox_layout import Heads, from_disk
+from megatron.errors import UserError
+from megatron.mpu.sharding import ParamSpec, shard, unshard, zeros
+
+WEIGHT = "weight"
+_OPEN_FILES = 64  # mapped files kept open: enough for one layer at any usual tensor-parallel size
+
+
+class CheckpointReader:
+    """The content of one complete checkpoint folder.
+
+    Args:
+        folder: `<save>/global_step<N>`.
+        checksums: compare the CRC-32 of every file first (reads everything once).
+
+    Raises `UserError` when the checkpoint is incomplete or damaged.
+    """
+
+    def __init__(self, folder: str | Path, checksums: bool = False) -> None:
+        self.folder = Path(folder)
+        self.manifest = Manifest.read(self.folder)
+        if problem := self.manifest.missing(self.folder, checksums):
+            raise UserError(f"{self.folder} is not a complete checkpoint: {problem}")
+        self.heads = Heads(**self.manifest.heads)
+        self.tp_size = self.manifest.layout["tp"]
+        self._files: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    def names(self) -> list[str]:
+        """Canonical names of all parameters, by layer."""
+        return sorted(self.manifest.parameters, key=layout.parameter_order)
+
+    def entry(self, name: str) -> ParameterEntry:
+        """Shape and division of a parameter. Raises `UserError` when the checkpoint has no such parameter."""
+        if name not in self.manifest.parameters:
+            raise UserError(f"{self.folder} has no parameter {name}")
+        return self.manifest.parameters[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of the weight files (the training precision)."""
+        return getattr(torch, self.entry(name).dtype)
+
+    def weight(self, name: str) -> Tensor:
+        """The full weight, in the stored type."""
+        return self._full(name, lambda rank: self._weights(name, rank))
+
+    def local_weight(self, name: str, spec: ParamSpec, tp_rank: int, tp_size: int) -> Tensor:
+        """The part of the weight that rank `tp_rank` of `tp_size` holds as declared by `spec`."""
+        return self._local(name, spec, tp_rank, tp_size, lambda rank: self._weights(name, rank))
+
+    def optimizer_keys(self, name: str) -> list[str]:
+        """Names of the stored optimizer tensors of a parameter; `weight` is the fp32 master."""
+        return sorted(self._moments(name, 0))
+
+    def local_optimizer(self, name: str, spec: ParamSpec, tp_rank: int, tp_size: int) -> dict[str, Tensor]:
+        """Master weight and moments for rank `tp_rank` of `tp_size`, as `Engine.write` takes them."""
+        found = {}
+        for key in self.optimizer_keys(name):
+            if self._shaped_like_parameter(name, self._moments(name, 0)[key]):
+                found[key] = self._local(
+                    name, spec, tp_rank, tp_size, lambda rank, key=key: self._moments(name, rank)[key]
+                )
+            elif self._moments(name, 0)[key].numel() == 1:
+                found[key] = self._moments(name, 0)[key].clone()
+            elif tp_size == self.tp_size:
+                found[key] = self._moments(name, tp_rank)[key].clone()
+            else:
+                raise UserError(
+                    f"{self.folder}: optimizer state {key} of {name} is not shaped like its parameter, so it cannot "
+                    f"be cut anew; load at model_parallel_size {self.tp_size} or set no_load_optim"
+                )
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Counters and client state, as `save_checkpoint` was given them."""
+        return self.load_file(layout.state_file(0))
+
+    def load_file(self, name: str) -> dict[str, Any]:
+        """One file, mapped into memory and read with `weights_only`. Raises `UserError` when it is damaged."""
+        path = self.folder / name
+        try:
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except (RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:
+            raise UserError(f"{path} cannot be read: {error}. The checkpoint is damaged; use another step.") from error
+
+    def spec(self, name: str) -> ParamSpec:
+        """The declaration of a parameter as the manifest knows it (enough to cut and to join)."""
+        entry = self.entry(name)
+        return ParamSpec(
+            name=name,
+            shape=entry.shape,
+            init=zeros,
+            split_dim=entry.split_dim,
+            blocks=entry.blocks,
+            padded=entry.padded,
+        )
+
+    def _full(self, name: str, part: Callable[[int], Tensor]) -> Tensor:
+        spec = self.spec(name)
+        ranks = range(self.tp_size) if spec.split_dim is not None else range(1)
+        parts = [from_disk(part(rank), spec, self.heads, self.tp_size) for rank in ranks]
+        expected = spec.local_shape(self.tp_size)
+        for rank, stored in enumerate(parts):
+            if tuple(stored.shape) != expected:
+                raise UserError(
+                    f"{self.folder}: {name} of tensor-parallel rank {rank} has shape {list(stored.shape)}, "
+                    f"expected {list(expected)}"
+                )
+        return unshard(parts, spec)
+
+    def _local(self, name: str, spec: ParamSpec, tp_rank: int, tp_size: int, part: Callable[[int], Tensor]) -> Tensor:
+        stored = self.spec(name)
+        if spec.shape != stored.shape:
+            raise UserError(
+                f"{self.folder}: {name} has shape {list(stored.shape)}, this model wants {list(spec.shape)}"
+            )
+        same_cut = (spec.split_dim, spec.blocks, spec.padded) == (stored.split_dim, stored.blocks, stored.padded)
+        if same_cut and (tp_size == self.tp_size or spec.split_dim is None):
+            rank = tp_rank if spec.split_dim is not None else 0
+            return from_disk(part(rank), stored, self.heads, self.tp_size).clone()
+        return shard(self._full(name, part), spec, tp_rank, tp_size).clone()
+
+    def _shaped_like_parameter(self, name: str, tensor: Tensor) -> bool:
+        return tuple(tensor.shape) == self.spec(name).local_shape(self.tp_size)
+
+    def _weights(self, name: str, tp_rank: int) -> Tensor:
+        layer, local = layout.split_name(name)
+        return self._entry(layout.weights_file(layer, tp_rank), local)
+
+    def _moments(self, name: str, tp_rank: int) -> dict[str, Tensor]:
+        layer, _ = layout.split_name(name)
+        return self._entry(layout.optimizer_file(layer, tp_rank), name)
+
+    def _entry(self, file: str, key: str) -> Any:
+        if file in self._files:
+            self._files.move_to_end(file)
+        else:
+            self._files[file] = self.load_file(file)
+            if len(self._files) > _OPEN_FILES:
+                self._files.popitem(last=False)
+        if key not in self._files[file]:
+            raise UserError(f"{self.folder / file} has no entry {key}")
+        return self._files[file][key]

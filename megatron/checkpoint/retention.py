@@ -1,0 +1,39 @@
+"""Deletes old checkpoints: never the newest, never one kept on purpose, never before the new one is complete."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from megatron.checkpoint import layout
+from megatron.checkpoint.find import list_checkpoints
+
+
+def to_delete(
+    complete: Collection[int], latest: int | None, keep_last_n: int | None, extra: Collection[int]
+) -> list[int]:
+    """Steps to delete, ascending.
+
+    Args:
+        complete: steps of the complete checkpoints; others are neither counted nor deleted.
+        latest: the step that `latest` names; never deleted.
+        keep_last_n: `keep_last_n_checkpoints`; None or <= 0 keeps all.
+        extra: `extra_save_iters`; these stay, whatever their number.
+    """
+    if keep_last_n is None or keep_last_n <= 0:
+        return []
+    newest = set(sorted(complete)[-keep_last_n:])
+    return sorted(step for step in complete if step not in newest and step not in extra and step != latest)
+
+
+def apply_retention(root: str | Path, keep_last_n: int | None, extra: Collection[int] | None = None) -> list[int]:
+    """Delete what `to_delete` says in `root`; returns the deleted steps. Call on one rank, after a completed save."""
+    listing = list_checkpoints(root)
+    gone = to_delete(listing.steps, listing.latest, keep_last_n, extra or ())
+    for step in gone:
+        trash = listing.root / layout.trash_folder(step)
+        os.rename(listing.path(step), trash)  # so that a deletion cut short leaves no half checkpoint under its name
+        shutil.rmtree(trash)
+    return gone

@@ -1,0 +1,197 @@
+"""torch-format files written one tensor at a time, in one forward pass, with their CRC-32.
+
+`torch.save` wants everything in memory at once; here a process holds one parameter at a time. A torch file is a zip
+archive: `data/<i>` records hold the raw storages and `data.pkl` the structure that refers to them. The order of
+the records is free, so the structure can come last. `torch.load` reads the result as any other (also with
+`weights_only=True` and `mmap=True`), and so do GPT-NeoX and DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+import zipfile
+import zlib
+from collections import OrderedDict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64  # of each storage inside the file, as torch writes them: what makes mmap reads fast
+_CHUNK = 1 << 24
+_STORAGES = {
+    torch.float32: torch.FloatStorage,
+    torch.float64: torch.DoubleStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}
+
+
+class CheckedFile(io.RawIOBase):
+    """A file that can only be appended to, and counts bytes and CRC-32 as they pass."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb")  # noqa: SIM115 (closed by close)
+        self.bytes = 0
+        self.crc32 = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self.bytes += len(view)
+        self.crc32 = zlib.crc32(view, self.crc32)
+        return len(view)
+
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class _Storage:
+    """Stands for a storage in the pickle."""
+
+    def __init__(self, key: int, dtype: torch.dtype, numel: int) -> None:
+        self.key, self.dtype, self.numel = key, dtype, numel
+
+
+class _Stored:
+    """Stands for a written tensor in the pickle: rebuilt by the function that torch's own files name."""
+
+    def __init__(self, storage: _Storage, shape: torch.Size, stride: tuple[int, ...]) -> None:
+        self.storage, self.shape, self.stride = storage, shape, stride
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = (self.storage, 0, tuple(self.shape), self.stride, False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> tuple[Any, ...] | None:
+        if isinstance(value, _Storage):
+            return ("storage", _STORAGES[value.dtype], str(value.key), "cpu", value.numel)
+        return None
+
+
+class TensorFileWriter:
+    """Writes `{name: tensor}` or `{name: {key: tensor}}` as a torch file, one tensor at a time.
+
+    Use as a context manager; leaving it without an exception completes the file. Afterwards `bytes` and `crc32`
+    describe it. Writing raises `OSError` as any file does.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = CheckedFile(path)
+        self._zip = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED)  # type: ignore[arg-type]
+        self._root = path.stem
+        self._content: dict[str, Any] = {}
+        self._tensors = 0
+
+    def add(self, name: str, tensor: Tensor, key: str | None = None) -> None:
+        """Write a tensor as entry `name` (or as entry `key` of the dict `name`)."""
+        tensor = tensor.detach().contiguous().cpu()
+        stored = self._write(tensor)
+        if key is None:
+            self._content[name] = stored
+        else:
+            self._content.setdefault(name, {})[key] = stored
+
+    @property
+    def bytes(self) -> int:
+        return self._file.bytes
+
+    @property
+    def crc32(self) -> int:
+        return self._file.crc32
+
+    def __enter__(self) -> TensorFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._zip.fp = None  # an unfinished archive must not try to finish itself when collected
+            self._file.close()
+
+    def _write(self, tensor: Tensor) -> _Stored:
+        key, self._tensors = self._tensors, self._tensors + 1
+        raw = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+        with self._zip.open(self._record(f"data/{key}", align=True), "w", force_zip64=True) as record:
+            for start in range(0, len(raw), _CHUNK):
+                record.write(raw[start : start + _CHUNK])
+        return _Stored(_Storage(key, tensor.dtype, tensor.numel()), tensor.shape, tensor.stride())
+
+    def _record(self, name: str, align: bool = False) -> zipfile.ZipInfo:
+        info = zipfile.ZipInfo(f"{self._root}/{name}")
+        if align:
+            # local header: 30 bytes, the name, a 20-byte zip64 field, then our padding field (4 bytes + its length)
+            start = self._file.bytes + 30 + len(info.filename.encode()) + 20 + 4
+            padding = -start % _ALIGNMENT
+            info.extra = b"FB" + padding.to_bytes(2, "little") + b"\0" * padding
+        return info
+
+    def _finish(self) -> None:
+        pickled = io.BytesIO()
+        _Pickler(pickled, protocol=2).dump(self._content)
+        for name, data in (
+            ("data.pkl", pickled.getvalue()),
+            ("byteorder", sys.byteorder.encode()),
+            ("version", b"3\n"),
+        ):
+            with self._zip.open(self._record(name), "w") as record:
+                record.write(data)
+        self._zip.close()
+
+
+def write_object(path: Path, value: Any) -> CheckedFile:
+    """`torch.save` of something small; returns the closed file with its `bytes` and `crc32`."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return write_bytes(path, buffer.getvalue())
+
+
+def write_bytes(path: Path, data: bytes) -> CheckedFile:
+    """Write a small file; returns the closed file with its `bytes` and `crc32`."""
+    file = CheckedFile(path)
+    try:
+        file.write(data)
+    finally:
+        file.close()
+    return file
+
+
+def file_crc32(path: Path) -> int:
+    """CRC-32 of a file's content, read in pieces."""
+    crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def sync(path: Path) -> None:
+    """Make a file or folder durable (fsync)."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,55 @@
+"""Files written tensor by tensor are ordinary torch files, with their checksum, and hold one tensor at a time."""
+
+import zipfile
+
+import pytest
+import torch
+
+from megatron.checkpoint.tensor_file import CheckedFile, TensorFileWriter, file_crc32
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_reads_what_was_written(tmp_path, mmap):
+    tensors = {
+        "matrix": torch.randn(37, 5),
+        "transposed": torch.randn(3, 4).t(),
+        "half": torch.randn(7).bfloat16(),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 3),
+        "ids": torch.arange(5),
+        "flags": torch.tensor([True, False]),
+    }
+    path = tmp_path / "layer_00-model_00-model_states.pt"
+    with TensorFileWriter(path) as writer:
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
+        writer.add("nested", torch.ones(2), "exp_avg")
+        writer.add("nested", torch.zeros(2), "weight")
+    loaded = torch.load(path, weights_only=True, mmap=mmap)
+    assert list(loaded) == [*tensors, "nested"]
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor), name
+        assert loaded[name].data_ptr() % 64 == 0 or loaded[name].numel() == 0
+    assert torch.equal(loaded["nested"]["exp_avg"], torch.ones(2))
+
+
+def test_size_and_checksum_are_those_of_the_file(tmp_path):
+    path = tmp_path / "x.pt"
+    with TensorFileWriter(path) as writer:
+        writer.add("a", torch.randn(1000))
+    assert writer.bytes == path.stat().st_size
+    assert writer.crc32 == file_crc32(path)
+    assert zipfile.ZipFile(path).testzip() is None
+
+
+def test_a_failing_write_shows_and_closes(tmp_path, monkeypatch):
+    def full(self, data):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"), TensorFileWriter(tmp_path / "x.pt") as writer:
+        writer.add("a", torch.randn(4))
+        monkeypatch.setattr(CheckedFile, "write", full)
+        writer.add("b", torch.randn(4))
+    assert writer._file.closed
