@@ -42,7 +42,7 @@ def test_configuration_loads_without_torch() -> None:
 import importlib, sys
 for name in {names!r}:
     importlib.import_module(name)
-print(sorted({{"torch", "deepspeed", "transformers", "numpy"}} & set(sys.modules)))
+print(sorted({{"torch", "deepspeed", "transformers"}} & set(sys.modules)))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert result.returncode == 0, result.stderr
@@ -120,6 +120,14 @@ BROKEN = {
         },
         ["megatron/data/a.py:1: import cycle: megatron.data.a, megatron.data.b, megatron.data.c"],
     ),
+    "cycles: a name for the type checker is no link": (
+        "cycles",
+        {
+            "megatron/data/a.py": "from megatron.data import b\n",
+            "megatron/data/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron.data import a\n",
+        },
+        [],
+    ),
     "deepspeed": (
         "deepspeed_places",
         {
@@ -137,7 +145,7 @@ BROKEN = {
             "megatron/registry.py": "\nfrom torch import nn\n",
             "megatron/mpu/state.py": "import torch\n",
         },
-        ["megatron/registry.py:2: torch.nn in code that must load without torch"],
+        ["megatron/registry.py:2: torch.nn where torch may not be needed"],
     ),
     "optional packages": (
         "optional_packages",
