@@ -124,7 +124,7 @@ BROKEN = {
         "cycles",
         {
             "megatron/data/a.py": "from megatron.data import b\n",
-            "megatron/data/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from megatron.data import a\n",
+            "megatron/data/b.py": "import typing\nif typing.TYPE_CHECKING:\n    from megatron.data import a\n",
         },
         [],
     ),
