@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.tensor_file import file_crc32
 from megatron.errors import UserError
 
 _PACKAGES = ("torch", "deepspeed", "numpy", "transformers")
@@ -113,8 +112,12 @@ class Manifest:
                 return f"{name} is missing"
             if (size := path.stat().st_size) != entry.bytes:
                 return f"{name} has {size} bytes, expected {entry.bytes}"
-            if checksums and file_crc32(path) != entry.crc32:
-                return f"{name} does not match its checksum"
+            if checksums:
+                # Imported here: a dry run reads manifests too, and must not wait for torch.
+                from megatron.checkpoint.tensor_file import file_crc32
+
+                if file_crc32(path) != entry.crc32:
+                    return f"{name} does not match its checksum"
         return None
 
 
