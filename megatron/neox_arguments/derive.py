@@ -34,7 +34,6 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     rules_train.optimizer,
     rules_train.zero,
     rules_train.communication_type,
-    rules_train.extra_args,
     rules_data.data_paths,
     rules_train.length,
     rules_train.schedule,

@@ -13,7 +13,7 @@ from megatron.neox_arguments.arguments import NeoXArgs, all_keys
 from megatron.neox_arguments.coerce import WrongValue, coerce, thaw
 from megatron.neox_arguments.keys import KeyInfo
 from megatron.neox_arguments.nested import check_nested
-from megatron.neox_arguments.retired import ALIASES, NEVER_DEFAULT, RETIRED
+from megatron.neox_arguments.retired import ALIASES, NEVER_DEFAULT, OTHER_VERSIONS, RETIRED
 from megatron.neox_arguments.yaml_files import Entry, config_path, normalise, read_config
 
 COMMAND_LINE = "command line"
@@ -22,7 +22,6 @@ _SAME_FACT = {
     "lr": "optimizer.params.lr",
     "optimizer_type": "optimizer.type",
     "zero_stage": "zero_optimization.stage",
-    "grad_accum_dtype": "data_types.grad_accum_dtype",
 }
 """Flat keys and the place inside a mapping that says the same; an override of one silences the other."""
 
@@ -126,6 +125,8 @@ def _without_inner(mapping: dict[str, Any], inner: list[str]) -> dict[str, Any]:
 
 
 def _unknown(name: str) -> str:
+    if name in OTHER_VERSIONS:
+        return f"unknown key {name!r}: {OTHER_VERSIONS[name]}"
     known = [name for name, info in all_keys().items() if info.derived is None]
     return f"unknown key {name!r}.{nearest(name, [*known, *RETIRED, *ALIASES])}"
 
@@ -136,6 +137,7 @@ def _build(entries: dict[str, Entry]) -> NeoXArgs:
     sources: dict[str, str] = {}
     notes: list[str] = []
     silent: list[str] = []
+    _lift_extra_args(entries)
     for name, entry in entries.items():
         if name in RETIRED:
             _note_retired(name, entry, notes, silent)
@@ -149,6 +151,24 @@ def _build(entries: dict[str, Entry]) -> NeoXArgs:
     if silent:
         notes.append(f"these keys have no effect and are at GPT-NeoX's defaults: {', '.join(silent)}")
     return NeoXArgs.from_values(values, sources, tuple(notes))
+
+
+def _lift_extra_args(entries: dict[str, Entry]) -> None:
+    """Keys inside deepspeed_extra_args that are keys of their own are moved out, unless they are set there too."""
+    extra = entries.get("deepspeed_extra_args")
+    if extra is None or not isinstance(extra.value, dict):
+        return
+    left = {}
+    for name, value in extra.value.items():
+        if normalise(str(name)) not in all_keys():
+            left[name] = value
+            continue
+        where = extra.inside.get(f"deepspeed_extra_args.{name}", extra.where)
+        own = entries.get(normalise(str(name)))
+        if own is not None and own.value != value:
+            raise UserError(f"{where}: {name} is set at {own.where} too; keep one of the two")
+        entries[normalise(str(name))] = Entry(value, where, {})
+    entries["deepspeed_extra_args"] = Entry(left, extra.where, extra.inside)
 
 
 def _source(where: str) -> str:

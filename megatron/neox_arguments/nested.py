@@ -139,8 +139,7 @@ DROPPED: dict[str, str] = {
     "bf16.consecutive_hysteresis": _NO_SCALE,
     "bf16.auto_cast": "weights are bfloat16 anyway",
     "bf16.fp16": "bf16.enabled says it",
-    "zero_optimization.cpu_offload": "use zero_optimization.offload_optimizer: {device: cpu}",
-    "zero_optimization.cpu_offload_params": "use zero_optimization.offload_param: {device: cpu}",
+    "optimizer.params.max_grad_norm": "use gradient_clipping",
     "zero_optimization.cpu_offload_use_pin_memory": "use zero_optimization.offload_optimizer.pin_memory",
     "zero_optimization.load_from_fp32_weights": "checkpoints hold fp32 weights",
     "zero_optimization.elastic_checkpoint": "checkpoints can be read at any layout",
@@ -149,6 +148,12 @@ DROPPED: dict[str, str] = {
     "activation_checkpointing.partitioned_activations": "use checkpoint_policy",
 }
 """Inner keys that GPT-NeoX's files or old engines have and today's engine refuses -> why they can go."""
+
+OFFLOADS = {
+    "zero_optimization.cpu_offload": "offload_optimizer",
+    "zero_optimization.cpu_offload_params": "offload_param",
+}
+"""Old switches -> the mapping that today's engine wants instead."""
 
 
 def check_nested(
@@ -171,6 +176,11 @@ def _check(
         dotted = f"{prefix}.{inner_key}"
         if dotted in DROPPED:
             note(f"{where(f'{prefix}.{written}')}: {dotted} is left out: {DROPPED[dotted]}")
+            continue
+        if dotted in OFFLOADS:
+            if inner:
+                checked[OFFLOADS[dotted]] = {"device": "cpu"}
+                note(f"{where(f'{prefix}.{written}')}: {dotted} is read as {OFFLOADS[dotted]}: {{device: cpu}}")
             continue
         if dotted == "fp16.type":  # decided together with `precision`
             checked[inner_key] = inner

@@ -98,6 +98,13 @@ RETIRED: dict[str, Retired] = {
     "eval_task_limit": Retired(NEVER_DEFAULT, "evaluation uses whole tasks"),
 }
 
+OTHER_VERSIONS: dict[str, str] = {
+    "mlp_type": "an older GPT-NeoX's key; for mlp_type: llama write activation: swiglu and intermediate_size",
+    "context_parallel_size": "context parallelism is not available yet; use sequence_parallel",
+    "virtual_pipeline_model_parallel_size": "interleaved pipelines are not available",
+}
+"""Keys of other versions whose meaning must not get lost silently: an error that says what to write."""
+
 ALIASES: dict[str, str] = {
     "tensor_model_parallel_size": "model_parallel_size",
     "tensor_parallel_size": "model_parallel_size",
@@ -105,6 +112,8 @@ ALIASES: dict[str, str] = {
     "pipeline_model_parallel_size": "pipe_parallel_size",
     "pipeline_parallel_size": "pipe_parallel_size",
     "pp_size": "pipe_parallel_size",
+    "gas": "gradient_accumulation_steps",
+    "save_interval": "checkpoint_factor",
     "global_batch_size": "train_batch_size",
     "micro_batch_size": "train_micro_batch_size_per_gpu",
     "max_steps": "train_iters",

@@ -41,15 +41,14 @@ def precision(draft: Draft) -> None:
 
 
 def gradient_accumulation_type(draft: Draft) -> None:
-    """grad_accum_dtype: from data_types, else fp32."""
-    stated, inner = draft.given("grad_accum_dtype"), (draft["data_types"] or {}).get("grad_accum_dtype")
-    if inner is not None:
-        inner = dtype_name(inner)
-        if inner not in ("fp32", "bf16", "fp16"):
-            draft.fail("data_types.grad_accum_dtype", f"{inner!r} is not one of: fp32, bf16, fp16")
-        if stated is not None and stated != inner:
-            draft.fail("grad_accum_dtype", f"is {stated}, but data_types.grad_accum_dtype is {inner}")
-    draft.set("grad_accum_dtype", stated or inner or "fp32", "data_types.grad_accum_dtype, else fp32")
+    """data_types.grad_accum_dtype in one spelling; unset means fp32."""
+    inner = (draft["data_types"] or {}).get("grad_accum_dtype")
+    if inner is None:
+        return
+    name = dtype_name(inner)
+    if name not in ("fp32", "bf16", "fp16"):
+        draft.fail("data_types.grad_accum_dtype", f"{inner!r} is not one of: fp32, bf16, fp16")
+    draft.set("data_types", {**draft["data_types"], "grad_accum_dtype": name}, "spelling")
 
 
 def optimizer(draft: Draft) -> None:
@@ -142,13 +141,6 @@ def communication_type(draft: Draft) -> None:
     if draft["fp32_allreduce"] and kind not in (None, "fp32"):
         draft.fail("communication_data_type", f"is {kind}, but fp32_allreduce is set; keep one of the two")
     draft.set("communication_data_type", "fp32" if draft["fp32_allreduce"] else kind, "fp32_allreduce")
-
-
-def extra_args(draft: Draft) -> None:
-    """deepspeed_extra_args may not say what a key of its own says."""
-    for name in draft["deepspeed_extra_args"] or {}:
-        if name in all_keys():
-            draft.fail("deepspeed_extra_args", f"{name} has a key of its own; set it there")
 
 
 def length(draft: Draft) -> None:

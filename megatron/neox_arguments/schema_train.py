@@ -15,7 +15,6 @@ _OTHER_OPTIMIZERS = ("onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad
 _BNB = "8-bit optimizers are not available; use optimizer.type Adam"
 _S3 = "copy finished checkpoints with your own tool (they appear complete or not at all)"
 
-Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPE_SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
@@ -52,12 +51,9 @@ class OptimizerConfig:
     fp16: dict[str, Any] | None = key(None, "fp16 with a loss scale: {enabled, loss_scale (0: dynamic), ...}.")
     bf16: dict[str, Any] | None = key(None, "{enabled: true} computes in bfloat16 with fp32 masters.")
     amp: dict[str, Any] | None = key(None, "Apex mixed precision.", unavailable="use precision: bfloat16")
-    data_types: dict[str, Any] | None = key(None, "{grad_accum_dtype}: the type gradients are accumulated in.")
-    grad_accum_dtype: Dtype | None = key(
+    data_types: dict[str, Any] | None = key(
         None,
-        "Type gradients are accumulated in (from data_types.grad_accum_dtype). Default fp32.",
-        spellings=DTYPE_SPELLINGS,
-        new=True,
+        "{grad_accum_dtype}: the type gradients are accumulated in. Default: fp32.",
         differs="fp32 unless said otherwise; in GPT-NeoX bf16 accumulates in bf16",
     )
     zero_optimization: dict[str, Any] | None = key(None, "DeepSpeed's ZeRO dict: {stage, ...}.")
