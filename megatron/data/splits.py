@@ -1,0 +1,53 @@
+"""How many samples a run needs, and which documents each of train, valid and test gets."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from megatron.errors import UserError
+
+NAMES = ("train", "valid", "test")
+
+
+def sample_counts(
+    *, train_iters: int, eval_interval: int, eval_iters: int, train_batch_size: int
+) -> tuple[int, int, int]:
+    """Samples for training, for all validations of the run, and for the test at its end.
+
+    As in GPT-NeoX: validation is reckoned at every multiple of `eval_interval` and once more at the end. An
+    `eval_interval` of 0 or less leaves only that last one.
+    """
+    validations = (train_iters // eval_interval if eval_interval > 0 else 0) + 1
+    evaluation = max(eval_iters, 0) * train_batch_size
+    return train_iters * train_batch_size, validations * evaluation, evaluation
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """The three shares, adding up to 1, of a string like `969, 30, 1` (separators `,` or `/`; missing ones are 0)."""
+    fault = UserError(f"split: {split!r} is not one to three non-negative numbers such as '969, 30, 1'.")
+    try:
+        parts = [float(part) for part in re.split(r"[,/]", str(split)) if part.strip()]
+    except ValueError as error:
+        raise fault from error
+    if not 1 <= len(parts) <= 3 or not all(math.isfinite(part) and part >= 0 for part in parts) or sum(parts) == 0:
+        raise fault
+    total = sum(parts)
+    train, valid, test = [part / total for part in parts + [0.0] * (3 - len(parts))]
+    return train, valid, test
+
+
+def split_bounds(split: str, documents: int) -> tuple[int, int, int, int]:
+    """Document ranges of the three splits: split i is `[bounds[i], bounds[i + 1])`.
+
+    GPT-NeoX's rounding, which continued runs depend on, with two repairs: no bound lies before the one to its left
+    (NeoX gives [0, -1, 1, 3] for "0,50,50" of 3 documents), and a first share of 0 gets no document.
+    """
+    shares = parse_split(split)
+    bounds = [0]
+    for share in shares:
+        bounds.append(bounds[-1] + round(share * float(documents)))
+    excess = bounds[-1] - documents
+    first, second = (bounds[i] - excess for i in (1, 2))
+    first = max(first, 0) if shares[0] > 0 else 0
+    return 0, first, max(first, second), documents

@@ -1,0 +1,153 @@
+"""The index cache under several processes, separate folders, damage, and folders that cannot be written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data import cache as caches
+from megatron.data.cache import IndexCache, content_key, index_folder
+from megatron.data.indexed import IndexedDataset
+from megatron.data.packed import PackedDataset, plan_segments
+from megatron.errors import UserError
+from tests.data.corpus import GOLDEN, write
+
+pytestmark = pytest.mark.cpu
+
+
+def build_slowly(folder: str, marks: str) -> list[int]:
+    """Build (or wait for) one entry, leaving a mark when this process was the one that built."""
+
+    def build() -> dict[str, np.ndarray]:
+        (Path(marks) / str(os.getpid())).touch()
+        time.sleep(0.5)
+        return {"x": np.arange(5)}
+
+    return IndexCache(folder).arrays("race", "k" * 64, build)["x"].tolist()
+
+
+def build_packed(prefix: str, folder: str) -> str:
+    """What one node does: the digest that it would compare with the others."""
+    dataset = PackedDataset(
+        IndexedDataset(prefix), seq_length=8, segments=plan_segments(36, 8, 6, 1234), cache=IndexCache(folder)
+    )
+    return dataset.digest()
+
+
+def test_racing_processes_build_once(tmp_path: Path) -> None:
+    (tmp_path / "marks").mkdir()
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        arguments = [(str(tmp_path / "cache"), str(tmp_path / "marks"))] * 3
+        results = pool.starmap_async(build_slowly, arguments, chunksize=1).get(timeout=60)
+    assert results == [[0, 1, 2, 3, 4]] * 3
+    assert len(list((tmp_path / "marks").iterdir())) == 1
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [f"race-{'k' * 32}"]
+
+
+def test_separate_folders_hold_the_same(tmp_path: Path) -> None:
+    """Two nodes with their own disks build the same indices."""
+    prefix = write(tmp_path / "x", GOLDEN)
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        arguments = [(prefix, str(tmp_path / "a")), (prefix, str(tmp_path / "b"))]
+        first, second = pool.starmap_async(build_packed, arguments, chunksize=1).get(timeout=60)
+    assert first == second
+
+    def content(folder: str) -> dict[str, bytes]:
+        return {str(p.relative_to(tmp_path / folder)): p.read_bytes() for p in (tmp_path / folder).rglob("*.npy")}
+
+    assert len(content("a")) == 3
+    assert content("a") == content("b")
+
+
+def test_a_process_that_dies_while_building_leaves_the_way_free(tmp_path: Path) -> None:
+    def fail() -> dict[str, np.ndarray]:
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError):
+        IndexCache(tmp_path).arrays("x", "a" * 64, fail)
+    found = IndexCache(tmp_path).arrays("x", "a" * 64, lambda: {"x": np.arange(3)})
+    assert found["x"].tolist() == [0, 1, 2]
+    assert isinstance(found["x"], np.memmap)
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    cache = IndexCache(tmp_path)
+    cache.arrays("x", "a" * 64, lambda: {"x": np.arange(300)})
+    entry = tmp_path / f"x-{'a' * 32}"
+    whole = (entry / "x.npy").read_bytes()
+    (entry / "x.npy").write_bytes(whole[:-8])
+    with pytest.raises(UserError, match=r"x-a+ is damaged.*Remove"):
+        cache.arrays("x", "a" * 64, dict)
+    (entry / "x.npy").write_bytes(whole)
+    meta = json.loads((entry / "meta.json").read_text())
+    (entry / "meta.json").write_text(json.dumps({**meta, "key": "b" * 64}))
+    with pytest.raises(UserError, match="does not hold what its name says"):
+        cache.arrays("x", "a" * 64, dict)
+
+
+def test_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(caches.np, "save", full)
+    with pytest.raises(UserError, match="No space left"):
+        IndexCache(tmp_path).arrays("x", "a" * 64, lambda: {"x": np.arange(3)})
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    logging.getLogger("deepy").propagate = True
+    with caplog.at_level(logging.WARNING):
+        found = IndexCache(tmp_path / "file" / "cache").arrays("x", "a" * 64, lambda: {"x": np.arange(3)})
+    assert found["x"].tolist() == [0, 1, 2]
+    assert "cannot be written" in caplog.text
+
+
+def test_without_locks_the_result_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(caches.fcntl, "flock", unsupported)
+    assert IndexCache(tmp_path).arrays("x", "a" * 64, lambda: {"x": np.arange(3)})["x"].tolist() == [0, 1, 2]
+
+
+def test_key_is_content() -> None:
+    sizes = np.asarray([1, 2], np.int32)
+    keys = {
+        content_key({"seed": 1}, sizes),
+        content_key({"seed": 2}, sizes),
+        content_key({"seed": 1}, sizes[::-1]),
+        content_key({"seed": 1}, sizes.astype(np.int64)),
+        content_key({"seed": 1}, sizes, sizes),
+    }
+    assert len(keys) == 5
+    assert content_key({"a": 1, "b": 2}) == content_key({"b": 2, "a": 1})
+
+
+def test_folder_beside_the_data(tmp_path: Path) -> None:
+    assert index_folder(tmp_path / "x") == tmp_path / "index_cache"
+    assert index_folder(tmp_path / "x", shared=False).name == f"index_cache.{os.uname().nodename}"
+
+
+def test_a_changed_split_or_corpus_never_meets_old_indices(tmp_path: Path) -> None:
+    """Known faults D3: the same prefix with other content, or another range, builds its own entry."""
+    cache = IndexCache(tmp_path / "cache")
+
+    def entries(documents: list[list[int]], used: tuple[int, int]) -> int:
+        data = IndexedDataset(write(tmp_path / "x", documents))
+        total = int(data.sizes[used[0] : used[1]].sum())
+        PackedDataset(data, seq_length=4, segments=plan_segments(total, 4, 3, 1), documents=used, cache=cache)
+        return len(list((tmp_path / "cache").iterdir()))
+
+    assert entries(GOLDEN, (0, 5)) == 1
+    assert entries(GOLDEN, (0, 5)) == 1
+    assert entries(GOLDEN, (0, 4)) == 2
+    assert entries(GOLDEN[::-1], (0, 5)) == 3
