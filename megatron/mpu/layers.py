@@ -120,15 +120,25 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds `padded_vocab_size/tp` rows of the table: weight [v/tp, h]."""
+    """Each rank holds `padded_vocab_size/tp` rows of the table: weight [v/tp, h].
+
+    `tied`: canonical name of the shared table when the output projection uses it as well.
+    """
 
     def __init__(
-        self, vocab_size: int, padded_vocab_size: int, hidden: int, *, state: ParallelState, init: InitFunction
+        self,
+        vocab_size: int,
+        padded_vocab_size: int,
+        hidden: int,
+        *,
+        state: ParallelState,
+        init: InitFunction,
+        tied: str | None = None,
     ) -> None:
         super().__init__()
         self.state = state
         shape = (vocab_size, hidden)
-        spec = ParamSpec(shape=shape, init=init, split_dim=0, padded=padded_vocab_size, kind="embedding")
+        spec = ParamSpec(shape=shape, init=init, split_dim=0, padded=padded_vocab_size, kind="embedding", tied=tied)
         self.weight = sharding.parameter(spec, state)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -165,9 +165,17 @@ def spec_of(local: nn.Parameter) -> ParamSpec:
 
 
 def bind(module: nn.Module, layer_index: int) -> None:
-    """Give every parameter of a layer its canonical name `"{layer_index}.{name in the module}"`."""
-    for name, local in module.named_parameters():
-        local.spec = replace(spec_of(local), name=f"{layer_index}.{name}")  # type: ignore[attr-defined]
+    """Give every parameter of a layer its canonical name `"{layer_index}.{name in the module}"`.
+
+    A parameter that an earlier layer holds too keeps its first name, and must be declared tied.
+    """
+    for local_name, local in module.named_parameters():
+        spec, name = spec_of(local), f"{layer_index}.{local_name}"
+        if spec.name and spec.name != name:
+            if spec.tied is None:
+                raise ValueError(f"parameter {spec.name} is also {name}, but is not declared tied")
+            continue
+        local.spec = replace(spec, name=name)  # type: ignore[attr-defined]
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
