@@ -41,6 +41,8 @@ class LocalJob:
     first_rank: int = 0
     world_size: int | None = None
     log_folder: Path | None = None
+    name: str | None = None
+    """What the one process is when it is no rank but another launcher, for the report."""
     settle: float = 1.0
     grace: float = 4.0
     launcher_fd: int | None = None
@@ -306,5 +308,6 @@ def _report(run: _Run, culprit: _Rank) -> None:
     where = f"; logs: {run.job.log_folder}/" if run.job.log_folder else ""
     shown_last = culprit.output.straight and all(r.output.last_write <= culprit.output.last_write for r in run.ranks)
     tail = "" if shown_last else culprit.output.tail()
-    head = f"rank {culprit.rank} of {world} failed: {how}{where}"
+    who = run.job.name or f"rank {culprit.rank} of {world}"
+    head = f"{who} failed: {how}{where}"
     logger.error(f"{head}\n{tail}" if tail else head)

@@ -1,0 +1,36 @@
+#!/usr/bin/env python
+"""Start a script on every rank with the merged config: `python deepy.py train.py a.yml b.yml key=value`. See --help."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from megatron import log
+from megatron.cluster.command_line import parse_launcher_command_line
+from megatron.cluster.launch import launch, place
+from megatron.errors import run_cli
+from megatron.neox_arguments.derive import Facts, derive
+from megatron.neox_arguments.load import load
+
+
+def main() -> int:
+    """Parse, check, then explain, plan or launch. Imports neither torch nor deepspeed."""
+    log.configure(level=os.environ.get("LOGLEVEL", "INFO"))
+    line = parse_launcher_command_line(sys.argv[1:])
+    args = load(line.paths, line.overrides)
+    if line.explain:
+        print("\n".join(args.explain(key) for key in line.explain))
+        return 0
+    placement = place(args, os.environ)
+    if line.dry_run:
+        from megatron.plan.planner import plan
+
+        print(plan(args, placement, line.user_script))
+        return 0
+    derive(args, Facts(num_devices=placement.world_size))  # what is wrong with the config shows before anything starts
+    return launch(line.user_script, args, placement, os.environ)
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,221 @@
+"""From a config to running ranks: how many, where, started by what."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.cluster.config_file import config_file
+from megatron.cluster.devices import check_port, count_gpus, free_port
+from megatron.cluster.hostfile import DEFAULT_HOSTFILE, Resources, find_hostfile, parse_hostfile, select
+from megatron.cluster.launchers import (
+    MultiNodeJob,
+    build_command,
+    command_environment,
+    expand_nodelist,
+    exported,
+    parse_environment_file,
+)
+from megatron.cluster.local import LocalJob, run_local
+from megatron.cluster.node import node_job
+from megatron.cluster.outcome import outcome
+from megatron.errors import UserError
+from megatron.log import get_logger
+from megatron.neox_arguments import NeoXArgs
+
+logger = get_logger(__name__)
+
+LOCALHOST = "localhost"
+_TOOLS = {"pdsh": "pdsh", "openmpi": "mpirun", "mvapich": "mpirun", "mpich": "mpirun", "slurm": "srun"}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the ranks go. `launcher` None: this machine, started by us. Empty `resources`: the SLURM allocation."""
+
+    resources: Resources
+    world_size: int
+    launcher: str | None = None
+    hosts: tuple[str, ...] = (LOCALHOST,)
+
+    def describe(self) -> str:
+        """One line for people."""
+        if self.launcher is None:
+            return f"{self.world_size} rank{'s' * (self.world_size > 1)} on this machine"
+        shown = ", ".join(self.hosts[:8]) + (", ..." if len(self.hosts) > 8 else "")
+        return f"{self.world_size} ranks on {len(self.hosts)} hosts ({shown}) by {self.launcher}"
+
+
+def place(args: NeoXArgs, env: Mapping[str, str], default_hostfile: str = DEFAULT_HOSTFILE) -> Placement:
+    """Decide how many ranks run where. Reads the hostfile; starts nothing. Raises `UserError`."""
+    launcher, parallel = args.launcher, args.parallel
+    filters = {"include": launcher.include, "exclude": launcher.exclude, "num_nodes": launcher.num_nodes}
+    hostfile = find_hostfile(launcher.hostfile, env, default_hostfile)
+    if hostfile is not None:
+        resources = select(parse_hostfile(hostfile), num_gpus=parallel.num_gpus, **filters)
+    elif launcher.launcher == "slurm" and "SLURM_JOB_ID" in env:
+        return _in_allocation(env)
+    elif launcher.num_nodes > 1:
+        raise UserError(
+            f"num_nodes={launcher.num_nodes} needs to know the hosts: give hostfile=PATH (lines `host slots=N`), "
+            "or launcher=slurm inside a SLURM job"
+        )
+    else:
+        resources = select({LOCALHOST: list(range(_local_ranks(args, env)))}, **filters)
+    world_size = sum(len(slots) for slots in resources.values())
+    if hostfile is not None and parallel.global_num_gpus not in (None, world_size):
+        raise UserError(
+            f"global_num_gpus={parallel.global_num_gpus}, but {hostfile} and the filters give {world_size} slots"
+        )
+    starter = _launcher(args, hostfile is not None, len(resources))
+    if starter is None and hostfile is not None and next(iter(resources)) not in (LOCALHOST, socket.gethostname()):
+        logger.info(f"{hostfile}: one host ({next(iter(resources))}): the ranks run on this machine")
+    return Placement(resources, world_size, starter, tuple(resources))
+
+
+def _local_ranks(args: NeoXArgs, env: Mapping[str, str]) -> int:
+    """Ranks on this machine: as asked for, else its GPUs, else what the layout needs."""
+    parallel = args.parallel
+    asked = parallel.num_gpus or parallel.global_num_gpus
+    return asked or count_gpus(env) or max(1, parallel.pipe_parallel_size) * max(1, parallel.model_parallel_size)
+
+
+def _launcher(args: NeoXArgs, has_hostfile: bool, hosts: int) -> str | None:
+    """Who starts the ranks; None: we do, here. MPI and SLURM are honoured on one host too."""
+    name = args.launcher.launcher
+    if hosts > 1 or args.launcher.force_multi or name in ("openmpi", "mvapich", "mpich"):
+        return name
+    if name == "slurm" and has_hostfile:
+        return name
+    if name == "slurm":
+        logger.info("launcher: slurm, but this is not a SLURM job and there is no hostfile: running on this machine")
+    return None
+
+
+def _in_allocation(env: Mapping[str, str]) -> Placement:
+    from megatron.mpu.topology import slurm_world_size
+
+    hosts = expand_nodelist(env.get("SLURM_JOB_NODELIST", "")) or [socket.gethostname()]
+    return Placement({}, slurm_world_size(env), "slurm", tuple(hosts))
+
+
+def launch(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[str, str]) -> int:
+    """Start the ranks where `placement` says, wait, and return the job's exit code."""
+    _refuse_nested_start(env)
+    run_folder = args.checkpoint.save or args.logging.log_dir
+    log_folder = Path(run_folder).absolute() / "logs" if run_folder else None
+    if placement.launcher is None:
+        return _launch_here(user_script, args, placement, log_folder)
+    tool = _TOOLS[placement.launcher]
+    if shutil.which(tool, path=env.get("PATH")) is None:
+        others = ", ".join(name for name in _TOOLS if name != placement.launcher)
+        raise UserError(f"launcher={placement.launcher} needs {tool}, which is not on PATH. Other launchers: {others}")
+    # A file system that all hosts share is where `save` is; rank 0's host may be another than this one.
+    shared = Path(run_folder).absolute() if run_folder else Path.cwd()
+    text = args.to_resolved()
+    with config_file(text, None if placement.launcher == "pdsh" else shared) as resolved:
+        job = _multi_node_job(user_script, args, placement, env, resolved, log_folder)
+        command = build_command(placement.launcher, job)
+        logger.info(f"starting {placement.describe()}")
+        logger.debug(shlex.join(command))
+        started = time.time()
+        whole = LocalJob(command, [command_environment(placement.launcher, job, env)], name=tool)
+        code = run_local(whole)
+    return outcome(code, Path(run_folder) if run_folder else None, started)
+
+
+def _launch_here(user_script: str, args: NeoXArgs, placement: Placement, log_folder: Path | None) -> int:
+    if args.is_set("master_port"):
+        port = args.launcher.master_port
+        check_port(port)
+    else:
+        port = free_port()
+    with config_file(args.to_resolved()) as resolved:
+        command = [sys.executable, "-u", user_script, "--resolved", str(resolved)]
+        job = node_job(
+            placement.resources, 0, command, master_addr="127.0.0.1", master_port=port, log_folder=log_folder
+        )
+        return run_local(job)
+
+
+def _multi_node_job(
+    user_script: str,
+    args: NeoXArgs,
+    placement: Placement,
+    env: Mapping[str, str],
+    resolved: Path,
+    log_folder: Path | None,
+) -> MultiNodeJob:
+    launcher = args.launcher
+    extra: dict[str, str] = {}
+    for folder in (Path.home(), Path.cwd()):  # DeepSpeed's file for more variables; the nearer one wins
+        path = folder / ".deepspeed_env"
+        if path.is_file():
+            extra.update(parse_environment_file(path.read_text(encoding="utf-8"), str(path)))
+    exports, kept_back = exported(env, extra)
+    if kept_back and placement.launcher != "slurm":
+        logger.warning(
+            f"not put on the command line for other hosts, where everybody can read it: {', '.join(kept_back)}. "
+            "Keep them in ~/.netrc or the tool's own login file there, or in .deepspeed_env if you accept that."
+        )
+    address = env.get("MASTER_ADDR") or launcher.master_addr
+    port = launcher.master_port if args.is_set("master_port") else int(env.get("MASTER_PORT", launcher.master_port))
+    return MultiNodeJob(
+        resources=placement.resources,
+        user_script=user_script,
+        resolved_file=str(resolved),
+        config_text=args.to_resolved(),
+        python=sys.executable,
+        folder=os.getcwd(),
+        master_addr=address or _master_address(placement.hosts[0], launcher.no_ssh_check),
+        master_port=port,
+        exports=exports,
+        log_folder=str(log_folder) if log_folder else None,
+        comment=launcher.comment,
+        account=launcher.account,
+        in_allocation=None if placement.resources else placement.world_size,
+    )
+
+
+def _master_address(host: str, no_ssh_check: bool) -> str:
+    """An address of the first host that the others can use: its name, or, where only ssh knows the name, its own IP."""
+    name = host.rpartition("@")[2]
+    try:
+        socket.getaddrinfo(name, None)
+        return name
+    except OSError:
+        pass
+    if no_ssh_check:
+        raise UserError(f"host {name} does not resolve here: set master_addr to the address of the first host")
+    ask = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, "hostname", "-I"]
+    answer = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=False)
+    addresses = answer.stdout.split()
+    if answer.returncode != 0 or not addresses:
+        raise UserError(
+            f"host {name} does not resolve and `{shlex.join(ask)}` failed ({answer.stderr.strip() or 'no answer'}): "
+            "set up key-based ssh, or set master_addr"
+        )
+    return addresses[0]
+
+
+def _refuse_nested_start(env: Mapping[str, str]) -> None:
+    """deepy.py starts ranks; started itself once per rank, it would start the whole job many times."""
+    many = {
+        "torchrun": "TORCHELASTIC_RUN_ID" in env and env.get("WORLD_SIZE", "1") != "1",
+        "mpirun": env.get("OMPI_COMM_WORLD_SIZE", "1") != "1" or env.get("MV2_COMM_WORLD_SIZE", "1") != "1",
+        "srun": "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NUM_TASKS", "1") != "1",
+    }
+    for tool, nested in many.items():
+        if nested:
+            raise UserError(
+                f"deepy.py was started by {tool}, once per rank, but it starts the ranks itself: run it once, "
+                f"or give the script to {tool} directly: {tool} ... train.py CONF..."
+            )

@@ -1,0 +1,40 @@
+"""What a run says about its own end, where a launcher's exit code says too little."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.cluster.local import exit_code
+from megatron.log import get_logger
+
+logger = get_logger(__name__)
+
+
+def read_status(run_folder: Path, since: float) -> dict[str, Any] | None:
+    """`status.json` of the run folder, if it was written after `since` (seconds since the epoch) and is whole."""
+    path = run_folder / "status.json"
+    try:
+        status = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_mtime >= since else None
+    except (OSError, json.JSONDecodeError):
+        return None
+    return status if isinstance(status, dict) else None
+
+
+def outcome(code: int, run_folder: Path | None, since: float) -> int:
+    """The exit code of a job that another launcher ran: the run's own account if there is one, else the launcher's.
+
+    mpirun, srun and torchrun turn most failures into 1; `status.json` keeps the code that says what to do next.
+    """
+    status = read_status(run_folder, since) if run_folder else None
+    if code == 0 or status is None:
+        return exit_code(code)
+    told = status.get("exit_code")
+    if isinstance(told, int) and told != 0:
+        logger.error(
+            f"{run_folder}/status.json: {status.get('state')} at step {status.get('step')}: {status.get('reason')}"
+        )
+        return exit_code(told)
+    logger.error(f"{run_folder}/status.json: last sign of life at step {status.get('step')} ({status.get('state')})")
+    return exit_code(code)

@@ -1,0 +1,62 @@
+"""Which steps are saved, how much disk that takes, and where the run starts."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.cadence import save_steps
+from megatron.checkpoint.find import Start, decide_start, find_checkpoint
+from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """`bytes_each` is what one checkpoint takes, `free` what the file system of `save` has."""
+
+    steps: list[int]
+    kept: int
+    bytes_each: float
+    free: int | None
+
+
+def start(args: NeoXArgs, kind: str) -> Start | Path:
+    """Where training starts, or the checkpoint that eval and generate read. Raises `UserError` when it is not there."""
+    checkpoint = args.checkpoint
+    if kind == "train":
+        return decide_start(checkpoint.save, checkpoint.load, checkpoint.iteration, checkpoint.finetune)
+    if checkpoint.load is None:
+        raise UserError("load is not set: evaluation and generation need a checkpoint, e.g. load=checkpoints")
+    return find_checkpoint(checkpoint.load, checkpoint.iteration)
+
+
+def save_plan(args: NeoXArgs, parameters: int) -> SavePlan | None:
+    """The checkpoints of the whole run; None when `save` is not set.
+
+    One checkpoint holds the weights in the run's precision and, with optimizer state, fp32 masters and two moments.
+    """
+    checkpoint, steps = args.checkpoint, args.training.train_iters or 0
+    if checkpoint.save is None:
+        return None
+    saved = save_steps(
+        steps,
+        scale=checkpoint.checkpoint_scale,
+        factor=checkpoint.checkpoint_factor,
+        extra=checkpoint.extra_save_iters,
+    )
+    keep = checkpoint.keep_last_n_checkpoints
+    extra = len(set(checkpoint.extra_save_iters or ()) & set(saved[:-keep])) if keep and keep > 0 else 0
+    kept = min(len(saved), keep + extra) if keep and keep > 0 else len(saved)
+    weight = 4 if args.optimizer.precision == "fp32" else 2
+    each = parameters * (weight + (0 if checkpoint.no_save_optim else 12))
+    return SavePlan(saved, kept, each, _free(Path(checkpoint.save)))
+
+
+def _free(path: Path) -> int | None:
+    """Free bytes where `path` is or would be."""
+    for folder in (path, *path.absolute().parents):
+        if folder.is_dir():
+            return shutil.disk_usage(folder).free
+    return None

@@ -1,0 +1,62 @@
+"""The dry run: check what the real run would check, and tell what it would do. Starts no rank, allocates no tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.cluster.launch import Placement
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, check_trainable, derive
+from megatron.plan import sections
+from megatron.plan.checkpoints import save_plan, start
+from megatron.plan.data import epoch_samples, sources
+from megatron.plan.memory import estimate
+from megatron.plan.stages import stage_sizes, topology
+from megatron.tokenizer import build_tokenizer
+
+
+def plan(args: NeoXArgs, placement: Placement, user_script: str) -> str:
+    """The text of the dry run for a loaded config.
+
+    What is checked follows the script: `eval.py` and `generate.py` need a checkpoint, everything else is taken for
+    training and needs data. Raises the `UserError` that the real run would end with.
+    """
+    kind = Path(user_script).stem if Path(user_script).stem in ("eval", "generate") else "train"
+    args = derive(args, Facts(num_devices=placement.world_size))
+    if kind == "train":
+        check_trainable(args)
+    tokenizer = build_tokenizer(args.tokenizer)
+    vocab_size = tokenizer.vocab_size
+    passes = epoch_samples(args) if args.training.train_epochs is not None else None
+    args = derive(args, Facts(vocab_size, placement.world_size, epoch_samples=passes))
+    stages, held = stage_sizes(args, vocab_size)
+    memory = [
+        estimate(
+            args,
+            parameters=parameters,
+            stage=stage.stage,
+            blocks=sum(layer.name == "TransformerBlock" for layer in stage.layers),
+            padded_vocab_size=args.tokenizer.padded_vocab_size,
+        )
+        for stage, parameters in zip(stages, held, strict=True)
+    ]
+    begin = start(args, kind)
+    parts = [
+        sections.config(args),
+        sections.differences(args),
+        sections.ranks(topology(args), placement),
+        sections.model(args, tokenizer.describe(), vocab_size),
+        sections.stages(stages, held),
+        sections.memory(args, memory),
+    ]
+    if kind == "train":
+        saves = save_plan(args, sum(stage.parameters or 0 for stage in stages))
+        parts += [
+            sections.steps(args, vocab_size),
+            sections.data(sources(args, tokenizer)),
+            sections.checkpoints(begin, saves, args.checkpoint.save),
+        ]
+    else:
+        parts.append(sections.titled("checkpoint", [f"reads {begin}"]))
+    parts.append([f"Dry run: nothing was started. `python deepy.py {user_script} ...` would go on from here."])
+    return "\n\n".join("\n".join(part) for part in parts if part)

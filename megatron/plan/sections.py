@@ -1,0 +1,154 @@
+"""The sections of the dry run's text, each a list of lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.checkpoint.find import Start
+from megatron.cluster.launch import Placement
+from megatron.model.partition import StageRow
+from megatron.mpu.topology import Topology
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.arguments import all_keys
+from megatron.neox_arguments.coerce import thaw
+from megatron.neox_arguments.formulas import flops_per_token, neox_flops_per_token, parameter_count
+from megatron.plan.checkpoints import SavePlan
+from megatron.plan.data import Source
+from megatron.plan.memory import Memory
+from megatron.plan.text import count, shortened, size, table
+
+_MOST_RANKS = 32
+
+
+def titled(title: str, lines: Sequence[str]) -> list[str]:
+    """A section: its title, its lines indented."""
+    return [f"== {title}", *(f"  {line}".rstrip() for line in lines)]
+
+
+def config(args: NeoXArgs) -> list[str]:
+    """Every key that is not at its default, with where its value came from."""
+    rows = []
+    for name, info in all_keys().items():
+        value, source = args.get(name), args.source(name)
+        if source != "default" and (args.is_set(name) or value != info.default):
+            rows.append((name, _short(value), source))
+    return titled("config (keys that were set or derived)", table(("key", "value", "source"), rows))
+
+
+def _short(value: object) -> str:
+    text = json.dumps(thaw(value), ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def differences(args: NeoXArgs) -> list[str]:
+    """What is not as in GPT-NeoX for the keys this config uses, and what reading it brought up."""
+    lines = [
+        f"{name}: {info.differs}" for name, info in all_keys().items() if info.differs is not None and args.is_set(name)
+    ]
+    lines += args.notes
+    return titled("differences from GPT-NeoX and notes for this config", lines) if lines else []
+
+
+def ranks(topology: Topology, placement: Placement) -> list[str]:
+    """Every rank with its host and coordinates; of a large job the first and the last."""
+    hosts = [host for host, slots in placement.resources.items() for _ in slots]
+    world = topology.world_size
+    shown = [*range(world)] if world <= _MOST_RANKS else [*range(_MOST_RANKS // 2), *range(world - 4, world)]
+    rows: list[tuple[object, ...]] = []
+    for rank in shown:
+        if rows and rank != int(str(rows[-1][0])) + 1:
+            rows.append(("...", *[""] * (len(topology.axes) + 1)))
+            rows.append((rank, hosts[rank] if hosts else "(allocation)", *topology.coord(rank).values()))
+            continue
+        rows.append((rank, hosts[rank] if hosts else "(allocation)", *topology.coord(rank).values()))
+    shape = " x ".join(f"{name} {width}" for name, width in topology.axes.items())
+    lines = [placement.describe(), shape, *table(("rank", "host", *topology.axes), rows)]
+    return titled("ranks", lines)
+
+
+def model(args: NeoXArgs, tokenizer: str, vocab_size: int) -> list[str]:
+    """Shape, vocabulary and parameters."""
+    m, total = args.model, parameter_count(args.model, vocab_size)
+    kinds = {kind: m.attention_config.count(kind) for kind in dict.fromkeys(m.attention_config)}
+    rows = [
+        f"{m.num_layers} layers, width {m.hidden_size}, {m.num_attention_heads} heads of {m.head_dim} "
+        f"({m.num_kv_heads} key/value), feed-forward {m.ffn_width} {m.activation}, sequence {m.seq_length}",
+        f"norm {m.norm}, positions {m.pos_emb}, attention "
+        + ", ".join(f"{kind} x{times}" for kind, times in kinds.items()),
+        f"tokenizer {tokenizer}: {vocab_size} tokens, {args.tokenizer.padded_vocab_size} rows in memory",
+        f"parameters {total.total:,} ({count(total.total)}): blocks {total.layers:,}, embedding {total.embedding:,}, "
+        f"head {total.head:,}{'' if m.no_weight_tying else ' (tied)'}, final norm {total.final_norm:,}",
+    ]
+    return titled("model", rows)
+
+
+def stages(rows: Sequence[StageRow], held: Sequence[int]) -> list[str]:
+    """Layers and parameters of each pipeline stage."""
+    body = []
+    for row, local in zip(rows, held, strict=True):
+        names = [layer.name for layer in row.layers]
+        blocks = [layer.index - 2 for layer in row.layers if layer.name == "TransformerBlock"]
+        parts = [f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}"]
+        parts = (["embedding"] if "Embedding" in names else []) + parts + (["norm", "head"] if "Head" in names else [])
+        body.append((row.stage, len(blocks), f"{row.parameters:,}", f"{local:,}", " + ".join(parts)))
+    return titled("stages", table(("stage", "blocks", "parameters", "held per rank", "layers"), body))
+
+
+def memory(args: NeoXArgs, estimates: Sequence[Memory]) -> list[str]:
+    """The estimate per rank of each stage."""
+    body = [
+        (stage, size(m.weights), size(m.gradients), size(m.optimizer), size(m.activations), size(m.total))
+        for stage, m in enumerate(estimates)
+    ]
+    lines = table(("stage", "weights", "gradients", "optimizer", "activations", "sum"), body)
+    kind = f"{args.optimizer.precision}, ZeRO {args.optimizer.zero_stage}, {args.optimizer.optimizer_type}"
+    return titled(f"memory per rank, estimated ({kind}; formula: megatron/plan/memory.py)", lines)
+
+
+def steps(args: NeoXArgs, vocab_size: int) -> list[str]:
+    """Batch arithmetic, tokens, FLOPs, schedule."""
+    t, dp, seq = args.training, args.parallel.data_parallel_size, args.model.seq_length
+    tokens = t.train_batch_size * seq
+    iters = t.train_iters or 0
+    flops = flops_per_token(args.model, vocab_size) * tokens
+    neox = neox_flops_per_token(args.model, vocab_size, recompute=False) * tokens
+    recompute = args.model.checkpoint_policy == "full" or args.model.checkpoint_activations
+    s = args.schedule
+    return titled(
+        "steps",
+        [
+            f"train_batch_size {t.train_batch_size} = micro {t.train_micro_batch_size_per_gpu} x accumulation "
+            f"{t.gradient_accumulation_steps} x data parallel {dp}",
+            f"{tokens:,} tokens per step, {iters:,} steps, {count(tokens * iters)} tokens in all",
+            f"{flops:.3e} FLOPs per step (6 per parameter in a matrix product + full attention; by GPT-NeoX's formula "
+            f"{neox:.3e}{'; recomputation adds a third' if recompute else ''}), {flops * iters:.3e} in all",
+            f"learning rate {args.optimizer.lr:g} {s.lr_decay_style} to {s.min_lr:g} over {s.lr_decay_iters} steps, "
+            f"warm-up {s.warmup * (s.lr_decay_iters or 0):g} steps",
+        ],
+    )
+
+
+def data(found: Sequence[Source]) -> list[str]:
+    """Tokens and epochs per source."""
+    rows = [
+        (s.role, s.prefix, f"{s.documents:,}", f"{s.tokens:,}", f"{s.weight:.4g}", f"{s.samples:,}", f"{s.epochs:.3g}")
+        for s in found
+    ]
+    return titled("data", table(("role", "source", "documents", "tokens", "weight", "samples used", "epochs"), rows))
+
+
+def checkpoints(begin: Start | Path, saves: SavePlan | None, folder: str | None) -> list[str]:
+    """Where the run starts and which steps it saves."""
+    lines = [begin.message if isinstance(begin, Start) else f"reads {begin}"]
+    if saves is None:
+        lines.append("nothing is saved: `save` is not set")
+    else:
+        lines.append(f"saves to {folder} after steps {shortened(saves.steps)} ({len(saves.steps)} checkpoints)")
+        needed = saves.kept * saves.bytes_each
+        free = f"; {size(saves.free)} are free" if saves.free is not None else ""
+        lines.append(f"about {size(saves.bytes_each)} each, {saves.kept} kept: {size(needed)}{free}")
+        if saves.free is not None and saves.free < needed:
+            lines.append("WARNING: the disk is too small for that: set keep_last_n_checkpoints, or save elsewhere")
+    return titled("checkpoints", lines)
