@@ -1,0 +1,114 @@
+"""Bytes, SentencePiece and tiktoken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import UserError
+from megatron.tokenizer import build_tokenizer, create_tokenizer
+from tests.tokenizer.vocabularies import HOSTILE, byte_level, write_json, write_tiktoken
+
+pytestmark = pytest.mark.cpu
+
+
+def test_char_level_is_neox_s() -> None:
+    ours = create_tokenizer("CharLevelTokenizer")
+    assert (ours.vocab_size, ours.eod, ours.pad) == (512, 0, 1)
+    assert ours.tokenize("Aé\n") == [65, 0xC3, 0xA9, 10]
+    assert ours.detokenize([65, 0xC3, 0xA9, 10, 0, 1, 300]) == "Aé\n"
+    assert ours.files() == {}
+
+
+def test_bytes_have_258_ids_and_lose_nothing() -> None:
+    ours = create_tokenizer("bytes")
+    assert (ours.vocab_size, ours.eod, ours.pad) == (258, 256, 257)
+    assert ours.tokenize("\x00\x01é") == [0, 1, 0xC3, 0xA9]
+    for text in HOSTILE:
+        assert ours.detokenize([*ours.tokenize(text), ours.eod]) == text
+
+
+def test_tiktoken_gives_the_ids_of_the_same_vocabulary_as_tokenizer_json(tmp_path: Path) -> None:
+    special = {"<|endoftext|>": 264}
+    ours = create_tokenizer("TiktokenTokenizer", str(write_tiktoken(tmp_path / "tiny.tiktoken", special)))
+    same = byte_level(special=())
+    same.add_special_tokens(["<|endoftext|>"])
+    assert (ours.vocab_size, ours.eod, ours.pad) == (265, 264, None)
+    for text in HOSTILE:
+        assert ours.tokenize(text) == same.encode(text).ids
+        assert ours.detokenize(ours.tokenize(text)) == text
+    assert ours.detokenize([*ours.tokenize("a"), 9999]) == "a"
+    assert set(ours.files()) == {"tiny.tiktoken", "tiny.tiktoken.json"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocab", "said"),
+    [
+        ("TiktokenTokenizer", None, "vocab_file is not set.*cl100k_base"),
+        ("TiktokenTokenizer", "no_such_base", "neither a file nor an encoding"),
+        ("TiktokenTokenizer", "lonely.tiktoken", r"needs lonely\.tiktoken\.json beside it"),
+        ("SPMTokenizer", None, "vocab_file is not set"),
+        ("SPMTokenizer", "lonely.tiktoken", "is not a SentencePiece model"),
+        ("SPMTokenizer", "absent.model", "vocab_file: no such file"),
+    ],
+)
+def test_what_is_wrong_names_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, vocab: str | None, said: str
+) -> None:
+    (tmp_path / "lonely.tiktoken").write_text("YQ== 0\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=said):
+        create_tokenizer(kind, vocab)
+
+
+def train_pieces(folder: Path, **options: object) -> str:
+    """A tiny SentencePiece model."""
+    import sentencepiece
+
+    text = folder / "text.txt"
+    text.write_text("hello world, hello there\nthe world says hello again\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=40,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **options,
+    )
+    return str(folder / "tokenizer.model")
+
+
+@pytest.mark.parametrize(
+    ("options", "eod", "pad"),
+    [
+        ({}, 2, None),  # <unk> <s> </s>
+        ({"eos_id": 1, "bos_id": 2}, 1, None),
+        ({"eos_id": -1}, None, None),  # not the unknown id
+        ({"pad_id": 3}, 2, 3),
+        ({"user_defined_symbols": ["<|endoftext|>"]}, 3, None),
+    ],
+)
+def test_sentencepiece_eod_is_the_model_s_own(tmp_path: Path, options: dict, eod: int | None, pad: int | None) -> None:
+    import sentencepiece
+
+    path = train_pieces(tmp_path, **options)
+    ours = create_tokenizer("SPMTokenizer", str(tmp_path))  # the folder's tokenizer.model
+    model = sentencepiece.SentencePieceProcessor(model_file=path)
+    assert (ours.vocab_size, ours.eod, ours.pad) == (model.get_piece_size(), eod, pad)
+    assert ours.tokenize("hello there world") == model.encode("hello there world")
+    assert ours.tokenize_batch(["hello", "the world"]) == [model.encode("hello"), model.encode("the world")]
+    assert ours.detokenize([*ours.tokenize("hello there"), 5000]) == "hello there"
+    assert ours.files() == {"tokenizer.model": Path(path)}
+
+
+def test_build_tokenizer_reads_the_config_group(tmp_path: Path) -> None:
+    class Group:
+        tokenizer_type = "HFTokenizer"
+        vocab_file = str(write_json(tmp_path / "tokenizer.json"))
+        merge_file = None
+
+    assert build_tokenizer(Group()).vocab_size == 266
+    Group.tokenizer_type = "GPT2BPETokenizer"
+    with pytest.raises(UserError, match="merge_file is not set"):
+        build_tokenizer(Group())
