@@ -26,6 +26,8 @@ def open_input(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
     try:
         with path.open("rb") as raw:
+            if path.suffix in COMPRESSIONS and not path.stat().st_size:
+                raise EOFError("the file is empty, which no compressed file is")
             if path.suffix == ".zst":
                 zstandard = _zstandard(path)
                 errors = (*errors, zstandard.ZstdError)

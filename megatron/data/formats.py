@@ -90,12 +90,11 @@ def arrow(path: Path) -> Iterator[Chunk]:
     pyarrow = _pyarrow(path)
     try:
         with pyarrow.memory_map(str(path)) as source:
-            consumed, first = 0, 0
+            first = 0
             for batch in _record_batches(pyarrow, source):
                 for start in range(0, batch.num_rows, BATCH_ROWS):
-                    rows = batch.slice(start, BATCH_ROWS).to_pylist()
-                    yield RowChunk(str(path), first + start, rows, source.tell() - consumed)
-                    consumed = source.tell()
+                    part = batch.slice(start, BATCH_ROWS)
+                    yield RowChunk(str(path), first + start, part.to_pylist(), part.nbytes)
                 first += batch.num_rows
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"{path}: not an arrow IPC file: {error}") from error

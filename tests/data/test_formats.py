@@ -1,0 +1,211 @@
+"""Readers of text corpora."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.data import formats
+from megatron.data.chunks import Document, Fault
+from megatron.data.formats import find_inputs, read_chunks
+from megatron.errors import UserError
+
+pytestmark = pytest.mark.cpu
+
+ROWS = [{"text": f"document {i} " + "x" * (i * 7 % 50), "n": i} for i in range(1000)]
+TEXTS = [row["text"] for row in ROWS]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+
+
+def write_zst(path: Path, data: bytes) -> None:
+    import zstandard
+
+    half = len(data) // 2  # two frames, as appending makes them
+    path.write_bytes(b"".join(zstandard.ZstdCompressor().compress(part) for part in (data[:half], data[half:])))
+
+
+def write_parquet(path: Path, data: bytes) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=300)
+
+
+def write_arrow_file(path: Path, data: bytes) -> None:
+    import pyarrow as pa
+
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, pa.schema({"text": "str", "n": "int64"})) as writer:
+        writer.write_table(pa.Table.from_pylist(ROWS, schema=writer_schema()), max_chunksize=400)
+
+
+def write_arrow_stream(path: Path, data: bytes) -> None:
+    import datasets
+
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(path.parent / "saved"))
+    (path.parent / "saved" / "data-00000-of-00001.arrow").rename(path)
+
+
+def writer_schema() -> object:
+    import pyarrow as pa
+
+    return pa.schema({"text": "str", "n": "int64"})
+
+
+WRITERS: dict[str, Callable[[Path, bytes], None]] = {
+    "a.jsonl": lambda path, data: path.write_bytes(data) and None,
+    "a.ndjson": lambda path, data: path.write_bytes(data.rstrip(b"\n")) and None,
+    "b.json": lambda path, data: path.write_bytes(b"\xef\xbb\xbf" + data.replace(b"\n", b"\r\n")) and None,
+    "list.json": lambda path, data: path.write_text(json.dumps(ROWS, indent=1)) and None,
+    "a.jsonl.gz": lambda path, data: path.write_bytes(gzip.compress(data)) and None,
+    "a.jsonl.xz": lambda path, data: path.write_bytes(lzma.compress(data)) and None,
+    "a.jsonl.bz2": lambda path, data: path.write_bytes(bz2.compress(data)) and None,
+    "a.jsonl.zst": write_zst,
+    "a.parquet": write_parquet,
+    "file.arrow": write_arrow_file,
+    "stream.arrow": write_arrow_stream,
+}
+
+
+def documents(path: Path, keys: tuple[str, ...] = ("text",)) -> list[Document | Fault]:
+    """All documents, each chunk sent through pickle as to a worker."""
+    chunks = [pickle.loads(pickle.dumps(chunk)) for chunk in read_chunks(find_inputs([str(path)]))]
+    return [document for chunk in chunks for document in chunk.documents(keys)]
+
+
+def faults(path: Path) -> list[tuple[str, str]]:
+    return [(d.where.replace(f"{path}", path.name), d.reason) for d in documents(path) if isinstance(d, Fault)]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("block", [1 << 18, 700])
+def test_every_format_gives_the_same_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block: int
+) -> None:
+    monkeypatch.setattr(formats, "CHUNK_BYTES", block)
+    WRITERS[name](tmp_path / name, LINES)
+    found = documents(tmp_path / name)
+    assert [document.texts["text"] for document in found] == TEXTS
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_progress_adds_up_to_the_size_on_disk(tmp_path: Path, name: str) -> None:
+    WRITERS[name](tmp_path / name, LINES)
+    size = (tmp_path / name).stat().st_size
+    assert sum(chunk.nbytes for chunk in read_chunks([tmp_path / name])) == pytest.approx(size, rel=0.1)
+
+
+def test_places_are_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 64)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINES)
+    assert [document.where for document in documents(path)] == [f"{path}:{i}" for i in range(1, 1001)]
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes("\ufeffone\r\ntwo\n".encode())
+    with gzip.open(tmp_path / "c.txt.gz", "wt") as file:
+        file.write("three\n")
+    (tmp_path / "d.txt").write_bytes(b"\xff\xfe")
+    found = documents(tmp_path)
+    assert [d.texts["text"] for d in found[:2]] == ["one\ntwo\n", "three\n"]
+    assert isinstance(found[2], Fault)
+    assert "not UTF-8" in found[2].reason
+
+
+def test_a_line_longer_than_a_block_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 1000)
+    long = "y" * 100_000
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", long, "b", long)))
+    assert [d.texts["text"] for d in documents(path)] == ["a", long, "b", long]
+
+
+def test_faults_name_line_and_reason(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good"}\n{"txt": "x"}\n{"text": 3}\n{"text": null}\n["text"]\n{"text": \n\xff\n')
+    assert [(where, reason[:30]) for where, reason in faults(path)] == [
+        ("a.jsonl:2", "no key 'text'. Did you mean 't"),
+        ("a.jsonl:3", "key 'text' holds a number, not"),
+        ("a.jsonl:4", "key 'text' holds null, not a s"),
+        ("a.jsonl:5", "expected an object with keys, "),
+        ("a.jsonl:6", "not valid JSON: Expecting valu"),
+        ("a.jsonl:7", "not valid JSON: 'utf-8' codec "),
+    ]
+
+
+def test_blank_lines_are_empty_documents(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('\n  \n{"text": "a"}\n\n')
+    assert [d.texts["text"] for d in documents(path)] == ["", "", "a", ""]
+
+
+def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud83d b"}\n{"text": "\\ud83d\\ude00"}\n')
+    assert [d.texts["text"] for d in documents(path)] == ["a\ufffd b", "😀"]
+
+
+def test_several_keys_each_have_their_own_text(tmp_path: Path) -> None:
+    rows = [{"q": "one?", "a": "two."}, {"q": "three?", "a": "four."}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [dict(d.texts) for d in documents(path, ("a", "q"))] == rows
+
+
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", b"")
+    with pytest.raises(UserError, match=r"a\.parquet: no column 'txt'\. Did you mean 'text'\? It has: text, n"):
+        documents(tmp_path / "a.parquet", ("txt",))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz", "a.jsonl.bz2", "a.jsonl.zst", "a.parquet", "file.arrow"])
+@pytest.mark.parametrize("damage", ["short", "foreign", "empty"])
+def test_damaged_files_are_errors_not_less_data(tmp_path: Path, name: str, damage: str) -> None:
+    path = tmp_path / name
+    WRITERS[name](path, LINES)
+    whole = path.read_bytes()
+    path.write_bytes({"short": whole[: len(whole) * 2 // 3], "foreign": b"not at all" * 30, "empty": b""}[damage])
+    with pytest.raises(UserError, match=name):
+        documents(path)
+
+
+def test_inputs_are_lists_globs_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("b.jsonl", "a.jsonl", "c.txt", "sub/z.jsonl.zst", "sub/notes.md", "odd,name.txt"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("")
+
+    def names(*inputs: str) -> list[str]:
+        return [str(path.relative_to(tmp_path) if path.is_absolute() else path) for path in find_inputs(inputs)]
+
+    assert names("b.jsonl,a.jsonl") == ["b.jsonl", "a.jsonl"]
+    assert names("b.jsonl", "*.jsonl") == ["b.jsonl", "a.jsonl", "b.jsonl"]
+    assert names("sub") == ["sub/z.jsonl.zst"]
+    assert names("odd,name.txt") == ["odd,name.txt"]
+    assert names("**/*.zst", "a.jsonl,") == ["sub/z.jsonl.zst", "a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("absent.jsonl", "absent.jsonl: no such file"),
+        ("*.parquet", r"no match"),
+        ("notes.md", r"notes\.md: unknown kind of file\. Known: \.jsonl"),
+        ("notes.md.gz", "unknown kind of file"),
+        ("empty", "no file of a known kind"),
+    ],
+)
+def test_inputs_that_stand_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    for name in ("notes.md", "notes.md.gz"):
+        Path(name).write_text("x")
+    with pytest.raises(UserError, match=said):
+        find_inputs([given])
