@@ -1,0 +1,109 @@
+"""From samples to the arrays of a step: inputs, targets, loss mask, positions, document numbers.
+
+Shapes: b micro-batch, s sequence, gas micro-batches of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.data.sample import Sample
+from megatron.errors import UserError
+
+
+@dataclass(frozen=True)
+class CollateRules:
+    """What is done to every sample.
+
+    Attributes:
+        seq_length: s; a sample has s + 1 tokens.
+        eod: id of the end-of-document token, needed by the two below.
+        eod_mask_loss: no loss where the *input* token is end-of-document, as in GPT-NeoX: such a position would have
+            to guess how the next document begins.
+        intra_document_masking: positions restart and document numbers grow at each document.
+        vocab_size: when given, an id outside `[0, vocab_size)` is an error here and not deep in the model.
+    """
+
+    seq_length: int
+    eod: int | None = None
+    eod_mask_loss: bool = False
+    intra_document_masking: bool = False
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.eod_mask_loss and self.eod is None:
+            raise UserError("eod_mask_loss needs a tokenizer with an end-of-document token.")
+
+
+@dataclass
+class StepArrays:
+    """The arrays of one rank and step, all `[gas, b, s]`: int64, but for the float32 `mask`."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    mask: np.ndarray
+    positions: np.ndarray
+    doc_ids: np.ndarray | None
+
+
+def allocate(rules: CollateRules, gas: int, micro_batch: int) -> StepArrays:
+    """Arrays for `fill`: nothing masked, positions counting through."""
+    shape = (gas, micro_batch, rules.seq_length)
+    return StepArrays(
+        tokens=np.empty(shape, np.int64),
+        targets=np.empty(shape, np.int64),
+        mask=np.ones(shape, np.float32),
+        positions=np.broadcast_to(np.arange(rules.seq_length, dtype=np.int64), shape).copy(),
+        doc_ids=np.zeros(shape, np.int64) if rules.intra_document_masking else None,
+    )
+
+
+def fill(arrays: StepArrays, micro: int, row: int, sample: Sample, rules: CollateRules) -> None:
+    """Write one sample into row `row` of micro-batch `micro`."""
+    at = (micro, row)
+    if len(sample.tokens) != rules.seq_length + 1:
+        raise ValueError(f"a sample of {len(sample.tokens)} tokens, expected seq_length + 1 = {rules.seq_length + 1}")
+    inputs = sample.tokens[:-1]
+    arrays.tokens[at], arrays.targets[at] = inputs, sample.tokens[1:]
+    if rules.vocab_size is not None:
+        _check_range(sample.tokens, rules.vocab_size)
+    if sample.labels is not None:
+        # Labels move with the targets: the label of the token that is predicted decides.
+        labels = sample.labels[1:]
+        arrays.mask[at] = labels >= 0
+        arrays.targets[at] = np.maximum(labels, 0)
+    if rules.eod_mask_loss:
+        arrays.mask[at][inputs == rules.eod] = 0
+    if rules.intra_document_masking:
+        begins = document_begins(sample, rules.eod)
+        counter = np.arange(rules.seq_length)
+        arrays.doc_ids[at] = np.cumsum(begins) - 1
+        arrays.positions[at] = counter - np.maximum.accumulate(np.where(begins, counter, 0))
+
+
+def document_begins(sample: Sample, eod: int | None) -> np.ndarray:
+    """bool `[s]`: which inputs are the first of a document (or of the sample).
+
+    The dataset's own borders count, so data without end-of-document tokens works. In plain text the token after an
+    end-of-document begins a document as well, for data whose items hold several. Not where there are labels: chat
+    templates end every turn with that token, and the turns of a chat belong together.
+    """
+    inputs = sample.tokens[:-1]
+    begins = np.zeros(len(inputs), dtype=bool)
+    begins[:1] = True
+    if sample.starts is not None:
+        begins[sample.starts[sample.starts < len(inputs)]] = True
+    if eod is not None and (sample.labels is None or sample.starts is None):
+        begins[1:] |= inputs[:-1] == eod
+    return begins
+
+
+def _check_range(tokens: np.ndarray, vocab_size: int) -> None:
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise UserError(
+            f"the data holds token id {high if high >= vocab_size else low}, but the vocabulary has {vocab_size} "
+            "entries: the data was made with another tokenizer."
+        )

@@ -1,0 +1,270 @@
+"""The loader: a step depends on nothing but the samples consumed before it, and holds what the rules say."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data.collate import CollateRules
+from megatron.data.indexed import IndexedDataset
+from megatron.data.loader import StepLoader
+from megatron.data.mixture import Mixture
+from megatron.data.packed import PackedDataset, plan_segments
+from megatron.data.sample import Sample
+from megatron.errors import UserError
+from tests.data.corpus import write
+
+pytestmark = pytest.mark.cpu
+
+RULES = CollateRules(seq_length=4)
+EOD = 0
+
+
+class Seq:
+    """Sample i is the number i, over and over."""
+
+    def __init__(self, length: int = 64, slow: float = 0.0) -> None:
+        self.length, self.slow = length, slow
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Sample:
+        assert 0 <= index < self.length
+        time.sleep(self.slow * (index % 3))
+        return Sample(np.full(5, index))
+
+
+class One:
+    """A dataset of one given sample."""
+
+    def __init__(self, *tokens: int, starts: list[int] | None = None, labels: list[int] | None = None) -> None:
+        self.sample = Sample(
+            np.asarray(tokens),
+            None if starts is None else np.asarray(starts, dtype=np.int64),
+            None if labels is None else np.asarray(labels),
+        )
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.sample
+
+
+def only(dataset: One, **rules: object) -> object:
+    """The single step of a dataset of one sample, as the rules make it."""
+    loader = StepLoader(dataset, micro_batch=1, gas=1, rules=CollateRules(len(dataset.sample.tokens) - 1, **rules))
+    (batch,) = loader.steps()
+    return batch
+
+
+def numbers(batch: object) -> list[list[int]]:
+    return batch.tokens[..., 0].tolist()
+
+
+def global_batches(dataset: object, consumed: int, steps: int, *, micro: int, gas: int, dp: int, workers: int = 0):
+    """The samples of each step, put together from all ranks in the order of the global batch."""
+    loaders = [
+        StepLoader(dataset, micro_batch=micro, gas=gas, rules=RULES, dp_rank=r, dp_size=dp, num_workers=workers)
+        for r in range(dp)
+    ]
+    iterators = [loader.steps(consumed) for loader in loaders]
+    for _ in range(steps):
+        batches = [next(iterator) for iterator in iterators]
+        assert len({(batch.step, batch.consumed) for batch in batches}) == 1
+        yield torch.cat([torch.stack([batch.tokens[m] for batch in batches]).flatten(0, 1) for m in range(gas)])
+
+
+def test_ranks_take_slices_of_each_micro_batch() -> None:
+    def rank(r: int) -> list[list[int]]:
+        loader = StepLoader(Seq(), micro_batch=2, gas=2, rules=RULES, dp_rank=r, dp_size=3)
+        return numbers(next(loader.steps(12)))
+
+    assert rank(0) == [[12, 13], [18, 19]]
+    assert rank(1) == [[14, 15], [20, 21]]
+    assert rank(2) == [[16, 17], [22, 23]]
+
+
+def test_resume_with_accumulation() -> None:
+    """Micro 1, gas 4: after three steps the next micro-batch is sample 12."""
+    loader = StepLoader(Seq(), micro_batch=1, gas=4, rules=RULES)
+    straight = loader.steps(0)
+    for _ in range(3):
+        next(straight)
+    resumed = next(loader.steps(12))
+    assert numbers(resumed) == numbers(next(straight)) == [[12], [13], [14], [15]]
+    assert (resumed.step, resumed.consumed) == (3, 12)
+    assert next(loader.steps(12, step=7)).step == 7
+
+
+def test_resume_at_another_layout_and_batch() -> None:
+    before = list(global_batches(Seq(), 0, 3, micro=1, gas=2, dp=4))
+    assert before[-1][:, 0].tolist() == list(range(16, 24))
+    (after,) = global_batches(Seq(), 24, 1, micro=1, gas=4, dp=2)
+    assert after[:, 0].tolist() == list(range(24, 32))
+    (larger,) = global_batches(Seq(), 24, 1, micro=2, gas=4, dp=2)
+    assert larger[:, 0].tolist() == list(range(24, 40))
+
+
+def corpus(folder: Path) -> Mixture:
+    rng = np.random.RandomState(3)
+    sources = []
+    for name in "ab":
+        documents = [rng.randint(1, 500, rng.randint(1, 30)).tolist() for _ in range(40)]
+        data = IndexedDataset(write(folder / name, documents))
+        sources.append(PackedDataset(data, seq_length=4, segments=plan_segments(data.num_tokens, 4, 60, 5)))
+    return Mixture(sources, [0.7, 0.3], 64)
+
+
+@pytest.mark.parametrize(
+    ("micro", "gas", "dp", "workers"),
+    [(8, 1, 1, 0), (1, 8, 1, 2), (1, 1, 8, 1), (2, 2, 2, 3), (4, 1, 2, 0), (1, 2, 4, 2)],
+)
+def test_the_stream_does_not_depend_on_the_layout(tmp_path: Path, micro: int, gas: int, dp: int, workers: int) -> None:
+    dataset = corpus(tmp_path)
+    expected = torch.from_numpy(np.stack([dataset[i].tokens[:-1] for i in range(64)])).view(8, 8, 4)
+    found = list(global_batches(dataset, 0, 8, micro=micro, gas=gas, dp=dp, workers=workers))
+    assert torch.equal(torch.stack(found), expected)
+    (later,) = global_batches(dataset, 40, 1, micro=micro, gas=gas, dp=dp, workers=workers)
+    assert torch.equal(later, expected[5])
+
+
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_order_with_uneven_workers(workers: int) -> None:
+    loader = StepLoader(Seq(slow=0.002), micro_batch=1, gas=1, rules=RULES, num_workers=workers)
+    assert [numbers(batch)[0][0] for batch in loader.steps(3)] == list(range(3, 64))
+
+
+def test_incomplete_tail_is_dropped() -> None:
+    loader = StepLoader(Seq(10), micro_batch=4, gas=1, rules=RULES)
+    assert loader.num_steps() == 2
+    assert [batch.consumed for batch in loader.steps()] == [0, 4]
+    assert list(loader.steps(8)) == []
+    assert list(loader.steps(100)) == []
+
+
+def test_a_failing_worker_is_raised_in_the_loop() -> None:
+    class Broken(Seq):
+        def __getitem__(self, index: int) -> Sample:
+            if index == 5:
+                raise OSError("disk gone")
+            return super().__getitem__(index)
+
+    loader = StepLoader(Broken(), micro_batch=1, gas=1, rules=RULES, num_workers=2)
+    seen = []
+    with pytest.raises(OSError, match="disk gone"):
+        for batch in loader.steps():
+            seen.append(batch.consumed)
+    assert seen == [0, 1, 2, 3, 4]
+
+
+def test_workers_end_with_the_iterator_and_run_a_bounded_way_ahead() -> None:
+    class Counting(Seq):
+        reads = 0
+
+        def __getitem__(self, index: int) -> Sample:
+            Counting.reads += 1
+            return super().__getitem__(index)
+
+    def workers() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+
+    deadline = time.monotonic() + 10
+    while workers() and time.monotonic() < deadline:  # those of other tests
+        time.sleep(0.01)
+    steps = StepLoader(Counting(), micro_batch=1, gas=1, rules=RULES, num_workers=2).steps()
+    next(steps)
+    assert workers()
+    time.sleep(0.1)
+    assert Counting.reads <= 4
+    steps.close()
+    while workers() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not workers()
+
+
+def test_arrays_of_a_step() -> None:
+    batch = only(One(1, 2, 3, 4, 5))
+    assert batch.tokens.tolist() == [[[1, 2, 3, 4]]]
+    assert batch.targets.tolist() == [[[2, 3, 4, 5]]]
+    assert batch.mask.tolist() == [[[1.0, 1.0, 1.0, 1.0]]]
+    assert batch.positions.tolist() == [[[0, 1, 2, 3]]]
+    assert batch.doc_ids is None
+    assert (batch.tokens.dtype, batch.mask.dtype, batch.positions.dtype) == (torch.int64, torch.float32, torch.int64)
+    assert batch.tokens.is_contiguous()
+    assert batch.positions.is_contiguous()
+
+
+def test_labels_move_with_the_targets() -> None:
+    """Prompt "ab", answer "cd": exactly two trained positions, with targets c and d."""
+    batch = only(One(1, 2, 3, 4, 9, starts=[0], labels=[-100, -100, 3, 4, -100]))
+    assert batch.mask.tolist() == [[[0.0, 1.0, 1.0, 0.0]]]
+    assert batch.targets[batch.mask > 0].tolist() == [3, 4]
+
+
+def test_eod_mask_loss_looks_at_the_input() -> None:
+    batch = only(One(1, EOD, 2, 3, EOD), eod=EOD, eod_mask_loss=True)
+    assert batch.mask.tolist() == [[[1.0, 0.0, 1.0, 1.0]]]
+    with pytest.raises(UserError, match="eod_mask_loss"):
+        CollateRules(4, eod_mask_loss=True)
+
+
+def test_positions_restart_at_documents() -> None:
+    """[A A A eod B B B]: B's positions begin at 0, and eod still belongs to A."""
+    batch = only(One(5, 5, 5, EOD, 6, 6, 6, 6), eod=EOD, intra_document_masking=True)
+    assert batch.positions.tolist() == [[[0, 1, 2, 3, 0, 1, 2]]]
+    assert batch.doc_ids.tolist() == [[[0, 0, 0, 0, 1, 1, 1]]]
+    assert batch.mask.tolist() == [[[1.0] * 7]]
+
+
+def test_borders_of_the_dataset_count_without_eod() -> None:
+    batch = only(One(5, 5, 6, 6, 7, starts=[2, 4]), intra_document_masking=True)
+    assert batch.doc_ids.tolist() == [[[0, 0, 1, 1]]]
+    assert batch.positions.tolist() == [[[0, 1, 0, 1]]]
+
+
+def test_turns_of_a_labelled_chat_stay_together() -> None:
+    chat = One(5, EOD, 6, EOD, 7, EOD, 8, starts=[4], labels=[-100] * 7)
+    batch = only(chat, eod=EOD, intra_document_masking=True)
+    assert batch.doc_ids.tolist() == [[[0, 0, 0, 0, 1, 1]]]
+
+
+def test_packed_documents_get_their_own_numbers(tmp_path: Path) -> None:
+    """Against the stream itself: a new document number exactly where an item begins."""
+    documents = [[10 * d + i for i in range(1, 1 + size)] for d, size in enumerate([3, 5, 2, 4], start=1)]
+    data = IndexedDataset(write(tmp_path / "x", documents))
+    dataset = PackedDataset(data, seq_length=6, segments=plan_segments(14, 6, 8, 1))
+    rules = CollateRules(6, intra_document_masking=True)
+    for batch in StepLoader(dataset, micro_batch=1, gas=1, rules=rules).steps():
+        tokens, ids, positions = (x[0, 0].tolist() for x in (batch.tokens, batch.doc_ids, batch.positions))
+        for i in range(1, 6):
+            begins = tokens[i] % 10 == 1
+            assert ids[i] == ids[i - 1] + begins
+            assert positions[i] == (0 if begins else positions[i - 1] + 1)
+
+
+def test_ids_beyond_the_vocabulary() -> None:
+    with pytest.raises(UserError, match=r"id 9.*vocabulary has 9"):
+        only(One(1, 2, 9), vocab_size=9)
+    assert only(One(1, 2, 9), vocab_size=10).tokens.tolist() == [[[1, 2]]]
+    with pytest.raises(UserError, match="id -3"):
+        only(One(1, -3, 2), vocab_size=10)
+
+
+def test_a_sample_of_the_wrong_length() -> None:
+    loader = StepLoader(One(1, 2, 3), micro_batch=1, gas=1, rules=RULES)
+    with pytest.raises(ValueError, match=r"3 tokens, expected seq_length \+ 1 = 5"):
+        next(loader.steps())
+
+
+def test_moving_a_batch() -> None:
+    batch = only(One(1, 2, 3), eod=EOD, intra_document_masking=True)
+    moved = batch.to("meta")
+    assert moved.tokens.device.type == moved.doc_ids.device.type == "meta"
+    assert (moved.step, moved.consumed) == (batch.step, batch.consumed)
