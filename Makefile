@@ -36,8 +36,9 @@ $(STAMP): requirements/requirements.txt requirements/requirements-dev.txt requir
 	@if [ -z "$(TORCH_INDEX)" ] && ! command -v nvidia-smi >/dev/null && ! $(PY) -c 'import torch' 2>/dev/null; then \
 	    echo "note: no GPU found. Where pip would fetch a CUDA build of torch, TORCH_INDEX=https://download.pytorch.org/whl/cpu gets a far smaller one."; \
 	fi
-	$(PIP) -q -r requirements/requirements.txt -r requirements/requirements-dev.txt
-	$(PIP) -q --no-build-isolation --no-deps -e .
+	@echo "installing into $(VENV): takes a few minutes the first time"
+	@$(PIP) -qq -r requirements/requirements.txt -r requirements/requirements-dev.txt
+	@$(PIP) -qq --no-build-isolation --no-deps -e .
 	@touch $@
 
 demo: $(STAMP) ## data, 3D-parallel training, resume, generation, export to Hugging Face, on this machine's CPU
