@@ -9,18 +9,19 @@ import sys
 from megatron import log
 from megatron.cluster.command_line import parse_launcher_command_line
 from megatron.cluster.launch import launch, place
-from megatron.errors import run_cli
+from megatron.errors import UserError, run_cli
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.load import load
 
 
 def main() -> int:
-    """Parse, check, then explain, plan or launch. Imports neither torch nor deepspeed."""
+    """Parse, check, then explain, plan or launch. Imports neither torch nor deepspeed: this has to be quick."""
     log.configure(level=os.environ.get("LOGLEVEL", "INFO"))
     line = parse_launcher_command_line(sys.argv[1:])
     args = load(line.paths, line.overrides)
     if line.explain:
-        print("\n".join(args.explain(key) for key in line.explain))
+        print("\n".join(explain(args, key) for key in line.explain))
         return 0
     placement = place(args, os.environ)
     if line.dry_run:
@@ -30,6 +31,14 @@ def main() -> int:
         return 0
     derive(args, Facts(num_devices=placement.world_size))  # what is wrong with the config shows before anything starts
     return launch(line.user_script, args, placement, os.environ)
+
+
+def explain(args: NeoXArgs, key: str) -> str:
+    """What `--explain KEY` prints: with derived values, or for a config that is not complete with what is there."""
+    try:
+        return derive(args, Facts(num_devices=place(args, os.environ).world_size)).explain(key)
+    except UserError as error:
+        return f"{args.explain(key)}\n  (the config is not complete: {error})"
 
 
 if __name__ == "__main__":

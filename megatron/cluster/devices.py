@@ -61,6 +61,8 @@ def free_port() -> int:
 
 def check_port(port: int) -> None:
     """Raise `UserError` if `port` cannot be listened on here."""
+    if not 0 < port < 65536:
+        raise UserError(f"master_port={port} is not a port number (1 to 65535): leave it unset to get a free one")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

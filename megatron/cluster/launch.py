@@ -25,7 +25,7 @@ from megatron.cluster.launchers import (
     parse_environment_file,
 )
 from megatron.cluster.local import LocalJob, run_local
-from megatron.cluster.node import node_job
+from megatron.cluster.node import node_job, with_library_on_path
 from megatron.cluster.outcome import outcome
 from megatron.errors import UserError
 from megatron.log import get_logger
@@ -160,7 +160,7 @@ def _multi_node_job(
         path = folder / ".deepspeed_env"
         if path.is_file():
             extra.update(parse_environment_file(path.read_text(encoding="utf-8"), str(path)))
-    exports, kept_back = exported(env, extra)
+    exports, kept_back = exported(with_library_on_path(env), extra)
     if kept_back and placement.launcher != "slurm":
         logger.warning(
             f"not put on the command line for other hosts, where everybody can read it: {', '.join(kept_back)}. "

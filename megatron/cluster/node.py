@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron import log
@@ -62,11 +62,12 @@ def node_job(
     sizes = [len(slots) for slots in resources.values()]
     slots = list(resources.values())[node_rank]
     first, world = sum(sizes[:node_rank]), sum(sizes)
-    gpus, cores = count_gpus(os.environ), count_cores()
+    base = with_library_on_path(os.environ)
+    gpus, cores = count_gpus(base), count_cores()
     picked = slots if slots != list(range(len(slots))) else None
     environments = [
         rank_environment(
-            os.environ,
+            base,
             rank=first + local_rank,
             local_rank=local_rank,
             world_size=world,
@@ -82,6 +83,13 @@ def node_job(
     return LocalJob(
         command, environments, first_rank=first, world_size=world, log_folder=log_folder, launcher_fd=launcher_fd
     )
+
+
+def with_library_on_path(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` with this library's folder at the end of PYTHONPATH, so that scripts may lie anywhere."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    return {**env, "PYTHONPATH": os.pathsep.join([*paths, root] if root not in paths else paths)}
 
 
 if __name__ == "__main__":

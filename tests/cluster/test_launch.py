@@ -1,0 +1,208 @@
+"""How many ranks go where, and launchers on several hosts with stand-ins for pdsh, srun and mpirun."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.cluster import launch as launching
+from megatron.cluster.launch import Placement, place
+from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.load import load
+
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = """
+num_layers: 4
+hidden_size: 16
+num_attention_heads: 2
+seq_length: 8
+train_micro_batch_size_per_gpu: 1
+train_iters: 2
+tokenizer_type: CharLevelTokenizer
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "count_gpus", lambda env: int(env.get("GPUS", "0")))
+
+
+def args(folder: Path, *overrides: str) -> NeoXArgs:
+    (folder / "run.yml").write_text(CONFIG)
+    return load([str(folder / "run.yml")], list(overrides))
+
+
+def placed(folder: Path, *overrides: str, **env: str) -> Placement:
+    return place(args(folder, *overrides), env, default_hostfile=str(folder / "no such file"))
+
+
+def hosts(folder: Path, text: str) -> str:
+    (folder / "hosts").write_text(text)
+    return f"hostfile={folder / 'hosts'}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "env", "ranks"),
+    [
+        ((), {}, 1),
+        (("model_parallel_size=2", "pipe_parallel_size=2"), {}, 4),
+        (("model_parallel_size=2", "num_gpus=6"), {}, 6),
+        (("global_num_gpus=3",), {}, 3),
+        ((), {"GPUS": "8"}, 8),
+        (("num_gpus=2",), {"GPUS": "8"}, 2),
+        (("launcher=slurm", "deepspeed_slurm=true"), {}, 1),
+        (("include=localhost:1,3",), {"GPUS": "4"}, 2),
+    ],
+)
+def test_ranks_on_this_machine(tmp_path: Path, overrides: tuple[str, ...], env: dict[str, str], ranks: int) -> None:
+    placement = placed(tmp_path, *overrides, **env)
+    assert placement.launcher is None and placement.world_size == ranks
+
+
+def test_hostfile_decides_hosts_and_the_launcher_key_who_starts_them(tmp_path: Path) -> None:
+    hostfile = hosts(tmp_path, "a slots=4\nb slots=4\n")
+    placement = placed(tmp_path, hostfile)
+    assert (placement.launcher, placement.world_size, placement.hosts) == ("pdsh", 8, ("a", "b"))
+    placement = placed(tmp_path, hostfile, "launcher=slurm", "include=b:0,2")
+    assert (placement.launcher, placement.resources) == ("slurm", {"b": [0, 2]})
+    assert placed(tmp_path, hostfile, "num_nodes=1").launcher is None  # one host, pdsh: we start the ranks
+    assert placed(tmp_path, hostfile, "num_nodes=1", "force_multi=true").launcher == "pdsh"
+    assert placed(tmp_path, DLTS_HOSTFILE=str(tmp_path / "hosts")).world_size == 8
+
+
+def test_inside_a_slurm_job_the_allocation_is_used(tmp_path: Path) -> None:
+    env = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4"}
+    placement = placed(tmp_path, "launcher=slurm", **env)
+    assert (placement.launcher, placement.world_size, placement.hosts) == ("slurm", 8, ("n1", "n2"))
+    assert placed(tmp_path, **env).launcher is None  # launcher: pdsh without hosts is this node
+
+
+def test_what_cannot_be_placed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="num_nodes=2 needs to know the hosts"):
+        placed(tmp_path, "num_nodes=2")
+    with pytest.raises(UserError, match="global_num_gpus=5"):
+        placed(tmp_path, hosts(tmp_path, "a slots=4\nb slots=4\n"), "global_num_gpus=5")
+    with pytest.raises(UserError, match="no such file"):
+        placed(tmp_path, "hostfile=/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("env", "tool"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2"}, "torchrun"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun"),
+        ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "srun"),
+    ],
+)
+def test_started_once_per_rank_by_another_launcher_it_refuses(tmp_path: Path, env: dict[str, str], tool: str) -> None:
+    run = args(tmp_path)
+    with pytest.raises(UserError, match=f"started by {tool}"):
+        launching.launch("train.py", run, Placement({"localhost": [0]}, 1), env)
+
+
+# --- the whole way, with stand-ins for the tools that reach other hosts ---
+
+RANKS = """
+import hashlib, json, os, sys
+from megatron.neox_arguments import NeoXArgs
+rank = next(os.environ[k] for k in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if k in os.environ)
+config = NeoXArgs.read_resolved(sys.argv[2])
+keys = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_TEST", "FROM_FILE", "WANDB_API_KEY")
+record = {"rank": int(rank), "iters": config.training.train_iters, **{k: os.environ.get(k) for k in keys}}
+print(json.dumps(record))
+if os.environ.get("NCCL_FAIL") == rank: sys.exit(4)
+"""
+
+# pdsh runs the remote command once per host; this one uses the local shell and leaves HOSTS' environment bare.
+PDSH = """#!/usr/bin/env python3
+import os, subprocess, sys
+hosts, command = sys.argv[sys.argv.index("-w") + 1].split(","), sys.argv[-1]
+assert os.environ["PDSH_RCMD_TYPE"] == "ssh"
+bare = {k: os.environ[k] for k in ("PATH", "HOME")}
+runs = [subprocess.Popen(["sh", "-c", command.replace("%n", str(n))], env=bare, cwd="/") for n in range(len(hosts))]
+sys.exit(max(run.wait() for run in runs))
+"""
+# srun and mpirun start every rank; options before the program are skipped, their number of tasks is not.
+STARTER = """#!/usr/bin/env python3
+import os, subprocess, sys
+name = os.path.basename(sys.argv[0])
+rank, extra = ("SLURM_PROCID", {}) if name == "srun" else ("OMPI_COMM_WORLD_RANK", {})
+for i, word in enumerate(sys.argv):
+    if word == "-x": extra.update([sys.argv[i + 1].split("=", 1)])
+program = sys.argv[sys.argv.index(PYTHON):]
+count = int(sys.argv[sys.argv.index("-n") + 1])
+runs = [subprocess.Popen(program, env={**os.environ, **extra, rank: str(r)}) for r in range(count)]
+codes = [run.wait() for run in runs]
+sys.exit(1 if any(codes) else 0)
+"""
+
+
+def start(folder: Path, *overrides: str, more: str = "", **env: str) -> tuple[int, list[dict], str]:
+    """deepy.py with two made-up hosts; what the ranks reported, by rank."""
+    (folder / "bin").mkdir(exist_ok=True)
+    tools = {"pdsh": PDSH, "srun": STARTER, "mpirun": STARTER}
+    for name, text in tools.items():
+        path = folder / "bin" / name
+        path.write_text(text.replace("PYTHON", repr(sys.executable)))
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    (folder / "ranks.py").write_text(RANKS + more)
+    (folder / "run.yml").write_text(CONFIG)
+    (folder / ".deepspeed_env").write_text("FROM_FILE=a b\n")
+    drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    base = {k: v for k, v in os.environ.items() if k not in drop and not k.startswith(("SLURM", "OMPI"))}
+    base |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "NCCL_TEST": "x", "WANDB_API_KEY": "secret", "HOME": "/"}
+    command = [sys.executable, str(ROOT / "deepy.py"), "ranks.py", "run", hosts(folder, "h0 slots=2\nh1 slots=1\n")]
+    command += ["master_addr=127.0.0.1", *overrides]
+    done = subprocess.run(command, cwd=folder, env=base | env, capture_output=True, text=True, timeout=60, check=False)
+    text = done.stdout + done.stderr
+    records = [json.loads(line[line.index("{") :]) for line in text.splitlines() if '{"rank"' in line]
+    return done.returncode, sorted(records, key=lambda record: record["rank"]), text
+
+
+def test_pdsh_reaches_every_rank_with_config_and_variables_by_value(tmp_path: Path) -> None:
+    rc, records, text = start(tmp_path, "train_iters=7")
+    assert rc == 0, text
+    assert [record["rank"] for record in records] == [0, 1, 2]
+    assert [record["LOCAL_RANK"] for record in records] == ["0", "1", "0"]
+    for record in records:
+        assert record["iters"] == 7 and record["WORLD_SIZE"] == "3" and record["MASTER_ADDR"] == "127.0.0.1"
+        assert record["NCCL_TEST"] == "x" and record["FROM_FILE"] == "a b" and record["WANDB_API_KEY"] is None
+    assert "WANDB_API_KEY" in text and "secret" not in text  # it is said that the key was kept back
+
+
+def test_pdsh_ends_with_the_code_of_the_failing_rank(tmp_path: Path) -> None:
+    rc, _, text = start(tmp_path, NCCL_FAIL="2")
+    assert rc == 4 and "rank 2 of 3 failed: exit code 4" in text
+
+
+@pytest.mark.parametrize(("launcher", "caps"), [("openmpi", ()), ("slurm", ("num_gpus=1",))])
+def test_launchers_that_start_every_rank_themselves(tmp_path: Path, launcher: str, caps: tuple[str, ...]) -> None:
+    rc, records, text = start(tmp_path, f"launcher={launcher}", "train_iters=7", *caps)
+    assert rc == 0, text
+    assert [record["rank"] for record in records] == list(range(2 if caps else 3))
+    for record in records:
+        assert record["iters"] == 7 and record["MASTER_ADDR"] == "127.0.0.1" and record["MASTER_PORT"] == "29500"
+        assert record["NCCL_TEST"] == "x" and record["FROM_FILE"] == "a b"
+    assert list(tmp_path.glob(".deepy-resolved*")) == []  # the shared copy is gone again
+
+
+def test_the_run_s_own_account_replaces_a_flattened_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    status = {"state": "failed", "step": 5, "reason": "nan", "exit_code": 4}
+    more = f"\njson.dump({status}, open('run/status.json', 'w'))\nsys.exit(4)"
+    rc, _, text = start(tmp_path, "launcher=openmpi", "save=run", more=more)
+    assert rc == 4 and "failed at step 5: nan" in text
+
+
+def test_a_launcher_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    rc, _, text = start(tmp_path, PATH="/nonexistent")
+    assert rc == 2 and "needs pdsh" in text
