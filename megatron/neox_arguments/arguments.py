@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.errors import UserError, nearest
 from megatron.neox_arguments.coerce import WrongValue, coerce, thaw
+from megatron.neox_arguments.describe import describe
 from megatron.neox_arguments.keys import KeyInfo, group_keys
 from megatron.neox_arguments.retired import RETIRED
 from megatron.neox_arguments.schema_data import DataConfig, TokenizerConfig
@@ -177,6 +178,10 @@ class NeoXArgs:
         if info.differs:
             lines.append(f"  GPT-NeoX: {info.differs}")
         return "\n".join(lines)
+
+    def describe(self, vocab_size: int | None = None) -> list[str]:
+        """Lines of arithmetic about a derived config: ranks, batch, length, schedule and, with a vocabulary, size."""
+        return describe(self, vocab_size)
 
 
 def _info(name: str) -> KeyInfo:

@@ -64,7 +64,9 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> ParameterCount:
     if model.use_bias_in_attn_linear:
         attention += qkv_rows + h
     if model.use_qk_layernorm:
-        attention += 2 * norm_parameters(model, d)
+        attention += norm_parameters(model, d)  # one norm over the head dimension, for queries and keys
+    if model.use_separate_qk_norms:
+        attention += (heads + kv) * d
     mlp = up_rows * h + h * f
     if model.use_bias_in_mlp:
         mlp += up_rows + h
@@ -72,7 +74,7 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> ParameterCount:
     per_layer = attention + mlp + norms * norm_parameters(model, h)
     embedding = vocab_size * h
     if model.pos_emb == "learned":
-        embedding += (model.max_position_embeddings + model.opt_pos_emb_offset) * h
+        embedding += model.max_position_embeddings * h
     return ParameterCount(
         embedding=embedding,
         per_layer=per_layer,

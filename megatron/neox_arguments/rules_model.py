@@ -69,11 +69,24 @@ def _divisors(number: int) -> str:
 
 
 def positions(draft: Draft) -> None:
-    """max_position_embeddings is at least seq_length."""
+    """max_position_embeddings holds seq_length and, with a position table, the constant offset."""
+    offset = draft["opt_pos_emb_offset"] if draft["pos_emb"] == "learned" else 0
+    needed = draft["seq_length"] + offset
     longest = draft.given("max_position_embeddings")
-    if longest is not None and longest < draft["seq_length"]:
-        draft.fail("max_position_embeddings", f"{longest} is below seq_length {draft['seq_length']}")
-    draft.set("max_position_embeddings", longest or draft["seq_length"], "seq_length")
+    if longest is not None and longest < needed:
+        plus = f" plus opt_pos_emb_offset {offset}" if offset else ""
+        draft.fail("max_position_embeddings", f"{longest} is below seq_length {draft['seq_length']}{plus}")
+    draft.set("max_position_embeddings", longest or needed, "seq_length")
+
+
+def residual_form(draft: Draft) -> None:
+    """Combinations of residual form and norm placement that exist."""
+    if draft["gpt_j_tied"] and not draft["gpt_j_residual"]:
+        draft.fail("gpt_j_tied", "needs gpt_j_residual: true")
+    if draft["norm_placement"] == "olmo3" and draft["gpt_j_residual"]:
+        draft.fail("norm_placement", "olmo3 blocks are sequential; set gpt_j_residual: false")
+    if draft["use_qk_layernorm"] and draft["use_separate_qk_norms"]:
+        draft.fail("use_separate_qk_norms", "use_qk_layernorm is set too; keep one of the two")
 
 
 def attention(draft: Draft) -> None:

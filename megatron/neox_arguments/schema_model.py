@@ -43,7 +43,8 @@ class ModelConfig:
     seq_length: int | None = key(None, "Tokens per training sample. Required.")
     max_position_embeddings: int | None = key(
         None,
-        "Longest sequence the model can take (rows of the learned position table). Default: seq_length.",
+        "Longest sequence the model can take (rows of the learned position table). Default: seq_length, plus"
+        " opt_pos_emb_offset.",
         differs="may be left out",
     )
     intermediate_size: int | None = key(
@@ -91,15 +92,20 @@ class ModelConfig:
     )
     norm_placement: Literal["pre", "post", "olmo3"] = key(
         "pre",
-        "Where the norms of a block stand.",
+        "Where the norms of a block stand: pre, or olmo3 (after attention and feed-forward, inside the residual).",
         unavailable={
             "post": "GPT-NeoX builds pre-norm blocks for it; use norm_placement: pre",
-            "olmo3": "OLMo-3 blocks are not available yet; use norm_placement: pre",
         },
     )
-    use_qk_layernorm: bool = key(False, "Normalise queries and keys per head before attention.")
+    use_qk_layernorm: bool = key(
+        False,
+        "Normalise queries and keys of each head before attention, with one norm for all heads.",
+        differs="over the head dimension; GPT-NeoX normalises [heads per rank, head], which depends on the layout",
+    )
     use_separate_qk_norms: bool = key(
-        False, "Separate norms for queries and keys over all heads.", unavailable="use use_qk_layernorm"
+        False,
+        "An RMSNorm over all query heads together and one over all key heads.",
+        differs="over the whole width on any layout, where the GPT-NeoX fork normalises each rank's part",
     )
     layernorm_epsilon: float = key(1e-5, "Epsilon of layernorm and non_parametric_layernorm.")
     rms_norm_epsilon: float = key(1e-8, "Epsilon of rmsnorm, inside the root.")

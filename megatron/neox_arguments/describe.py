@@ -1,0 +1,71 @@
+"""A derived config in a few lines of arithmetic, for the start of a run and for the dry run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.neox_arguments.formulas import flops_per_token, parameter_count
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.arguments import NeoXArgs
+
+
+def describe(args: NeoXArgs, vocab_size: int | None = None) -> list[str]:
+    """Ranks, batch, length, schedule and size of a derived config, one line each.
+
+    `vocab_size` (real) adds the parameter count and the FLOPs of a step; without it they are left out.
+    """
+    lines = [_ranks(args), _batch(args), *_length(args), _optimizer(args)]
+    return lines + (_size(args, vocab_size) if vocab_size is not None else [])
+
+
+def _ranks(args: NeoXArgs) -> str:
+    parallel = args.parallel
+    pipe = max(parallel.pipe_parallel_size, 1)
+    return (
+        f"ranks: {parallel.world_size} = pipeline {pipe} x data {parallel.data_parallel_size}"
+        f" x tensor {parallel.model_parallel_size}{' with sequence parallel' if parallel.sequence_parallel else ''}"
+    )
+
+
+def _batch(args: NeoXArgs) -> str:
+    training = args.training
+    tokens = training.train_batch_size * args.model.seq_length
+    return (
+        f"batch: {training.train_batch_size:,} samples = micro {training.train_micro_batch_size_per_gpu} x accumulation"
+        f" {training.gradient_accumulation_steps} x data {args.parallel.data_parallel_size};"
+        f" x {args.model.seq_length:,} = {tokens:,} tokens per step"
+    )
+
+
+def _length(args: NeoXArgs) -> list[str]:
+    training = args.training
+    if training.train_iters is None:
+        return [f"length: {training.train_epochs} epochs"] if training.train_epochs is not None else []
+    samples = training.train_iters * training.train_batch_size
+    return [
+        f"length: {training.train_iters:,} steps = {samples:,} samples = {samples * args.model.seq_length:,} tokens",
+    ]
+
+
+def _optimizer(args: NeoXArgs) -> str:
+    optimizer, schedule = args.optimizer, args.schedule
+    steps = schedule.lr_decay_iters
+    decay = f"{schedule.lr_decay_style} over {steps:,} steps" if steps else schedule.lr_decay_style
+    warm = f", warm-up {schedule.warmup * steps:,.0f} steps" if steps else ""
+    clip = f"clip {optimizer.gradient_clipping:g}" if optimizer.gradient_clipping else "no clipping"
+    return (
+        f"optimizer: {optimizer.optimizer_type}, lr {optimizer.lr:g} to {schedule.min_lr:g} {decay}{warm}, weight decay"
+        f" {optimizer.weight_decay:g}, {clip}, {optimizer.precision}, ZeRO {optimizer.zero_stage}"
+    )
+
+
+def _size(args: NeoXArgs, vocab_size: int) -> list[str]:
+    count = parameter_count(args.model, vocab_size)
+    tokens = args.training.train_batch_size * args.model.seq_length
+    flops = flops_per_token(args.model, vocab_size) * tokens
+    return [
+        f"parameters: {count.total:,} = embedding {count.embedding:,} + {args.model.num_layers} layers x"
+        f" {count.per_layer:,} + final norm {count.final_norm:,} + head {count.head:,}",
+        f"work: {flops / 1e12:,.3g} TFLOP per step",
+    ]

@@ -1,0 +1,349 @@
+"""Every deliberate difference from GPT-NeoX, as one table: it makes DIFFERENCES.md and the lines printed at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.neox_arguments.arguments import NeoXArgs
+from megatron.neox_arguments.formulas import GATED
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference. `line` is printed at start when `applies(args)` (a derived config) says that it matters."""
+
+    topic: str
+    neox: str
+    here: str
+    applies: Callable[[NeoXArgs], bool]
+    section: str = "Numbers"
+
+    @property
+    def line(self) -> str:
+        return f"{self.topic}: {self.here} (GPT-NeoX: {self.neox})"
+
+
+def _never(args: NeoXArgs) -> bool:
+    return False
+
+
+def _two_meanings(args: NeoXArgs) -> bool:
+    return args.model.activation in GATED and args.model.intermediate_size is not None
+
+
+def _final_width(args: NeoXArgs) -> bool:
+    return _two_meanings(args) and args.model.gated_width_rule == "final"
+
+
+def _tensor(args: NeoXArgs) -> bool:
+    return args.parallel.model_parallel_size > 1
+
+
+def _trains(args: NeoXArgs) -> bool:
+    return bool(args.training.do_train)
+
+
+DIFFERENCES: tuple[Difference, ...] = (
+    # what changes the numbers of a run
+    Difference(
+        "gradient_clipping 1.0",
+        "the value 1.0 never reaches the engine, so nothing is clipped; other values clip",
+        "clips at 1.0; set gradient_clipping: 0 for GPT-NeoX's behaviour",
+        lambda args: args.optimizer.gradient_clipping == 1.0,
+    ),
+    Difference(
+        "intermediate_size with gated activations",
+        "a third of it, rounded by mlp_multiple_of, is the width built",
+        "it is the width built (gated_width_rule: final); gated_width_rule: two_thirds is GPT-NeoX's rule",
+        _final_width,
+    ),
+    Difference(
+        "end of the cosine schedule",
+        "the learning rate rises again after lr_decay_iters",
+        "it stays at min_lr",
+        lambda args: (
+            args.schedule.lr_decay_style == "cosine"
+            and (args.schedule.lr_decay_iters or 0) < (args.training.train_iters or 0)
+        ),
+    ),
+    Difference(
+        "exponential schedule",
+        "ends at half of lr, min_lr is only a floor",
+        "is clamped at its end value after lr_decay_iters",
+        lambda args: args.schedule.lr_decay_style == "exponential",
+    ),
+    Difference(
+        "loss normalisation",
+        "mean over ranks and micro-batches of each one's mean",
+        "sum over all trained tokens of the global batch divided by their number",
+        lambda args: args.data.eod_mask_loss,
+    ),
+    Difference(
+        "vocabulary padding",
+        "padded rows take part in the training softmax",
+        "they exist in memory only: not in the loss, norms, samples, counts or exports",
+        lambda args: args.tokenizer.padded_vocab_size is not None,
+    ),
+    Difference(
+        "gradient accumulation type",
+        "bf16 accumulates in bf16 unless data_types.grad_accum_dtype says fp32",
+        "fp32 unless data_types.grad_accum_dtype says otherwise",
+        lambda args: args.optimizer.precision == "bfloat16" and args.training.gradient_accumulation_steps != 1,
+    ),
+    Difference(
+        "bfloat16 with ZeRO stage 0",
+        "runs without fp32 masters",
+        "stage 1 is used",
+        lambda args: args.optimizer.precision == "bfloat16",
+    ),
+    Difference(
+        "output biases under tensor parallel",
+        "with gpt_j_residual every rank adds its bias: TP times the bias",
+        "added once",
+        lambda args: _tensor(args) and args.model.gpt_j_residual,
+    ),
+    Difference(
+        "initial weights",
+        "depend on the layout",
+        "depend on the seed and the parameter's name only",
+        _trains,
+    ),
+    Difference(
+        "rotary tables",
+        "computed in the parameters' type, bf16 loses positions",
+        "fp32",
+        lambda args: args.model.pos_emb == "rotary" and args.optimizer.precision != "fp32",
+    ),
+    Difference(
+        "use_qk_layernorm",
+        "normalises [heads per rank, head dimension] together",
+        "normalises each head",
+        lambda args: args.model.use_qk_layernorm,
+    ),
+    Difference(
+        "use_bias_in_mlp: false",
+        "fails, or drops the attention output with gpt_j_residual",
+        "works",
+        lambda args: not args.model.use_bias_in_mlp,
+    ),
+    Difference(
+        "mlp_multiple_of with plain activations",
+        "layers that do not fit when it does not divide the width",
+        "the width is rounded up",
+        lambda args: args.model.mlp_multiple_of > 1 and args.model.activation not in GATED,
+    ),
+    Difference(
+        "sliding window without a pipeline",
+        "ignored by 'global' layers when pipe_parallel_size is 0",
+        "honoured",
+        lambda args: args.model.sliding_window_width is not None and args.parallel.pipe_parallel_size == 0,
+    ),
+    Difference(
+        "attention in packed samples",
+        "crosses document boundaries",
+        "the same unless intra_document_masking: true",
+        lambda args: args.model.intra_document_masking,
+    ),
+    Difference(
+        "optimizer.params.weight_decay",
+        "overridden by weight_decay's default 0.1",
+        "used",
+        lambda args: args.source("weight_decay") == "derived: optimizer.params.weight_decay",
+    ),
+    # data
+    Difference(
+        "split",
+        "small or zero proportions give negative starts and shared documents",
+        "ranges never overlap; an empty one is empty",
+        _never,
+        "Data",
+    ),
+    Difference(
+        "sample index cache",
+        "named by few of its inputs: a stale one is reused silently",
+        "keyed by the content it depends on",
+        _never,
+        "Data",
+    ),
+    Difference("data_impl infer", "finds nothing and fails", "finds the format", _never, "Data"),
+    Difference(
+        "resume",
+        "continues at iteration x accumulation of the loader; another batch size or rank count repeats or skips data",
+        "continues at the number of consumed samples, whatever the layout",
+        _never,
+        "Data",
+    ),
+    Difference(
+        "several passes",
+        "batches of the first pass are kept in memory and repeated",
+        "the sample order covers all epochs and nothing is kept",
+        _never,
+        "Data",
+    ),
+    Difference(
+        "preprocess_data --jsonl-keys",
+        "every key gets the same text; empty text crashes",
+        "each key its own; empty documents are skipped and counted",
+        _never,
+        "Data",
+    ),
+    # runs and checkpoints
+    Difference(
+        "load without a checkpoint",
+        "a warning, then random weights",
+        "an error, unless load equals save: then a fresh start, said aloud",
+        lambda args: args.checkpoint.load is not None,
+        "Runs and checkpoints",
+    ),
+    Difference(
+        "load and save in a run that already saved",
+        "load decides",
+        "the run in `save` is continued; load, iteration and finetune speak of the first start only",
+        lambda args: args.checkpoint.save is not None and args.checkpoint.load not in (None, args.checkpoint.save),
+        "Runs and checkpoints",
+    ),
+    Difference(
+        "iteration",
+        "training ignores it and takes the latest",
+        "training honours it",
+        lambda args: args.checkpoint.iteration is not None,
+        "Runs and checkpoints",
+    ),
+    Difference(
+        "no_save_optim",
+        "never read, the optimizer is always saved",
+        "leaves it out: such a checkpoint cannot be continued exactly",
+        lambda args: args.checkpoint.no_save_optim,
+        "Runs and checkpoints",
+    ),
+    Difference(
+        "saving",
+        "files appear one by one",
+        "a checkpoint is complete or invisible; the resolved config is in it",
+        _never,
+        "Runs and checkpoints",
+    ),
+    Difference(
+        "layout of checkpoints",
+        "must be loaded at the layout they were saved at",
+        "optimizer state is stored by parameter name, for any layout",
+        _never,
+        "Runs and checkpoints",
+    ),
+    Difference(
+        "save without checkpoint_factor",
+        "an error",
+        "saves at the end",
+        lambda args: args.checkpoint.save is not None and args.checkpoint.checkpoint_factor is None,
+        "Runs and checkpoints",
+    ),
+    Difference(
+        "validation with a pipeline",
+        "fails",
+        "works, the same loss on every layout",
+        lambda args: args.parallel.pipe_parallel_size > 0 and bool(args.training.do_valid),
+        "Runs and checkpoints",
+    ),
+    # configuration
+    Difference(
+        "pipe_parallel_size: 1",
+        "runs the pipeline engine with one stage, with another checkpoint layout than 0",
+        "the same as 0",
+        lambda args: args.parallel.pipe_parallel_size == 1,
+        "Configuration",
+    ),
+    Difference(
+        "gradient_accumulation_steps unset",
+        "1",
+        "derived from train_batch_size and the micro batch",
+        lambda args: (
+            args.training.gradient_accumulation_steps != 1
+            and args.source("gradient_accumulation_steps").startswith("derived")
+        ),
+        "Configuration",
+    ),
+    Difference(
+        "ranks",
+        "GPUs found, else nothing works",
+        "num_gpus also on CPUs, else what one copy of the model needs",
+        _never,
+        "Configuration",
+    ),
+    Difference(
+        "duplicate keys",
+        "the last one wins inside a file, and across files when one is spelt with dashes",
+        "an error naming both lines, unless the values are equal",
+        _never,
+        "Configuration",
+    ),
+    Difference("choices", "matched without case but not normalised", "normalised", _never, "Configuration"),
+    Difference(
+        "numbers", "1e-4 and 10.0 are refused where they are text or whole", "accepted", _never, "Configuration"
+    ),
+    Difference("AdamW", "refused", "accepted, the same as Adam", _never, "Configuration"),
+    Difference(
+        "deepspeed_extra_args",
+        "override other keys silently",
+        "a key that is set elsewhere with another value is an error",
+        _never,
+        "Configuration",
+    ),
+    Difference(
+        "how ranks get the config",
+        "base64 in the command line",
+        "a file or the rendezvous store",
+        _never,
+        "Configuration",
+    ),
+    # generation, logging
+    Difference(
+        "temperature 0",
+        "greedy only when top_k and top_p are 0 too",
+        "greedy",
+        lambda args: args.generation.temperature == 0 and (args.generation.top_k > 0 or args.generation.top_p > 0),
+        "Generation and logging",
+    ),
+    Difference(
+        "use_wandb unset",
+        "on when a key is found; random suffixes on the group",
+        "off",
+        _never,
+        "Generation and logging",
+    ),
+    Difference(
+        "reported TFLOPS and MFU",
+        "24 c B s L h^2 (1 + s/6h + V/16Lh): ignores grouped queries and feed-forward widths, counts recomputation",
+        "6 per parameter in a matrix product plus full attention 12 L h s, recomputation not counted",
+        _trains,
+        "Generation and logging",
+    ),
+    Difference("exit status of config errors", "often 0", "2", _never, "Generation and logging"),
+)
+
+
+def differences_for(args: NeoXArgs) -> list[str]:
+    """The differences that matter for a derived config, one line each."""
+    return [difference.line for difference in DIFFERENCES if difference.applies(args)]
+
+
+def differences_markdown() -> str:
+    """The text of documentation/DIFFERENCES.md."""
+    lines = [
+        "# Differences from GPT-NeoX",
+        "",
+        "Deliberate ones, each for a reason. A run prints at its start those that matter for its config. Made from",
+        "`megatron/neox_arguments/differences.py` by `python -m megatron.neox_arguments.docs`.",
+    ]
+    for section in dict.fromkeys(difference.section for difference in DIFFERENCES):
+        lines += ["", f"## {section}", "", "| what | GPT-NeoX | here |", "|---|---|---|"]
+        lines += [
+            f"| {_cell(row.topic)} | {_cell(row.neox)} | {_cell(row.here)} |"
+            for row in DIFFERENCES
+            if row.section == section
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,114 @@
+"""Write documentation/CONFIG_ARGUMENTS.md and DIFFERENCES.md from the tables in code.
+
+python -m megatron.neox_arguments.docs [FOLDER]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+
+from megatron.log import configure, get_logger
+from megatron.neox_arguments.arguments import GROUPS, all_keys
+from megatron.neox_arguments.coerce import thaw, wanted
+from megatron.neox_arguments.differences import differences_markdown
+from megatron.neox_arguments.keys import KeyInfo
+from megatron.neox_arguments.retired import ALIASES, RETIRED
+
+_TITLES = {
+    "model": "Model",
+    "tokenizer": "Tokenizer",
+    "data": "Data",
+    "optimizer": "Optimizer and precision",
+    "schedule": "Learning-rate schedule",
+    "training": "Training",
+    "checkpoint": "Checkpoints",
+    "generation": "Generation and evaluation",
+    "parallel": "Parallelism",
+    "launcher": "Launcher",
+    "logging": "Logging",
+    "deepspeed": "DeepSpeed",
+}
+
+
+def config_arguments_markdown() -> str:
+    """The text of documentation/CONFIG_ARGUMENTS.md."""
+    live = [info for info in all_keys().values() if info.available and info.derived is None]
+    unavailable = [info for info in all_keys().values() if not info.available]
+    derived = [info for info in all_keys().values() if info.derived is not None]
+    return "\n".join(_document(live, unavailable, derived)) + "\n"
+
+
+def _document(live: list[KeyInfo], unavailable: list[KeyInfo], derived: list[KeyInfo]) -> Iterator[str]:
+    yield "# Configuration keys"
+    yield ""
+    yield "Generated from `megatron/neox_arguments` by `python -m megatron.neox_arguments.docs`; do not edit."
+    yield ""
+    yield f"* {len(live)} keys can be set ({sum(info.new for info in live)} of them are not GPT-NeoX's, marked *new*)."
+    yield f"* {len(unavailable)} more are known but not available: setting one is an error that names the alternative."
+    yield f"* {len(RETIRED)} are retired: they are accepted with a warning and do nothing."
+    yield f"* {len(derived)} values are computed and shown by `--dry-run` and `--explain`."
+    yield ""
+    yield "`-` and `_` are the same in names; choices are matched without regard to case; `null` means the default."
+    for group in GROUPS:
+        rows = [info for info in live if info.group == group]
+        yield from ("", f"## {_TITLES[group]}", "", "| key | type | default | meaning |", "|---|---|---|---|")
+        for info in rows:
+            yield f"| `{info.name}` | {_cell(_type(info))} | `{_default(info)}` | {_cell(_meaning(info))} |"
+    yield from ("", "## Computed values", "", "| value | group | meaning |", "|---|---|---|")
+    for info in derived:
+        yield f"| `{info.name}` | {info.group} | {_cell(info.doc)} |"
+    yield from ("", "## Known, not available", "", "| key | instead |", "|---|---|")
+    for info in unavailable:
+        yield f"| `{info.name}` | {_cell(str(info.unavailable))} |"
+    yield from ("", "## Retired", "", "| key | instead |", "|---|---|")
+    for name, retired in RETIRED.items():
+        yield f"| `{name}` | {_cell(retired.instead)} |"
+    yield from ("", "## Other names", "", "| accepted | meant |", "|---|---|")
+    for name, meant in ALIASES.items():
+        yield f"| `{name}` | `{meant}` |"
+
+
+def _type(info: KeyInfo) -> str:
+    return wanted(info.type)
+
+
+def _default(info: KeyInfo) -> str:
+    return json.dumps(thaw(info.default), ensure_ascii=False).replace("|", "\\|")
+
+
+def _meaning(info: KeyInfo) -> str:
+    parts = (["*new*"] if info.new else []) + [info.doc]
+    if info.differs:
+        parts.append(f"Differs from GPT-NeoX: {info.differs}.")
+    if isinstance(info.unavailable, dict):
+        parts += [f"Not available: `{value}` ({advice})." for value, advice in info.unavailable.items()]
+    return " ".join(parts)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def documents() -> dict[str, str]:
+    """File name -> text of the generated documents."""
+    return {"CONFIG_ARGUMENTS.md": config_arguments_markdown(), "DIFFERENCES.md": differences_markdown()}
+
+
+def main(arguments: list[str]) -> None:
+    """Write the documents into the folder given (default: documentation), each in one step."""
+    folder = arguments[0] if arguments else "documentation"
+    os.makedirs(folder, exist_ok=True)
+    for name, text in documents().items():
+        path = os.path.join(folder, name)
+        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(f"{path}.tmp", path)
+        get_logger(__name__).info(path)
+
+
+if __name__ == "__main__":
+    configure()
+    main(sys.argv[1:])
