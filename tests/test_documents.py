@@ -1,0 +1,71 @@
+"""README and CONTRIBUTING speak of things that exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+# what a run makes, and the user's own files
+MADE = re.compile(
+    r"^(data|checkpoints|demo|ckpt|hf|global_step\S*|a\.\w+|b\.yml|run\.yml|your\.yml|.*\.jsonl?|resolved\.yml)(/|$)"
+)
+
+
+def words(text: str) -> set[str]:
+    """Everything in backticks or code blocks, split at blanks."""
+    code = re.findall(r"```\w*\n(.*?)```", text, flags=re.DOTALL)
+    code += re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return {word.strip("(),:;") for part in code for word in part.split()}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_named_in_the_text_exist(document: str) -> None:
+    named = [
+        word for word in words((ROOT / document).read_text()) if re.fullmatch(r"[\w./-]+\.(py|yml|md|sh|txt)", word)
+    ]
+    assert len(named) > 3
+    folders = (ROOT, ROOT / "configs")
+    missing = [
+        word for word in named if not MADE.match(word) and not any((folder / word).exists() for folder in folders)
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", (ROOT / document).read_text()):
+        assert target.startswith("https://") or (ROOT / target).exists(), f"{document} links to {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_make_targets_in_the_text_exist(document: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z-]+)\b(?=`|\s+#|,|\s+[A-Z_]+=)", (ROOT / document).read_text()))
+    assert named, document
+    assert named <= targets
+
+
+def test_make_help_lists_the_targets() -> None:
+    result = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    for target in ("venv", "demo", "test", "test-full", "check", "docs", "clean"):
+        assert re.search(rf"^  make {target} +\S", result.stdout, flags=re.MULTILINE), target
+
+
+def test_scripts_are_sound_shell() -> None:
+    for script in (".ci/run", "setup_uv_env.sh"):
+        subprocess.run(["bash", "-n", script], cwd=ROOT, check=True, timeout=30)
+
+
+def test_uv_script_refuses_an_unknown_feature() -> None:
+    """Before it touches anything."""
+    command = "uv() { :; }; export -f uv; bash setup_uv_env.sh nosuchfeature"
+    result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert result.returncode == 2
+    assert "no such feature: nosuchfeature" in result.stderr and "flashattention" in result.stderr
