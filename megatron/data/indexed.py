@@ -68,7 +68,7 @@ class IndexedDataset:
         self.prefix = find_prefix(prefix)
         self._open()
         if warmup:
-            self._warm_up()
+            self.warm_up()
 
     def _open(self) -> None:
         idx_path, bin_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
@@ -94,7 +94,8 @@ class IndexedDataset:
             )
         self._bin = np.frombuffer(_map(bin_path), np.uint8) if last else np.empty(0, np.uint8)
 
-    def _warm_up(self) -> None:
+    def warm_up(self) -> None:
+        """Read the whole token file once."""
         chunk = 1 << 26
         for start in range(0, len(self._bin), chunk):
             self._bin[start : start + chunk : mmap.PAGESIZE].sum()

@@ -1,0 +1,218 @@
+"""From the data keys of a config to the datasets of a run.
+
+`plan_datasets` opens the files, divides them and counts: cheap, without torch, enough for a dry run and for the table
+at start. `DataPlan.build` then makes the index arrays, or finds them in the cache.
+
+The plan's `state()` belongs into every checkpoint and comes back as `frozen`: it keeps the order of a run's samples
+when the run is made longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.data.cache import IndexCache, index_folder
+from megatron.data.manifest import check_tokenizer
+from megatron.data.mixture import Mixture, SampleSource, samples_to_ask
+from megatron.data.packed import PackedDataset, Segment, packed_key, plan_segments, samples_in
+from megatron.data.sources import Source, find_sources
+from megatron.data.splits import NAMES
+from megatron.errors import UserError
+from megatron.log import Once, get_logger
+from megatron.neox_arguments.schema_data import DataConfig
+from megatron.tokenizer.base import Tokenizer
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SourcePlan:
+    """A source and the segments of its sample order; `key` is a hash of what that order depends on."""
+
+    source: Source
+    key: str
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """The sources of one role (train, valid or test) and how many samples the run wants from them together."""
+
+    samples: int
+    sources: tuple[SourcePlan, ...]
+
+
+@dataclass(frozen=True)
+class SourceRow:
+    """A line of the table at start. `samples` is what the run draws, `epochs` how often that reads the source."""
+
+    role: str
+    prefix: str
+    documents: int
+    tokens: int
+    weight: float
+    samples: int
+    epochs: float
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The datasets of a run; None for a role without data or samples."""
+
+    plan: DataPlan
+    train: SampleSource | None = None
+    valid: SampleSource | None = None
+    test: SampleSource | None = None
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """What a run will read. A role without data or samples is absent from `roles`."""
+
+    seq_length: int
+    roles: Mapping[str, RolePlan]
+
+    def table(self) -> list[SourceRow]:
+        """One row per role and source."""
+        rows = []
+        for name, role in self.roles.items():
+            for source in (planned.source for planned in role.sources):
+                samples, tokens = round(role.samples * source.weight), source.tokens
+                epochs = samples * self.seq_length / tokens if tokens else 0.0
+                row = (source.data.prefix, source.num_documents, tokens, source.weight, samples, epochs)
+                rows.append(SourceRow(name, *row))
+        return rows
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able record of the sample order, for checkpoints."""
+
+        def record(planned: SourcePlan) -> dict[str, Any]:
+            source = planned.source
+            segments = [asdict(segment) for segment in planned.segments]
+            return {"prefix": source.data.prefix, "key": planned.key, "weight": source.weight, "segments": segments}
+
+        roles = {name: [record(planned) for planned in role.sources] for name, role in self.roles.items()}
+        return {"version": STATE_VERSION, "roles": roles}
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Refuse data that another tokenizer made; see `manifest.check_tokenizer`."""
+        once = Once(get_logger(__name__))
+        planned = [source.source.data for role in self.roles.values() for source in role.sources]
+        for data in {data.prefix: data for data in planned}.values():
+            check_tokenizer(data, tokenizer, once)
+
+    def build(self, *, mmap_warmup: bool = False, use_shared_fs: bool = True) -> Datasets:
+        """Make or find the index arrays. Any number of processes may call this at the same time.
+
+        Args:
+            mmap_warmup: read the token files once now.
+            use_shared_fs: false gives each node its own index cache.
+        """
+        built: dict[str, SampleSource] = {}
+        for name, role in self.roles.items():
+            drawn = [planned for planned in role.sources if planned.source.weight > 0]
+            datasets = []
+            for planned in drawn:
+                if mmap_warmup:
+                    planned.source.data.warm_up()
+                datasets.append(_packed(planned, self.seq_length, use_shared_fs))
+            if len(datasets) == 1:
+                built[name] = datasets[0]
+                continue
+            cache = IndexCache(index_folder(drawn[0].source.data.prefix, use_shared_fs))
+            weights = [planned.source.weight for planned in drawn]
+            built[name] = Mixture(datasets, weights, role.samples, cache)
+        return Datasets(self, **built)
+
+
+def plan_datasets(
+    data: DataConfig,
+    *,
+    seq_length: int,
+    seed: int,
+    train_samples: int,
+    valid_samples: int = 0,
+    test_samples: int = 0,
+    frozen: Mapping[str, Any] | None = None,
+) -> DataPlan:
+    """Open, divide and count the data of a run.
+
+    Args:
+        data: the data keys.
+        seq_length: tokens per sample.
+        seed: of the shuffles. What is frozen keeps the seed it had.
+        train_samples, valid_samples, test_samples: over the whole run, from its first step on.
+        frozen: `DataPlan.state()` of the checkpoint that is continued.
+
+    Raises `UserError`: files missing or damaged, too few tokens, weights that do not fit, data that changed since the
+    checkpoint.
+    """
+    if data.pack_impl != "packed":
+        raise UserError(f"pack_impl: {data.pack_impl} is not available yet; use packed.")
+    wanted = dict(zip(NAMES, (train_samples, valid_samples, test_samples), strict=True))
+    roles = {}
+    for name, sources in find_sources(data, [name for name in NAMES if wanted[name] > 0]).items():
+        keys = [packed_key(source.data, source.documents, seq_length) for source in sources]
+        kept = _frozen_segments(name, sources, keys, frozen)
+        planned = []
+        for source, key, segments in zip(sources, keys, kept, strict=True):
+            # NeoX asks a source of a list for half a percent more, also when it is the only one.
+            asked = wanted[name] if data.data_path is not None else samples_to_ask(wanted[name], source.weight)
+            what = f"{source.data.prefix} ({name}, {source.num_documents} documents)"
+            if source.weight > 0:
+                segments = plan_segments(source.tokens, seq_length, asked, seed, segments, what)
+            planned.append(SourcePlan(source, key, segments))
+        if planned:
+            roles[name] = RolePlan(wanted[name], tuple(planned))
+    return DataPlan(seq_length, roles)
+
+
+def build_datasets(data: DataConfig, **counts: Any) -> Datasets:
+    """`plan_datasets` with the same arguments, then `DataPlan.build` with what the data keys say about it."""
+    plan = plan_datasets(data, **counts)
+    return plan.build(mmap_warmup=data.mmap_warmup, use_shared_fs=data.use_shared_fs)
+
+
+def epoch_samples(data: DataConfig, seq_length: int, epochs: int = 1) -> int:
+    """Training samples in `epochs` passes over all training data: what `train_epochs` is counted in."""
+    return sum(samples_in(source.tokens, seq_length, epochs) for source in find_sources(data, ["train"])["train"])
+
+
+def _packed(planned: SourcePlan, seq_length: int, shared: bool) -> PackedDataset:
+    source = planned.source
+    return PackedDataset(
+        source.data,
+        seq_length=seq_length,
+        segments=planned.segments,
+        documents=source.documents,
+        labels=source.labels,
+        cache=IndexCache(index_folder(source.data.prefix, shared)),
+        name=Path(source.data.prefix).name,
+    )
+
+
+def _frozen_segments(
+    name: str, sources: Sequence[Source], keys: Sequence[str], frozen: Mapping[str, Any] | None
+) -> list[tuple[Segment, ...]]:
+    """The segments each source had in the checkpoint, none for a fresh start. Refuses data that changed since."""
+    saved = (frozen or {}).get("roles", {}).get(name)
+    if saved is None:
+        return [()] * len(sources)
+    if frozen["version"] != STATE_VERSION:
+        raise UserError(f"the checkpoint's data state has version {frozen['version']}, expected {STATE_VERSION}.")
+    remedy = "Continue with the data of the checkpoint, or begin a new order of the data with finetune: true."
+    if len(saved) != len(sources):
+        raise UserError(f"the {name} data had {len(saved)} sources in the checkpoint, now {len(sources)}. {remedy}")
+    for source, key, old in zip(sources, keys, saved, strict=True):
+        where = f"{source.data.prefix} ({name})"
+        if old["key"] != key:
+            raise UserError(
+                f"{where}: documents, their range or seq_length changed since the checkpoint (it was {old['prefix']}), "
+                f"so its samples would come in another order. {remedy}"
+            )
+        if abs(old["weight"] - source.weight) > 1e-12:
+            raise UserError(f"{where}: weight {old['weight']:.6g} in the checkpoint, {source.weight:.6g} now. {remedy}")
+    return [tuple(Segment(**segment) for segment in old["segments"]) for old in saved]
