@@ -5,7 +5,7 @@ Per parameter held by the rank (P of them, tensor-parallel shard of its stage, `
 | part      | bytes                                                                 | divided by dp from |
 |-----------|-----------------------------------------------------------------------|--------------------|
 | weights   | w P                                                                   | ZeRO 3             |
-| gradients | a P, a = bytes of grad_accum_dtype in half precision, else 4          | ZeRO 2             |
+| gradients | 4 P, or 2 P with data_types.grad_accum_dtype bf16 or fp16             | ZeRO 2             |
 | masters   | 4 P in half precision, else 0                                         | ZeRO 1             |
 | moments   | 4 P per moment: Adam 2, Lion 1, SGD 1 with momentum else 0            | ZeRO 1             |
 
@@ -52,7 +52,7 @@ def estimate(args: NeoXArgs, *, parameters: int, stage: int, blocks: int, padded
     half = optimizer.precision != "fp32"
     zero = optimizer.zero_stage
     weight_bytes = 2 if half else 4
-    gradient_bytes = 4 if not half or optimizer.grad_accum_dtype == "fp32" else 2
+    gradient_bytes = 4 if (optimizer.data_types or {}).get("grad_accum_dtype", "fp32") == "fp32" else 2
     moments = _MOMENTS.get(optimizer.optimizer_type, 2)
     if optimizer.optimizer_type == "sgd" and optimizer.momentum:
         moments = 1

@@ -13,6 +13,7 @@ from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.arguments import all_keys
 from megatron.neox_arguments.coerce import thaw
+from megatron.neox_arguments.differences import differences_for
 from megatron.neox_arguments.formulas import flops_per_token, neox_flops_per_token, parameter_count
 from megatron.plan.checkpoints import SavePlan
 from megatron.plan.data import Source
@@ -43,12 +44,9 @@ def _short(value: object) -> str:
 
 
 def differences(args: NeoXArgs) -> list[str]:
-    """What is not as in GPT-NeoX for the keys this config uses, and what reading it brought up."""
-    lines = [
-        f"{name}: {info.differs}" for name, info in all_keys().items() if info.differs is not None and args.is_set(name)
-    ]
-    lines += args.notes
-    return titled("differences from GPT-NeoX and notes for this config", lines) if lines else []
+    """What is not as in GPT-NeoX for this config, and what reading it brought up."""
+    lines = titled("differences from GPT-NeoX for this config", differences_for(args))
+    return lines + (["", *titled("notes", args.notes)] if args.notes else [])
 
 
 def ranks(topology: Topology, placement: Placement) -> list[str]:

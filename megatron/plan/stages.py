@@ -44,7 +44,7 @@ def layer_sizes(model: ModelConfig, vocab_size: int, padded_vocab_size: int, tp:
     replicated = norms * norm_parameters(model, h)
     replicated += h * (model.use_bias_in_attn_linear + model.use_bias_in_mlp)  # biases of the row-parallel layers
     if model.use_qk_layernorm:
-        replicated += 2 * norm_parameters(model, model.head_dim)
+        replicated += norm_parameters(model, model.head_dim)
     block = LayerSize(total.per_layer, (total.per_layer - replicated) // tp + replicated)
     return [
         LayerSize(matrix.full + positions, matrix.local + positions),

@@ -1,0 +1,189 @@
+"""The dry run: what it says, what it refuses, that it is quick, and that every shipped config goes through it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.cluster.launch import place
+from megatron.errors import UserError
+from megatron.neox_arguments.load import load
+from megatron.plan.planner import plan
+
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = sorted(ROOT.glob("configs/**/*.yml"))
+ADDED_TO_OTHERS = {"local_setup.yml", "slurm_local.yml", "text_generation.yml"}
+
+
+def dry_run(*given: str | Path, script: str = "train.py") -> str:
+    paths = [str(item) for item in given if isinstance(item, Path)]
+    args = load(paths, [item for item in given if isinstance(item, str)])
+    return plan(args, place(args, {"DS_ACCELERATOR": "cpu"}, default_hostfile="/no such file"), script)
+
+
+def section(text: str, title: str) -> list[str]:
+    """The lines of the section whose title starts so."""
+    parts = [part for part in text.split("== ") if part.startswith(title)]
+    assert len(parts) == 1, f"{len(parts)} sections {title!r} in:\n{text}"
+    return [line.strip() for line in parts[0].splitlines()[1:] if line.strip()]
+
+
+def rows(text: str, title: str, head: str) -> list[list[str]]:
+    """The cells of the table under a header line that starts with `head`."""
+    lines = section(text, title)
+    start = next(i for i, line in enumerate(lines) if line.split()[0] == head)
+    return [line.split() for line in lines[start + 1 :]]
+
+
+def test_ranks_stages_and_batch_of_a_3d_layout(run_config: Path) -> None:
+    layout = ("pipe_parallel_size=2", "model_parallel_size=2", "num_gpus=8")
+    text = dry_run(run_config, *layout)
+    # outermost pipe, then data, then model: GPT-NeoX's order
+    expected = [[p, d, m] for p in "01" for d in "01" for m in "01"]
+    assert [row[2:] for row in rows(text, "ranks", "rank")] == expected
+    assert [row[0] for row in rows(text, "ranks", "rank")] == [str(rank) for rank in range(8)]
+    stage = rows(text, "stages", "stage")
+    assert [row[:2] for row in stage] == [["0", "3"], ["1", "3"]]
+    assert "train_batch_size 16 = micro 2 x accumulation 4 x data parallel 2" in section(text, "steps")
+    assert "256 tokens per step, 100 steps, 25.6K tokens in all" in section(text, "steps")
+
+
+def test_parameters_are_those_of_the_formula(run_config: Path) -> None:
+    # h = 32, FFN 128, layernorm: qkv 3h(h+1), dense h(h+1), two norms 4h, MLP 128(h+1) + h(128+1); tied embedding 512h
+    block = 3 * 32 * 33 + 32 * 33 + 4 * 32 + 128 * 33 + 32 * 129
+    total = 6 * block + 512 * 32 + 2 * 32
+    assert any(line.startswith(f"parameters {total:,} ") for line in section(dry_run(run_config), "model"))
+    # FLOPs: 6 per parameter in a matrix product and full attention 12 L h s, for 256 tokens
+    flops = 256 * (6 * (6 * block + 512 * 32 + 2 * 32) + 12 * 6 * 32 * 16)
+    assert any(line.startswith(f"{flops:.3e} FLOPs per step") for line in section(dry_run(run_config), "steps"))
+
+
+def test_keys_come_with_their_sources(run_config: Path) -> None:
+    lines = {line.split()[0]: line for line in section(dry_run(run_config, "train_iters=7"), "config")}
+    assert lines["train_iters"].split()[1:] == ["7", "command", "line"]
+    assert lines["hidden_size"].endswith(f"{run_config}:2")
+    assert "derived" in lines["gradient_accumulation_steps"]
+    assert "log_interval" not in lines  # at its default
+
+
+def test_data_tokens_and_epochs_per_source(run_config: Path) -> None:
+    table = rows(dry_run(run_config), "data", "role")
+    # 100 documents of 200 tokens split 8:1:1; 1600 training samples of 16 tokens; (100 // 50 + 1) x 2 x 16 to validate
+    assert [row[0] for row in table] == ["train", "valid", "test"]
+    assert [row[2:4] for row in table] == [["80", "16,000"], ["10", "2,000"], ["10", "2,000"]]
+    assert [row[5] for row in table] == ["1,600", "96", "32"]
+    assert float(table[0][6]) == pytest.approx(1600 * 16 / 16000, rel=1e-2)
+
+
+def test_mixture_shares_the_samples_by_weight(run_config: Path, tokens: Callable[..., str]) -> None:
+    text = run_config.read_text().splitlines()
+    run_config.write_text("\n".join(line for line in text if not line.startswith(("data_path", "split"))))
+    paths = f"train_data_paths=[{tokens(50, 100)}, {tokens(100, 200)}]"
+    table = rows(dry_run(run_config, paths, "train_data_weights=[3, 1]", "eval_iters=0"), "data", "role")
+    assert [row[4:6] for row in table] == [["0.75", "1,200"], ["0.25", "400"]]
+
+
+def test_epochs_become_steps(run_config: Path) -> None:
+    text = run_config.read_text().replace("train_iters: 100", "train_epochs: 2")
+    run_config.write_text(text)
+    # (16000 - 1) // 16 = 999 samples a pass, two passes, 16 samples a step
+    steps = 999 * 2 // 16
+    assert any(f" {steps} steps" in line for line in section(dry_run(run_config), "steps"))
+
+
+def test_checkpoint_plan(run_config: Path, tmp_path: Path) -> None:
+    save = f"save={tmp_path / 'ckpt'}"
+    lines = section(dry_run(run_config, save, "checkpoint_factor=30", "extra_save_iters=[5]"), "checkpoints")
+    assert lines[0].startswith("fresh start")
+    assert "after steps 5, 30, 60, 90, 100 (5 checkpoints)" in lines[1]
+    lines = section(
+        dry_run(run_config, save, "checkpoint_factor=30", "extra_save_iters=[5]", "keep_last_n_checkpoints=2"),
+        "checkpoints",
+    )
+    assert ", 3 kept: " in lines[2]  # 90, 100 and the explicit 5
+    lines = section(dry_run(run_config, save, "checkpoint_scale=log", "checkpoint_factor=2"), "checkpoints")
+    assert "after steps 1, 2, 4, 8, 16, 32, 64, 100 " in lines[1]
+    assert section(dry_run(run_config), "checkpoints")[1].startswith("nothing is saved")
+
+
+def test_differences_for_this_config_are_listed(run_config: Path) -> None:
+    assert any("gradient_clipping 1.0" in line for line in section(dry_run(run_config), "differences"))
+    off = section(dry_run(run_config, "gradient_clipping=0.5"), "differences")
+    assert not any("gradient_clipping 1.0" in line for line in off)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("data_path=/nowhere/data",), "/nowhere/data"),
+        (("data_path=",), "data_path"),
+        (("train_iters=",), "train_iters"),
+        (("tokenizer_type=HFTokenizer", "vocab_file=/nowhere/tok.json"), "/nowhere/tok.json"),
+        (("load=/nowhere/ckpt",), "/nowhere/ckpt"),
+        (("load=.", "iteration=7"), "iteration 7"),
+        (("pipe_parallel_size=7",), "pipe_parallel_size"),
+        (("pipe_partition_method=type:nonsense", "pipe_parallel_size=2"), "matches no layer"),
+        (("model_parallel_size=2", "num_gpus=3"), "cannot be dealt"),
+        (("train_batch_size=15",), "15"),
+        (("split=1,0,0", "eval_iters=1"), "valid"),
+        (("seq_length=20000", "max_position_embeddings=20000", "eval_iters=0"), "20001"),
+    ],
+)
+def test_what_the_real_run_would_refuse_is_refused(run_config: Path, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError) as error:
+        dry_run(run_config, *overrides)
+    assert message in str(error.value)
+
+
+def test_evaluation_and_generation_need_a_checkpoint_and_no_data(run_config: Path) -> None:
+    for script in ("eval.py", "generate.py"):
+        with pytest.raises(UserError, match="load is not set"):
+            dry_run(run_config, "data_path=", script=script)
+        with pytest.raises(UserError, match="/nowhere/ckpt"):
+            dry_run(run_config, "data_path=", "load=/nowhere/ckpt", script=script)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT / "configs")))
+def test_every_shipped_config_dry_runs(path: Path, tokens: Callable[..., str], tmp_path: Path) -> None:
+    given: list[Path | str] = [path]
+    if path.name in ADDED_TO_OTHERS:
+        given = [ROOT / "configs/pythia/14M.yml", path]
+    script = "generate.py" if path.name == "text_generation.yml" else "train.py"
+    given += ["tokenizer_type=CharLevelTokenizer", "vocab_file=", "eval_iters=1", f"data_path={tokens(1000, 100)}"]
+    given += ["split=1,1,1", f"save={tmp_path}", f"load={tmp_path}"]
+    if script == "generate.py":
+        with pytest.raises(UserError, match="no checkpoint to load"):
+            dry_run(*given, script=script)
+        return
+    text = dry_run(*given, script=script)
+    for title in ("config", "ranks", "model", "stages", "memory", "steps", "data", "checkpoints"):
+        assert section(text, title), title
+
+
+def test_the_command_is_quick_exits_0_or_2_and_imports_no_torch(run_config: Path) -> None:
+    (run_config.parent / "train.py").touch()
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['deepy.py', 'train.py', {str(run_config)!r}, '--dry-run', *sys.argv[1:]]\n"
+        f"try: runpy.run_path({str(ROOT / 'deepy.py')!r}, run_name='__main__')\n"
+        "finally: print('heavy:', sorted({'torch', 'deepspeed', 'transformers'} & set(sys.modules)))\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, *argv]
+        options = {"cwd": run_config.parent, "env": env, "capture_output": True, "text": True, "timeout": 60}
+        return subprocess.run(command, check=False, **options)
+
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert "Dry run: nothing was started." in done.stdout and "heavy: []" in done.stdout
+    refused = run("data_path=/nowhere/data")
+    assert refused.returncode == 2 and "error: " in refused.stderr and "Traceback" not in refused.stderr
