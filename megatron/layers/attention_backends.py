@@ -169,12 +169,23 @@ def _load_flex() -> Attention:
     ) -> Tensor:
         if dropout > 0.0:
             raise UserError("attention_dropout: FlexAttention has no dropout; use the torch back-end or set it to 0")
+        if not q.is_cuda and torch.is_grad_enabled() and q.requires_grad:
+            raise UserError(
+                "attention_backend: 'flex' cannot train on a CPU (torch has no backward there); use 'torch'"
+            )
         b, s, s_k = q.shape[0], q.shape[1], k.shape[1]
-        seen = Visibility(causal, window, doc_ids, key_start).mask(s, s_k, q.device).expand(b, 1, s, s_k)
         shift = s_k - s
 
         def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return seen[batch, 0, query, key]
+            distance = query + shift - key
+            seen = distance >= 0 if causal else distance == distance
+            if window is not None:
+                seen = seen & (distance <= window) & (distance >= -window)
+            if doc_ids is not None:
+                seen = seen & (doc_ids[batch, query] == doc_ids[batch, key])
+            if key_start is not None:
+                seen = (seen & (key >= key_start[batch])) | (distance == 0)
+            return seen
 
         def alibi(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return score + slopes[head] * (key - query - shift)

@@ -1,0 +1,200 @@
+"""Every back-end against the formula in fp64, forward and gradients, over all combinations of its arguments."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.errors import UserError
+from megatron.layers.attention_backends import ATTENTION_BACKENDS, choose_backend, document_bounds
+from megatron.layers.attention_masks import Visibility
+from megatron.layers.positions import alibi_slopes
+
+pytestmark = pytest.mark.cpu
+
+CPU = torch.device("cpu")
+B, S, N, D = 2, 7, 4, 8
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, rules: dict[str, Any]) -> Tensor:
+    """Softmax attention one query at a time, in fp64, keys picked by plain conditions."""
+    b, s, n, _ = q.shape
+    s_k, group = k.shape[1], n // k.shape[2]
+    out = torch.zeros_like(q)
+    for row in range(b):
+        for head in range(n):
+            for i in range(s):
+                column = s_k - s + i
+                keys = [j for j in range(s_k) if _visible(rules, row, column, j)]
+                score = k[row, keys, head // group] @ q[row, i, head] * rules["scale"]
+                if rules.get("slopes") is not None:
+                    score = score - rules["slopes"][head] * torch.tensor([column - j for j in keys])
+                out[row, i, head] = score.softmax(0) @ v[row, keys, head // group]
+    return out
+
+
+def _visible(rules: dict[str, Any], row: int, i: int, j: int) -> bool:
+    if i == j:
+        return True
+    seen = j <= i or not rules["causal"]
+    if rules.get("window") is not None:
+        seen &= abs(i - j) <= rules["window"]
+    if rules.get("doc_ids") is not None:
+        seen &= bool(rules["doc_ids"][row, i] == rules["doc_ids"][row, j])
+    if rules.get("key_start") is not None:
+        seen &= j >= int(rules["key_start"][row])
+    return seen
+
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [4, 4, 5, 5, 5, 6, 6]])
+RULES: list[dict[str, Any]] = [
+    {"causal": True},
+    {"causal": False},
+    {"causal": True, "window": 2},
+    {"causal": True, "window": 0},
+    {"causal": True, "window": 100},
+    {"causal": False, "window": 1},
+    {"causal": True, "doc_ids": DOCUMENTS},
+    {"causal": True, "doc_ids": DOCUMENTS, "window": 1},
+    {"causal": True, "slopes": torch.tensor(alibi_slopes(N))},
+    {"causal": True, "slopes": torch.tensor(alibi_slopes(N)), "doc_ids": DOCUMENTS, "window": 3},
+    {"causal": True, "key_start": torch.tensor([0, 3])},
+]
+
+
+def _inputs(kv_heads: int, s_k: int = S) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    # Cut from one fused tensor, as the layer does: strided views, not contiguous.
+    fused = torch.randn(B, s_k, N + 2 * kv_heads, D, generator=generator)
+    q, k, v = fused.split((N, kv_heads, kv_heads), dim=2)
+    return q[:, s_k - S :], k, v
+
+
+@pytest.mark.parametrize("backend", ["torch", "manual"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("rules", RULES, ids=lambda rules: "+".join(rules))
+def test_formula_and_gradients(backend: str, kv_heads: int, rules: dict[str, Any]) -> None:
+    rules = {**rules, "scale": 0.3}
+    inputs = [x.clone().requires_grad_() for x in _inputs(kv_heads)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    direction = torch.randn(B, S, N, D, generator=torch.Generator().manual_seed(1))
+    expected = _reference(*exact, rules)
+    (expected * direction).sum().backward()
+    out = ATTENTION_BACKENDS[backend]()(*inputs, **rules)
+    (out * direction).sum().backward()
+    assert (out - expected).abs().max() < 1e-5
+    for mine, reference in zip(inputs, exact, strict=True):
+        assert (mine.grad - reference.grad).abs().max() < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("rules", [RULES[1], RULES[7], RULES[9], RULES[10]], ids=lambda rules: "+".join(rules))
+def test_flex(rules: dict[str, Any]) -> None:
+    """Forward only: on a CPU torch has no backward for FlexAttention, and we say so."""
+    rules = {**rules, "scale": 0.3}
+    q, k, v = _inputs(2)
+    attend = ATTENTION_BACKENDS["flex"]()
+    assert (attend(q, k, v, **rules) - _reference(q.double(), k.double(), v.double(), rules)).abs().max() < 1e-5
+    with pytest.raises(UserError, match="cannot train on a CPU"):
+        attend(q.clone().requires_grad_(), k, v, **rules)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("backend", ["torch", "manual", "flex"])
+@pytest.mark.parametrize("rules", [{}, {"window": 2}, {"key_start": torch.tensor([1, 4])}], ids=str)
+def test_fewer_queries_than_keys_are_the_last_ones(backend: str, rules: dict[str, Any]) -> None:
+    q, k, v = _inputs(2, s_k=S + 5)
+    rules = {"causal": True, "scale": 0.5, "slopes": torch.tensor(alibi_slopes(N)), **rules}
+    out = ATTENTION_BACKENDS[backend]()(q, k, v, **rules)
+    assert (out - _reference(q.double(), k.double(), v.double(), rules)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["torch", "manual"])
+def test_other_documents_change_nothing_at_all(backend: str) -> None:
+    attend = ATTENTION_BACKENDS[backend]()
+    q, k, v = _inputs(2)
+    before = attend(q, k, v, causal=True, doc_ids=DOCUMENTS, scale=0.3)
+    k, v = k.clone(), v.clone()
+    k[0, :3] *= 50  # all of row 0's first document
+    v[0, :3] += 1000
+    after = attend(q, k, v, causal=True, doc_ids=DOCUMENTS, scale=0.3)
+    assert torch.equal(before[0, 3:], after[0, 3:])
+    assert torch.equal(before[1], after[1])
+    assert not torch.equal(before[0, :3], after[0, :3])
+
+
+def test_a_window_of_w_sees_w_before_and_itself() -> None:
+    seen = Visibility(window=2).mask(6, 6, CPU)[0, 0]
+    assert seen.sum(-1).tolist() == [1, 2, 3, 3, 3, 3]
+    assert seen[5].tolist() == [False, False, False, True, True, True]
+
+
+def test_wholly_padded_queries_give_no_nan() -> None:
+    q, k, v = _inputs(2)
+    for backend in ("torch", "manual"):
+        out = ATTENTION_BACKENDS[backend]()(q, k, v, causal=True, scale=0.3, key_start=torch.tensor([5, 7]))
+        assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "manual"])
+def test_dropout(backend: str) -> None:
+    """Weights are dropped and the rest grows by 1 / (1 - p): the mean over many draws is the plain result."""
+    attend = ATTENTION_BACKENDS[backend]()
+    q, k, v = _inputs(2)
+    torch.manual_seed(0)
+    many = torch.stack([attend(q, k, v, causal=True, scale=0.3, dropout=0.5) for _ in range(600)])
+    plain = attend(q, k, v, causal=True, scale=0.3)
+    assert many.std(0)[:, 1:].min() > 0.01
+    error = (many.mean(0) - plain).abs() / (many.std(0) / math.sqrt(600) + 1e-6)
+    assert error.max() < 6
+
+
+def test_scores_are_taken_in_fp32_for_half_inputs() -> None:
+    q, k, v = (x.bfloat16() for x in _inputs(2))
+    exact = _reference(q.double(), k.double(), v.double(), {"causal": True, "scale": 4.0})
+    for backend in ("torch", "manual"):
+        out = ATTENTION_BACKENDS[backend]()(q, k, v, causal=True, scale=4.0)
+        assert out.dtype == torch.bfloat16
+        # Half an ulp of the result (2^-9 relative), plus that of the probabilities a fused kernel rounds.
+        assert (out - exact).abs().max() < 2**-7 * exact.abs().max()
+
+
+def test_sdpa_keeps_the_fused_kernel() -> None:
+    """No back-end degradation: plain causal attention, grouped heads included, runs on the CPU's flash kernel."""
+    for kv_heads in (4, 2):
+        for rules in ({}, {"doc_ids": DOCUMENTS}, {"window": 2}):
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                ATTENTION_BACKENDS["torch"]()(*_inputs(kv_heads), causal=True, scale=0.3, **rules)
+            names = {event.key for event in profile.key_averages()}
+            assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
+
+
+def test_choice_of_the_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert choose_backend("global", CPU)[0] == "torch"
+    assert choose_backend("flash", CPU)[0] == "torch"
+    assert choose_backend("flash", torch.device("cuda"))[0] == "torch"  # flash-attn is not there
+    assert choose_backend("global", CPU, "manual")[0] == "manual"
+    with pytest.raises(UserError, match=r"requirements/flashattention\.txt"):
+        choose_backend("global", CPU, "flash")
+    with pytest.raises(UserError, match="attention_backend"):
+        choose_backend("global", CPU, "sdpa")
+
+
+def test_flex_has_no_dropout() -> None:
+    with pytest.raises(UserError, match="attention_dropout"):
+        ATTENTION_BACKENDS["flex"]()(*_inputs(2), causal=True, scale=1.0, dropout=0.1)
+
+
+def test_document_bounds() -> None:
+    bounds, longest = document_bounds(DOCUMENTS)
+    assert bounds.tolist() == [0, 3, 7, 9, 12, 14]
+    assert bounds.dtype == torch.int32
+    assert longest == 4
+    # Two rows that end and start with the same number are still two documents.
+    assert document_bounds(torch.zeros(2, 3, dtype=torch.int64))[0].tolist() == [0, 3, 6]

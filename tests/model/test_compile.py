@@ -1,0 +1,83 @@
+"""Blocks are clean for torch.compile: one graph, no breaks, and no recompilation from layer to layer or step to step.
+
+The back-end is "aot_eager" or "eager": tracing is what is tested, nothing is generated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from megatron.model.block import TransformerBlock
+from tests.model.networks import LLAMA, batch, build, logits, tiny
+
+pytestmark = pytest.mark.cpu
+
+FORMS: list[dict[str, Any]] = [
+    {},
+    LLAMA,
+    {"gpt_j_residual": True, "rotary_pct": 0.25},
+    {"gpt_j_residual": True, "gpt_j_tied": True},
+    {"norm_placement": "olmo3", "norm": "rmsnorm"},
+    {"norm": "scalenorm"},
+    {"norm": "non_parametric_layernorm"},
+    {"use_qk_layernorm": True},
+    {"use_separate_qk_norms": True},
+    {"pos_emb": "alibi"},
+    {"pos_emb": "learned"},
+    {"sliding_window_width": 5},
+    {"intra_document_masking": True},
+    {"use_mup": True, "mup_base_hidden_size": 16},
+    {"attention_backend": "manual"},
+    {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    {"checkpoint_policy": "full"},
+    {"checkpoint_policy": "selective"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("changes", FORMS, ids=str)
+def test_one_graph_serves_all_blocks_and_steps(changes: dict[str, Any]) -> None:
+    network = build(tiny(num_layers=4, **changes))
+    counter = CompileCounter()
+    for layer in network.sequential:
+        if isinstance(layer, TransformerBlock):
+            layer.compile(backend=counter, fullgraph=True)
+    for step in range(2):
+        tokens, positions, targets = batch(seed=step)
+        doc_ids = [(positions >= 7).long()] if changes.get("intra_document_masking") else []
+        network((tokens, positions, *doc_ids), (targets, torch.ones(targets.shape), torch.tensor(0.1))).backward()
+    assert counter.frame_count == 1
+
+
+def test_a_second_kind_of_layer_costs_one_more_graph() -> None:
+    network = build(tiny(num_layers=4, sliding_window_width=3, attention_config=[[["local", "global"], "all"]]))
+    counter = CompileCounter()
+    for layer in network.sequential[1:5]:
+        layer.compile(backend=counter, fullgraph=True)
+    tokens, positions, _ = batch()
+    logits(network, tokens, positions)
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("changes", [{}, {"checkpoint_policy": "full"}, {"checkpoint_policy": "selective"}], ids=str)
+def test_compiled_blocks_compute_the_same(changes: dict[str, Any]) -> None:
+    tokens, positions, targets = batch()
+    labels = (targets, torch.ones(targets.shape), torch.tensor(1 / targets.numel()))
+    gradients = []
+    for compiled in (False, True):
+        network = build(tiny(**changes))
+        if compiled:
+            for layer in network.sequential[1:3]:
+                layer.compile(backend="aot_eager", fullgraph=True)
+        network((tokens, positions), labels).backward()
+        gradients.append([p.grad for p in network.parameters()])
+    for eager, traced in zip(*gradients, strict=True):
+        assert torch.allclose(eager, traced, rtol=1e-5, atol=1e-7)
