@@ -68,7 +68,9 @@ def weighted_linear_cross_entropy(
     _check_targets(targets, vocab_size)
     if not entered:
         hidden = enter_tensor_parallel(hidden, state)
-    return _Weighted.apply(hidden, weight, targets, token_weights, vocab_size, state, chunk)
+    # Asked here because inside an autograd.Function grad mode is always off, and needs_input_grad ignores no_grad.
+    wanted = (torch.is_grad_enabled() and hidden.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
+    return _Weighted.apply(hidden, weight, targets, token_weights, vocab_size, state, chunk, wanted)
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, state: ParallelState) -> Tensor:
@@ -213,6 +215,7 @@ class _Weighted(torch.autograd.Function):
         vocab_size: int,
         state: ParallelState,
         chunk: int,
+        wanted: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor]:
         own = _Shard.of(weight.shape[0], vocab_size, state)
         losses = hidden.new_empty(hidden.shape[0], dtype=_at_least_fp32(hidden.dtype))
@@ -221,7 +224,6 @@ class _Weighted(torch.autograd.Function):
         # gradients are kept relative to the largest weight.
         unit = token_weights.abs().amax().clamp_min(torch.finfo(losses.dtype).tiny)
         relative = token_weights / unit
-        wanted = ctx.needs_input_grad[:2]
         gradients = _Gradients(hidden, weight, own.rows, wanted)
         for part in _chunks(hidden.shape[0], chunk):
             x = hidden[part]
@@ -241,7 +243,7 @@ class _Weighted(torch.autograd.Function):
         # One-dimensional, because a 0-dim factor would be rounded to the gradient's dtype first and overflow fp16.
         factor = (grad * unit).reshape(1)
         scaled = [None if gradient is None else gradient.mul_(factor) for gradient in gradients]
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None)
 
 
 class _FromLogits(torch.autograd.Function):

@@ -1,0 +1,278 @@
+"""The fused, vocabulary-parallel cross entropy against plain torch: values, gradients, dtypes, memory, work done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.errors import UserError
+from megatron.mpu.cross_entropy import (
+    linear_cross_entropy,
+    vocab_parallel_cross_entropy,
+    weighted_linear_cross_entropy,
+)
+from megatron.mpu.state import ParallelState
+from megatron.mpu.topology import Topology
+from tests.distributed import run_distributed
+
+pytestmark = pytest.mark.cpu
+
+VOCAB, HIDDEN, TOKENS = 67, 5, 24
+SINGLE = ParallelState.single()
+
+
+def padded_vocab(tp_size: int, divisor: int = 8) -> int:
+    return -(-VOCAB // (divisor * tp_size)) * divisor * tp_size
+
+
+def case(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden [t, h], weight [VOCAB, h], targets [t] (first and last row of every shard), gradient of the losses [t]."""
+    generator = torch.Generator().manual_seed(7)
+    hidden = (torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64) * scale).to(dtype)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    targets = torch.randint(VOCAB, (TOKENS,), generator=generator)
+    targets[:8] = torch.tensor([0, 23, 24, 39, 40, 47, 48, 66])
+    grad = torch.rand(TOKENS, generator=generator, dtype=torch.float64)
+    grad[3::5] = 0.0  # masked tokens
+    return hidden, weight, targets, grad
+
+
+def expected(hidden: Tensor, weight: Tensor, targets: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(losses, gradient of hidden, gradient of weight) in fp64."""
+    hidden, weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    losses = F.cross_entropy(hidden @ weight.T, targets, reduction="none")
+    return losses.detach(), *torch.autograd.grad(losses, [hidden, weight], grad)
+
+
+def pad(weight: Tensor, rows: int) -> Tensor:
+    """Padding rows that would ruin every loss if they took part."""
+    return torch.cat([weight, torch.full((rows - weight.shape[0], weight.shape[1]), 50.0, dtype=weight.dtype)])
+
+
+def both_ways(
+    hidden: Tensor, weight: Tensor, targets: Tensor, grad: Tensor, state: ParallelState, chunk: int
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(losses, gradient of hidden, gradient of weight) of the per-token and of the weighted function."""
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    losses = linear_cross_entropy(hidden, weight, targets, vocab_size=VOCAB, state=state, chunk=chunk)
+    results = [(losses.detach(), *torch.autograd.grad(losses, [hidden, weight], grad.to(losses.dtype)))]
+    total, losses = weighted_linear_cross_entropy(
+        hidden, weight, targets, grad, vocab_size=VOCAB, state=state, chunk=chunk
+    )
+    torch.testing.assert_close(total.detach(), (losses * grad.to(losses.dtype)).sum())
+    assert not losses.requires_grad
+    results.append((losses, *(g / 3 for g in torch.autograd.grad(3 * total, [hidden, weight]))))
+    return results
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 24, 512])
+def test_one_rank(chunk: int) -> None:
+    hidden, weight, targets, grad = case()
+    losses, grad_hidden, grad_weight = expected(hidden, weight, targets, grad)
+    rows = padded_vocab(1)
+    for got in both_ways(hidden, pad(weight, rows), targets, grad, SINGLE, chunk):
+        torch.testing.assert_close(got, (losses, grad_hidden, pad0(grad_weight, rows)), rtol=1e-9, atol=1e-12)
+
+
+def pad0(weight: Tensor, rows: int) -> Tensor:
+    return torch.cat([weight, weight.new_zeros(rows - weight.shape[0], weight.shape[1])])
+
+
+def on_every_rank(rank: int, world_size: int, sequence_parallel: bool) -> None:
+    topology = Topology({"pipe": 1, "data": 1, "model": world_size})
+    state = ParallelState.build(topology, rank, "cpu", sequence_parallel)
+    hidden, weight, targets, grad = case()
+    losses, grad_hidden, grad_weight = expected(hidden, weight, targets, grad)
+    rows = padded_vocab(world_size)
+    local = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
+    tokens = slice(rank * TOKENS // world_size, (rank + 1) * TOKENS // world_size) if sequence_parallel else slice(None)
+    wanted = losses, grad_hidden[tokens], pad0(grad_weight, rows)[local]
+    for got in both_ways(hidden[tokens], pad(weight, rows)[local], targets, grad, state, 7):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+
+    logits = F.linear(hidden, pad(weight, rows)[local]).requires_grad_()
+    got = vocab_parallel_cross_entropy(logits, targets, VOCAB, state)
+    torch.testing.assert_close(got, losses, rtol=1e-9, atol=1e-12)
+    (grad_logits,) = torch.autograd.grad(got, logits, grad)
+    whole = (torch.softmax(hidden @ weight.T, -1) - F.one_hot(targets, VOCAB)) * grad.unsqueeze(1)
+    torch.testing.assert_close(grad_logits, pad0(whole.T, rows).T[:, local], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_any_number_of_ranks(world_size: int, sequence_parallel: bool) -> None:
+    """At 4 ranks the last one holds padding only."""
+    run_distributed(on_every_rank, world_size, sequence_parallel)
+
+
+def test_gradcheck() -> None:
+    hidden, weight, targets, _ = case()
+    few = slice(0, 6)
+
+    def per_token(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, targets[few], vocab_size=VOCAB, state=SINGLE, chunk=4)
+
+    def from_logits(logits: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(logits, targets[few], VOCAB, SINGLE)
+
+    inputs = (hidden[few].clone().requires_grad_(), pad(weight, 72).requires_grad_())
+    assert torch.autograd.gradcheck(per_token, inputs)
+    assert torch.autograd.gradcheck(from_logits, (torch.randn(6, 72, dtype=torch.float64, requires_grad=True),))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
+    """Losses fp32 in every dtype; errors of the size of rounding the logits, gradients in the inputs' dtype."""
+    hidden, weight, targets, grad = case(dtype)
+    wanted = expected(hidden, weight, targets, grad)
+    for got in both_ways(hidden, weight, targets, grad.float(), SINGLE, 7):
+        assert (got[0].dtype, got[1].dtype, got[2].dtype) == (torch.float32, dtype, dtype)
+        for value, reference in zip(got, wanted):
+            error = (value.double() - reference).abs().max() / reference.abs().max()
+            assert error < tolerance
+
+
+def test_chunks_are_summed_in_fp32() -> None:
+    """With bf16 weights, 256 chunks of one token each lose nothing that one chunk keeps."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = (1 + 0.1 * torch.randn(256, 4, generator=generator)).bfloat16()
+    weight, targets = torch.zeros(3, 4, dtype=torch.bfloat16, requires_grad=True), torch.zeros(256, dtype=torch.int64)
+    _, _, reference = expected(hidden, weight, targets, torch.ones(256, dtype=torch.float64))
+    losses = linear_cross_entropy(hidden, weight, targets, vocab_size=3, state=SINGLE, chunk=1)
+    losses.sum().backward()
+    assert ((weight.grad.double() - reference).abs().max() / reference.abs().max()) < 5e-3
+
+
+def test_weights_below_the_range_of_fp16_keep_their_gradient() -> None:
+    """1 / (number of tokens) underflows fp16; the loss scale that saves it only arrives in backward."""
+    hidden, weight, targets, _ = case(torch.float16)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    grad, scale = torch.full((TOKENS,), 1e-8), 2.0**24
+    total, _ = weighted_linear_cross_entropy(hidden, weight, targets, grad, vocab_size=VOCAB, state=SINGLE)
+    got = torch.autograd.grad(total * scale, [hidden, weight])
+    wanted = expected(hidden, weight, targets, (grad * scale).double())[1:]
+    for value, reference in zip(got, wanted):
+        assert (value.double() - reference).abs().max() / reference.abs().max() < 3e-3
+
+
+def test_large_logits_stay_finite() -> None:
+    hidden, weight, targets, grad = case(scale=1e4)
+    wanted = expected(hidden, weight, targets, grad)
+    for got in both_ways(hidden, weight, targets, grad, SINGLE, 7):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_a_micro_batch_without_trained_tokens_adds_zero() -> None:
+    """Known fault 8: no division by the number of trained tokens, so no NaN; micro-batches add up to the whole."""
+    hidden, weight, targets, grad = case()
+    nothing = torch.zeros(TOKENS)
+    for losses, grad_hidden, grad_weight in both_ways(hidden, weight, targets, nothing, SINGLE, 7):
+        assert losses.isfinite().all() and grad_hidden.eq(0).all() and grad_weight.eq(0).all()
+    whole = expected(hidden, weight, targets, grad)[2]
+    weight.requires_grad_()
+    for part, weights in (
+        (slice(0, 4), grad),
+        (slice(4, 4 + 8), grad),
+        (slice(12, TOKENS), grad),
+        (slice(0, 8), nothing),
+    ):
+        total, _ = weighted_linear_cross_entropy(
+            hidden[part], weight, targets[part], weights[part], vocab_size=VOCAB, state=SINGLE
+        )
+        total.backward()
+    torch.testing.assert_close(weight.grad, whole, rtol=1e-9, atol=1e-12)
+
+
+class Recorder(TorchDispatchMode):
+    """Counts matrix products and remembers the largest tensor made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+        self.largest = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.products += func.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "linear")
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+def test_logits_of_all_tokens_never_exist() -> None:
+    """t·v = 64·512 numbers would be the largest tensor; the largest is the weight or one chunk's logits."""
+    hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(512, 4, requires_grad=True)
+    targets, ones = torch.zeros(64, dtype=torch.int64), torch.ones(64)
+    with Recorder() as record:
+        linear_cross_entropy(hidden, weight, targets, vocab_size=512, state=SINGLE, chunk=8).sum().backward()
+        weighted_linear_cross_entropy(hidden, weight, targets, ones, vocab_size=512, state=SINGLE, chunk=8)[
+            0
+        ].backward()
+    assert record.largest == 8 * 512
+
+
+@pytest.mark.parametrize(
+    ("train_hidden", "train_weight", "no_grad", "per_token", "weighted"),
+    [
+        (True, True, False, 4, 3),
+        (True, False, False, 3, 2),
+        (False, True, False, 3, 2),
+        (True, True, True, 1, 1),
+    ],
+)
+def test_only_the_wanted_gradients_are_computed(
+    train_hidden: bool, train_weight: bool, no_grad: bool, per_token: int, weighted: int
+) -> None:
+    """Matrix products: the logits (per token: twice) and one per wanted gradient; under no_grad the logits alone."""
+    hidden, weight, targets, grad = case()
+    hidden.requires_grad_(train_hidden)
+    weight.requires_grad_(train_weight)
+
+    def products(total: Callable[[], Tensor]) -> int:
+        hidden.grad = weight.grad = None
+        with Recorder() as record, torch.set_grad_enabled(not no_grad):
+            value = total()
+            if not no_grad:
+                value.backward()
+        assert (hidden.grad is not None, weight.grad is not None) == (
+            train_hidden and not no_grad,
+            train_weight and not no_grad,
+        )
+        return record.products
+
+    arguments = {"vocab_size": VOCAB, "state": SINGLE}
+    assert products(lambda: linear_cross_entropy(hidden, weight, targets, **arguments).sum()) == per_token
+    assert products(lambda: weighted_linear_cross_entropy(hidden, weight, targets, grad, **arguments)[0]) == weighted
+
+
+def test_gradients_are_scaled_in_place_only_once() -> None:
+    hidden, weight, targets, grad = case()
+    total, _ = weighted_linear_cross_entropy(
+        hidden.requires_grad_(), weight, targets, grad, vocab_size=VOCAB, state=SINGLE
+    )
+    (2 * total).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+@pytest.mark.parametrize("bad", [-100, VOCAB, VOCAB + 3])
+def test_targets_outside_the_vocabulary_are_refused(bad: int) -> None:
+    """Also those that exist as padding rows: they would be trained on silently."""
+    hidden, weight, targets, grad = case()
+    targets[5] = bad
+    rows = pad(weight, 72)
+    for call in (
+        lambda: linear_cross_entropy(hidden, rows, targets, vocab_size=VOCAB, state=SINGLE),
+        lambda: weighted_linear_cross_entropy(hidden, rows, targets, grad, vocab_size=VOCAB, state=SINGLE),
+        lambda: vocab_parallel_cross_entropy(hidden @ rows.T, targets, VOCAB, SINGLE),
+    ):
+        with pytest.raises(UserError, match="outside the vocabulary of 67"):
+            call()
