@@ -120,9 +120,7 @@ class SaveLock:
 
     def _touched(self) -> int | None:
         try:
-            with open(
-                self.path, "rb"
-            ) as file:  # opening asks a network server anew, stat may not
+            with open(self.path, "rb") as file:  # opening asks a network server anew, stat may not
                 return os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             return None

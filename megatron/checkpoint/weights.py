@@ -1,0 +1,87 @@
+"""Write a checkpoint that holds weights alone, from one process, for any tensor-parallel size.
+
+For tools that bring weights from elsewhere; a training run saves through `save.save_checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint import layout, manifest
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.manifest import Manifest, ParameterEntry
+from megatron.checkpoint.neox_layout import Heads, to_disk
+from megatron.mpu.sharding import ParamSpec, shard
+
+
+def save_weights(
+    root: str | Path,
+    step: int,
+    tensors: Iterable[tuple[ParamSpec, Tensor]],
+    *,
+    tp_size: int,
+    heads: Heads,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+) -> Path:
+    """Write `<root>/global_step<step>` and point `latest` at it. Returns the folder.
+
+    Args:
+        tensors: (declaration for `tp_size` ranks, full tensor in memory row order), layer by layer.
+        config: the resolved configuration, `args.to_dict()`.
+        dtype: of the weight files.
+
+    Raises `UserError` when a parameter cannot be divided by `tp_size`; then nothing is left behind.
+    """
+    folder = CheckpointFolder(root, step)
+    folder.prepare()
+    try:
+        parameters: dict[str, ParameterEntry] = {}
+        for layer, group in groupby(tensors, key=lambda item: layout.split_name(item[0].name)[0]):
+            _write_layer(folder, layer, group, parameters, tp_size, heads, dtype)
+        folder.write_object(layout.state_file(0), {"module": None, "iteration": step, "scalars": {}, "client": {}})
+        folder.sync()
+        return folder.publish(
+            Manifest(
+                step=step,
+                consumed=0,
+                layout={"tp": tp_size, "pp": 1, "dp": 1},
+                heads={"num_attention_heads": heads.num_attention_heads, "num_kv_heads": heads.num_kv_heads},
+                optimizer=False,
+                parameters=parameters,
+                files=folder.files,
+                config=config,
+                git=manifest.git_revision(),
+                versions=manifest.versions(),
+                created=manifest.now(),
+            )
+        )
+    except BaseException:
+        folder.discard()
+        raise
+
+
+def _write_layer(
+    folder: CheckpointFolder,
+    layer: int,
+    group: Iterable[tuple[ParamSpec, Tensor]],
+    parameters: dict[str, ParameterEntry],
+    tp_size: int,
+    heads: Heads,
+    dtype: torch.dtype,
+) -> None:
+    with ExitStack() as stack:
+        files = [stack.enter_context(folder.tensor_file(layout.weights_file(layer, r))) for r in range(tp_size)]
+        for spec, full in group:
+            for rank, file in enumerate(files):
+                local = to_disk(shard(full, spec, rank, tp_size), spec, heads, rank, tp_size)
+                file.add(layout.split_name(spec.name)[1], local.to(dtype))
+            name = str(dtype).removeprefix("torch.")
+            parameters[spec.name] = ParameterEntry(spec.shape, spec.split_dim, spec.blocks, spec.padded, name)

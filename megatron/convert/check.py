@@ -1,0 +1,120 @@
+"""Does the Hugging Face copy compute what our model computes?
+
+Both run in fp32 on random tokens. Ours is run layer by layer, each built, filled from the checkpoint and dropped
+again, so that only one layer of it is in memory. When the logits differ, the first hidden state that differs names
+the culprit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.convert.family import WORD_EMBEDDINGS
+from megatron.errors import UserError
+from megatron.model.gpt import build_layer, gpt_layers
+from megatron.mpu.sharding import named_parameters
+from megatron.mpu.state import ParallelState
+from megatron.neox_arguments.schema_model import ModelConfig
+
+TOLERANCE = 1e-4
+TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Result of a comparison.
+
+    Attributes:
+        logits: largest absolute difference of any logit.
+        allowed: what it may be: `TOLERANCE`, times the logits' standard deviation where that is above 1.
+        first_drift: the first part of the network whose output differs, when the logits do; else None.
+    """
+
+    logits: float
+    allowed: float
+    first_drift: str | None
+
+    @property
+    def ok(self) -> bool:
+        return self.logits <= self.allowed  # also False for NaN
+
+
+def random_tokens(model: ModelConfig, vocab_size: int, seed: int = 0) -> Tensor:
+    """[2, s] ids: s is 32, and more where a sliding window would otherwise not show."""
+    windows = [window for window in model.layer_windows or () if window is not None]
+    length = max(TOKENS, min(max(windows, default=0) + 8, 512))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (2, min(length, model.max_position_embeddings)), generator=generator)
+
+
+@torch.no_grad()
+def our_outputs(
+    reader: CheckpointReader, model: ModelConfig, tokens: Tensor, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, output [b, s, h]) after the embedding and each block, then (`logits`, [b, s, v]); fp32.
+
+    `dtype`: weights are rounded to it first, as the exported copy's are.
+    """
+    vocab_size = reader.entry(WORD_EMBEDDINGS).shape[0]
+    state = ParallelState.single()
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    carry: tuple[Tensor, ...] = (tokens, positions)
+    if model.intra_document_masking:
+        carry = (*carry, torch.zeros_like(tokens))
+    for layer in gpt_layers(model, vocab_size=vocab_size, padded_vocab_size=vocab_size, state=state):
+        module = build_layer(layer, None, state).eval()
+        for name, parameter in named_parameters(module):
+            parameter.copy_(reader.weight(name).to(dtype))
+        out = module(carry)
+        if isinstance(out, tuple):
+            carry = out
+            yield _label(layer.index, model.num_layers), carry[0].view(*tokens.shape, -1)
+        else:
+            yield "logits", out.logits()
+
+
+def _label(index: int, num_layers: int) -> str:
+    if index == 0:
+        return "the embedding"
+    return "the final norm" if index > num_layers + 1 else f"block {index - 2} (layer {index})"
+
+
+@torch.no_grad()
+def compare(
+    reader: CheckpointReader, model: ModelConfig, folder: Path, dtype: torch.dtype, tokens: Tensor | None = None
+) -> Difference:
+    """Load `folder` with transformers and compare. Raises `UserError` when weights are missing or left over."""
+    vocab_size = reader.entry(WORD_EMBEDDINGS).shape[0]
+    tokens = random_tokens(model, vocab_size) if tokens is None else tokens
+    theirs = _their_outputs(folder, tokens)
+    drift = None
+    logits = torch.tensor(float("nan"))
+    for position, (name, output) in enumerate(our_outputs(reader, model, tokens, dtype)):
+        if name == "logits":
+            logits = output
+        elif drift is None and position < model.num_layers:
+            # Index L of their hidden states is behind the final norm, so the last block shows in the logits.
+            other = theirs.hidden_states[position].float()
+            difference = (output - other).abs().max()
+            if not difference <= TOLERANCE * max(1.0, float(other.std())):
+                drift = name
+    difference = float((logits - theirs.logits.float()).abs().max())
+    allowed = TOLERANCE * max(1.0, float(theirs.logits.float().std()))
+    result = Difference(difference, allowed, None)
+    return result if result.ok else Difference(difference, allowed, drift or "the last block, final norm or head")
+
+
+def _their_outputs(folder: Path, tokens: Tensor):
+    from transformers import AutoModelForCausalLM
+
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if found := sorted(map(str, info.get(what) or ())):
+            raise UserError(f"transformers reports {what.replace('_', ' ')} in {folder}: {', '.join(found[:8])}")
+    return loaded.eval()(input_ids=tokens, use_cache=False, output_hidden_states=True)

@@ -1,0 +1,101 @@
+"""What a model family is: a table of names and transforms, its config fields, and what it cannot express."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron.convert.transforms import Copy, Transform
+from megatron.errors import UserError
+from megatron.registry import Registry
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.schema_model import ModelConfig
+
+WORD_EMBEDDINGS = "0.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One of our parameters (by canonical name) and the Hugging Face tensors it becomes."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    transform: Transform = field(default_factory=Copy)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor that the Hugging Face model has and ours does without: zero biases, unit norms."""
+
+    theirs: str
+    shape: tuple[int, ...]
+    value: float
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Special ids for config.json and generation_config.json; None where the tokenizer has none."""
+
+    bos: int | None = None
+    eos: int | None = None
+    pad: int | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One Hugging Face architecture.
+
+    Attributes:
+        architecture: the class name in config.json.
+        table: every tensor of a model of this config, ours and theirs.
+        config: config.json from (model, vocabulary size, special ids); architecture fields only.
+        unsupported: features of the config that this architecture cannot express, one phrase each.
+        aliases: names in files → names in the running model, where transformers renames while loading.
+    """
+
+    architecture: str
+    table: Callable[[ModelConfig], list[Rule | Constant]]
+    config: Callable[[ModelConfig, int, TokenIds], dict[str, Any]]
+    unsupported: Callable[[ModelConfig], list[str]]
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+# By the name of `--architecture`.
+FAMILIES: Registry[Family] = Registry("architecture")
+
+
+def choose_family(model: ModelConfig, name: str | None) -> Family:
+    """The family called `name`, or the first that can express the model.
+
+    Raises `UserError` naming every feature that stands in the way.
+    """
+    if name is not None:
+        family = FAMILIES[name]
+        if reasons := family.unsupported(model):
+            raise UserError(f"{family.architecture} cannot express this model: {'; '.join(reasons)}")
+        return family
+    refusals = []
+    for candidate in FAMILIES:
+        reasons = FAMILIES[candidate].unsupported(model)
+        if not reasons:
+            return FAMILIES[candidate]
+        refusals.append(f"\n  {candidate}: {'; '.join(reasons)}")
+    raise UserError(f"no Hugging Face architecture known here can express this model:{''.join(refusals)}")
+
+
+def common_refusals(model: ModelConfig) -> list[str]:
+    """What no family of this package expresses."""
+    reasons = []
+    if model.norm_placement != "pre":
+        reasons.append(f"norm_placement: {model.norm_placement}")
+    if model.pos_emb != "rotary":
+        reasons.append(f"pos_emb: {model.pos_emb} (it has rotary positions only)")
+    if model.use_qk_layernorm or model.use_separate_qk_norms:
+        reasons.append("use_qk_layernorm (it has no norms on queries and keys)")
+    if model.use_mup:
+        reasons.append("use_mup (its multipliers have no place)")
+    if any(kind not in ("global", "flash", "local") for kind in model.attention_config or ()):
+        reasons.append("attention_config with other kinds than attention")
+    return reasons

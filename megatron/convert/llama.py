@@ -1,0 +1,122 @@
+"""LLaMA and Mistral ↔ `LlamaForCausalLM`, `MistralForCausalLM`: one table of tensors.
+
+Mistral adds a sliding window and has no biases. Their window counts the query itself, ours the tokens before it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron.convert.family import FAMILIES, WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, common_refusals
+from megatron.convert.transforms import Split
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.schema_model import ModelConfig
+
+# Gated activation → the function on the gate, by its name in transformers.
+ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "glu": "sigmoid", "bilinear": "linear"}
+
+
+def table(model: ModelConfig) -> list[Rule | Constant]:
+    rules: list[Rule | Constant] = [Rule(WORD_EMBEDDINGS, ("model.embed_tokens.weight",))]
+    for block in range(model.num_layers):
+        rules += _block(model, block)
+    rules.append(Rule(f"{model.num_layers + 3}.norm.scale", ("model.norm.weight",)))
+    if model.no_weight_tying:
+        rules.append(Rule(f"{model.num_layers + 4}.final_linear.weight", ("lm_head.weight",)))
+    return rules
+
+
+def _block(model: ModelConfig, block: int) -> list[Rule | Constant]:
+    ours, theirs = f"{block + 2}.", f"model.layers.{block}."
+    q, kv = model.num_attention_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    rules: list[Rule | Constant] = [
+        Rule(f"{ours}{name}.scale", (f"{theirs}{name}.weight",))
+        for name in ("input_layernorm", "post_attention_layernorm")
+    ]
+    for kind in ("weight", "bias") if model.use_bias_in_attn_linear else ("weight",):
+        projections = tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv")
+        rules.append(Rule(f"{ours}attention.query_key_value.{kind}", projections, Split((q, kv, kv))))
+        rules.append(Rule(f"{ours}attention.dense.{kind}", (f"{theirs}self_attn.o_proj.{kind}",)))
+    for kind in ("weight", "bias") if model.use_bias_in_mlp else ("weight",):
+        halves = tuple(f"{theirs}mlp.{part}_proj.{kind}" for part in ("up", "gate"))
+        rules.append(Rule(f"{ours}mlp.linear1.{kind}", halves, Split((model.ffn_width, model.ffn_width))))
+        rules.append(Rule(f"{ours}mlp.linear2.{kind}", (f"{theirs}mlp.down_proj.{kind}",)))
+    return rules
+
+
+def llama_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        **_common(model, vocab_size, ids),
+        "attention_bias": model.use_bias_in_attn_linear,
+        "mlp_bias": model.use_bias_in_mlp,
+    }
+
+
+def mistral_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
+    window = model.layer_windows[0]
+    return {
+        "model_type": "mistral",
+        **_common(model, vocab_size, ids),
+        "sliding_window": None if window is None else window + 1,
+    }
+
+
+def _common(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_width,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": ACTIVATIONS[model.activation],
+        "max_position_embeddings": model.max_position_embeddings,
+        "initializer_range": model.init_method_std,
+        "rms_norm_eps": model.rms_norm_epsilon,
+        "use_cache": True,
+        "bos_token_id": ids.bos,
+        "eos_token_id": ids.eos,
+        "pad_token_id": ids.pad,
+        "tie_word_embeddings": not model.no_weight_tying,
+        "attention_dropout": model.attention_dropout,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(model.rotary_emb_base)},
+        "rope_theta": float(model.rotary_emb_base),  # for transformers 4
+    }
+
+
+def _refusals(model: ModelConfig) -> list[str]:
+    reasons = common_refusals(model)
+    if model.norm != "rmsnorm":
+        reasons.append(f"norm: {model.norm} (it has rmsnorm only)")
+    if model.activation not in ACTIVATIONS:
+        reasons.append(f"activation: {model.activation} (it has gated ones only: {', '.join(ACTIVATIONS)})")
+    if model.gpt_j_residual:
+        reasons.append("gpt_j_residual (its residuals are sequential)")
+    if model.rotary_pct != 1.0:
+        reasons.append(f"rotary_pct: {model.rotary_pct} (it rotates whole heads)")
+    if model.hidden_dropout:
+        reasons.append(f"hidden_dropout: {model.hidden_dropout} (it has none)")
+    return reasons
+
+
+def llama_unsupported(model: ModelConfig) -> list[str]:
+    reasons = _refusals(model)
+    if any(window is not None for window in model.layer_windows or ()):
+        reasons.append("sliding_window_width (it has full attention only; try --architecture mistral)")
+    return reasons
+
+
+def mistral_unsupported(model: ModelConfig) -> list[str]:
+    reasons = _refusals(model)
+    if len(set(model.layer_windows or ())) > 1:
+        reasons.append("attention_config with a window in some layers only")
+    if model.use_bias_in_attn_linear or model.use_bias_in_mlp:
+        reasons.append("use_bias_in_attn_linear or use_bias_in_mlp (it has no biases)")
+    return reasons
+
+
+FAMILIES.register("llama")(Family("LlamaForCausalLM", table, llama_config, llama_unsupported))
+FAMILIES.register("mistral")(Family("MistralForCausalLM", table, mistral_config, mistral_unsupported))

@@ -1,0 +1,74 @@
+"""How one of our parameters becomes one or more Hugging Face tensors, and back.
+
+"Ours" is the full logical tensor in memory row order (fused QKV [Q | K | V], gated MLP [up ; gate]).
+Legend: n heads, d head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Transform(Protocol):
+    """`load(export(x))` is x, bit for bit."""
+
+    def export(self, full: Tensor) -> list[Tensor]: ...
+    def load(self, parts: Sequence[Tensor]) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The same tensor."""
+
+    def export(self, full: Tensor) -> list[Tensor]:
+        return [full]
+
+    def load(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows in blocks of the given sizes, one tensor each: q, k, v or up, gate."""
+
+    sizes: tuple[int, ...]
+
+    def export(self, full: Tensor) -> list[Tensor]:
+        return list(full.split(self.sizes))
+
+    def load(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts))
+
+
+@dataclass(frozen=True)
+class PerHead:
+    """Fused QKV [Q | K | V] ↔ head by head q, k, v (as many key/value heads as query heads)."""
+
+    heads: int
+
+    def export(self, full: Tensor) -> list[Tensor]:
+        return [full.reshape(3, self.heads, -1, *full.shape[1:]).transpose(0, 1).reshape(full.shape)]
+
+    def load(self, parts: Sequence[Tensor]) -> Tensor:
+        part = parts[0]
+        return part.reshape(self.heads, 3, -1, *part.shape[1:]).transpose(0, 1).reshape(part.shape)
+
+
+@dataclass(frozen=True)
+class Duplicate:
+    """One tensor that the other side has `count` times (a norm that two branches share)."""
+
+    count: int
+
+    def export(self, full: Tensor) -> list[Tensor]:
+        return [full] * self.count
+
+    def load(self, parts: Sequence[Tensor]) -> Tensor:
+        if any(not torch.equal(part, parts[0]) for part in parts):
+            raise ValueError("tensors that must be one are not equal")
+        return parts[0]
