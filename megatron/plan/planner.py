@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.cluster.launch import Placement
+from megatron.data.build import epoch_samples
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
 from megatron.plan import sections
 from megatron.plan.checkpoints import save_plan, start
-from megatron.plan.data import epoch_samples, sources
+from megatron.plan.data import data_table
 from megatron.plan.memory import estimate
 from megatron.plan.stages import stage_sizes, topology
 from megatron.tokenizer import build_tokenizer
@@ -27,7 +28,7 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str) -> str:
         check_trainable(args)
     tokenizer = build_tokenizer(args.tokenizer)
     vocab_size = tokenizer.vocab_size
-    passes = epoch_samples(args) if args.training.train_epochs is not None else None
+    passes = epoch_samples(args.data, args.model.seq_length) if args.training.train_epochs is not None else None
     args = derive(args, Facts(vocab_size, placement.world_size, epoch_samples=passes))
     stages, held = stage_sizes(args, vocab_size)
     memory = [
@@ -53,7 +54,7 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str) -> str:
         saves = save_plan(args, sum(stage.parameters or 0 for stage in stages))
         parts += [
             sections.steps(args, vocab_size),
-            sections.data(sources(args, tokenizer)),
+            sections.data(data_table(args, tokenizer)),
             sections.checkpoints(begin, saves, args.checkpoint.save),
         ]
     else:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.checkpoint.find import Start
 from megatron.cluster.launch import Placement
+from megatron.data.build import SourceRow
 from megatron.model.partition import StageRow
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
@@ -16,7 +17,6 @@ from megatron.neox_arguments.coerce import thaw
 from megatron.neox_arguments.differences import differences_for
 from megatron.neox_arguments.formulas import flops_per_token, neox_flops_per_token, parameter_count
 from megatron.plan.checkpoints import SavePlan
-from megatron.plan.data import Source
 from megatron.plan.memory import Memory
 from megatron.plan.text import count, shortened, size, table
 
@@ -128,7 +128,7 @@ def steps(args: NeoXArgs, vocab_size: int) -> list[str]:
     )
 
 
-def data(found: Sequence[Source]) -> list[str]:
+def data(found: Sequence[SourceRow]) -> list[str]:
     """Tokens and epochs per source."""
     rows = [
         (s.role, s.prefix, f"{s.documents:,}", f"{s.tokens:,}", f"{s.weight:.4g}", f"{s.samples:,}", f"{s.epochs:.3g}")

@@ -68,10 +68,10 @@ def memory(args: NeoXArgs, parameters: int = 1000, stage: int = 0, blocks: int =
 def test_weights_gradients_and_optimizer_in_fp32_and_bf16(tmp_path: Path) -> None:
     full = memory(derived(tmp_path, 2))
     assert (full.weights, full.gradients, full.optimizer) == (4000, 4000, 8000)  # Adam: two moments of 4 bytes
-    half = memory(
-        derived(tmp_path, 2, "precision=bfloat16")
-    )  # ZeRO 1 over 2 ranks; fp32 accumulation, masters, moments
+    # bf16 over 2 ranks: ZeRO 1; gradients accumulate in fp32, masters and moments are shared out
+    half = memory(derived(tmp_path, 2, "precision=bfloat16"))
     assert (half.weights, half.gradients, half.optimizer) == (2000, 4000, 12000 / 2)
+    assert memory(derived(tmp_path, 2, "precision=bfloat16", "data_types.grad_accum_dtype=bf16")).gradients == 2000
 
 
 @pytest.mark.parametrize(
