@@ -90,7 +90,10 @@ class NeoXArgs:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "resolved config") -> NeoXArgs:
-        """The inverse of `to_dict`. Raises `UserError` for an unknown key or a wrong type."""
+        """The inverse of `to_dict`. Raises `UserError` for an unknown key or a wrong type.
+
+        Values at their defaults count as not set, and computed values as computed, so that `derive` can run again.
+        """
         typed = {}
         for name, value in values.items():
             if name not in all_keys():
@@ -99,7 +102,12 @@ class NeoXArgs:
                 typed[name] = coerce(value, all_keys()[name])
             except WrongValue as error:
                 raise UserError(f"{source}: {name}: {error}") from error
-        return cls.from_values(typed, dict.fromkeys(typed, source))
+        sources = {
+            name: f"derived: {source}" if all_keys()[name].derived else source
+            for name, value in typed.items()
+            if value != all_keys()[name].default
+        }
+        return cls.from_values(typed, sources)
 
     def to_resolved(self) -> str:
         """Everything as JSON text, sources and notes included: how the launcher hands the config to rank 0."""

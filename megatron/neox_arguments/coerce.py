@@ -31,7 +31,7 @@ def coerce_type(value: Any, annotation: Any) -> Any:
         return None
     members = [member for member in union_members(annotation) if member is not NoneType]
     for member in members:  # an exact fit first: `int | float` keeps 3 an int and 0.5 a float
-        if isinstance(member, type) and type(value) is member:
+        if isinstance(member, type) and type(value) is member and (member is not float or math.isfinite(value)):
             return value
     problem = WrongValue(f"{describe(value)} was given, {wanted(annotation)} is wanted")
     for member in members:

@@ -177,7 +177,7 @@ def _check(
         if dotted in DROPPED:
             note(f"{where(f'{prefix}.{written}')}: {dotted} is left out: {DROPPED[dotted]}")
             continue
-        if dotted in OFFLOADS:
+        if dotted in OFFLOADS:  # false asks for nothing
             if inner:
                 checked[OFFLOADS[dotted]] = {"device": "cpu"}
                 note(f"{where(f'{prefix}.{written}')}: {dotted} is read as {OFFLOADS[dotted]}: {{device: cpu}}")

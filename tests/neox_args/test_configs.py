@@ -1,0 +1,171 @@
+"""Every shipped YAML loads and derives; models have their published sizes; GPT-NeoX users' configs work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, check_trainable, derive
+from megatron.neox_arguments.formulas import flops_per_token, neox_flops_per_token, parameter_count
+from megatron.neox_arguments.load import load
+from tests.neox_args.helpers import load_text
+
+pytestmark = pytest.mark.cpu
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SHIPPED = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yml"))
+
+
+def _model(name: str, vocab: int = 50304) -> NeoXArgs:
+    return derive(load([name], conf_dir=str(CONFIGS)), Facts(vocab_size=vocab))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_files_load_and_derive_without_complaint(name: str) -> None:
+    args = load([name], conf_dir=str(CONFIGS))
+    if args.model.num_layers is None:  # local_setup, text_generation: merged with a model
+        args = load([name, "pythia/14M.yml"], conf_dir=str(CONFIGS))
+    facts = Facts(vocab_size=50277)
+    for given in (args, type(args).from_dict(args.to_dict())):
+        done = derive(derive(given), facts)
+        assert done.notes == ()
+        assert done.training.train_batch_size > 0
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if "/" in name or name[0].isdigit()])
+def test_every_model_can_be_merged_with_local_setup(name: str) -> None:
+    args = derive(load([name, "local_setup.yml"], conf_dir=str(CONFIGS)))
+    check_trainable(args)
+    assert args.checkpoint.save and args.training.do_train and args.training.do_valid
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab", "parameters"),
+    [
+        # Biderman et al. 2023, table 1 (50304 rows)
+        ("pythia/70M", 50304, 70_426_624),
+        ("pythia/160M", 50304, 162_322_944),
+        ("pythia/410M", 50304, 405_334_016),
+        ("pythia/1B", 50304, 1_011_781_632),
+        ("pythia/1.4B", 50304, 1_414_647_808),
+        ("pythia/2.8B", 50304, 2_775_208_960),
+        ("pythia/6.9B", 50432, 6_857_302_016),
+        ("pythia/12B", 50688, 11_846_072_320),
+        # Black et al. 2022 (50432 rows)
+        ("20B", 50432, 20_554_567_680),
+        # Touvron et al. 2023 and Dubey et al. 2024, as released
+        ("llama/llama2-7B", 32000, 6_738_415_616),
+        ("llama/llama2-13B", 32000, 13_015_864_320),
+        ("llama/llama2-70B", 32000, 68_976_648_192),
+        ("llama/llama3-8B", 128256, 8_030_261_248),
+        ("llama/llama3-70B", 128256, 70_553_706_496),
+    ],
+)
+def test_published_parameter_counts(name: str, vocab: int, parameters: int) -> None:
+    assert parameter_count(_model(name).model, vocab).total == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "hidden", "heads", "lr"),
+    [
+        ("pythia/14M", 6, 128, 4, 1e-3),
+        ("pythia/31M", 6, 256, 8, 1e-3),
+        ("19M", 6, 512, 8, 1e-3),
+        ("49M", 10, 640, 10, 8e-4),
+        ("125M", 12, 768, 12, 6e-4),
+        ("350M", 24, 1024, 16, 3e-4),
+        ("760M", 24, 1536, 16, 2.5e-4),
+        ("1-3B", 24, 2048, 16, 2e-4),
+        ("2-7B", 32, 2560, 32, 1.6e-4),
+        ("6-7B", 32, 4096, 32, 1.2e-4),
+        ("13B", 40, 5120, 40, 1e-4),
+        ("175B", 96, 12288, 96, 6e-5),
+    ],
+)
+def test_published_shapes(name: str, layers: int, hidden: int, heads: int, lr: float) -> None:
+    args = _model(name)
+    assert (args.model.num_layers, args.model.hidden_size, args.model.num_attention_heads) == (layers, hidden, heads)
+    assert args.optimizer.lr == pytest.approx(lr, rel=1e-12)
+    assert args.schedule.min_lr == pytest.approx(lr / 10, rel=1e-12)
+
+
+def test_pythia_computes_the_same_on_any_number_of_ranks() -> None:
+    for ranks, accumulation in ((1, 32), (8, 4), (32, 1)):
+        args = derive(load(["pythia/70M"], conf_dir=str(CONFIGS)), Facts(num_devices=ranks))
+        assert args.training.train_batch_size == 1024
+        assert args.training.gradient_accumulation_steps == accumulation
+
+
+def test_20b_on_its_96_ranks() -> None:
+    args = derive(load(["20B"], conf_dir=str(CONFIGS)), Facts(num_devices=96))
+    assert args.parallel.data_parallel_size == 12 and args.training.gradient_accumulation_steps == 32
+
+
+def test_flops() -> None:
+    """Llama-3 8B at 8192: 57.9 GFLOP per token with full attention, as NeMo counted (711 TFLOP/s, 12 273 tokens/s)."""
+    model = _model("llama/llama3-8B").model
+    assert flops_per_token(model, 128256) == pytest.approx(711e12 / 12273, rel=5e-3)
+    # 53 samples of 2048 tokens a second on 16 devices gave 290 TFLOP/s by GPT-NeoX's formula for a 7B, 32-layer model
+    seven = _model("6-7B").model
+    assert 53 * 2048 / 16 * neox_flops_per_token(seven, 50688, recompute=False) == pytest.approx(290e12, rel=0.02)
+    assert neox_flops_per_token(seven, 50688) / neox_flops_per_token(seven, 50688, recompute=False) == pytest.approx(
+        4 / 3
+    )
+
+
+AS_NEOX_USERS_WRITE_IT = """
+# a comment outside
+{
+   "pipe-parallel-size": 1,
+   "model-parallel-size": 2, # and one inside
+   "num-layers": 4, "hidden-size": 64, "num-attention-heads": 4,
+   "seq-length": 32, "max-position-embeddings": 32,
+   "norm": "layernorm", "pos-emb": "rotary", "rotary_pct": 0.25, "no-weight-tying": true,
+   "gpt_j_residual": true, "output_layer_parallelism": "column",
+   "attention-config": [[["flash"], 4]],
+   "scaled-upper-triang-masked-softmax-fusion": true, "bias-gelu-fusion": true, "use_bias_in_norms": false,
+   "init_method": "small_init", "output_layer_init_method": "wang_init",
+   "optimizer": {"type": "Adam", "params": {"lr": 0.97e-4, "betas": [0.9, 0.95], "eps": 1.0e-8,}},
+   "min_lr": 0.97e-5,
+   "zero_optimization": {"stage": 1, "allgather_partitions": True, "allgather_bucket_size": 500000000,
+     "overlap_comm": True, "reduce_scatter": True, "reduce_bucket_size": 500000000,
+     "contiguous_gradients": True, "cpu_offload": False},
+   "train_micro_batch_size_per_gpu": 4, "gas": 1, "data-impl": "mmap", "num_workers": 1, "split": "995,4,1",
+   "checkpoint-activations": true, "checkpoint-num-layers": 1, "partition-activations": true,
+   "synchronize-each-layer": true,
+   "gradient_clipping": 1.0, "weight-decay": 0.01, "hidden-dropout": 0, "attention-dropout": 0,
+   "fp16": {"fp16": true, "enabled": true, "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 12,
+     "hysteresis": 2, "min_loss_scale": 1},
+   "train-iters": 150000, "lr-decay-iters": 150000, "distributed-backend": "nccl", "lr-decay-style": "cosine",
+   "warmup": 0.01, "save-interval": 500, "eval-interval": 1000, "eval-iters": 10,
+   "log-interval": 2, "steps_per_print": 2, "wall_clock_breakdown": false, "keep-last-n-checkpoints": 4,
+   "tokenizer-type": "HFTokenizer",
+   "deepspeed_extra_args": {"comms_logger": {"enabled": true, "verbose": true, "prof_all": true, "debug": false},},
+}
+"""
+
+
+def test_as_neox_users_write_it(tmp_path: Path) -> None:
+    args = derive(
+        load_text(
+            tmp_path,
+            AS_NEOX_USERS_WRITE_IT,
+            '{"data-path": "d", "vocab-file": "v", "merge-file": "m", "save": "c", "load": "c", "log-dir": "logs"}',
+        )
+    )
+    assert args.optimizer.precision == "fp16" and args.optimizer.lr == 0.97e-4
+    assert args.checkpoint.checkpoint_factor == 500
+    assert args.training.train_batch_size == 4
+    assert args.model.attention_config == ("flash",) * 4
+    said = "\n".join(args.notes)
+    for name in (
+        "scaled_upper_triang",
+        "partition_activations",
+        "synchronize_each_layer",
+        "use_bias_in_norms",
+        "fp16.fp16",
+    ):
+        assert said.count(name) == 1, name
+    assert "zero_optimization.cpu_offload" not in said  # false asks for nothing

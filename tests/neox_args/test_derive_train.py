@@ -1,0 +1,230 @@
+"""Precision, optimizer, ZeRO, schedule, checkpoints, data: what is derived and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import UserError
+from megatron.neox_arguments.derive import Facts, check_trainable, derive
+from tests.neox_args.helpers import SMALL, derived, load_text, loaded
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ({}, "fp32"),
+        ({"precision": "bfloat16"}, "bfloat16"),
+        ({"precision": "fp16"}, "fp16"),
+        ({"fp16": {"enabled": True}}, "fp16"),
+        ({"fp16": {"enabled": False}}, "fp32"),
+        ({"bf16": {"enabled": True}}, "bfloat16"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "bfloat16"),
+        ({"fp16": {"enabled": True, "type": "bfloat16"}}, "bfloat16"),
+        ({"precision": "bfloat16", "bf16": {"enabled": True}}, "bfloat16"),
+    ],
+)
+def test_precision(changes: dict, want: str, tmp_path: Path) -> None:
+    optimizer = derived(tmp_path, **changes).optimizer
+    assert optimizer.precision == want
+    assert (optimizer.fp16 or {}).get("enabled", False) == (want == "fp16" and "fp16" in changes)
+    assert "type" not in (optimizer.fp16 or {})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        {"precision": "fp32", "fp16": {"enabled": True}},
+        {"precision": "fp16", "bf16": {"enabled": True}},
+    ],
+)
+def test_contradicting_precisions(changes: dict, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a\.yml:\d+: (precision|bf16\.enabled): .*a\.yml:\d+"):
+        derived(tmp_path, **changes)
+
+
+def test_precision_on_the_command_line_wins(tmp_path: Path) -> None:
+    text = "\n".join(f"{name}: {value}" for name, value in SMALL.items()) + "\nfp16: {enabled: true, loss_scale: 0}\n"
+    args = derive(load_text(tmp_path, text, overrides=["precision=bfloat16"]))
+    assert args.optimizer.precision == "bfloat16"
+    assert args.optimizer.fp16 == {"loss_scale": 0.0, "enabled": False}
+    args = derive(load_text(tmp_path, text + "precision: fp16\n", overrides=["fp16.enabled=false"]))
+    assert args.optimizer.precision == "fp32"
+
+
+def test_zero(tmp_path: Path) -> None:
+    assert derived(tmp_path).optimizer.zero_stage == 0
+    assert derived(tmp_path, zero_optimization={"stage": 3}).optimizer.zero_stage == 3
+    assert derived(tmp_path, zero_stage=2).optimizer.zero_stage == 2
+    raised = derived(tmp_path, precision="bf16", zero_optimization={"stage": 0})
+    assert raised.optimizer.zero_stage == 1 and raised.optimizer.zero_optimization == {"stage": 1}
+    assert any("ZeRO stage 1 is used" in note for note in raised.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: must be 0, 1, 2 or 3, is 4"),
+        ({"zero_stage": 2, "pipe_parallel_size": 2}, "stage 2 does not work with pipe_parallel_size 2; use stage 1"),
+        ({"zero_stage": 2, "zero_optimization": {"stage": 1}}, "zero_stage: is 2, but zero_optimization.stage is 1"),
+        ({"optimizer": {"type": "adamm"}}, "'adamm' is not known. Did you mean 'adam'? Choices: adam, adamw, sgd"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam is not available: "),
+        ({"optimizer": {"params": {"lr": 0.1}}, "lr": 0.2}, "lr: is 0.2, but optimizer.params.lr is 0.1"),
+        ({"optimizer": {"type": "SGD"}, "optimizer_type": "adam"}, "is adam, but optimizer.type is SGD"),
+        ({"optimizer": {"params": {"lr": 0}}}, "optimizer.params.lr: must be above 0"),
+        ({"optimizer": {"params": {"betas": [0.9, 1.0]}}}, "optimizer.params.betas: must be in [0, 1)"),
+        ({"optimizer": {"params": {"weight_decay": 0.5}}, "weight_decay": 0.1}, "weight_decay: is 0.1, but"),
+        ({"weight_decay": -1}, "weight_decay: must not be negative"),
+        ({"gradient_clipping": -1}, "gradient_clipping: must not be negative, is -1.0 (0 switches it off)"),
+        ({"data_types": {"grad_accum_dtype": "int8"}}, "'int8' is not one of: fp32, bf16, fp16"),
+        ({"fp32_allreduce": True, "communication_data_type": "bf16"}, "fp32_allreduce is set"),
+        (
+            {"warmup": 2000, "train_iters": 8000},
+            "a fraction of the schedule, between 0 and 1, not 2000: for 2000 steps write 0.25",
+        ),
+        ({"lr_decay_fraction": 1.5}, "lr_decay_fraction: is a fraction"),
+        ({"min_lr": 0.1}, "min_lr: 0.1 is above lr 0.001"),
+        ({"override_lr_scheduler": True, "use_checkpoint_lr_scheduler": True}, "says the opposite"),
+        ({"train_epochs": 2}, "train_epochs: train_iters is set too"),
+        ({"checkpoint_factor": 1, "checkpoint_scale": "log"}, "must be above 1 with checkpoint_scale: log"),
+        ({"checkpoint_factor": 1.5}, "must be a whole number of steps"),
+        ({"extra_save_iters": [-1]}, "steps must not be negative"),
+        ({"eval_iters": -1}, "eval_iters: must not be negative"),
+        ({"seed": -1}, "seed: must be in [0, 2^32)"),
+        ({"top_p": 2}, "is a probability"),
+        ({"data_path": "a,b"}, "data_path: 'a,b' has a comma: did you mean a list? train_data_paths: [a, b]"),
+        ({"train_data_paths": ["a,b"]}, "did you mean a list?"),
+        ({"data_path": "a", "train_data_paths": ["b"]}, "train_data_paths is set too"),
+        ({"valid_data_paths": ["b"]}, "is set without train_data_paths"),
+        ({"train_data_paths": ["a", "b"], "train_data_weights": [1]}, "has 1 weights for 2 train_data_paths"),
+        ({"train_data_weights": [1]}, "is set without train_data_paths"),
+        ({"train_data_paths": ["a"], "train_data_weights": [-1]}, "weights must not be negative and not all 0"),
+        (
+            {"train_data_paths": ["a"], "train_data_weights": [1], "weight_by_num_documents": True},
+            "weight_by_num_documents: train_data_weights is set too",
+        ),
+        ({"split": "a, b"}, "'a, b' is not one to three proportions"),
+        ({"split": "1, 1, 1, 1"}, "is not one to three proportions"),
+        ({"split": "0, 0, 0"}, "is not one to three proportions"),
+        ({"num_workers": -1}, "num_workers: must not be negative"),
+    ],
+)
+def test_mistakes(changes: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        derived(tmp_path, **changes)
+    assert message in str(error.value)
+    assert "a.yml:" in str(error.value)
+
+
+def test_optimizer_values(tmp_path: Path) -> None:
+    chosen = {"type": "AdamW", "params": {"lr": 0.5, "betas": [0.8, 0.9], "eps": 1e-5}}
+    optimizer = derived(tmp_path, optimizer=chosen).optimizer
+    assert (optimizer.optimizer_type, optimizer.lr, optimizer.betas, optimizer.eps) == ("adamw", 0.5, (0.8, 0.9), 1e-5)
+    plain = derived(tmp_path).optimizer
+    assert (plain.optimizer_type, plain.lr, plain.betas, plain.eps) == ("adam", 0.001, (0.9, 0.999), 1e-8)
+    assert derived(tmp_path, optimizer={"type": "SGD", "params": {"momentum": 0.9}}).optimizer.momentum == 0.9
+
+
+def test_weight_decay_inside_the_optimizer_is_used_and_said(tmp_path: Path) -> None:
+    args = derived(tmp_path, optimizer={"params": {"weight_decay": 0.0}})
+    assert args.optimizer.weight_decay == 0.0
+    assert any("GPT-NeoX would use" in note for note in args.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({}, 100),
+        ({"lr_decay_iters": 70}, 70),
+        ({"lr_decay_fraction": 0.255}, 25),
+        ({"train_iters": None, "train_epochs": 1}, None),
+    ],
+)
+def test_schedule_length(changes: dict, steps: int | None, tmp_path: Path) -> None:
+    assert derived(tmp_path, **changes).schedule.lr_decay_iters == steps
+
+
+def test_schedule_and_run_of_different_length_are_said(tmp_path: Path) -> None:
+    assert any("does not reach its end" in note for note in derived(tmp_path, lr_decay_iters=200).notes)
+    assert any("stays at its end value from step 50" in note for note in derived(tmp_path, lr_decay_iters=50).notes)
+    assert not derived(tmp_path, lr_decay_iters=100).notes
+    assert not derived(tmp_path, lr_decay_iters=50, lr_decay_style="constant").notes
+
+
+def test_epochs_become_steps_when_the_data_is_known(tmp_path: Path) -> None:
+    first = derived(tmp_path, train_iters=None, train_epochs=3, lr_decay_fraction=0.5)
+    assert first.training.train_iters is None
+    args = derive(first, Facts(epoch_samples=50))
+    assert args.training.train_iters == 37  # 150 samples, 4 per step
+    assert args.schedule.lr_decay_iters == 18
+    assert derive(args).training.train_iters == 37
+    with pytest.raises(UserError, match="less than one batch"):
+        derive(first, Facts(epoch_samples=1))
+
+
+def test_saving_at_the_end_only_is_said(tmp_path: Path) -> None:
+    assert any("at the end only" in note for note in derived(tmp_path, save="x").notes)
+    assert not derived(tmp_path, save="x", checkpoint_factor=10).notes
+    assert not derived(tmp_path, save="x", extra_save_iters=[5]).notes
+
+
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ({}, (False, False, False)),
+        ({"data_path": "a"}, (True, True, True)),
+        ({"data_path": "a", "eval_iters": 0}, (True, False, False)),
+        ({"data_path": "a", "train_iters": 0}, (False, True, True)),
+        ({"train_data_paths": ["a"], "valid_data_paths": ["b"]}, (True, True, False)),
+        ({"data_path": "a", "do_test": False}, (True, True, False)),
+    ],
+)
+def test_what_the_run_does(changes: dict, want: tuple, tmp_path: Path) -> None:
+    training = derived(tmp_path, **changes).training
+    assert (training.do_train, training.do_valid, training.do_test) == want
+
+
+def test_what_training_needs(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="data_path"):
+        check_trainable(derived(tmp_path))
+    with pytest.raises(UserError, match="train_iters"):
+        check_trainable(derived(tmp_path, train_iters=None, data_path="x"))
+    check_trainable(derived(tmp_path, data_path="x"))
+
+
+def test_kind_of_generation(tmp_path: Path) -> None:
+    assert derived(tmp_path).generation.text_gen_type == "unconditional"
+    assert derived(tmp_path, sample_input_file="x").generation.text_gen_type == "input-file"
+    assert (
+        derived(tmp_path, sample_input_file="x", text_gen_type="interactive").generation.text_gen_type == "interactive"
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"fp16": {"enabled": True, "type": "bfloat16"}, "num_gpus": 2, "train_batch_size": 16},
+        {"activation": "swiglu", "checkpoint_policy": "selective", "sliding_window_width": 4},
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "weight_decay": 0.2}}, "lr_decay_fraction": 0.5},
+        {"train_data_paths": ["a"], "train_data_weights": [2], "save": "x", "communication_data_type": "bfloat16"},
+    ],
+)
+def test_deriving_twice_and_from_plain_data_changes_nothing(changes: dict, tmp_path: Path) -> None:
+    facts = Facts(vocab_size=259)
+    args = derived(tmp_path, facts=facts, **changes)
+    assert derive(args, facts) == args
+    again = derive(type(args).from_dict(args.to_dict()), facts)
+    assert again == args and again.hash() == args.hash()
+
+
+def test_another_layout_after_the_fact(tmp_path: Path) -> None:
+    """A resolved config can be run at another layout: what depends on it is computed afresh."""
+    args = derived(tmp_path, facts=Facts(vocab_size=259), model_parallel_size=2)
+    changed = derive(args.replace(model_parallel_size=4), Facts(vocab_size=259))
+    assert (changed.parallel.world_size, changed.tokenizer.padded_vocab_size) == (4, 512)
+    assert loaded(tmp_path).parallel.world_size is None

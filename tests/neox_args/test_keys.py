@@ -1,0 +1,122 @@
+"""Every key of GPT-NeoX is in exactly one class, with GPT-NeoX's default; classes do what they promise."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import UserError
+from megatron.neox_arguments.arguments import NeoXArgs, all_keys
+from megatron.neox_arguments.retired import ALIASES, NEVER_DEFAULT, OTHER_VERSIONS, RETIRED
+from tests.neox_args.helpers import loaded
+
+pytestmark = pytest.mark.cpu
+
+_LINES = (Path(__file__).parent / "neox_keys.tsv").read_text(encoding="utf-8").splitlines()[1:]
+NEOX = {name: ast.literal_eval(default) for name, _, default in (line.split("\t") for line in _LINES)}
+
+# Ours differ on purpose; the field's `differs` says so.
+OTHER_DEFAULTS = {"gradient_accumulation_steps": None, "communication_data_type": None}
+
+
+def test_the_list_is_whole() -> None:
+    assert len(NEOX) == len(_LINES) == 338
+
+
+def test_every_neox_key_is_in_exactly_one_class() -> None:
+    for name in NEOX:
+        assert (name in all_keys()) != (name in RETIRED), name
+
+
+def test_only_neox_keys_are_not_marked_new() -> None:
+    assert {name for name, info in all_keys().items() if not info.new} <= set(NEOX)
+    assert not {name for name, info in all_keys().items() if info.new} & set(NEOX)
+
+
+def test_defaults_are_neox_defaults() -> None:
+    for name, neox in NEOX.items():
+        ours = RETIRED[name].default if name in RETIRED else all_keys()[name].default
+        if name in OTHER_DEFAULTS:
+            assert ours == OTHER_DEFAULTS[name] and all_keys()[name].differs, name
+        else:
+            assert ours == neox, name
+            assert type(ours) is type(neox) or {type(ours), type(neox)} == {int, float}, name
+
+
+def test_every_key_has_a_meaning() -> None:
+    for name, info in all_keys().items():
+        assert info.doc, name
+        assert info.doc.endswith((".", "...", "[kinds...]")) or info.doc.startswith("{"), name
+
+
+def test_aliases_lead_to_keys() -> None:
+    for name, meant in ALIASES.items():
+        assert meant in all_keys()
+        assert name not in all_keys() and name not in RETIRED
+    assert not set(OTHER_VERSIONS) & (set(all_keys()) | set(RETIRED) | set(ALIASES))
+
+
+def _other_value(name: str) -> object:
+    """A value of the right type that is not the default."""
+    info = all_keys()[name]
+    for value in (*info.choices, True, False, 7, 0.25, "word", ["word"], [7], {"some": "thing"}):
+        try:
+            made = NeoXArgs.from_dict({name: value}).get(name)
+        except UserError:
+            continue
+        if made != info.default and made not in (False, None, 0):
+            return value
+    return None
+
+
+UNAVAILABLE = [name for name, info in all_keys().items() if not info.available]
+
+
+@pytest.mark.parametrize("name", UNAVAILABLE)
+def test_unavailable_keys_name_the_alternative(name: str, tmp_path: Path) -> None:
+    info = all_keys()[name]
+    assert loaded(tmp_path, **{name: info.default}).get(name) == info.default
+    value = _other_value(name)
+    if value is None:  # a switch that is on by default: switching it off asks for nothing
+        assert info.default is True
+        return
+    with pytest.raises(UserError, match=rf"a\.yml:\d+: {name} is not available: \S+"):
+        loaded(tmp_path, **{name: value})
+
+
+CHOICES = [
+    (name, value, advice)
+    for name, info in all_keys().items()
+    if isinstance(info.unavailable, dict)
+    for value, advice in info.unavailable.items()
+]
+
+
+@pytest.mark.parametrize(("name", "value", "advice"), CHOICES)
+def test_unavailable_choices_name_the_alternative(name: str, value: object, advice: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        loaded(tmp_path, **{name: value})
+    assert f"{name}: {value} is not available: {advice}" in str(error.value)
+
+
+@pytest.mark.parametrize("name", RETIRED)
+def test_retired_keys_warn_once_and_say_what_to_use(name: str, tmp_path: Path) -> None:
+    args = loaded(tmp_path, **{name: "something else"})
+    (note,) = [note for note in args.notes if name in note]
+    assert note.endswith(f"{name} has no effect: {RETIRED[name].instead}")
+    assert "a.yml:7: " in note
+    assert args.to_dict() == loaded(tmp_path).to_dict()
+
+
+def test_retired_keys_at_neox_defaults_share_one_line(tmp_path: Path) -> None:
+    names = [name for name, retired in RETIRED.items() if retired.default not in (None, NEVER_DEFAULT)]
+    args = loaded(tmp_path, **{name: RETIRED[name].default for name in names})
+    (note,) = args.notes
+    assert all(name in note for name in names)
+
+
+def test_keys_of_other_versions_are_errors_with_advice(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a\.yml:7: unknown key 'mlp_type': .*activation: swiglu"):
+        loaded(tmp_path, mlp_type="llama")

@@ -1,0 +1,261 @@
+"""Reading, merging and overriding: what wins, where it came from, and what is said when it is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import UserError
+from megatron.neox_arguments.load import load
+from tests.neox_args.helpers import SMALL, load_text, loaded
+
+pytestmark = pytest.mark.cpu
+
+
+def test_block_and_flow_style_dashes_and_python_truth(tmp_path: Path) -> None:
+    args = load_text(
+        tmp_path,
+        '{ "num-layers": 4, "hidden_size": 64,\n  # a comment\n  "gpt-j-residual": True,\n'
+        ' "optimizer": {"type": "Adam"} }',
+        "no-weight-tying: true\nattention-config: [[[global], 4]]\n",
+    )
+    assert (args.model.num_layers, args.model.hidden_size) == (4, 64)
+    assert args.model.gpt_j_residual is True and args.model.no_weight_tying is True
+    assert args.model.attention_config == ((("global",), 4),)
+    assert args.optimizer.optimizer == {"type": "Adam"}
+
+
+def test_json_with_tabs(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{\n\t"num_layers": 4,\n\t"lr": 1e-4\n}', encoding="utf-8")
+    assert load([str(path)]).optimizer.lr == 1e-4
+
+
+def test_the_suffix_and_the_folder_may_be_left_out(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "model.yml").write_text("num_layers: 3\n", encoding="utf-8")
+    assert load(["sub/model"], conf_dir=str(tmp_path)).model.num_layers == 3
+
+
+def test_a_missing_file_names_the_others(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yml").write_text("{}", encoding="utf-8")
+    with pytest.raises(UserError, match=r"tine\.yml: there is no such config file.*tiny\.yml"):
+        load(["tine"], conf_dir=str(tmp_path))
+
+
+def test_same_key_in_two_files(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"b\.yml:2: train_iters is 20 here and 10 at .*a\.yml:1"):
+        load_text(tmp_path, "train-iters: 10\n", "\ntrain_iters: 20\n")  # dashes do not hide it
+    assert load_text(tmp_path, "train_iters: 10\n", "train-iters: 10\n").training.train_iters == 10
+
+
+def test_the_same_file_twice(tmp_path: Path) -> None:
+    path = tmp_path / "a.yml"
+    path.write_text("train_iters: 1", encoding="utf-8")
+    with pytest.raises(UserError, match="given twice"):
+        load([str(path), str(path)])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: 1\nseed: 3\nlr: 2\n", r"a\.yml:3: lr is already set at .*a\.yml:1"),
+        ("train-iters: 1\ntrain_iters: 1\n", r"a\.yml:2: train_iters is already set at .*a\.yml:1"),
+        (
+            "model_parallel_size: 1\ntensor_model_parallel_size: 2\n",
+            r"a\.yml:2: model_parallel_size \(as 'tensor_model",
+        ),
+        (
+            "optimizer:\n  params:\n    lr: 0.1\n    eps: 1e-8\n    lr: 0.2\n",
+            r"a\.yml:5: optimizer\.params\.lr is already set at .*a\.yml:3",
+        ),
+        ("num_layers: 4\nseed: [1\n", r"a\.yml:\d+: not valid YAML"),
+        ("- 1\n- 2\n", r"a\.yml:1: a mapping of keys to values is wanted"),
+        ("[1, 2]: 3\n", r"a\.yml:1: a key must be a single word"),
+    ],
+)
+def test_mistakes_inside_one_file(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        load_text(tmp_path, text)
+
+
+def test_empty_file(tmp_path: Path) -> None:
+    assert load_text(tmp_path, "").to_dict() == load_text(tmp_path, "# nothing\n").to_dict()
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("num-layer", "num_layers"), ("hiden_size", "hidden_size"), ("tensor_parallel_sizes", "tensor_parallel_size")],
+)
+def test_unknown_key(key: str, near: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"a\.yml:3: unknown key '{key.replace('-', '_')}'\. Did you mean '{near}'\?"):
+        load_text(tmp_path, f"seed: 1\n\n{key}: 2\n")
+
+
+def test_unknown_inner_key(tmp_path: Path) -> None:
+    text = "optimizer:\n  type: Adam\n  params:\n    lr: 1e-3\n    beta: [0.9, 0.95]\n"
+    with pytest.raises(UserError, match=r"a\.yml:5: unknown key 'beta' in optimizer\.params\. Did you mean 'betas'\?"):
+        load_text(tmp_path, text)
+
+
+def test_aliases(tmp_path: Path) -> None:
+    args = load_text(tmp_path, "tensor-model-parallel-size: 2\ngas: 3\nmicro_batch_size: 5\nrope_theta: 500000\n")
+    assert args.parallel.model_parallel_size == 2
+    assert args.training.gradient_accumulation_steps == 3
+    assert args.training.train_micro_batch_size_per_gpu == 5
+    assert args.model.rotary_emb_base == 500000
+
+
+# ---- extends
+
+
+def test_extends_inherits_and_overrides(tmp_path: Path) -> None:
+    (tmp_path / "base.yml").write_text(
+        "num_layers: 4\nseed: 1\noptimizer: {type: Adam, params: {lr: 0.1, eps: 1.0e-8}}\n", encoding="utf-8"
+    )
+    args = load_text(tmp_path, "extends: base\nseed: 2\noptimizer: {params: {lr: 0.2}}\n")
+    assert args.model.num_layers == 4 and args.training.seed == 2
+    assert args.optimizer.optimizer == {"type": "Adam", "params": {"lr": 0.2, "eps": 1e-8}}
+    assert args.source("num_layers").endswith("base.yml:1")
+    assert args.source("seed").endswith("a.yml:2")
+    assert args.source("optimizer.params.eps").endswith("base.yml:3")
+    assert args.source("optimizer.params.lr").endswith("a.yml:3")
+
+
+def test_extends_is_relative_to_its_file(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "base.yml").write_text("seed: 5\n", encoding="utf-8")
+    (tmp_path / "sub" / "child.yml").write_text("extends: [../base.yml]\n", encoding="utf-8")
+    assert load([str(tmp_path / "sub" / "child")]).training.seed == 5
+
+
+def test_extends_in_a_circle(tmp_path: Path) -> None:
+    (tmp_path / "b.yml").write_text("extends: a\n", encoding="utf-8")
+    with pytest.raises(UserError, match="lead back to itself"):
+        load_text(tmp_path, "extends: b\n")
+
+
+def test_extends_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.yml: there is no such config file"):
+        load_text(tmp_path, "extends: nowhere\n")
+
+
+# ---- overrides
+
+
+def test_overrides_win_and_may_have_dashes(tmp_path: Path) -> None:
+    args = load_text(tmp_path, "train_iters: 10\nseed: 1\n", overrides=["train-iters=20", "--seed=3", "lr=1e-4"])
+    assert (args.training.train_iters, args.training.seed, args.optimizer.lr) == (20, 3, 1e-4)
+    assert args.source("train_iters") == "command line"
+
+
+def test_overrides_reach_inside(tmp_path: Path) -> None:
+    text = "optimizer: {type: Adam, params: {lr: 0.1, eps: 1.0e-8}}\n"
+    args = load_text(tmp_path, text, overrides=["optimizer.params.lr=3e-4", "zero_optimization.stage=2"])
+    assert args.optimizer.optimizer == {"type": "Adam", "params": {"lr": 3e-4, "eps": 1e-8}}
+    assert args.optimizer.zero_optimization == {"stage": 2}
+    assert args.source("optimizer.params.lr") == "command line"
+    assert args.source("optimizer.params.eps").endswith("a.yml:1")
+
+
+def test_override_values_are_yaml(tmp_path: Path) -> None:
+    args = load_text(
+        tmp_path, "seed: 1\n", overrides=["train_data_paths=[a, b]", "extra_save_iters=[1,2]", "save=null", "split=9,1"]
+    )
+    assert args.data.train_data_paths == ("a", "b")
+    assert args.checkpoint.extra_save_iters == (1, 2)
+    assert args.checkpoint.save is None
+    assert args.data.split == "9,1"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train_itres=3", r"command line: train_itres=3: unknown key 'train_itres'\. Did you mean 'train_iters'\?"),
+        ("train_iters", "overrides are written key=value"),
+        ("=3", "overrides are written key=value"),
+        ("train_iters=[1", "not valid YAML"),
+        ("train_iters=ten", r"train_iters: the text 'ten' was given, a whole number is wanted"),
+        ("seed.deep=1", "seed is not a mapping"),
+        ("optimizer.params.beta=1", r"unknown key 'beta' in optimizer\.params"),
+    ],
+)
+def test_wrong_overrides(override: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        load_text(tmp_path, "seed: 1\n", overrides=[override])
+
+
+# ---- what the result knows
+
+
+def test_sources_and_explain(tmp_path: Path) -> None:
+    args = loaded(tmp_path)
+    assert args.source("hidden_size").endswith("a.yml:2")
+    assert args.source("norm") == "default"
+    text = args.explain("gradient-clipping")
+    assert "gradient_clipping = 1.0" in text and "default: 1.0" in text and "GPT-NeoX" in text
+    assert "choices: learned, rotary" in args.explain("pos_emb")
+    assert "no effect" in args.explain("clip_grad")
+    assert "not available" in args.explain("moe_num_experts")
+    with pytest.raises(UserError, match="Did you mean 'num_layers'"):
+        args.explain("num_layer")
+
+
+def test_flat_access(tmp_path: Path) -> None:
+    args = load_text(tmp_path, "optimizer: {params: {lr: 0.5}}\n")
+    assert args.get("optimizer.params.lr") == 0.5
+    with pytest.raises(UserError, match=r"optimizer\.params\.eps is not set"):
+        args.get("optimizer.params.eps")
+
+
+def test_round_trip_through_plain_data(tmp_path: Path) -> None:
+    args = loaded(tmp_path, train_data_paths=["x"], optimizer={"type": "Adam", "params": {"betas": [0.9, 0.95]}})
+    again = type(args).from_dict(args.to_dict())
+    assert again == args and again.hash() == args.hash()
+    assert loaded(tmp_path, seed=7).hash() != args.hash()
+
+
+def test_nobody_writes_to_it(tmp_path: Path) -> None:
+    args = loaded(tmp_path)
+    with pytest.raises(AttributeError):
+        args.model.num_layers = 3  # type: ignore[misc]
+    changed = args.replace(num_layers=3)
+    assert (changed.model.num_layers, args.model.num_layers) == (3, SMALL["num_layers"])
+    assert changed.source("num_layers") == "set by the program"
+
+
+# ---- what GPT-NeoX's files have
+
+
+def test_engine_keys_inside_extra_args_are_moved_out(tmp_path: Path) -> None:
+    args = load_text(tmp_path, "deepspeed_extra_args: {comms_logger: {enabled: true}, ssh_port: 2222}\n")
+    assert args.deepspeed.comms_logger == {"enabled": True}
+    assert args.deepspeed.deepspeed_extra_args == {"ssh_port": 2222}
+    with pytest.raises(UserError, match=r"a\.yml:1: train_batch_size is set at .*a\.yml:2 too"):
+        load_text(tmp_path, "deepspeed_extra_args: {train_batch_size: 5}\ntrain_batch_size: 4\n")
+
+
+def test_what_the_engine_refuses_is_left_out_with_a_note(tmp_path: Path) -> None:
+    args = load_text(
+        tmp_path,
+        "fp16: {fp16: true, enabled: true, loss_scale: 0}\n"
+        "zero_optimization: {stage: 1, cpu_offload: false}\n"
+        "optimizer: {type: Adam, params: {lr: 1.0e-3, max_grad_norm: 1.0}}\n",
+    )
+    assert args.optimizer.fp16 == {"enabled": True, "loss_scale": 0.0}
+    assert args.optimizer.zero_optimization == {"stage": 1}
+    assert args.optimizer.optimizer == {"type": "Adam", "params": {"lr": 1e-3}}
+    assert any("fp16.fp16" in note and "a.yml:1" in note for note in args.notes)
+    assert any("max_grad_norm" in note and "gradient_clipping" in note for note in args.notes)
+
+
+def test_old_offload_switches_keep_their_meaning(tmp_path: Path) -> None:
+    args = load_text(tmp_path, "zero_optimization: {stage: 2, cpu_offload: true}\n")
+    assert args.optimizer.zero_optimization == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+def test_loss_scale_in_bf16_is_left_out(tmp_path: Path) -> None:
+    args = load_text(tmp_path, "bf16: {enabled: true, loss_scale: 0, loss_scale_window: 1000, hysteresis: 2}\n")
+    assert args.optimizer.bf16 == {"enabled": True}
+    assert len(args.notes) == 3
