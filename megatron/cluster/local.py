@@ -85,7 +85,7 @@ def rank_environment(
     gpus: int,
     devices: Sequence[int] | None = None,
 ) -> dict[str, str]:
-    """The environment of one rank. `devices` are the GPU numbers of this node that the job may use (None: all)."""
+    """The environment of one rank. `devices`: which of the visible GPUs the job may use, by number (None: all)."""
     env = {
         **base,
         "RANK": str(rank),
@@ -100,7 +100,8 @@ def rank_environment(
     if gpus == 0:
         env.setdefault("DS_ACCELERATOR", "cpu")
     elif devices is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        visible = [name for name in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if i < len(visible) else str(i) for i in devices)
     return env
 
 

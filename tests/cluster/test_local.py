@@ -269,11 +269,23 @@ def test_rank_0_sees_a_terminal_when_there_is_one(tmp_path: Path) -> None:
     assert "terminal" in shown and "[rank 1] pipe" in shown
 
 
+def test_rank_0_reads_what_is_typed(tmp_path: Path) -> None:
+    controller, terminal = pty.openpty()
+    code = "if rank == 0: print('heard', input())\nelse: print(repr(sys.stdin.read()), file=sys.stderr)"
+    job = Job(tmp_path, code, ranks=2, stdin=terminal)
+    os.write(controller, b"hello\n")
+    rc, out, err = job.finish()
+    os.close(terminal), os.close(controller)
+    assert (rc, out, err) == (0, "heard hello\n", "[rank 1] ''\n")
+
+
 def test_rank_environment_respects_what_the_user_set() -> None:
     common = {"rank": 3, "local_rank": 1, "world_size": 4, "local_world_size": 2, "master_addr": "h", "master_port": 7}
     env = rank_environment({"OMP_NUM_THREADS": "9", "RANK": "0"}, cores=16, gpus=2, devices=[1, 3], **common)
     assert env["RANK"] == "3" and env["OMP_NUM_THREADS"] == "9" and env["CUDA_VISIBLE_DEVICES"] == "1,3"
     assert "DS_ACCELERATOR" not in env
+    env = rank_environment({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, cores=16, gpus=4, devices=[1, 3], **common)
+    assert env["CUDA_VISIBLE_DEVICES"] == "5,7"  # numbers count within what the user left visible
     env = rank_environment({}, cores=1, gpus=0, **common)
     assert env["OMP_NUM_THREADS"] == "1" and env["DS_ACCELERATOR"] == "cpu"
 
