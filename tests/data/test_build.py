@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -195,12 +196,21 @@ def test_a_damaged_source_stops_the_run(tmp_path: Path) -> None:
         plan_datasets(DataConfig(train_data_paths=(first, second)), seq_length=4, seed=1, train_samples=4)
 
 
-def test_index_folder_per_node(tmp_path: Path) -> None:
-    config = DataConfig(data_path=numbered(tmp_path / "x", 1), split="1", use_shared_fs=False, mmap_warmup=True)
+@pytest.mark.parametrize(("shared", "name"), [(True, "index_cache"), (False, f"index_cache.{os.uname().nodename}")])
+def test_index_folder_per_node(tmp_path: Path, shared: bool, name: str) -> None:
+    config = DataConfig(data_path=numbered(tmp_path / "x", 1), split="1", use_shared_fs=shared)
     build_datasets(config, seq_length=4, seed=1, train_samples=4)
-    folders = [path.name for path in tmp_path.iterdir() if path.is_dir()]
-    assert len(folders) == 1
-    assert folders[0].startswith("index_cache.")
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [name]
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+def test_warmup_is_asked_for(tmp_path: Path, warmup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[str] = []
+    monkeypatch.setattr(IndexedDataset, "warm_up", lambda data: touched.append(data.prefix))
+    prefix = numbered(tmp_path / "x", 1)
+    config = DataConfig(data_path=prefix, split="1", mmap_warmup=warmup)
+    build_datasets(config, seq_length=4, seed=1, train_samples=4)
+    assert touched == ([prefix] if warmup else [])
 
 
 def test_epoch_samples(tmp_path: Path) -> None:

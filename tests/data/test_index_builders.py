@@ -70,7 +70,7 @@ def test_sample_index_is_the_walk(dtype: type, sizes: list[int], seq: int, fewer
     samples = max(0, (total - 1) // seq - fewer)
     expected = np.asarray(walk(sizes, doc_idx, seq, samples))
     for module in BUILDERS:
-        for chunk in (1, 3, 1 << 18):
+        for chunk in (1, 3, 1 << 16):
             out = np.empty((samples + 1, 2), np.int32 if chunk == 3 else np.int64)
             fallback_chunk, fallback.CHUNK = fallback.CHUNK, chunk
             module.sample_index(np.asarray(sizes, np.int32), np.asarray(doc_idx, dtype), seq, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import pickle
 import struct
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder, token_dtype
@@ -63,6 +64,7 @@ def test_both_tables_of_float_codes(tmp_path: Path, code: int, written: str) -> 
     assert IndexedDataset(tmp_path / "r")[1].tolist() == [1.5, 2.5]
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 65535), max_size=5), min_size=1, max_size=8), st.data())
 def test_round_trip(documents: list[list[int]], draw: st.DataObject) -> None:
     import tempfile
@@ -161,6 +163,24 @@ def test_sparse_5_gb_file_reads_its_last_document(tmp_path: Path) -> None:
     assert data.get(0, 10**9 - 1).tolist() == [0]
     used = int(subprocess.run(["du", "-k", tmp_path / "x.bin"], capture_output=True, text=True).stdout.split()[0])
     assert used < 1024
+
+
+def test_warm_up_reads_one_byte_of_every_page(tmp_path: Path) -> None:
+    data = IndexedDataset(write(tmp_path / "x", [[1] * 10_000]), warmup=True)
+
+    class Pages:
+        seen: list[int] = []
+
+        def __len__(self) -> int:
+            return 20_000
+
+        def __getitem__(self, part: slice) -> np.ndarray:
+            Pages.seen.extend(range(part.start, min(part.stop, 20_000), part.step))
+            return np.zeros(1)
+
+    data._bin = Pages()
+    data.warm_up()
+    assert Pages.seen == list(range(0, 20_000, mmap.PAGESIZE))
 
 
 def test_damage_is_refused_with_file_and_sizes(tmp_path: Path) -> None:

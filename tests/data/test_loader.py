@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.data.collate import CollateRules
 from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import StepLoader
 from megatron.data.mixture import Mixture
+from megatron.data.order import rank_samples
 from megatron.data.packed import PackedDataset, plan_segments
 from megatron.data.sample import Sample
 from megatron.errors import UserError
@@ -89,6 +92,15 @@ def test_ranks_take_slices_of_each_micro_batch() -> None:
     assert rank(0) == [[12, 13], [18, 19]]
     assert rank(1) == [[14, 15], [20, 21]]
     assert rank(2) == [[16, 17], [22, 23]]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 50), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_ranks_divide_the_step(consumed: int, micro: int, gas: int, dp: int) -> None:
+    layout = {"micro_batch": micro, "gas": gas, "dp_size": dp}
+    ranks = [rank_samples(consumed, dp_rank=r, **layout) for r in range(dp)]
+    in_order = np.stack(ranks, axis=1).reshape(-1)
+    assert in_order.tolist() == list(range(consumed, consumed + micro * gas * dp))
 
 
 def test_resume_with_accumulation() -> None:

@@ -73,6 +73,7 @@ def test_epochs_of_small_data() -> None:
     assert epochs_needed(100, 4, 0) == 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 50), st.integers(1, 20), st.integers(0, 200))
 def test_epochs_are_the_fewest(tokens: int, seq: int, samples: int) -> None:
     epochs = epochs_needed(tokens, seq, samples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.splits import parse_split, sample_counts, split_bounds
@@ -29,6 +29,7 @@ def test_bounds(split: str, documents: int, expected: tuple[int, ...]) -> None:
     assert split_bounds(split, documents) == expected
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=3).filter(any), st.integers(0, 5000))
 def test_bounds_divide_the_documents(parts: list[int], documents: int) -> None:
     bounds = split_bounds(",".join(map(str, parts)), documents)

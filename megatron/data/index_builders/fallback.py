@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-CHUNK = 1 << 18  # documents per piece: keeps the temporaries far below the arrays that are built
+CHUNK = 1 << 16  # documents per piece: keeps the temporaries far below the arrays that are built
 
 
 def sample_index(sizes: np.ndarray, doc_idx: np.ndarray, seq_length: int, out: np.ndarray) -> None:

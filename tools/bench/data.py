@@ -1,0 +1,211 @@
+#!/usr/bin/env python
+"""Sample index, blending and loading: seconds and peak bytes of the compiled builders, of numpy, and of plain loops.
+
+Contenders of a table take turns in one process, so that a machine that gets slower hits all of them alike; quoted are
+the best wall and CPU seconds of the rounds. Peak bytes are what a call allocates at most at one time (its result
+included), beside the size of the result. Plain loops run on a part and are scaled up, which the table says.
+
+    python tools/bench/data.py
+    python tools/bench/data.py --documents 100000000 --tokens 100000000000 --skip-slow
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.data import index_builders
+from megatron.data.index_builders import build_blend, build_sample_index, fallback
+from megatron.data.packed import packed_index, plan_segments, samples_in
+
+Contender = tuple[str, Callable[[], object], float]  # name, call, share of the whole that it does
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=1_000_000)
+    parser.add_argument("--tokens", type=int, default=500_000_000)
+    parser.add_argument("--seq-length", type=int, default=2048)
+    parser.add_argument("--blend-samples", type=int, default=10_000_000)
+    parser.add_argument("--blend-sources", type=int, default=10)
+    parser.add_argument("--loader-samples", type=int, default=20_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--skip-slow", action="store_true", help="leave out the plain loops and numpy's blending")
+    args = parser.parse_args()
+    if index_builders._native is None:
+        print("The compiled builders are missing (python setup.py build_ext --inplace): numpy only.")
+    bench_sample_index(args)
+    bench_blend(args)
+    bench_loader(args)
+
+
+def bench_sample_index(args: argparse.Namespace) -> None:
+    rng = np.random.RandomState(0)
+    sizes = rng.exponential(args.tokens / args.documents, args.documents).astype(np.int32) + 1
+    doc_idx = np.arange(args.documents, dtype=np.int32)
+    rng.shuffle(doc_idx)
+    tokens, seq = int(sizes.sum(dtype=np.int64)), args.seq_length
+    samples = samples_in(tokens, seq)
+    (segment,) = plan_segments(tokens, seq, samples, 1234)
+
+    def whole() -> object:
+        return packed_index(sizes, (0, args.documents), seq, segment)
+
+    contenders: list[Contender] = []
+    for name, module in modules():
+        call = with_builders(module, lambda: build_sample_index(sizes, doc_idx, seq, samples))
+        contenders.append((f"sample_idx, {name}", call, 1.0))
+    contenders.append(("sample_idx, searchsorted at once", lambda: searchsorted(sizes, doc_idx, seq, samples), 1.0))
+    if not args.skip_slow:
+        part = max(1, samples // 20)
+        contenders.append(("sample_idx, plain loop", lambda: plain_walk(sizes, doc_idx, seq, part), part / samples))
+    for name, module in modules():
+        contenders.append((f"all three arrays, {name}", with_builders(module, whole), 1.0))
+    show(
+        f"Sample index: {tokens:.3g} tokens in {args.documents:.3g} documents, {samples} samples of {seq}",
+        contenders,
+        args,
+    )
+
+
+def bench_blend(args: argparse.Namespace) -> None:
+    weights = 1.0 / np.arange(1, args.blend_sources + 1)
+    weights /= weights.sum()
+    contenders: list[Contender] = []
+    for name, module in modules():
+        native = module is not fallback
+        if native or not args.skip_slow:
+            count = args.blend_samples if native else max(1, args.blend_samples // 50)
+            call = with_builders(module, lambda count=count: build_blend(weights, count))
+            contenders.append((f"blend, {name}", call, count / args.blend_samples))
+    if not args.skip_slow:
+        part = max(1, args.blend_samples // 500)
+        contenders.append(("blend, argmax per sample", lambda: plain_blend(weights, part), part / args.blend_samples))
+    show(f"Blending: {args.blend_samples:.3g} samples over {args.blend_sources} sources", contenders, args)
+
+
+def bench_loader(args: argparse.Namespace) -> None:
+    """Tokens per second of whole steps, and the time to the first step after a resume near the end."""
+    from megatron.data.collate import CollateRules
+    from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+    from megatron.data.loader import StepLoader
+    from megatron.data.packed import PackedDataset
+
+    seq, rng = args.seq_length, np.random.RandomState(0)
+    with tempfile.TemporaryDirectory() as folder:
+        with IndexedDatasetBuilder(f"{folder}/x", np.uint16) as builder:
+            lengths = rng.exponential(500, args.loader_samples * seq // 500).astype(np.int64) + 1
+            builder.add_documents(rng.randint(0, 50257, int(lengths.sum())).astype(np.uint16), lengths)
+            builder.finalize()
+        data = IndexedDataset(f"{folder}/x")
+        segments = plan_segments(data.num_tokens, seq, args.loader_samples, 1)
+        dataset = PackedDataset(data, seq_length=seq, segments=segments)
+        print(f"\nLoader: steps of 4 x 8 samples of {seq}, {len(dataset)} samples")
+        for workers in (0, 2):
+            for masking in (False, True):
+                rules = CollateRules(seq, eod=0, intra_document_masking=masking, vocab_size=50257)
+                loader = StepLoader(dataset, micro_batch=8, gas=4, rules=rules, num_workers=workers)
+                start = time.perf_counter()
+                tokens = sum(batch.tokens.numel() for batch in loader.steps())
+                speed = tokens / (time.perf_counter() - start)
+                start = time.perf_counter()
+                next(loader.steps((loader.num_steps() - 1) * 32))
+                resumed = time.perf_counter() - start
+                what = f"{workers} workers, intra_document_masking {str(masking).lower()}"
+                print(f"  {what:46} {speed / 1e6:8.1f} M tokens/s   first step after resume {resumed * 1e3:6.1f} ms")
+
+
+def modules() -> list[tuple[str, object]]:
+    native = [("compiled", index_builders._native)] if index_builders._native is not None else []
+    return [*native, ("numpy", fallback)]
+
+
+def with_builders(module: object, call: Callable[[], object]) -> Callable[[], object]:
+    """The call with one module's builders in use."""
+
+    def run() -> object:
+        kept, index_builders.builders = index_builders.builders, lambda: module
+        try:
+            return call()
+        finally:
+            index_builders.builders = kept
+
+    return run
+
+
+def show(title: str, contenders: list[Contender], args: argparse.Namespace) -> None:
+    best = dict.fromkeys((name for name, _, _ in contenders), float("inf"))
+    busy = dict(best)
+    for _ in range(args.rounds):
+        for name, call, _ in contenders:
+            start, cpu = time.perf_counter(), time.process_time()
+            call()
+            best[name] = min(best[name], time.perf_counter() - start)
+            busy[name] = min(busy[name], time.process_time() - cpu)
+    columns = f"{'seconds':>9} {'CPU s':>9} {'ratio':>7} {'peak MB':>9} {'result MB':>10} {'peak/result':>12}"
+    print(f"\n{title}\n  {'':36} {columns}")
+    first = best[contenders[0][0]] / contenders[0][2]
+    for name, call, share in contenders:
+        tracemalloc.start()
+        result = call()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        seconds, size = best[name] / share, nbytes(result)
+        scaled = "" if share == 1.0 else f"   scaled up from {share:.2%}"
+        memory = f"{peak / 1e6:9.1f} {size / 1e6:10.1f} {peak / size:12.2f}" if size else f"{peak / 1e6:9.1f}"
+        print(f"  {name:36} {seconds:9.4f} {busy[name] / share:9.4f} {seconds / first:7.1f} {memory}{scaled}")
+
+
+def nbytes(result: object) -> int:
+    arrays = result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else [result]
+    return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+
+
+def searchsorted(sizes: np.ndarray, doc_idx: np.ndarray, seq: int, samples: int) -> np.ndarray:
+    """The textbook numpy way: one cumulative sum, one binary search for all samples."""
+    lengths = sizes[doc_idx]
+    ends = np.cumsum(lengths, dtype=np.int64)
+    wanted = np.arange(samples + 1, dtype=np.int64) * seq
+    position = np.searchsorted(ends, wanted, side="right")
+    return np.stack([position, wanted - ends[position] + lengths[position]], axis=1).astype(np.int32)
+
+
+def plain_walk(sizes: np.ndarray, doc_idx: np.ndarray, seq: int, samples: int) -> np.ndarray:
+    """The walk as a loop in Python."""
+    out = np.zeros((samples + 1, 2), np.int32)
+    position, offset = 0, 0
+    for k in range(1, samples + 1):
+        remaining = seq + 1
+        while True:
+            length = sizes[doc_idx[position]] - offset
+            remaining -= length
+            if remaining <= 0:
+                offset += remaining + length - 1
+                break
+            position, offset = position + 1, 0
+        out[k] = position, offset
+    return out
+
+
+def plain_blend(weights: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Blending with one numpy argmax per sample."""
+    taken = np.zeros(len(weights))
+    source, sample = np.empty(samples, np.uint8), np.empty(samples, np.int64)
+    for i in range(samples):
+        source[i] = best = np.argmax(weights * max(i, 1) - taken)
+        sample[i] = taken[best]
+        taken[best] += 1
+    return source, sample
+
+
+if __name__ == "__main__":
+    main()
