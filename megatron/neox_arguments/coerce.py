@@ -16,7 +16,7 @@ class WrongValue(ValueError):
 
 def coerce(value: Any, info: KeyInfo) -> Any:
     """The value of `info`'s key in its declared type. None (null) means the default. Raises `WrongValue`."""
-    if isinstance(value, str) and value == "None" and info.type is not str:
+    if value == "None" and info.type is not str and "none" not in info.choices:
         value = None
     if value is None:
         return info.default

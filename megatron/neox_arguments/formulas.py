@@ -41,10 +41,7 @@ class ParameterCount:
 
     @property
     def non_embedding(self) -> int:
-        """Parameters in a matrix product per token: all but embeddings that are only looked up.
-
-        A tied word embedding counts, because it is also the output matrix.
-        """
+        """Parameters outside the input embeddings (a tied output matrix is one of those)."""
         return self.layers + self.final_norm + self.head
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.errors import UserError
-from megatron.neox_arguments.derive import Facts
-from tests.neox_args.helpers import derived
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, derive
+from tests.neox_args.helpers import SMALL, derived
 
 pytestmark = pytest.mark.cpu
 
@@ -43,7 +46,7 @@ def test_stated_and_running_ranks_disagree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "want"),
+    ("keys", "want"),
     [
         ({TOTAL: 16, MICRO: 4}, (16, 4, 2)),
         ({MICRO: 4}, (8, 4, 1)),
@@ -53,16 +56,16 @@ def test_stated_and_running_ranks_disagree(tmp_path: Path) -> None:
         ({TOTAL: 16, MICRO: 2, GAS: 4}, (16, 2, 4)),
     ],
 )
-def test_batch_triangle(given: dict, want: tuple, tmp_path: Path) -> None:
+def test_batch_triangle(keys: dict, want: tuple, tmp_path: Path) -> None:
     """4 ranks, tensor 2 -> data 2."""
-    args = derived(tmp_path, num_gpus=4, model_parallel_size=2, **({MICRO: None} | given))
+    args = derived(tmp_path, num_gpus=4, model_parallel_size=2, **({MICRO: None} | keys))
     assert tuple(args.get(name) for name in (TOTAL, MICRO, GAS)) == want
     for name in (TOTAL, MICRO, GAS):
-        assert args.source(name).startswith("derived") == (name not in given)
+        assert args.source(name).startswith("derived") == (name not in keys)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("keys", "message"),
     [
         ({TOTAL: 12, MICRO: 4}, "train_batch_size: 12 is not a multiple of micro 4 x dp 2 = 8; nearest 8 or 16"),
         ({TOTAL: 7}, "train_batch_size: 7 is not a multiple of accumulation 1 x dp 2 = 2; nearest 6 or 8"),
@@ -77,10 +80,19 @@ def test_batch_triangle(given: dict, want: tuple, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_batch_mistakes(given: dict, message: str, tmp_path: Path) -> None:
+def test_batch_mistakes(keys: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
-        derived(tmp_path, num_gpus=4, model_parallel_size=2, **({MICRO: None} | given))
+        derived(tmp_path, num_gpus=4, model_parallel_size=2, **({MICRO: None} | keys))
     assert message in str(error.value)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.sampled_from((TOTAL, MICRO, GAS)))
+def test_any_two_give_the_third(micro: int, gas: int, ranks: int, missing: str) -> None:
+    whole = {TOTAL: micro * gas * ranks, MICRO: micro, GAS: gas}
+    values = SMALL | whole
+    values.pop(missing)
+    args = derive(NeoXArgs.from_dict(values), Facts(num_devices=ranks))
+    assert {name: args.get(name) for name in whole} == whole
 
 
 def test_describe_does_the_arithmetic(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.cpu
         ("checkpoint_factor: 1.5", "checkpoint_factor", 1.5),
         ("num_kv_heads: null", "num_kv_heads", None),
         ("num_kv_heads: None", "num_kv_heads", None),
+        ("pos_emb: None", "pos_emb", "none"),
         ("hidden_dropout: null", "hidden_dropout", 0.0),
         ("eval_tasks: lambada", "eval_tasks", ("lambada",)),
         ("train_data_weights: [1, 2.5]", "train_data_weights", (1.0, 2.5)),
