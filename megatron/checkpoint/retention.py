@@ -9,6 +9,9 @@ from pathlib import Path
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.find import list_checkpoints
+from megatron.log import get_logger
+
+logger = get_logger(__name__)
 
 
 def to_delete(
@@ -29,11 +32,19 @@ def to_delete(
 
 
 def apply_retention(root: str | Path, keep_last_n: int | None, extra: Collection[int] | None = None) -> list[int]:
-    """Delete what `to_delete` says in `root`; returns the deleted steps. Call on one rank, after a completed save."""
+    """Delete what `to_delete` says in `root`; returns the deleted steps. Call on one rank, after a completed save.
+
+    A deletion that fails is reported and tried again after the next save: it is no reason to stop a run.
+    """
     listing = list_checkpoints(root)
     gone = to_delete(listing.steps, listing.latest, keep_last_n, extra or ())
+    deleted = []
     for step in gone:
         trash = listing.root / layout.trash_folder(step)
-        os.rename(listing.path(step), trash)  # so that a deletion cut short leaves no half checkpoint under its name
-        shutil.rmtree(trash)
-    return gone
+        try:
+            os.rename(listing.path(step), trash)  # so that a deletion cut short leaves no half checkpoint by its name
+            deleted.append(step)
+            shutil.rmtree(trash)
+        except OSError as error:
+            logger.warning(f"{listing.path(step)} could not be deleted: {error}")
+    return deleted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def export(
     checkpoint: str | Path,
     output: str | Path,
     *,
-    config_file: str | None = None,
+    config_files: Sequence[str] = (),
     precision: str = "auto",
     architecture: str | None = None,
     tokenizer: bool = True,
@@ -65,7 +65,8 @@ def export(
     Args:
         checkpoint: a `global_step<N>` folder, or a `save` folder (its latest).
         output: the folder to make; an earlier export there is replaced, anything else refused.
-        config_file: YAML; its tokenizer keys win over the checkpoint's own config, its architecture must agree with it.
+        config_files: YAML of the run; its tokenizer keys win over the checkpoint's own config, its architecture must
+            agree with it.
         precision: `auto` (as trained), `fp16`, `bf16` or `fp32`.
         architecture: `neox`, `llama` or `mistral`; None takes the first that can express the model.
         tokenizer: whether to write the tokenizer's files.
@@ -78,7 +79,7 @@ def export(
     output = Path(output)
     _check_output(output)
     reader = CheckpointReader(find_checkpoint(checkpoint, key="--input_dir"))
-    settings = read_settings(reader, config_file)
+    settings = read_settings(reader, config_files)
     family = choose_family(settings.model, architecture)
     table = family.table(settings.model)
     _check_names(reader, table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.checkpoint.compare import ARCHITECTURE
@@ -26,21 +27,21 @@ class Settings:
     merge_file: str | None
 
 
-def read_settings(reader: CheckpointReader, config_file: str | None) -> Settings:
-    """The checkpoint's own config; tokenizer keys set in `config_file` win (files move).
+def read_settings(reader: CheckpointReader, config_files: Sequence[str]) -> Settings:
+    """The checkpoint's own config; tokenizer keys set in `config_files` win (files move).
 
-    Raises `UserError` when `config_file` sets an architecture key that the checkpoint contradicts.
+    Raises `UserError` when a file sets an architecture key that the checkpoint contradicts.
     """
     saved = NeoXArgs.from_dict(reader.manifest.config, source=str(reader.folder / "manifest.json"))
     tokenizer = {key: saved.get(key) for key in TOKENIZER_KEYS}
-    if config_file is not None:
-        given = load([config_file])
+    if config_files:
+        given = load(list(config_files))
         wrong = [
             f"{key}: {given.get(key)!r} there, {saved.get(key)!r} in the checkpoint"
             for key in ARCHITECTURE
             if key not in _NOT_COMPARED and given.is_set(key) and given.get(key) != saved.get(key)
         ]
         if wrong:
-            raise UserError(f"--config_file: {config_file} describes another model: {'; '.join(wrong)}")
+            raise UserError(f"--config_file: {', '.join(config_files)} describes another model: {'; '.join(wrong)}")
         tokenizer |= {key: given.get(key) for key in TOKENIZER_KEYS if given.is_set(key)}
     return Settings(saved.model, **tokenizer)

@@ -230,9 +230,9 @@ def test_config_file_must_describe_the_same_model(tmp_path, neox_checkpoint):
     config = tmp_path / "run.yml"
     config.write_text("hidden-size: 64\nnum_layers: 2\n")
     with pytest.raises(UserError, match="hidden_size: 64 there, 32 in the checkpoint"):
-        export(neox_checkpoint, tmp_path / "hf", tokenizer=False, config_file=str(config))
+        export(neox_checkpoint, tmp_path / "hf", tokenizer=False, config_files=[str(config)])
     config.write_text("hidden-size: 32\nnum_layers: 2\n")
-    export(neox_checkpoint, tmp_path / "hf", tokenizer=False, config_file=str(config))
+    export(neox_checkpoint, tmp_path / "hf", tokenizer=False, config_files=[str(config)])
 
 
 def test_only_one_parameter_is_in_memory_while_writing(tmp_path, neox_checkpoint, monkeypatch):
