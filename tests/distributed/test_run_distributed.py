@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import RankFailure, run_distributed
+from tests.distributed import RankFailure, run_distributed, starts_a_thread
 from tests.distributed.client import _SERVER, wait_until
 
 pytestmark = pytest.mark.cpu
@@ -248,6 +248,13 @@ def test_backend_none_leaves_the_process_group_to_the_function() -> None:
 def test_a_function_that_cannot_be_sent_is_refused() -> None:
     with pytest.raises(TypeError, match="top level of an importable module"):
         run_distributed(lambda rank, world_size: None, 1)
+
+
+def test_a_module_that_starts_threads_is_refused_and_forgotten() -> None:
+    """Forking beside threads can deadlock: better a clear error, and a fresh server for the tests that follow."""
+    with pytest.raises(RankFailure, match="importing tests.distributed.starts_a_thread started threads"):
+        run_distributed(starts_a_thread.nothing, 1)
+    assert run_distributed(identity, 1, 0) == [(0, 1)]
 
 
 SESSION = """
