@@ -8,7 +8,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from megatron.errors import UserError, nearest
@@ -114,16 +113,14 @@ class NeoXArgs:
         return json.dumps({"values": self.to_dict(), "sources": dict(self.sources), "notes": list(self.notes)})
 
     @classmethod
-    def read_resolved(cls, path: str | Path) -> NeoXArgs:
-        """The inverse of `to_resolved`, from a file. Raises `UserError` when it is missing or not such a file."""
+    def from_resolved(cls, text: str) -> NeoXArgs:
+        """The inverse of `to_resolved`. Raises `UserError` for a text that `to_resolved` did not write."""
         try:
-            stored = json.loads(Path(path).read_text(encoding="utf-8"))
-            args = cls.from_dict(stored["values"], str(path))
+            stored = json.loads(text)
+            args = cls.from_dict(stored["values"])
             return dataclasses.replace(args, sources=dict(stored["sources"]), notes=tuple(stored["notes"]))
-        except OSError as error:
-            raise UserError(f"--resolved {path}: {error.strerror}. deepy.py writes this file for the ranks") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"--resolved {path}: not a resolved config as deepy.py writes it ({error})") from error
+            raise UserError(f"this is not a resolved config as deepy.py writes it ({error})") from error
 
     def get(self, name: str) -> Any:
         """The value of a flat key, also inside a mapping: `get("optimizer.params.lr")`. Raises `UserError`."""
