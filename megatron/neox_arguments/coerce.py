@@ -31,7 +31,7 @@ def coerce_type(value: Any, annotation: Any) -> Any:
         return None
     members = [member for member in union_members(annotation) if member is not NoneType]
     for member in members:  # an exact fit first: `int | float` keeps 3 an int and 0.5 a float
-        if isinstance(member, type) and type(value) is member and (member is not float or math.isfinite(value)):
+        if isinstance(member, type) and type(value) is member and not _infinite(value):
             return value
     problem = WrongValue(f"{describe(value)} was given, {wanted(annotation)} is wanted")
     for member in members:
@@ -40,6 +40,10 @@ def coerce_type(value: Any, annotation: Any) -> Any:
         except WrongValue as error:
             problem = error
     raise problem
+
+
+def _infinite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _spelling(value: str, info: KeyInfo) -> str:

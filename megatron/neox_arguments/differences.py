@@ -70,8 +70,8 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "exponential schedule",
         "ends at half of lr, min_lr is only a floor",
-        "is clamped at its end value after lr_decay_iters",
-        lambda args: args.schedule.lr_decay_style == "exponential",
+        "ends at min_lr (half of lr when min_lr is 0) and stays there",
+        lambda args: args.schedule.lr_decay_style == "exponential" and args.schedule.min_lr > 0,
     ),
     Difference(
         "loss normalisation",

@@ -19,6 +19,7 @@ def data_paths(draft: Draft) -> None:
         draft.fail(lists[0], "is set without train_data_paths")
     for role in _ROLES:
         _weights(draft, role)
+        _labels(draft, role)
     if lists and draft["eval_iters"] > 0:
         missing = [role for role in _ROLES[1:] if not draft[f"{role}_data_paths"]]
         if missing:
@@ -52,6 +53,14 @@ def _weights(draft: Draft, role: str) -> None:
         draft.fail(name, f"weights must not be negative and not all 0, are {list(weights)}")
     if draft["weight_by_num_documents"]:
         draft.fail("weight_by_num_documents", f"{name} is set too ({draft.source(name)}); keep one of the two")
+
+
+def _labels(draft: Draft, role: str) -> None:
+    paths, name = draft[f"{role}_data_paths"], f"{role}_label_data_paths"
+    for path in draft[name] or ():
+        _no_comma(draft, name, path)
+    if draft[name] is not None and len(draft[name]) != len(paths or ()):
+        draft.fail(name, f"has {len(draft[name])} paths for {len(paths or ())} {role}_data_paths; give one for each")
 
 
 def _split(draft: Draft) -> None:

@@ -10,6 +10,7 @@ from megatron.neox_arguments.draft import Draft
 from megatron.neox_arguments.nested import dtype_name
 from megatron.neox_arguments.rules_parallel import stages
 
+_LION_BETAS = (0.9, 0.99)
 _OPTIMIZER_SPELLINGS = {"fusedadam": "adam", "onebit_adam": "onebitadam", "cpuadam": "cpu_adam"}
 
 
@@ -64,9 +65,9 @@ def optimizer(draft: Draft) -> None:
     draft.set("lr", 0.001 if rate is None else rate, "optimizer.params.lr" if inner is not None else "default 0.001")
     if draft["lr"] <= 0:
         draft.fail("lr" if draft.is_set("lr") else "optimizer.params.lr", f"must be above 0, is {draft['lr']}")
+    is_lion = draft["optimizer_type"] == "lion"
     for name in ("betas", "eps", "momentum"):
-        default = all_keys()[name].default
-        value = params.get(name, default)
+        value = params.get(name, _LION_BETAS if is_lion and name == "betas" else all_keys()[name].default)
         draft.set(name, tuple(value) if name == "betas" else value, f"optimizer.params.{name}")
     if not all(0 <= beta < 1 for beta in draft["betas"]):
         draft.fail("optimizer.params.betas", f"must be in [0, 1), are {list(draft['betas'])}")
@@ -75,15 +76,16 @@ def optimizer(draft: Draft) -> None:
 
 def _optimizer_type(draft: Draft, inner: str | None) -> None:
     info = all_keys()["optimizer_type"]
+    unavailable = info.unavailable if isinstance(info.unavailable, dict) else {}
     stated = draft.given("optimizer_type")
     chosen = info.default
     if inner is not None:
         chosen = {"fusedadam": "adam", "onebit_adam": "onebitadam", "cpuadam": "cpu_adam"}.get(
             inner.lower(), inner.lower()
         )
-        usable = [name for name in info.choices if name not in info.unavailable]
-        if chosen in info.unavailable:
-            draft.fail("optimizer.type", f"{inner} is not available: {info.unavailable[chosen]}")
+        usable = [name for name in info.choices if name not in unavailable]
+        if chosen in unavailable:
+            draft.fail("optimizer.type", f"{inner} is not available: {unavailable[chosen]}")
         if chosen not in usable:
             hint = nearest(chosen, usable)
             draft.fail("optimizer.type", f"{inner!r} is not known.{hint} Choices: {', '.join(usable)}")

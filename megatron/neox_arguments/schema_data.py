@@ -7,7 +7,6 @@ from typing import Literal
 
 from megatron.neox_arguments.keys import key
 
-_LABELS = "label files are not available yet; mask with eod_mask_loss or train on all tokens"
 _REWARDS = "reward data is not available yet; train_impl must be normal"
 _PAIRS = "preference pairs are not available yet; use train_data_paths with train_impl: normal"
 _ONLINE = "online data is not available; use data_path or train_data_paths"
@@ -56,6 +55,11 @@ class DataConfig:
     train_data_weights: tuple[float, ...] | None = key(None, "Mixture weights of train_data_paths (default: equal).")
     valid_data_weights: tuple[float, ...] | None = key(None, "Mixture weights of valid_data_paths (default: equal).")
     test_data_weights: tuple[float, ...] | None = key(None, "Mixture weights of test_data_paths (default: equal).")
+    train_label_data_paths: tuple[str, ...] | None = key(
+        None, "Labels of train_data_paths, token by token: -100 is not trained."
+    )
+    valid_label_data_paths: tuple[str, ...] | None = key(None, "Labels of valid_data_paths.")
+    test_label_data_paths: tuple[str, ...] | None = key(None, "Labels of test_data_paths.")
     weight_by_num_documents: bool = key(False, "Take the mixture weights from the document counts.")
     weighted_sampler_alpha: float = key(1.0, "Exponent of weight_by_num_documents; below 1 favours small sources.")
     data_impl: Literal["infer", "mmap", "cached"] = key(
@@ -81,9 +85,6 @@ class DataConfig:
 
     # known, not available
     allow_chopped: bool = key(True, "Cut documents that are too long (non-packed).", unavailable=_UNPACKED)
-    train_label_data_paths: tuple[str, ...] | None = key(None, "Labels of train_data_paths.", unavailable=_LABELS)
-    valid_label_data_paths: tuple[str, ...] | None = key(None, "Labels of valid_data_paths.", unavailable=_LABELS)
-    test_label_data_paths: tuple[str, ...] | None = key(None, "Labels of test_data_paths.", unavailable=_LABELS)
     train_reward_data_paths: tuple[str, ...] | None = key(None, "Rewards of the training data.", unavailable=_REWARDS)
     valid_reward_data_paths: tuple[str, ...] | None = key(None, "Rewards of the validation data.", unavailable=_REWARDS)
     test_reward_data_paths: tuple[str, ...] | None = key(None, "Rewards of the test data.", unavailable=_REWARDS)

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from megatron.neox_arguments.keys import key
 
 _OBJECTIVE = "only train_impl: normal is available yet"
-_OPTIMIZER = "this optimizer is not available yet; use adam, adamw or sgd"
-_OTHER_OPTIMIZERS = ("onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "lion", "muon")
+_OPTIMIZER = "this optimizer is not available yet; use adam, sgd or lion"
+_OTHER_OPTIMIZERS = ("onebitadam", "cpu_adam", "sm3", "madgrad_wd", "muon")
 _BNB = "8-bit optimizers are not available; use optimizer.type Adam"
 _S3 = "copy finished checkpoints with your own tool (they appear complete or not at all)"
 
@@ -27,13 +27,14 @@ class OptimizerConfig:
         "adam", "adamw", "sgd", "onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "lion", "muon"
     ] = key(
         "adam",
-        "Optimizer, usually given as optimizer.type. adam and adamw are the same: decoupled weight decay.",
+        "Optimizer, usually given as optimizer.type. adam, adamw and cpu_torch_adam are the same:"
+        " decoupled weight decay.",
         unavailable=dict.fromkeys(_OTHER_OPTIMIZERS, _OPTIMIZER),
         differs="AdamW is accepted",
     )
     lr: float | None = key(None, "Peak learning rate, usually given as optimizer.params.lr (default 0.001).")
     betas: tuple[float, float] = key(
-        (0.9, 0.999), "Adam's decay rates, from optimizer.params.", derived="check", new=True
+        (0.9, 0.999), "Decay rates of Adam and Lion, from optimizer.params.", derived="check", new=True
     )
     eps: float = key(1e-8, "Adam's epsilon, from optimizer.params.", derived="check", new=True)
     momentum: float = key(0.0, "SGD's momentum, from optimizer.params.", derived="check", new=True)

@@ -73,7 +73,10 @@ def test_zero(tmp_path: Path) -> None:
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: must be 0, 1, 2 or 3, is 4"),
         ({"zero_stage": 2, "pipe_parallel_size": 2}, "stage 2 does not work with pipe_parallel_size 2; use stage 1"),
         ({"zero_stage": 2, "zero_optimization": {"stage": 1}}, "zero_stage: is 2, but zero_optimization.stage is 1"),
-        ({"optimizer": {"type": "adamm"}}, "'adamm' is not known. Did you mean 'adam'? Choices: adam, adamw, sgd"),
+        (
+            {"optimizer": {"type": "adamm"}},
+            "'adamm' is not known. Did you mean 'adam'? Choices: adam, adamw, sgd, cpu_torch_adam, lion",
+        ),
         ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam is not available: "),
         ({"optimizer": {"params": {"lr": 0.1}}, "lr": 0.2}, "lr: is 0.2, but optimizer.params.lr is 0.1"),
         ({"optimizer": {"type": "SGD"}, "optimizer_type": "adam"}, "is adam, but optimizer.type is SGD"),
@@ -109,6 +112,8 @@ def test_zero(tmp_path: Path) -> None:
             {"train_data_paths": ["a"], "train_data_weights": [1], "weight_by_num_documents": True},
             "weight_by_num_documents: train_data_weights is set too",
         ),
+        ({"train_data_paths": ["a", "b"], "train_label_data_paths": ["c"]}, "has 1 paths for 2 train_data_paths"),
+        ({"test_label_data_paths": ["c"]}, "has 1 paths for 0 test_data_paths"),
         ({"split": "a, b"}, "'a, b' is not one to three proportions"),
         ({"split": "1, 1, 1, 1"}, "is not one to three proportions"),
         ({"split": "0, 0, 0"}, "is not one to three proportions"),
@@ -128,6 +133,7 @@ def test_optimizer_values(tmp_path: Path) -> None:
     assert (optimizer.optimizer_type, optimizer.lr, optimizer.betas, optimizer.eps) == ("adamw", 0.5, (0.8, 0.9), 1e-5)
     plain = derived(tmp_path).optimizer
     assert (plain.optimizer_type, plain.lr, plain.betas, plain.eps) == ("adam", 0.001, (0.9, 0.999), 1e-8)
+    assert derived(tmp_path, optimizer={"type": "Lion"}).optimizer.betas == (0.9, 0.99)
     assert derived(tmp_path, optimizer={"type": "SGD", "params": {"momentum": 0.9}}).optimizer.momentum == 0.9
 
 
