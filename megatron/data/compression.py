@@ -26,18 +26,19 @@ def open_input(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
     try:
         with path.open("rb") as raw:
-            if path.suffix in COMPRESSIONS and not path.stat().st_size:
+            if path.suffix in COMPRESSIONS and path.is_file() and not path.stat().st_size:
                 raise EOFError("the file is empty, which no compressed file is")
+            position = raw.tell if raw.seekable() else int  # a named pipe has no position: always 0
             if path.suffix == ".zst":
                 zstandard = _zstandard(path)
                 errors = (*errors, zstandard.ZstdError)
-                yield io.BufferedReader(_ZstdStream(raw, zstandard.ZstdDecompressor())), raw.tell
+                yield io.BufferedReader(_ZstdStream(raw, zstandard.ZstdDecompressor())), position
             elif path.suffix in (".gz", ".xz", ".bz2"):
                 opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}[path.suffix]
                 with opener(raw, "rb") as file:
-                    yield file, raw.tell
+                    yield file, position
             else:
-                yield raw, raw.tell
+                yield raw, position
     except errors as error:
         raise UserError(f"{path}: cannot be read: {error or type(error).__name__}") from error
 

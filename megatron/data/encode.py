@@ -6,17 +6,10 @@ are cut before they are handed out and their results are taken back in the same 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
@@ -24,12 +17,12 @@ import numpy as np
 from megatron.data.chunks import Chunk, Fault
 from megatron.data.indexed import IndexedDatasetBuilder, token_dtype
 from megatron.data.manifest import Manifest, finalize_with_manifest
-from megatron.errors import DeepyError, UserError
+from megatron.data.worker_pool import ordered_map
+from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.tokenizer import Tokenizer
 
 SHOWN_FAULTS = 5  # how many of the records left out are named; the rest is counted
-QUEUED_PER_WORKER = 3  # chunks in flight: enough to keep workers busy, few enough to keep memory flat
 
 logger = get_logger(__name__)
 
@@ -143,53 +136,20 @@ def encode_stream(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> It
     Raises what encoding raises (of the first chunk that fails), and `DeepyError` soon after a worker is lost.
     """
     if workers <= 1:
-        yield from map(encoder.encode, chunks)
-        return
-    # Forked workers share the vocabulary's memory; elsewhere it is sent to them.
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(encoder,))
-    try:
-        yield from _in_order(pool, chunks, QUEUED_PER_WORKER * workers)
-    except BrokenProcessPool as error:
-        raise DeepyError("a tokenising worker died (killed, or out of memory?); nothing was written") from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        return map(encoder.encode, chunks)
+    return ordered_map(_InWorker(encoder), chunks, workers)
 
 
-def _in_order(pool: ProcessPoolExecutor, chunks: Iterable[Chunk], window: int) -> Iterator[Encoded]:
-    running: deque[Future[Encoded]] = deque()
-    for chunk in chunks:
-        running.append(pool.submit(_encode_in_worker, chunk))
-        if len(running) >= window:
-            yield running.popleft().result()
-    while running:
-        yield running.popleft().result()
+class _InWorker:
+    """`Encoder.encode`, for a process that is one of many."""
 
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder = encoder
 
-class _Worker:
-    """What a worker process keeps between chunks."""
-
-    encoder: Encoder | None = None
-
-
-def _start_worker(encoder: Encoder) -> None:
-    # The library starts a thread per core in every worker otherwise; it reads this name from the C environment.
-    os.putenv("TOKENIZERS_PARALLELISM", "false")
-    _Worker.encoder = encoder
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
-
-
-def _end_with(sentinel: int) -> None:
-    """A worker whose parent was killed would wait for work for ever."""
-    wait([sentinel])
-    os._exit(1)
-
-
-def _encode_in_worker(chunk: Chunk) -> Encoded:
-    assert _Worker.encoder is not None
-    return _Worker.encoder.encode(chunk)
+    def __call__(self, chunk: Chunk) -> Encoded:
+        # The library starts a thread per core in every worker otherwise; it reads this name from the C environment.
+        os.putenv("TOKENIZERS_PARALLELISM", "false")
+        return self.encoder.encode(chunk)
 
 
 def write_datasets(

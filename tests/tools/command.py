@@ -1,0 +1,18 @@
+"""Running the repository's command-line programs as a user does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: object, timeout: float = 60, check: int | None = 0) -> subprocess.CompletedProcess[str]:
+    """Run `python <command>` from the repository root; `check` is the exit code expected (None: any)."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert check is None or done.returncode == check, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done

@@ -1,0 +1,197 @@
+"""`tools/datasets/*.py` and `prepare_data.py` as commands: flags, messages, exit codes, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.data.indexed import IndexedDataset
+from tests.tokenizer.vocabularies import write_gpt2, write_json
+from tests.tools.command import ROOT, run
+
+pytestmark = pytest.mark.cpu
+
+TOOL = "tools/datasets/preprocess_data.py"
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "in" / "corpus.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps({"text": f"hello world {i}", "title": f"t{i}"}) + "\n" for i in range(50)))
+    return path
+
+
+def test_the_command_of_neox_users(tmp_path: Path, corpus: Path) -> None:
+    vocab, merges = write_gpt2(tmp_path / "gpt2")
+    done = run(
+        *(TOOL, "--input", corpus, "--output-prefix", tmp_path / "out" / "c", "--vocab", vocab),
+        *("--merge-file", merges, "--dataset-impl", "mmap", "--tokenizer-type", "GPT2BPETokenizer"),
+        *("--append-eod", "--workers", 2, "--num-docs", 50, "--log-interval", 10, "--jsonl-keys", "text", "title"),
+    )
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        f"c_{key}_document.{end}" for key in ("text", "title") for end in ("bin", "idx", "manifest.json")
+    )
+    texts, titles = (IndexedDataset(tmp_path / "out" / f"c_{key}_document") for key in ("text", "title"))
+    assert len(texts) == len(titles) == 50
+    assert titles.get(7).tolist()[-1] == 264
+    assert f"c_text_document: 50 documents, {texts.num_tokens} tokens, uint16" in done.stdout
+    assert "eod 264" in done.stderr
+    assert re.search(r"tokenising: done in \d+:\d\d, 50 docs \(\d+ docs/s\), [\d.]+ MB/s, \S+ tokens/s", done.stderr)
+
+
+def test_lists_and_globs(tmp_path: Path, corpus: Path) -> None:
+    other = corpus.with_name("other.jsonl")
+    other.write_text('{"text": "x"}\n')
+    common = ("--tokenizer-type", "bytes")
+    run(TOOL, "--input", f"{corpus},{other}", "--output-prefix", tmp_path / "a", *common)
+    run(TOOL, "--input", f"{corpus.parent}/*.jsonl", "--output-prefix", tmp_path / "b", *common)
+    assert len(IndexedDataset(tmp_path / "a_text_document")) == 51
+    for end in ("bin", "idx"):
+        assert (tmp_path / f"a_text_document.{end}").read_bytes() == (tmp_path / f"b_text_document.{end}").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--input", "{absent}"], "absent.jsonl: no such file"),
+        (["--input", "{notes}"], "notes.md: unknown kind of file"),
+        (["--input", "{empty}"], "no document to write for key 'text'"),
+        (["--jsonl-keys", "body"], "corpus.jsonl:1: no key 'body'"),
+        (["--jsonl-keys", "text", "text"], "a key is given twice"),
+        (["--dataset-impl", "lazy"], "only mmap"),
+        (["--workers", "0"], "--workers 0"),
+        (["--tokenizer-type", "HFTokenizer"], "vocab_file is not set"),
+        (["--tokenizer-type", "Chars"], "tokenizer_type: 'Chars' is not known"),
+        (["--tokenizer-type", "HFTokenizer", "--vocab-file", "{noeod}"], "--append-eod needs an end-of-document token"),
+    ],
+)
+def test_bad_input_is_one_message_and_leaves_nothing(tmp_path: Path, corpus: Path, flags: list[str], said: str) -> None:
+    from tests.tokenizer.vocabularies import byte_level
+
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "notes.md").write_text("x")
+    write_json(tmp_path / "noeod.json", byte_level(("<s>",)))
+    paths = {"absent": "absent.jsonl", "notes": "notes.md", "empty": "empty.jsonl", "noeod": "noeod.json"}
+    given = [flag.format(**{name: tmp_path / file for name, file in paths.items()}) for flag in flags]
+    common = ["--input", corpus, "--tokenizer-type", "bytes", "--append-eod", "--output-prefix", tmp_path / "out" / "c"]
+    done = run(TOOL, *common, *given, check=2)
+    assert said in done.stderr
+    assert done.stderr.count("error:") == 1
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_skip_bad_lines_counts(tmp_path: Path, corpus: Path) -> None:
+    with corpus.open("a") as file:
+        file.write('{"txt": 1}\n{\n{"text": " "}\n')
+    common = (TOOL, "--input", corpus, "--output-prefix", tmp_path / "c", "--tokenizer-type", "bytes")
+    assert "corpus.jsonl:51: no key 'text'" in run(*common, check=2).stderr
+    done = run(*common, "--skip-bad-lines")
+    assert "left out: 1 empty documents, 2 unusable records" in done.stderr
+    assert "50 documents" in done.stdout
+
+
+def start_on_a_pipe(tmp_path: Path, workers: int) -> tuple[subprocess.Popen[str], int]:
+    """The tool reading from a named pipe that stays open: it cannot finish. Returns it and the writing end."""
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    command = [sys.executable, TOOL, "--input", pipe, "--output-prefix", tmp_path / "out" / "c", "--workers", workers]
+    process = subprocess.Popen(
+        [*map(str, command), "--tokenizer-type", "bytes"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    return process, os.open(pipe, os.O_WRONLY)
+
+
+def feed(end: int, megabytes: int) -> None:
+    os.write(end, b"".join(b'{"text": "%s"}\n' % (b"x" * 1000) for _ in range(1000 * megabytes)))
+
+
+def wait_for_temporary_files(folder: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not list(folder.glob("*.tmp.bin")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def stop(process: subprocess.Popen[str], end: int) -> str:
+    """End its input; what it wrote on stderr, once it is gone."""
+    os.close(end)
+    try:
+        return process.communicate(timeout=20)[1]
+    finally:
+        process.kill()
+
+
+def test_a_killed_worker_ends_the_command_in_seconds(tmp_path: Path) -> None:
+    import psutil
+
+    process, end = start_on_a_pipe(tmp_path, 2)
+    feed(end, 4)
+    wait_for_temporary_files(tmp_path / "out")
+    started = time.monotonic()
+    psutil.Process(process.pid).children()[0].kill()
+    with contextlib.suppress(BrokenPipeError):  # it may have left already
+        feed(end, 4)
+    said = stop(process, end)
+    assert process.returncode == 1
+    assert time.monotonic() - started < 10
+    assert "a worker process died" in said
+    assert "Traceback" not in said
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_terminated_command_removes_its_temporary_files(tmp_path: Path) -> None:
+    process, end = start_on_a_pipe(tmp_path, 1)
+    feed(end, 2)
+    wait_for_temporary_files(tmp_path / "out")
+    process.send_signal(signal.SIGTERM)
+    stop(process, end)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_help_teaches() -> None:
+    for tool in (TOOL, "prepare_data.py", *(f"tools/datasets/{n}.py" for n in ("merge_datasets", "train_tokenizer"))):
+        said = run(tool, "--help").stdout
+        assert f"python {tool} " in said
+
+
+def test_train_tokenize_count_and_merge(tmp_path: Path, corpus: Path) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    done = run(
+        *("tools/datasets/train_tokenizer.py", "--json_input_dir", corpus.parent),
+        *("--tokenizer_output_path", tokenizer, "--tokenizer_type", "BPE", "-v", 265),
+    )
+    assert f"{tokenizer}: vocabulary 265" in done.stdout
+    for part in "ab":
+        prefix = tmp_path / "parts" / part
+        run(TOOL, "--input", corpus, "--output-prefix", prefix, "--tokenizer-type", "HFTokenizer", "--vocab", tokenizer)
+    count = "tools/datasets/dataset_token_count.py"
+    one = IndexedDataset(tmp_path / "parts" / "a_text_document").num_tokens
+    prefixes = [tmp_path / "parts" / f"{part}_text_document" for part in "ab"]
+    assert run(count, *prefixes).stdout.splitlines() == [
+        *(f"{prefix}: {one} tokens" for prefix in prefixes),
+        f"total: {2 * one} tokens",
+    ]
+    run("tools/datasets/merge_datasets.py", "--input", tmp_path / "parts", "--output-prefix", tmp_path / "whole")
+    assert run(count, tmp_path / "whole.bin").stdout == f"{tmp_path / 'whole.bin'}: {2 * one} tokens\n"
+    assert "no dataset" in run(count, tmp_path / "absent", check=2).stderr
+
+
+def test_prepare_data_says_what_it_cannot_do(tmp_path: Path) -> None:
+    done = run("prepare_data.py", "stdlb", "-d", tmp_path, check=2)
+    assert "Did you mean 'stdlib'?" in done.stderr
+    done = run("prepare_data.py", "-d", tmp_path / "data", "-t", "GPT2BPETokenizer", "enwik8", check=2)
+    assert "python prepare_data.py stdlib" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "data").exists()
