@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.load import load
 from tests.neox_args.helpers import SMALL, load_text, loaded
 
@@ -214,6 +215,15 @@ def test_round_trip_through_plain_data(tmp_path: Path) -> None:
     again = type(args).from_dict(args.to_dict())
     assert again == args and again.hash() == args.hash()
     assert loaded(tmp_path, seed=7).hash() != args.hash()
+
+
+def test_round_trip_as_the_launcher_hands_it_on(tmp_path: Path) -> None:
+    args = loaded(tmp_path, clip_grad=2.0)
+    again = NeoXArgs.from_resolved(args.to_resolved())
+    assert again == args and again.notes == args.notes and again.source("seq_length") == args.source("seq_length")
+    for text in ("{}", "[]", "not JSON", '{"values": {"num_layer": 3}, "sources": {}, "notes": []}'):
+        with pytest.raises(UserError):
+            NeoXArgs.from_resolved(text)
 
 
 def test_nobody_writes_to_it(tmp_path: Path) -> None:
