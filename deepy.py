@@ -13,6 +13,7 @@ from megatron.errors import UserError, run_cli
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.load import load
+from megatron.plan.preflight import check_before_launch
 
 
 def main() -> int:
@@ -29,7 +30,7 @@ def main() -> int:
 
         print(plan(args, placement, line.user_script))
         return 0
-    derive(args, Facts(num_devices=placement.world_size))  # what is wrong with the config shows before anything starts
+    check_before_launch(args, placement, line.user_script)
     return launch(line.user_script, args, placement, os.environ)
 
 

@@ -1,4 +1,4 @@
-"""Which steps are saved, how much disk that takes, and where the run starts."""
+"""Which steps are saved, and how much disk that takes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.cadence import save_steps
-from megatron.checkpoint.find import Start, decide_start, find_checkpoint
-from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -20,16 +18,6 @@ class SavePlan:
     kept: int
     bytes_each: float
     free: int | None
-
-
-def start(args: NeoXArgs, kind: str) -> Start | Path:
-    """Where training starts, or the checkpoint that eval and generate read. Raises `UserError` when it is not there."""
-    checkpoint = args.checkpoint
-    if kind == "train":
-        return decide_start(checkpoint.save, checkpoint.load, checkpoint.iteration, checkpoint.finetune)
-    if checkpoint.load is None:
-        raise UserError("load is not set: evaluation and generation need a checkpoint, e.g. load=checkpoints")
-    return find_checkpoint(checkpoint.load, checkpoint.iteration)
 
 
 def save_plan(args: NeoXArgs, parameters: int) -> SavePlan | None:

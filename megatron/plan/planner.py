@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from megatron.cluster.launch import Placement
 from megatron.data.build import epoch_samples
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.derive import Facts, check_trainable, derive
+from megatron.neox_arguments.derive import Facts, derive
 from megatron.plan import sections
-from megatron.plan.checkpoints import save_plan, start
+from megatron.plan.checkpoints import save_plan
 from megatron.plan.data import data_table
 from megatron.plan.memory import estimate
+from megatron.plan.preflight import kind_of, preflight
 from megatron.plan.stages import stage_sizes, topology
-from megatron.tokenizer import build_tokenizer
 
 
 def plan(args: NeoXArgs, placement: Placement, user_script: str) -> str:
@@ -22,12 +20,10 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str) -> str:
     What is checked follows the script: `eval.py` and `generate.py` need a checkpoint, everything else is taken for
     training and needs data. Raises the `UserError` that the real run would end with.
     """
-    kind = Path(user_script).stem if Path(user_script).stem in ("eval", "generate") else "train"
+    kind = kind_of(user_script) or "train"
     args = derive(args, Facts(num_devices=placement.world_size))
-    if kind == "train":
-        check_trainable(args)
-    tokenizer = build_tokenizer(args.tokenizer)
-    vocab_size = tokenizer.vocab_size
+    found = preflight(args, kind)
+    tokenizer, vocab_size = found.tokenizer, found.tokenizer.vocab_size
     passes = epoch_samples(args.data, args.model.seq_length) if args.training.train_epochs is not None else None
     args = derive(args, Facts(vocab_size, placement.world_size, epoch_samples=passes))
     stages, held = stage_sizes(args, vocab_size)
@@ -41,7 +37,6 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str) -> str:
         )
         for stage, parameters in zip(stages, held, strict=True)
     ]
-    begin = start(args, kind)
     parts = [
         sections.config(args),
         sections.differences(args),
@@ -55,9 +50,9 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str) -> str:
         parts += [
             sections.steps(args, vocab_size),
             sections.data(data_table(args, tokenizer)),
-            sections.checkpoints(begin, saves, args.checkpoint.save),
+            sections.checkpoints(found.start, saves, args.checkpoint.save),
         ]
     else:
-        parts.append(sections.titled("checkpoint", [f"reads {begin}"]))
+        parts.append(sections.titled("checkpoint", [f"reads {found.start}"]))
     parts.append([f"Dry run: nothing was started. `python deepy.py {user_script} ...` would go on from here."])
     return "\n\n".join("\n".join(part) for part in parts if part)

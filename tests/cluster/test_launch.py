@@ -115,7 +115,7 @@ RANKS = """
 import hashlib, json, os, sys
 from megatron.neox_arguments import NeoXArgs
 rank = next(os.environ[k] for k in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID") if k in os.environ)
-config = NeoXArgs.read_resolved(sys.argv[2])
+config = NeoXArgs.from_resolved(open(sys.argv[2]).read())
 keys = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_TEST", "FROM_FILE", "WANDB_API_KEY")
 record = {"rank": int(rank), "iters": config.training.train_iters, **{k: os.environ.get(k) for k in keys}}
 print(json.dumps(record))

@@ -1,0 +1,68 @@
+"""What can be refused at once: tokenizer, data files and checkpoints that are not there.
+
+Ranks need seconds to import torch before they find out; this takes a few tenths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.find import Start, decide_start, find_checkpoint
+from megatron.cluster.launch import Placement
+from megatron.data.prefixes import find_prefix
+from megatron.data.splits import NAMES
+from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, check_trainable, derive
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+KINDS = ("train", "eval", "generate")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run will start from."""
+
+    tokenizer: Tokenizer
+    start: Start | Path
+
+
+def kind_of(user_script: str) -> str | None:
+    """What a script does, by its name: train, eval or generate; None for a script of the user's own."""
+    stem = Path(user_script).stem
+    return stem if stem in KINDS else None
+
+
+def check_before_launch(args: NeoXArgs, placement: Placement, user_script: str) -> None:
+    """Show what is wrong before any rank starts. Other hosts may see other files: for those only the config counts."""
+    derived = derive(args, Facts(num_devices=placement.world_size))
+    kind = kind_of(user_script)
+    if kind is not None and placement.launcher is None:
+        preflight(derived, kind)
+
+
+def preflight(args: NeoXArgs, kind: str) -> Found:
+    """Check the files that a derived config names, for a run of this kind. Raises the real run's `UserError`."""
+    if kind == "train":
+        check_trainable(args)
+        for path in _data_paths(args):
+            find_prefix(path)
+    return Found(build_tokenizer(args.tokenizer), _start(args, kind))
+
+
+def _data_paths(args: NeoXArgs) -> list[str]:
+    if args.data.data_path is not None:
+        return [args.data.data_path]
+    active = {"train": args.training.do_train, "valid": args.training.do_valid, "test": args.training.do_test}
+    return [path for role in NAMES if active[role] for path in getattr(args.data, f"{role}_data_paths") or ()]
+
+
+def _start(args: NeoXArgs, kind: str) -> Start | Path:
+    """Where training starts, or the checkpoint that eval and generate read."""
+    checkpoint = args.checkpoint
+    if kind == "train":
+        return decide_start(checkpoint.save, checkpoint.load, checkpoint.iteration, checkpoint.finetune)
+    if checkpoint.load is None:
+        raise UserError("load is not set: evaluation and generation need a checkpoint, e.g. load=checkpoints")
+    return find_checkpoint(checkpoint.load, checkpoint.iteration)
