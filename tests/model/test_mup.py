@@ -1,4 +1,4 @@
-"""muP's coordinate check (known-faults 80): activations keep their size when the width doubles, and do not without it."""
+"""muP's coordinate check (known-faults 80): activations keep their size as the width grows, and do not without it."""
 
 from __future__ import annotations
 
