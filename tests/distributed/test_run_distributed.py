@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import RankFailure, run_distributed, starts_a_thread
+from tests.distributed import RankFailure, run_distributed
 from tests.distributed.client import _SERVER, wait_until
 
 pytestmark = pytest.mark.cpu
@@ -252,6 +252,8 @@ def test_a_function_that_cannot_be_sent_is_refused() -> None:
 
 def test_a_module_that_starts_threads_is_refused_and_forgotten() -> None:
     """Forking beside threads can deadlock: better a clear error, and a fresh server for the tests that follow."""
+    from tests.distributed import starts_a_thread  # the server imports this file too
+
     with pytest.raises(RankFailure, match="importing tests.distributed.starts_a_thread started threads"):
         run_distributed(starts_a_thread.nothing, 1)
     assert run_distributed(identity, 1, 0) == [(0, 1)]
