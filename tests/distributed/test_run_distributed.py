@@ -250,6 +250,7 @@ def test_a_function_that_cannot_be_sent_is_refused() -> None:
         run_distributed(lambda rank, world_size: None, 1)
 
 
+@pytest.mark.slow
 def test_a_module_that_starts_threads_is_refused_and_forgotten() -> None:
     """Forking beside threads can deadlock: better a clear error, and a fresh server for the tests that follow."""
     from tests.distributed import starts_a_thread  # the server imports this file too
@@ -269,6 +270,7 @@ time.sleep(1000 if sys.argv[1] == "kill" else 0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["end", "kill"])
 def test_the_server_ends_with_the_session(how: str) -> None:
     """However the session ends, kill -9 included, no server stays behind."""
