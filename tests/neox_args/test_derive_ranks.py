@@ -40,6 +40,11 @@ def test_ranks_that_do_not_divide(tmp_path: Path) -> None:
         derived(tmp_path, num_gpus=6, model_parallel_size=2, pipe_parallel_size=2)
 
 
+def test_negative_stages(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a\.yml:\d+: pipe_parallel_size: must be 0 or more, is -1"):
+        derived(tmp_path, pipe_parallel_size=-1)
+
+
 def test_stated_and_running_ranks_disagree(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.yml:\d+: global_num_gpus: says 96 ranks, but 4 run"):
         derived(tmp_path, global_num_gpus=96, facts=Facts(num_devices=4))

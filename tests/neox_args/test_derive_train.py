@@ -94,6 +94,11 @@ def test_zero(tmp_path: Path) -> None:
         ({"lr_decay_fraction": 1.5}, "lr_decay_fraction: is a fraction"),
         ({"min_lr": 0.1}, "min_lr: 0.1 is above lr 0.001"),
         ({"override_lr_scheduler": True, "use_checkpoint_lr_scheduler": True}, "says the opposite"),
+        ({"lr_decay_iters": 0}, "lr_decay_iters: must be above 0"),
+        ({"train_iters": -1}, "train_iters: must not be negative"),
+        ({"train_epochs": 0, "train_iters": None}, "train_epochs: must be above 0"),
+        ({"iteration": -1}, "iteration: must not be negative"),
+        ({"temperature": -1}, "temperature: must not be negative"),
         ({"train_epochs": 2}, "train_epochs: train_iters is set too"),
         ({"checkpoint_factor": 1, "checkpoint_scale": "log"}, "must be above 1 with checkpoint_scale: log"),
         ({"checkpoint_factor": 1.5}, "must be a whole number of steps"),
@@ -172,6 +177,12 @@ def test_epochs_become_steps_when_the_data_is_known(tmp_path: Path) -> None:
     assert derive(args).training.train_iters == 37
     with pytest.raises(UserError, match="less than one batch"):
         derive(first, Facts(epoch_samples=1))
+
+
+def test_set_length_wins_over_a_fraction(tmp_path: Path) -> None:
+    args = derived(tmp_path, lr_decay_iters=100, lr_decay_fraction=0.5)
+    assert args.schedule.lr_decay_iters == 100
+    assert any("wins over lr_decay_fraction 0.5 (50 steps)" in note for note in args.notes)
 
 
 def test_saving_at_the_end_only_is_said(tmp_path: Path) -> None:

@@ -160,6 +160,21 @@ def test_overrides_reach_inside(tmp_path: Path) -> None:
     assert args.source("optimizer.params.eps").endswith("a.yml:1")
 
 
+def test_overrides_win_over_what_says_the_same_inside_a_mapping(tmp_path: Path) -> None:
+    text = (
+        "optimizer: {type: Adam, params: {lr: 0.1, eps: 1.0e-8}}\nzero_optimization: {stage: 1, overlap_comm: true}\n"
+    )
+    args = load_text(tmp_path, text, overrides=["lr=3e-4", "zero_stage=0", "optimizer-type=sgd"])
+    assert args.optimizer.optimizer == {"params": {"eps": 1e-8}}
+    assert args.optimizer.zero_optimization == {"overlap_comm": True}
+    assert (args.optimizer.lr, args.optimizer.zero_stage, args.optimizer.optimizer_type) == (3e-4, 0, "sgd")
+    args = load_text(
+        tmp_path, "lr: 0.1\nzero_stage: 3\n", overrides=["optimizer.params.lr=0.2", "zero_optimization.stage=1"]
+    )
+    assert args.optimizer.lr is None and args.optimizer.zero_stage is None
+    assert args.get("optimizer.params.lr") == 0.2 and args.get("zero_optimization.stage") == 1
+
+
 def test_override_values_are_yaml(tmp_path: Path) -> None:
     args = load_text(
         tmp_path, "seed: 1\n", overrides=["train_data_paths=[a, b]", "extra_save_iters=[1,2]", "save=null", "split=9,1"]
@@ -179,12 +194,13 @@ def test_override_values_are_yaml(tmp_path: Path) -> None:
         ("train_iters=[1", "not valid YAML"),
         ("train_iters=ten", r"train_iters: the text 'ten' was given, a whole number is wanted"),
         ("seed.deep=1", "seed is not a mapping"),
+        ("optimizer.type.name=1", "type is not a mapping"),
         ("optimizer.params.beta=1", r"unknown key 'beta' in optimizer\.params"),
     ],
 )
 def test_wrong_overrides(override: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
-        load_text(tmp_path, "seed: 1\n", overrides=[override])
+        load_text(tmp_path, "seed: 1\noptimizer: {type: Adam}\n", overrides=[override])
 
 
 # ---- what the result knows
