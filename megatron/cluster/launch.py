@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron.cluster.config_file import config_file
@@ -57,10 +58,10 @@ class Placement:
 def place(args: NeoXArgs, env: Mapping[str, str], default_hostfile: str = DEFAULT_HOSTFILE) -> Placement:
     """Decide how many ranks run where. Reads the hostfile; starts nothing. Raises `UserError`."""
     launcher, parallel = args.launcher, args.parallel
-    filters = {"include": launcher.include, "exclude": launcher.exclude, "num_nodes": launcher.num_nodes}
+    chosen = partial(select, include=launcher.include, exclude=launcher.exclude, num_nodes=launcher.num_nodes)
     hostfile = find_hostfile(launcher.hostfile, env, default_hostfile)
     if hostfile is not None:
-        resources = select(parse_hostfile(hostfile), num_gpus=parallel.num_gpus, **filters)
+        resources = chosen(parse_hostfile(hostfile), num_gpus=parallel.num_gpus)
     elif launcher.launcher == "slurm" and "SLURM_JOB_ID" in env:
         return _in_allocation(env)
     elif launcher.num_nodes > 1:
@@ -69,7 +70,7 @@ def place(args: NeoXArgs, env: Mapping[str, str], default_hostfile: str = DEFAUL
             "or launcher=slurm inside a SLURM job"
         )
     else:
-        resources = select({LOCALHOST: list(range(_local_ranks(args, env)))}, **filters)
+        resources = chosen({LOCALHOST: list(range(_local_ranks(args, env)))})
     world_size = sum(len(slots) for slots in resources.values())
     if hostfile is not None and parallel.global_num_gpus not in (None, world_size):
         raise UserError(

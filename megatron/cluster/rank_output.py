@@ -76,15 +76,15 @@ class RankOutput:
         line = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]  # of a progress bar keep the last state
         self._tail.append(line)
         if self._path is not None:
-            self._write_log(line)
+            self._write_log(self._path, line)
         elif not self.straight:
             self._console(b"[rank %d] %s\n" % (self.rank, line))
 
-    def _write_log(self, line: bytes) -> None:
+    def _write_log(self, path: Path, line: bytes) -> None:
         try:
             if self._log is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._log = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 os.write(self._log, f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
             os.write(self._log, line + b"\n")
         except OSError as error:  # a full disk must not end the training run: say it and go on without the file
