@@ -148,7 +148,7 @@ def summary(seconds: float) -> int:
     losses = {row["step"]: row["train/lm_loss"] for row in metrics if "train/lm_loss" in row}
     first, last = losses[min(losses)], losses[max(losses)]
     validation = [row for row in metrics if "validation/lm_loss" in row]
-    difference = float(re.findall(r"logit difference\D*?(\d[\d.e+-]*)", log_of("Export").read_text())[-1])
+    difference = float(re.findall(r"logit difference.*largest (\S+)", log_of("Export").read_text())[-1])
     print("\n=== Results")
     print(f"training loss    {first:.3f} (step {min(losses)}) -> {last:.3f} (step {max(losses)})")
     if validation:
