@@ -30,6 +30,7 @@ def required(draft: Draft) -> None:
         "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "max_position_embeddings",
         "intermediate_size", "expansion_factor", "mlp_multiple_of", "make_vocab_size_divisible_by", "rotary_emb_base",
         "sliding_window_width", "init_method_std", "checkpoint_num_layers", "loss_chunk_size",
+        "mup_base_hidden_size",
     )  # fmt: skip
     for name in ("attention_dropout", "hidden_dropout"):
         if not 0 <= draft[name] < 1:
