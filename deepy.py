@@ -8,7 +8,7 @@ import sys
 
 from megatron import log
 from megatron.cluster.command_line import parse_launcher_command_line
-from megatron.cluster.launch import launch, place
+from megatron.cluster.launch import command_preview, launch, place
 from megatron.errors import UserError, run_cli
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
@@ -28,7 +28,7 @@ def main() -> int:
     if line.dry_run:
         from megatron.plan.planner import plan
 
-        print(plan(args, placement, line.user_script))
+        print(plan(args, placement, line.user_script, command_preview(line.user_script, args, placement, os.environ)))
         return 0
     check_before_launch(args, placement, line.user_script)
     return launch(line.user_script, args, placement, os.environ)

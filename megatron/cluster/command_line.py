@@ -129,24 +129,28 @@ def parse_rank_command_line(argv: Sequence[str]) -> tuple[list[str], list[str], 
     the same config files and overrides that deepy.py takes.
     """
     parser = _Parser(
-        prog="train.py|eval.py|generate.py",
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Runs on every rank. Usually started by deepy.py; torchrun, srun and mpirun work as well.",
-        usage="SCRIPT CONF [CONF ...] [key=value ...] [flags]",
+        usage="%(prog)s CONF [CONF ...] [key=value ...] [flags]",
         epilog="example:\n  torchrun --nproc_per_node 4 train.py run.yml train_iters=100",
     )
     parser.add_argument("--resolved", metavar="FILE", help="the resolved config, as written by deepy.py")
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
     )  # DeepSpeed's launcher adds it
-    for flag in ("--megatron_config", "--deepspeed_config"):
+    for flag in ("--megatron_config", "--deepspeed_config", "--explain"):
         parser.add_argument(flag, help=argparse.SUPPRESS)
+    parser.add_argument("--dry-run", "--dry_run", action="store_true", help=argparse.SUPPRESS)
     _add_shared_arguments(parser, need_config=False)
     items, inline = _split_overrides(argv)
     known = parser.parse_intermixed_args(items)
     if known.megatron_config or known.deepspeed_config:
         raise UserError("--megatron_config belongs to GPT-NeoX's launcher: start the script with `python deepy.py`")
+    if known.dry_run or known.explain:
+        raise UserError(
+            f"--dry-run and --explain belong to the launcher: python deepy.py {parser.prog} CONF... --dry-run"
+        )
     overrides = inline + _flag_overrides(known)
     paths = _config_paths(known.conf_file, known.conf_dir)
     if known.resolved and (paths or overrides):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -121,15 +122,14 @@ def launch(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[
         raise UserError(f"launcher={placement.launcher} needs {tool}, which is not on PATH. Other launchers: {others}")
     # A file system that all hosts share is where `save` is; rank 0's host may be another than this one.
     shared = Path(run_folder).absolute() if run_folder else Path.cwd()
-    text = args.to_resolved()
-    with config_file(text, None if placement.launcher == "pdsh" else shared) as resolved:
-        job = _multi_node_job(user_script, args, placement, env, resolved, log_folder)
-        command = build_command(placement.launcher, job)
+    with config_file(args.to_resolved(), None if placement.launcher == "pdsh" else shared) as resolved:
+        address = _master_address(args, placement, env)
+        job = _multi_node_job(user_script, args, placement, env, str(resolved), address)
+        _say_what_is_kept_back(placement, job, env)
         logger.info(f"starting {placement.describe()}")
-        logger.debug(shlex.join(command))
         started = time.time()
-        whole = LocalJob(command, [command_environment(placement.launcher, job, env)], name=tool)
-        code = run_local(whole)
+        environment = command_environment(placement.launcher, job, env)
+        code = run_local(LocalJob(build_command(placement.launcher, job), [environment], name=tool))
     return outcome(code, Path(run_folder) if run_folder else None, started)
 
 
@@ -147,54 +147,67 @@ def _launch_here(user_script: str, args: NeoXArgs, placement: Placement, log_fol
         return run_local(job)
 
 
+def command_preview(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[str, str]) -> str:
+    """The command line that `launch` would run, for people; the encoded config is left out."""
+    if placement.launcher is None:
+        return f"{sys.executable} -u {user_script} --resolved FILE, once per rank"
+    known = env.get("MASTER_ADDR") or args.launcher.master_addr
+    address = known or placement.hosts[0].rpartition("@")[2]
+    job = _multi_node_job(user_script, args, placement, env, "FILE", address)
+    return re.sub(r"--(config|resources)=\S+", r"--\1=...", shlex.join(build_command(placement.launcher, job)))
+
+
 def _multi_node_job(
-    user_script: str,
-    args: NeoXArgs,
-    placement: Placement,
-    env: Mapping[str, str],
-    resolved: Path,
-    log_folder: Path | None,
+    user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[str, str], resolved: str, address: str
 ) -> MultiNodeJob:
     launcher = args.launcher
+    run_folder = args.checkpoint.save or args.logging.log_dir
     extra: dict[str, str] = {}
     for folder in (Path.home(), Path.cwd()):  # DeepSpeed's file for more variables; the nearer one wins
         path = folder / ".deepspeed_env"
         if path.is_file():
             extra.update(parse_environment_file(path.read_text(encoding="utf-8"), str(path)))
-    exports, kept_back = exported(with_library_on_path(env), extra)
-    if kept_back and placement.launcher != "slurm":
-        logger.warning(
-            f"not put on the command line for other hosts, where everybody can read it: {', '.join(kept_back)}. "
-            "Keep them in ~/.netrc or the tool's own login file there, or in .deepspeed_env if you accept that."
-        )
-    address = env.get("MASTER_ADDR") or launcher.master_addr
-    port = launcher.master_port if args.is_set("master_port") else int(env.get("MASTER_PORT", launcher.master_port))
+    given = launcher.master_port if args.is_set("master_port") else int(env.get("MASTER_PORT", launcher.master_port))
     return MultiNodeJob(
         resources=placement.resources,
         user_script=user_script,
-        resolved_file=str(resolved),
+        resolved_file=resolved,
         config_text=args.to_resolved(),
         python=sys.executable,
         folder=os.getcwd(),
-        master_addr=address or _master_address(placement.hosts[0], launcher.no_ssh_check),
-        master_port=port,
-        exports=exports,
-        log_folder=str(log_folder) if log_folder else None,
+        master_addr=address,
+        master_port=given,
+        exports=exported(with_library_on_path(env), extra)[0],
+        log_folder=str(Path(run_folder).absolute() / "logs") if run_folder else None,
         comment=launcher.comment,
         account=launcher.account,
         in_allocation=None if placement.resources else placement.world_size,
     )
 
 
-def _master_address(host: str, no_ssh_check: bool) -> str:
-    """An address of the first host that the others can use: its name, or, where only ssh knows the name, its own IP."""
+def _say_what_is_kept_back(placement: Placement, job: MultiNodeJob, env: Mapping[str, str]) -> None:
+    kept_back = [name for name in exported(env, {})[1] if name not in job.exports]
+    if kept_back and placement.launcher != "slurm":  # srun passes its own environment on, unseen
+        logger.warning(
+            f"not put on the command line for other hosts, where everybody can read it: {', '.join(kept_back)}. "
+            "Keep them in ~/.netrc or the tool's own login file there, or in .deepspeed_env if you accept that."
+        )
+
+
+def _master_address(args: NeoXArgs, placement: Placement, env: Mapping[str, str]) -> str:
+    """An address of the first host that the others can use: as given, else its name, or, where only ssh knows that
+    name, its own IP."""
+    host = placement.hosts[0]
     name = host.rpartition("@")[2]
+    given = env.get("MASTER_ADDR") or args.launcher.master_addr
+    if given:
+        return given
     try:
         socket.getaddrinfo(name, None)
         return name
     except OSError:
         pass
-    if no_ssh_check:
+    if args.launcher.no_ssh_check:
         raise UserError(f"host {name} does not resolve here: set master_addr to the address of the first host")
     ask = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, "hostname", "-I"]
     answer = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=False)

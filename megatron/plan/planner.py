@@ -14,8 +14,8 @@ from megatron.plan.preflight import kind_of, preflight
 from megatron.plan.stages import stage_sizes, topology
 
 
-def plan(args: NeoXArgs, placement: Placement, user_script: str) -> str:
-    """The text of the dry run for a loaded config.
+def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | None = None) -> str:
+    """The text of the dry run for a loaded config; `command` is what would be run.
 
     What is checked follows the script: `eval.py` and `generate.py` need a checkpoint, everything else is taken for
     training and needs data. Raises the `UserError` that the real run would end with.
@@ -54,5 +54,7 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str) -> str:
         ]
     else:
         parts.append(sections.titled("checkpoint", [f"reads {found.start}"]))
-    parts.append([f"Dry run: nothing was started. `python deepy.py {user_script} ...` would go on from here."])
+    if command is not None:
+        parts.append(sections.titled("would run", [command]))
+    parts.append(["Dry run: nothing was started."])
     return "\n\n".join("\n".join(part) for part in parts if part)

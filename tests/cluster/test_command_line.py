@@ -108,5 +108,6 @@ def test_rank_started_by_deepy_gets_only_the_resolved_file() -> None:
         parse_rank_command_line(["--resolved", "f.json", "lr=1"])
     with pytest.raises(UserError, match="no config file"):
         parse_rank_command_line([])
-    with pytest.raises(UserError, match="deepy.py"):
-        parse_rank_command_line(["--megatron_config", "e30="])
+    for foreign in (["--megatron_config", "e30="], ["a.yml", "--dry-run"], ["a.yml", "--explain", "lr"]):
+        with pytest.raises(UserError, match=r"python deepy\.py"):
+            parse_rank_command_line(foreign)

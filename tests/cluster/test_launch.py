@@ -203,6 +203,37 @@ def test_the_run_s_own_account_replaces_a_flattened_exit_code(tmp_path: Path) ->
     assert rc == 4 and "failed at step 5: nan" in text
 
 
+def test_the_command_can_be_shown_before_it_is_run(tmp_path: Path) -> None:
+    run = args(tmp_path, hosts(tmp_path, "a slots=4\nb slots=4\n"))
+    shown = launching.command_preview("train.py", run, place(run, {}), {})
+    assert shown.startswith("pdsh -S -k -f 1024 -w a,b ") and "--config=... train.py" in shown
+    shown = launching.command_preview("train.py", run, Placement({"a": [0]}, 1, "slurm", ("a",)), {})
+    assert shown.startswith("srun -n 1 --nodelist a ") and shown.endswith("-u train.py --resolved FILE")
+    assert "once per rank" in launching.command_preview("train.py", run, Placement({"localhost": [0]}, 1), {})
+
+
+def test_where_only_ssh_knows_the_first_host_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text(
+        '#!/bin/sh\ncase "$*" in *" known hostname -I") echo 10.1.2.3 fe80::1;; *) exit 255;; esac\n'
+    )
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def unresolved(*_: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(launching.socket, "getaddrinfo", unresolved)
+    run = args(tmp_path)
+    address = launching._master_address
+    assert address(run, Placement({}, 2, "pdsh", ("known", "b")), {}) == "10.1.2.3"
+    with pytest.raises(UserError, match="key-based ssh"):
+        address(run, Placement({}, 2, "pdsh", ("other", "b")), {})
+    assert address(run, Placement({}, 2, "pdsh", ("other", "b")), {"MASTER_ADDR": "x"}) == "x"
+    assert address(args(tmp_path, "master_addr=y"), Placement({}, 2, "pdsh", ("other", "b")), {}) == "y"
+    with pytest.raises(UserError, match="set master_addr"):
+        address(args(tmp_path, "no_ssh_check=true"), Placement({}, 2, "pdsh", ("other", "b")), {})
+
+
 def test_a_launcher_that_is_not_installed_is_named(tmp_path: Path) -> None:
     rc, _, text = start(tmp_path, PATH="/nonexistent")
     assert rc == 2 and "needs pdsh" in text
