@@ -115,6 +115,8 @@ def compare(rank: int, world_size: int, sequence_parallel: bool) -> int:
     expected.backward(grad)
     logits = network(tokens)
     torch.testing.assert_close(logits, expected, **TOLERANCE)
+    with torch.inference_mode():
+        assert torch.equal(network(tokens), logits)
     logits.backward(grad)
     for name, value in network.named_parameters():
         wanted = shard(weights[name].grad, value.spec, state.tp_rank, state.tp_size)
