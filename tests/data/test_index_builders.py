@@ -113,6 +113,17 @@ def test_index_type_looks_at_values_and_count(largest: int, samples: int, expect
     assert index_dtype(largest, samples) == expected
 
 
+def test_many_documents_need_int64_however_few_the_samples(
+    builder: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_builders, "INT32_MAX", 9)  # ten documents stand for 2^31 of them
+    sizes = np.full(10, 2, np.int32)
+    assert build_sample_index(sizes, np.arange(9, dtype=np.int32), 8, 2).dtype == np.int32
+    rows = build_sample_index(sizes, np.arange(10, dtype=np.int64), 8, 2)
+    assert rows.dtype == np.int64
+    assert rows.tolist() == [[0, 0], [4, 0], [8, 0]]
+
+
 def test_document_positions_go_up_beyond_int32() -> None:
     """Writing positions around 2^31 with the chosen type keeps them increasing."""
     first = 2**31 - 2

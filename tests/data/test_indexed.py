@@ -64,7 +64,7 @@ def test_both_tables_of_float_codes(tmp_path: Path, code: int, written: str) -> 
     assert IndexedDataset(tmp_path / "r")[1].tolist() == [1.5, 2.5]
 
 
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 65535), max_size=5), min_size=1, max_size=8), st.data())
 def test_round_trip(documents: list[list[int]], draw: st.DataObject) -> None:
     import tempfile
