@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -51,9 +52,14 @@ class Placement:
     def describe(self) -> str:
         """One line for people."""
         if self.launcher is None:
-            return f"{self.world_size} rank{'s' * (self.world_size > 1)} on this machine"
+            return f"{_times(self.world_size, 'rank')} on this machine"
         shown = ", ".join(self.hosts[:8]) + (", ..." if len(self.hosts) > 8 else "")
-        return f"{self.world_size} ranks on {len(self.hosts)} hosts ({shown}) by {self.launcher}"
+        ranks, hosts = _times(self.world_size, "rank"), _times(len(self.hosts), "host")
+        return f"{ranks} on {hosts} ({shown}) by {self.launcher}"
+
+
+def _times(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def place(args: NeoXArgs, env: Mapping[str, str], default_hostfile: str = DEFAULT_HOSTFILE) -> Placement:
@@ -129,7 +135,9 @@ def launch(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[
         logger.info(f"starting {placement.describe()}")
         started = time.time()
         environment = command_environment(placement.launcher, job, env)
-        code = run_local(LocalJob(build_command(placement.launcher, job), [environment], name=tool))
+        stop = signal.SIGUSR1 if tool == "srun" or placement.launcher == "openmpi" else signal.SIGTERM
+        command = build_command(placement.launcher, job)
+        code = run_local(LocalJob(command, [environment], name=tool, stop_signal=stop))
     return outcome(code, Path(run_folder) if run_folder else None, started)
 
 

@@ -1,8 +1,8 @@
 """The local process manager: starts this node's ranks, passes signals on, ends the job when one rank fails.
 
 A rank that fails ends the job: its peers get `settle` seconds to fail by themselves (their last words are worth
-having), then SIGTERM, then after `grace` seconds SIGKILL. Its last output is shown last. SIGINT, SIGTERM and SIGUSR1
-are passed to the ranks once and the job then takes the time it needs to save; a second Ctrl-C ends it at once.
+having), then SIGTERM, then after `grace` seconds SIGKILL. Its last output is shown last. Ctrl-C and SIGTERM reach the
+ranks once, as `stop_signal`, and the job then takes the time it needs to save; a second Ctrl-C ends it at once.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class LocalJob:
     log_folder: Path | None = None
     name: str | None = None
     """What the one process is when it is no rank but another launcher, for the report."""
+    stop_signal: int = signal.SIGTERM
+    """What Ctrl-C and SIGTERM become for the ranks. srun and mpirun kill on SIGTERM, but pass SIGUSR1 on."""
     settle: float = 1.0
     grace: float = 4.0
     launcher_fd: int | None = None
@@ -65,7 +67,8 @@ class _Run:
     job: LocalJob
     ranks: list[_Rank] = field(default_factory=list)
     started: bool = False
-    requested: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    passed_on: list[int] = field(default_factory=list)
     interrupts: int = 0
     failures: list[_Rank] = field(default_factory=list)
     terminated: float | None = None
@@ -118,7 +121,7 @@ def run_local(job: LocalJob) -> int:
 
 
 def _start(run: _Run) -> None:
-    end_with_parent = _end_with_parent()
+    end_with_parent = _end_with_parent(run.job.stop_signal)
     for index, env in enumerate(run.job.environments):
         rank = run.job.first_rank + index
         read_fd, write_fd = open_channel(terminal=rank == 0)
@@ -138,18 +141,18 @@ def _start(run: _Run) -> None:
         output = RankOutput(rank, read_fd, straight=rank == 0, log_file=log_file)
         run.ranks.append(_Rank(rank, process, output))
     run.started = True
-    for number in run.requested:  # signals that came in between
+    for number in run.passed_on:  # signals that came in between
         _send(run, number)
 
 
-def _end_with_parent() -> Callable[[], None] | None:
-    """For `preexec_fn`: the kernel sends SIGTERM to the rank if we die without a word (Linux only)."""
+def _end_with_parent(number: int) -> Callable[[], None] | None:
+    """For `preexec_fn`: the kernel sends this signal to the rank if we die without a word (Linux only)."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl
 
     def set_death_signal() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        prctl(_PR_SET_PDEATHSIG, number)
 
     return set_death_signal
 
@@ -163,9 +166,8 @@ def _watch(run: _Run) -> None:
     while any(rank.code is None for rank in run.ranks):
         _pump(selector, timeout=0.1)
         _reap(run)
-        if launcher() and not run.requested:
-            run.requested.append(signal.SIGTERM)
-            _send(run, signal.SIGTERM)
+        if launcher() and not run.received:
+            _stop(run, signal.SIGTERM)
         _escalate(run)
     deadline = time.monotonic() + 1.0  # a grandchild may keep a pipe open: do not wait for it for ever
     while selector.get_map() and time.monotonic() < deadline:
@@ -212,13 +214,13 @@ def _reap(run: _Run) -> None:
 
 def _is_fine(run: _Run, code: int) -> bool:
     """Done, stopped with everything saved, or ended by a signal that we passed on."""
-    return code in (0, StopRequested.exit_code) or any(code in (-number, 128 + number) for number in run.requested)
+    return code in (0, StopRequested.exit_code) or any(code in (-number, 128 + number) for number in run.passed_on)
 
 
 def _escalate(run: _Run) -> None:
     now = time.monotonic()
     if run.interrupts > 1 and not run.killed:
-        run.requested.append(signal.SIGKILL)
+        run.passed_on.append(signal.SIGKILL)
         _kill_all(run)
     if not run.failures:
         return
@@ -249,20 +251,27 @@ def _signal_group(rank: _Rank, number: int) -> None:
         os.killpg(rank.process.pid, number)
 
 
+def _stop(run: _Run, number: int) -> None:
+    """Signal `number` reached us: pass it on, translated, unless the ranks have had it."""
+    run.received.append(number)
+    to_ranks = signal.SIGUSR1 if number == signal.SIGUSR1 else run.job.stop_signal
+    if to_ranks not in run.passed_on:
+        run.passed_on.append(to_ranks)
+        if run.started:
+            _send(run, to_ranks)
+
+
 @contextlib.contextmanager
 def _signals_to(run: _Run) -> Iterator[None]:
-    """While the job runs, our signals go to the ranks, each kind once."""
+    """While the job runs, our signals go to the ranks: the wish to stop once, whatever it came as, and SIGUSR1."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             run.interrupts += 1
-        if number not in run.requested:
-            run.requested.append(number)
-            if run.started:
-                _send(run, number)
-            if number != signal.SIGUSR1:
-                again = " (Ctrl-C again: end it now)" if number == signal.SIGINT else ""
-                logger.info(f"{signal.Signals(number).name}: asked the ranks to save and stop{again}")
+        if not run.received:
+            again = " (Ctrl-C again: end it now)" if number == signal.SIGINT else ""
+            logger.info(f"{signal.Signals(number).name}: asked the ranks to save and stop{again}")
+        _stop(run, number)
 
     previous = {number: signal.signal(number, handle) for number in _FORWARDED}
     try:
@@ -277,7 +286,7 @@ def _conclude(run: _Run) -> int:
     codes = [rank.code for rank in run.ranks]
     if not run.failures:
         if any(code not in (0, StopRequested.exit_code) for code in codes):
-            return 128 + run.requested[0]  # ended by the signal, not having saved
+            return 128 + run.received[0]  # ended by the signal, not having saved
         return StopRequested.exit_code if StopRequested.exit_code in codes else 0
     culprit = min(run.failures, key=lambda rank: (_blame(rank.code or 0), rank.ended))
     _report(run, culprit)

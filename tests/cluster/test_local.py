@@ -132,7 +132,7 @@ def test_a_signal_reaches_every_rank_once_and_saving_is_waited_for(tmp_path: Pat
     (tmp_path / "up").mkdir()
     code = f"""
 count = []
-signal.signal({int(number)}, lambda *_: count.append(1))
+signal.signal(signal.SIGTERM, lambda *_: count.append(1))
 open({str(tmp_path)!r} + f'/up/{{rank}}', 'w').close()
 while not count: time.sleep(0.02)
 time.sleep(2.5)  # longer than settle + grace: a slow save
@@ -163,7 +163,8 @@ def test_ranks_without_a_handler_end_with_the_signal_and_that_is_no_failure(tmp_
 def test_a_second_interrupt_ends_the_job_at_once(tmp_path: Path) -> None:
     (tmp_path / "up").mkdir()
     code = (
-        "signal.signal(2, signal.SIG_IGN)\n" + f"open({str(tmp_path)!r} + f'/up/{{rank}}', 'w').close()\ntime.sleep(60)"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        + f"open({str(tmp_path)!r} + f'/up/{{rank}}', 'w').close()\ntime.sleep(60)"
     )
     job = Job(tmp_path, code, ranks=2)
     job.wait_for(tmp_path / "up", 2)
