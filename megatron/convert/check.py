@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,10 +111,17 @@ def compare(
     return result if result.ok else Difference(difference, allowed, drift or "the last block, final norm or head")
 
 
-def _their_outputs(folder: Path, tokens: Tensor):
+def _their_outputs(folder: Path, tokens: Tensor) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found := sorted(map(str, info.get(what) or ())):
             raise UserError(f"transformers reports {what.replace('_', ' ')} in {folder}: {', '.join(found[:8])}")
