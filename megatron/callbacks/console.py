@@ -1,0 +1,86 @@
+"""The lines a person watches, in GPT-NeoX's format so that existing grep scripts go on working."""
+
+from __future__ import annotations
+
+from megatron.log import get_logger, result
+from megatron.training.callback import Callback
+from megatron.training.engine import StepOut
+from megatron.training.trainer import Trainer
+
+logger = get_logger(__name__)
+
+
+def training_line(metrics: dict[str, float], step: int, total: int) -> str:
+    """One training line: GPT-NeoX's fields in its order, then ours.
+
+    `iteration.*lm_loss` and `iteration\\s+[0-9]+/\\s*[0-9]+ ... lm_loss:\\s*` match it, as in NeoX's logs.
+    """
+    parts = [
+        f" samples/sec: {metrics['runtime/samples_per_sec']:.3f}",
+        f"iteration {step:8d}/{total:8d}",
+        f"elapsed time per iteration (ms): {metrics['runtime/iteration_time'] * 1000:.1f}",
+        f"learning rate: {metrics['train/learning_rate']:.3E}",
+        f"approx flops per GPU: {metrics['runtime/flops_per_sec_per_gpu'] / 1e12:.1f}TFLOPS",
+    ]
+    if "runtime/model_flops_utilization" in metrics:
+        parts.append(f"MFU: {metrics['runtime/model_flops_utilization']:.2%}")
+        parts.append(f"HFU: {metrics['runtime/hardware_flops_utilization']:.2%}")
+    parts.append(f"lm_loss: {metrics['train/lm_loss']:.6E}")
+    if "train/loss_scale" in metrics:
+        parts.append(f"loss scale: {metrics['train/loss_scale']:.1f}")
+    parts += [
+        f"number of skipped iterations: {int(metrics['train/skipped']):3d}",
+        f"number of nan iterations: {int(metrics['train/nan']):3d}",
+        f"tokens/sec: {metrics['runtime/tokens_per_sec']:.1f}",
+        f"grad norm: {metrics['train/grad_norm']:.3f}",
+    ]
+    return " | ".join(parts) + " |"
+
+
+class Console(Callback):
+    """Prints training and evaluation lines on rank 0."""
+
+    def __init__(self) -> None:
+        self._memory_said = False
+
+    def logged(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
+        result(training_line(metrics, step, trainer.args.training.train_iters))
+
+    def evaluated(self, trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
+        values = " | ".join(f"{name}: {value:.6E}" for name, value in metrics.items())
+        result(f" {split} results at iteration {trainer.step} | {values} |")
+
+    def after_step(self, trainer: Trainer, out: StepOut) -> None:
+        if not self._memory_said:
+            self._memory_said = True
+            logger.info(memory_line(trainer))
+
+    def saved(self, trainer: Trainer, path: str) -> None:
+        logger.info(f"saved checkpoint {path}")
+
+    def end(self, trainer: Trainer) -> None:
+        reason = trainer.stop_reason or "train_iters reached"
+        logger.info(f"training ends at iteration {trainer.step}: {reason}")
+
+
+def memory_line(trainer: Trainer) -> str:
+    """Memory of this rank after the first step: the device's peak, or the process's on a CPU."""
+    import torch
+
+    device = trainer.state.device
+    if device.type == "cuda":
+        mib = [
+            torch.cuda.memory_allocated(device),
+            torch.cuda.max_memory_allocated(device),
+            torch.cuda.memory_reserved(device),
+            torch.cuda.max_memory_reserved(device),
+        ]
+        allocated, peak, reserved, peak_reserved = (x / 2**20 for x in mib)
+        return (
+            f"[Rank {trainer.state.rank}] (after {trainer.step} iterations) memory (MB) | allocated: {allocated:.1f} | "
+            f"max allocated: {peak:.1f} | reserved: {reserved:.1f} | max reserved: {peak_reserved:.1f}"
+        )
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return f"[Rank {trainer.state.rank}] (after {trainer.step} iterations) memory (MB) | max resident: {peak:.1f}"

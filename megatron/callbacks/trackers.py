@@ -1,0 +1,109 @@
+"""Where metrics go besides the console: metrics.jsonl, TensorBoard, Weights & Biases. One interface, same names."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.callback import Callback
+from megatron.training.trainer import Trainer
+
+
+class Tracker(Protocol):
+    """A place to write numbers to."""
+
+    def write(self, metrics: dict[str, float], step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """`metrics.jsonl` of the run folder: one object a line with `step`, `time` and the metrics. Appended to."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, metrics: dict[str, float], step: int) -> None:
+        self._file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """`tensorboard_dir`."""
+
+    def __init__(self, directory: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UserError(
+                "tensorboard_dir is set: pip install -r requirements/requirements-tensorboard.txt"
+            ) from error
+        self._writer = SummaryWriter(log_dir=directory)
+
+    def write(self, metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """`use_wandb`: one run per job. `WANDB_MODE=offline` works as everywhere."""
+
+    def __init__(self, args: NeoXArgs, directory: str | None) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError("use_wandb is set: pip install -r requirements/requirements-wandb.txt") from error
+        log = args.logging
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=log.wandb_project,
+            group=log.wandb_group,
+            name=log.wandb_run_name,
+            entity=log.wandb_team,
+            config=args.to_dict(),
+            dir=directory,
+            resume="allow",
+        )
+
+    def write(self, metrics: dict[str, float], step: int) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackers(Callback):
+    """Hands every logged and evaluated metric to each tracker (rank 0)."""
+
+    def __init__(self, trackers: list[Any]) -> None:
+        self.trackers = trackers
+
+    def logged(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
+        self._write(metrics, step)
+
+    def evaluated(self, trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
+        self._write({f"{split}/{name}": value for name, value in metrics.items()}, trainer.step)
+
+    def _write(self, metrics: dict[str, float], step: int) -> None:
+        for tracker in self.trackers:
+            tracker.write(metrics, step)
+
+    def end(self, trainer: Trainer) -> None:
+        self._close()
+
+    def error(self, trainer: Trainer, error: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        for tracker in self.trackers:
+            tracker.close()
+        self.trackers = []

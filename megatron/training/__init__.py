@@ -1,0 +1,1 @@
+"""Runs: setting up a process, the engine, the loop and its callbacks."""

@@ -1,0 +1,54 @@
+"""Callbacks: everything a run does besides stepping. The loop never gains an `if` for a feature."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.training.engine import StepOut
+    from megatron.training.trainer import Trainer
+
+
+class Callback:
+    """Base class: every hook does nothing. Hooks run in the order in which callbacks were given, on every rank.
+
+    A hook that communicates must do so on every rank. `state_dict` is saved with each checkpoint, under the
+    class name, by rank 0.
+    """
+
+    def start(self, trainer: Trainer) -> None:
+        """Everything is built, nothing is loaded yet."""
+
+    def loaded(self, trainer: Trainer) -> None:
+        """The start state is in place (from a checkpoint or fresh); `trainer.step` is final."""
+
+    def before_step(self, trainer: Trainer) -> None:
+        """Before the step that makes `trainer.step + 1`."""
+
+    def before_update(self, trainer: Trainer) -> None:
+        """Gradients are complete and not yet clipped: the only place where `engine.grads()` may be asked."""
+
+    def after_step(self, trainer: Trainer, out: StepOut) -> None:
+        """`trainer.step` counts the step just done."""
+
+    def logged(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
+        """A set of metrics is ready (numbers, by their stable names)."""
+
+    def evaluated(self, trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
+        """An evaluation of `split` ("validation", "test", ...) finished."""
+
+    def saved(self, trainer: Trainer, path: str) -> None:
+        """A complete checkpoint lies at `path`."""
+
+    def error(self, trainer: Trainer, error: BaseException) -> None:
+        """The run ends by `error`. Must not communicate: other ranks may be gone."""
+
+    def end(self, trainer: Trainer) -> None:
+        """The loop is over, whatever the reason, without an error."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart; JSON-like values only."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""

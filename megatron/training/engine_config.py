@@ -1,0 +1,80 @@
+"""The only file that knows DeepSpeed's JSON keys. Every key we mean is written, default or not.
+
+DeepSpeed's own defaults are not what a missing key should mean (`gradient_clipping` becomes 1.0, the
+pipeline partitions activations over tensor-parallel ranks and mixes shards under sequence parallel,
+a device synchronisation per micro-batch for its timer), so silence is never left to it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.neox_arguments import NeoXArgs
+
+# Dicts of the YAML that DeepSpeed reads as they are.
+PASSED_THROUGH = ("flops_profiler", "comms_logger", "csv_monitor", "tensorboard", "wandb", "activation_checkpointing")
+
+
+def effective_zero_stage(args: NeoXArgs) -> int:
+    """The ZeRO stage that runs: fp32 on one data rank has nothing to partition and runs as stage 0."""
+    stage = args.optimizer.zero_stage or 0
+    if args.optimizer.precision == "fp32" and args.parallel.data_parallel_size == 1:
+        return 0
+    return max(stage, 1) if args.optimizer.precision == "bfloat16" else stage
+
+
+def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
+    """The `config` of `deepspeed.initialize` for a derived configuration.
+
+    Gradient clipping is 0 here: `training/engine_update` clips, for every engine and precision alike.
+    """
+    training, optimizer, deepspeed = args.training, args.optimizer, args.deepspeed
+    config: dict[str, Any] = {
+        "train_batch_size": training.train_batch_size,
+        "train_micro_batch_size_per_gpu": training.train_micro_batch_size_per_gpu,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "gradient_clipping": 0.0,
+        "prescale_gradients": deepspeed.prescale_gradients,
+        "gradient_predivide_factor": deepspeed.gradient_predivide_factor,
+        "communication_data_type": "fp32" if deepspeed.fp32_allreduce else deepspeed.communication_data_type,
+        "steps_per_print": deepspeed.steps_per_print if args.is_set("steps_per_print") else None,
+        "wall_clock_breakdown": deepspeed.wall_clock_breakdown,
+        "dump_state": deepspeed.dump_state,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": _zero(args),
+        "fp16": _fp16(args),
+        "bf16": {**(optimizer.bf16 or {}), "enabled": optimizer.precision == "bfloat16"},
+        "data_types": {"grad_accum_dtype": _grad_accum_dtype(args)},
+        "pipeline": {
+            "pipe_partitioned": False,
+            "grad_partitioned": False,
+            "use_reentrant": False,
+            "activation_checkpoint_interval": 0,
+        },
+        "timers": {"throughput": {"enabled": False, "synchronized": False}},
+    }
+    for key in PASSED_THROUGH:
+        if (value := getattr(deepspeed, key, None)) is not None:
+            config[key] = value
+    config.update(deepspeed.deepspeed_extra_args or {})
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def _zero(args: NeoXArgs) -> dict[str, Any]:
+    stage = effective_zero_stage(args)
+    zero = {key: value for key, value in (args.optimizer.zero_optimization or {}).items() if key != "stage"}
+    return {**zero, "stage": stage}
+
+
+def _fp16(args: NeoXArgs) -> dict[str, Any]:
+    fp16 = dict(args.optimizer.fp16 or {})
+    return {**fp16, "enabled": args.optimizer.precision == "fp16"}
+
+
+def _grad_accum_dtype(args: NeoXArgs) -> str:
+    """fp32 unless the user says otherwise: DeepSpeed's default is the model's dtype."""
+    if chosen := (args.optimizer.data_types or {}).get("grad_accum_dtype"):
+        return chosen
+    # Below stage 2 DeepSpeed accumulates fp16 in fp16 only.
+    return "fp16" if args.optimizer.precision == "fp16" and effective_zero_stage(args) < 2 else "fp32"

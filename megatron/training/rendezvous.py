@@ -1,0 +1,69 @@
+"""How the ranks of a job find each other and agree on one configuration.
+
+Rank 0 reads the YAML files (or the file the launcher resolved) and publishes the result, by value, in the
+rendezvous store; the others take it from there. A rank that was given files itself (torchrun, srun)
+compares its own reading with rank 0's, so two nodes with different files stop before they train.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
+
+_KEY = "deepy/config"
+
+
+def share_config(store: dist.Store, rank: int, world_size: int, read: Callable[[], str], own_files: bool) -> str:
+    """One configuration for all ranks, as the text of `NeoXArgs.to_resolved`.
+
+    Args:
+        store: the rendezvous store of the job.
+        read: reads this rank's own configuration.
+        own_files: every rank was given the files, so each reads and compares.
+
+    Raises:
+        UserError: the configuration is wrong (on every rank, with rank 0's message), or differs between ranks.
+    """
+    if world_size == 1:
+        return read()
+    if rank == 0:
+        try:
+            config = read()
+        except UserError as error:
+            store.set(_KEY, json.dumps({"error": str(error)}))
+            raise
+        store.set(_KEY, json.dumps({"config": config}))
+        return config
+    message = json.loads(store.get(_KEY))
+    if "error" in message:
+        raise UserError(message["error"])
+    if own_files and (keys := _different(read(), message["config"])):
+        raise UserError(
+            f"rank {rank} reads another configuration than rank 0; different: {', '.join(keys)}. "
+            "Give every node the same files and overrides."
+        )
+    return message["config"]
+
+
+def _different(mine: str, theirs: str) -> list[str]:
+    """Keys whose values differ between two resolved configurations (where they came from may differ)."""
+    ours, others = NeoXArgs.from_resolved(mine).to_dict(), NeoXArgs.from_resolved(theirs).to_dict()
+    return sorted(key for key in ours if ours[key] != others[key])
+
+
+def make_store(master_addr: str, master_port: int, rank: int, world_size: int, agent_store: bool) -> dist.Store:
+    """The TCP store of the job: hosted by rank 0, or by torchrun's agent when it says so."""
+    return dist.TCPStore(
+        master_addr,
+        master_port,
+        world_size,
+        is_master=rank == 0 and not agent_store,
+        timeout=timedelta(minutes=10),
+        wait_for_workers=False,
+    )

@@ -1,0 +1,199 @@
+"""From a command line to a process that is ready to train: ranks, devices, model, data, engine.
+
+The only place in the library that reads the environment, and (with the engine) that knows DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from megatron import log
+from megatron.model.gpt import gpt_layers
+from megatron.model.pipe import LayerPipe, SequentialModel
+from megatron.mpu.random import seed_everything
+from megatron.mpu.state import ParallelState
+from megatron.mpu.topology import RankInfo, Topology, ranks_from_environment
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, derive
+from megatron.neox_arguments.load import load
+from megatron.objectives import OBJECTIVES
+from megatron.optim.groups import parameter_groups
+from megatron.optim.optimizers import build_optimizer
+from megatron.optim.schedules import schedule
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.engine import DeepSpeedEngine
+from megatron.training.engine_config import deepspeed_config, effective_zero_stage
+from megatron.training.rendezvous import make_store, share_config
+
+logger = log.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Process:
+    """One rank, ready to build things.
+
+    Attributes:
+        args: the derived configuration, the same on every rank.
+        state: this rank's place in the layout.
+        tokenizer: the run's tokenizer.
+    """
+
+    args: NeoXArgs
+    state: ParallelState
+    tokenizer: Tokenizer
+
+
+def start_process(paths: list[str], overrides: list[str], resolved: str | None) -> Process:
+    """Join the job: agree on the configuration, pick the device, initialise torch.distributed and the groups.
+
+    Args:
+        paths, overrides: YAML files and `key=value` given to this rank (torchrun, srun, mpirun).
+        resolved: instead of those, the file in which the launcher left the resolved configuration (rank 0 reads it).
+    """
+    info = ranks_from_environment(os.environ)
+    log.configure(info.rank, os.environ.get("LOGLEVEL", "INFO"))
+    store = _store(info)
+
+    def read() -> str:
+        args = NeoXArgs.from_resolved(Path(resolved).read_text()) if resolved else load(paths, overrides)
+        return derive(args, Facts(num_devices=info.world_size)).to_resolved()
+
+    config = share_config(store, info.rank, info.world_size, read, own_files=resolved is None)
+    args = NeoXArgs.from_resolved(config)
+    tokenizer = build_tokenizer(args.tokenizer)
+    args = derive(args, Facts(vocab_size=tokenizer.vocab_size, num_devices=info.world_size))
+    device = pick_device(info)
+    init_distributed(args, info, device, store)
+    topology = Topology(
+        {
+            "pipe": max(1, args.parallel.pipe_parallel_size),
+            "data": args.parallel.data_parallel_size,
+            "model": args.parallel.model_parallel_size,
+        }
+    )
+    state = ParallelState.build(topology, info.rank, device, args.parallel.sequence_parallel)
+    seed_everything(args.training.seed, state)
+    return Process(args, state, tokenizer)
+
+
+def _store(info: RankInfo) -> dist.Store:
+    """The rendezvous store; torchrun's agent already hosts one on the master's port."""
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    port = int(os.environ.get("MASTER_PORT", "29500" if info.world_size > 1 else "0"))
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
+    return make_store(address, port, info.rank, info.world_size, agent)
+
+
+def pick_device(info: RankInfo) -> torch.device:
+    """The GPU of this rank's local number, or the CPU when there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", info.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def init_distributed(args: NeoXArgs, info: RankInfo, device: torch.device, store: dist.Store | None) -> None:
+    """Initialise torch.distributed and DeepSpeed's view of it. `nccl` without a GPU becomes gloo, said once."""
+    backend = args.parallel.distributed_backend
+    if backend == "nccl" and device.type == "cpu":
+        logger.info("no GPU: distributed_backend nccl becomes gloo")
+        backend = "gloo"
+    os.environ.setdefault("LOCAL_RANK", str(info.local_rank))  # DeepSpeed's pipeline module reads it
+    for name, value in (("RANK", info.rank), ("WORLD_SIZE", info.world_size)):
+        os.environ.setdefault(name, str(value))
+    if not dist.is_initialized():
+        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size)
+    init_deepspeed(device)
+
+
+def init_deepspeed(device: torch.device) -> None:
+    """DeepSpeed's own view of an initialised torch.distributed, without its compiler and its chatter."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        # DeepSpeed would compile a C++ op with g++ on first use, and a build killed half-way hangs every later run.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
+
+
+@contextlib.contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """DeepSpeed prints layer tables and the like with plain print(); results alone belong on stdout."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def build_model(process: Process, seed: int | None) -> torch.nn.Module:
+    """This rank's part of the network: a sequential model, or one stage of a pipeline.
+
+    `seed` of the initial weights; None leaves zeros, because a checkpoint follows.
+    """
+    args, state = process.args, process.state
+    layers = gpt_layers(
+        args.model,
+        vocab_size=process.tokenizer.vocab_size,
+        padded_vocab_size=args.tokenizer.padded_vocab_size,
+        state=state,
+    )
+    objective = OBJECTIVES[args.training.train_impl]
+    with quiet_stdout():
+        if state.pp_size > 1:
+            return LayerPipe(layers, objective, args.parallel.pipe_partition_method, seed, state)
+        return SequentialModel(layers, objective, seed, state)
+
+
+def build_engine(process: Process, model: torch.nn.Module) -> DeepSpeedEngine:
+    """Wrap the model in DeepSpeed with its optimizer."""
+    args, state = process.args, process.state
+    optimizer_args = args.optimizer
+    # muP: hidden matrices learn at lr / width multiplier (Yang et al. 2022, table 8, Adam).
+    mult = 1.0 / args.model.mup_width_mult if args.model.use_mup else 1.0
+    groups = parameter_groups(model.parameters(), weight_decay=optimizer_args.weight_decay, matrix_lr_mult=mult)
+    params = {"betas": optimizer_args.betas, "eps": optimizer_args.eps, "momentum": optimizer_args.momentum}
+    optimizer = build_optimizer(optimizer_args.optimizer_type, groups, optimizer_args.lr, params)
+    grid = None
+    if state.pp_size == 1:
+        from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+
+        topology = PipeModelDataParallelTopology(num_pp=1, num_mp=state.tp_size, num_dp=state.dp_size)
+        with quiet_stdout():
+            grid = PipelineParallelGrid(topology=topology)
+    with quiet_stdout():
+        return DeepSpeedEngine(
+            model,
+            optimizer,
+            deepspeed_config(args),
+            state,
+            stage=effective_zero_stage(args),
+            precision=optimizer_args.precision,
+            max_norm=optimizer_args.gradient_clipping,
+            grid=grid,
+        )
+
+
+def build_schedule(args: NeoXArgs) -> Callable[[int], float]:
+    """The learning rate as a function of completed steps."""
+    return schedule(
+        lr=args.optimizer.lr,
+        min_lr=args.schedule.min_lr,
+        decay_iters=args.schedule.lr_decay_iters,
+        warmup=args.schedule.warmup,
+        style=args.schedule.lr_decay_style,
+    )
+
+
+def shut_down() -> None:
+    """Leave the job in order; a rank that exits with a live group may be reported as aborted."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

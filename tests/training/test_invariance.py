@@ -1,0 +1,110 @@
+"""Layout invariance, the contract: the same curve at any pp, dp, tp, micro-batch, ZeRO stage and sequence parallel.
+
+The reference is one rank with one micro-batch; `test_reference.py` holds that against plain torch. The mutation tests
+prove that these tests see the mistakes they are there for.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.distributed import run_distributed
+from tests.training import mutations
+from tests.training.tiny import LLAMA, NEOX, Layout, train
+
+pytestmark = pytest.mark.cpu
+
+STEPS = 20
+MODELS = {
+    "neox": NEOX,
+    "neox-tied": {**NEOX, "no_weight_tying": False, "gpt_j_residual": False},
+    "llama": LLAMA,
+    "llama-untied": {**LLAMA, "no_weight_tying": True},
+}
+SMALL = [Layout(pp=pp, dp=dp, tp=tp) for pp in (1, 2, 4) for dp in (1, 2, 4) for tp in (1, 2, 4) if pp * dp * tp <= 4]
+COVERING = [
+    ("neox", Layout(tp=2)),
+    ("llama", Layout(tp=2, sequence_parallel=True)),
+    ("neox-tied", Layout(pp=2)),
+    ("llama", Layout(pp=2, tp=2, sequence_parallel=True)),
+    ("neox", Layout(dp=2, tp=2, zero=1)),
+    ("neox-tied", Layout(pp=2, dp=2, zero=1)),
+    ("llama", Layout(dp=2, zero=2)),
+    ("llama-untied", Layout(dp=4, micro=1, zero=3)),
+    ("neox-tied", Layout(dp=2, tp=2, zero=3)),
+    ("neox", Layout(micro=1)),
+    ("neox", Layout(pp=2, micro=4)),
+]
+
+
+def layers_for(keys, layout):
+    """Four blocks where four stages need them, two otherwise."""
+    return {**keys, "num_layers": 4 if layout.pp > 2 else 2}
+
+
+@functools.cache
+def reference(model, layers):
+    return run_distributed(train, 1, {**MODELS[model], "num_layers": layers}, Layout(micro=8), STEPS)[0]
+
+
+@functools.cache
+def noise_floor(model, layers):
+    """How far reordered sums alone move the norm: the same run in other micro-batches, on one rank."""
+    other = run_distributed(train, 1, {**MODELS[model], "num_layers": layers}, Layout(micro=1), STEPS)[0]
+    ours = reference(model, layers)["grad_norm"]
+    return max(abs(a - b) / b for a, b in zip(other["grad_norm"], ours, strict=True))
+
+
+def assert_same_curve(model, layout, curves, keys):
+    ours, layers = reference(model, keys["num_layers"]), keys["num_layers"]
+    assert ours["loss"][-1] < ours["loss"][0], "the reference does not learn"
+    assert max(ours["grad_norm"]) > keys["gradient_clipping"], "the clip is never active"
+    tolerance = max(1e-5, 10 * noise_floor(model, layers))
+    for rank, curve in enumerate(curves):
+        where = f"{layout.name} rank {rank}"
+        assert curve["loss"] == pytest.approx(ours["loss"], rel=1e-5), where
+        assert curve["grad_norm"] == pytest.approx(ours["grad_norm"], rel=tolerance), where
+        assert curve["eval"] == pytest.approx(ours["eval"], rel=1e-5), where
+
+
+def check(model, layout):
+    keys = layers_for(MODELS[model], layout)
+    curves = run_distributed(train, layout.world, keys, layout, STEPS, timeout=180)
+    assert_same_curve(model, layout, curves, keys)
+
+
+@pytest.mark.parametrize(("model", "layout"), COVERING, ids=lambda x: getattr(x, "name", x))
+def test_same_curve(model, layout):
+    check(model, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SMALL, ids=lambda x: x.name)
+@pytest.mark.parametrize("model", MODELS)
+def test_same_curve_at_every_small_layout(model, layout):
+    check(model, layout)
+
+
+def test_same_curve_on_eight_ranks():
+    check("llama", Layout(pp=2, dp=2, tp=2, zero=1, sequence_parallel=True))
+
+
+@pytest.mark.parametrize(
+    ("mutation", "model", "layout"),
+    [
+        ("drop_tensor_parallel_reduction", "neox", Layout(tp=2)),
+        ("tied_weight_counted_twice", "neox-tied", Layout(pp=2)),
+        ("replicated_parameters_counted_on_every_rank", "neox", Layout(tp=2)),
+        ("seed_per_rank", "neox", Layout(tp=2)),
+        ("mean_of_means", "neox", Layout(dp=2)),
+        ("forget_sequence_parallel_norm_gradients", "llama", Layout(tp=2, sequence_parallel=True)),
+        ("padding_in_the_softmax", "neox", Layout(tp=2)),
+    ],
+)
+def test_mutations_are_seen(mutation, model, layout):
+    keys = MODELS[model]
+    curves = run_distributed(mutations.train_mutated, layout.world, mutation, keys, layout, STEPS, timeout=180)
+    with pytest.raises(AssertionError):
+        assert_same_curve(model, layout, curves, keys)

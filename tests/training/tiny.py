@@ -1,0 +1,173 @@
+"""A tiny model that is not blind by symmetry, and the batches it trains on, at any layout.
+
+Biases are random, there are fewer KV heads than heads, the vocabulary pads differently per tensor-parallel size, the
+number of trained tokens differs per sample, some samples have none, and the clip is active.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.data.batch import StepBatch
+from megatron.mpu.sharding import named_parameters, shard, stable_seed
+from megatron.mpu.state import ParallelState
+from megatron.mpu.topology import Topology
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, derive
+from megatron.training.setup import Process, build_engine, build_model, build_schedule, init_deepspeed
+
+VOCAB = 67
+SEQUENCE = 16
+BATCH = 8
+
+NEOX = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "seq_length": SEQUENCE,
+    "max_position_embeddings": SEQUENCE,
+    "make_vocab_size_divisible_by": 4,
+    "pos_emb": "rotary",
+    "rotary_pct": 0.5,
+    "no_weight_tying": True,
+    "gpt_j_residual": True,
+    "train_batch_size": BATCH,
+    "train_iters": 20,
+    "lr_decay_style": "cosine",
+    "lr_decay_iters": 20,
+    "warmup": 0.2,
+    "min_lr": 1e-4,
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8}},
+    "weight_decay": 0.1,
+    "gradient_clipping": 0.25,
+    "precision": "fp32",
+    "seed": 1234,
+}
+LLAMA = {
+    **NEOX,
+    "gpt_j_residual": False,
+    "norm": "rmsnorm",
+    "rms_norm_epsilon": 1e-5,
+    "rotary_pct": 1.0,
+    "activation": "swiglu",
+    "intermediate_size": 48,
+    "gated_width_rule": "final",
+    "no_weight_tying": False,
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a global batch and a model are spread."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    micro: int = 2
+    zero: int = 0
+    sequence_parallel: bool = False
+
+    @property
+    def world(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    @property
+    def name(self) -> str:
+        sp = "-sp" if self.sequence_parallel else ""
+        return f"pp{self.pp}dp{self.dp}tp{self.tp}-mb{self.micro}-z{self.zero}{sp}"
+
+    def keys(self) -> dict[str, Any]:
+        return {
+            "pipe_parallel_size": self.pp,
+            "model_parallel_size": self.tp,
+            "train_micro_batch_size_per_gpu": self.micro,
+            "sequence_parallel": self.sequence_parallel,
+            "zero_optimization": {"stage": self.zero},
+        }
+
+
+def tiny_args(keys: dict[str, Any], layout: Layout) -> NeoXArgs:
+    """The derived configuration of a layout."""
+    args = NeoXArgs.from_dict({**keys, **layout.keys()})
+    return derive(args, Facts(vocab_size=VOCAB, num_devices=layout.world))
+
+
+def process_of(rank: int, args: NeoXArgs, layout: Layout) -> Process:
+    """What `start_process` builds, from the ranks of a distributed test."""
+    init_deepspeed(torch.device("cpu"))
+    topology = Topology({"pipe": layout.pp, "data": layout.dp, "model": layout.tp})
+    state = ParallelState.build(topology, rank, torch.device("cpu"), layout.sequence_parallel)
+    return Process(args, state, SimpleNamespace(vocab_size=VOCAB))  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def randomize_vectors(model: torch.nn.Module, state: ParallelState) -> None:
+    """Norms and biases away from 1 and 0, the same at every layout."""
+    for name, p in named_parameters(model):
+        if p.spec.kind == "vector":
+            generator = torch.Generator().manual_seed(stable_seed("vector", name))
+            full = torch.randn(p.spec.shape, generator=generator) * 0.1
+            full += 0.0 if name.endswith("bias") else 1.0
+            p.copy_(shard(full, p.spec, state.tp_rank, state.tp_size))
+
+
+def global_batch(step: int, all_masked: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """tokens [batch, s + 1] and the mask of targets [batch, s] of one step."""
+    rng = np.random.RandomState(1000 + step)
+    tokens = rng.randint(0, VOCAB, (BATCH, SEQUENCE + 1)) ** 2 // VOCAB  # low ids are likelier: something to learn
+    share = np.linspace(0.05, 1.0, BATCH)[:, None]  # samples differ in how much of them is trained
+    mask = (rng.rand(BATCH, SEQUENCE) < share).astype(np.float32)
+    mask[step % BATCH] = 0.0  # one sample of each step trains nothing
+    return tokens, mask * (0.0 if all_masked else 1.0)
+
+
+def step_batch(step: int, args: NeoXArgs, state: ParallelState, all_masked: bool = False) -> StepBatch:
+    """This data rank's share: micro-batch m is the m-th block of micro x dp samples, the rank's slice of it."""
+    tokens, mask = global_batch(step, all_masked)
+    micro, gas, dp = (
+        args.training.train_micro_batch_size_per_gpu,
+        args.training.gradient_accumulation_steps,
+        state.dp_size,
+    )
+
+    def mine(x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x.reshape(gas, dp, micro, -1)[:, state.dp_rank]))
+
+    positions = torch.arange(SEQUENCE).expand(gas, micro, SEQUENCE).contiguous()
+    return StepBatch(
+        tokens=mine(tokens[:, :-1]),
+        targets=mine(tokens[:, 1:]),
+        mask=mine(mask),
+        positions=positions,
+        doc_ids=None,
+        step=step,
+        consumed=step * BATCH,
+    )
+
+
+def build(rank: int, keys: dict[str, Any], layout: Layout) -> tuple[Any, NeoXArgs, Any]:
+    """(engine, args, learning rate) of a rank, with vectors randomised before the engine copies them."""
+    args = tiny_args(keys, layout)
+    process = process_of(rank, args, layout)
+    model = build_model(process, args.training.seed)
+    randomize_vectors(model, process.state)
+    return build_engine(process, model), args, build_schedule(args)
+
+
+def train(rank: int, world: int, keys: dict[str, Any], layout: Layout, steps: int) -> dict[str, list[float]]:
+    """Train a few steps and return the curve."""
+    engine, args, lr = build(rank, keys, layout)
+    curve: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+    for step in range(steps):
+        out = engine.train_batch(step_batch(step, args, engine.state), lr(step))
+        curve["loss"].append(float(out.loss))
+        curve["grad_norm"].append(float(out.grad_norm))
+    total, tokens = engine.eval_batch(step_batch(99, args, engine.state))
+    curve["eval"] = [float(total) / tokens]
+    return curve

@@ -1,0 +1,240 @@
+#!/usr/bin/env python
+"""Training speed and memory beside a hand-written torch loop and Hugging Face's Trainer, as ratios within one run.
+
+The model is a GPT-NeoX-style GPT: 6 layers, 384 wide, 6 heads, vocabulary 8192 untied, sequence 512, batch 8, AdamW
+with clipping at 1.0. Contenders take turns, a few steps each, so that a machine that gets slower or faster hits all of
+them alike; quoted is the median over rounds of tokens/s over the plain loop's in the same round. Peak memory is that
+of one process per contender.
+
+    python tools/bench/train_step.py                      # fp32 and bf16, big and small steps
+    python tools/bench/train_step.py --precision fp32 --shape big --rounds 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+LAYERS, HIDDEN, HEADS, VOCAB, SEQUENCE = 6, 384, 6, 8192, 512
+SHAPES = {"big": (8, 512), "small": (1, 64)}  # batch, tokens per sequence
+STEPS = {"big": 2, "small": 12}  # steps of one turn
+
+Step = Callable[[], None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", nargs="+", choices=["fp32", "bfloat16"], default=["fp32", "bfloat16"])
+    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (default 5, after one warm-up)")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--no-memory", action="store_true", help="skip the peak-memory runs")
+    parser.add_argument("--memory-of", choices=list(CONTENDERS), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    prepare(options.threads)
+    if options.memory_of:
+        peak_of(options.memory_of, options.precision[0], options.shape[0])
+        return
+    for precision in options.precision:
+        for shape in options.shape:
+            report(precision, shape, options)
+
+
+def prepare(threads: int) -> None:
+    """One process, its own DeepSpeed world, no compiler."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def report(precision: str, shape: str, options: argparse.Namespace) -> None:
+    """Time all contenders in turn and print one table."""
+    batch, tokens = SHAPES[shape]
+    steps = {name: CONTENDERS[name](precision, shape) for name in options.contenders}
+    for step in steps.values():
+        turn(step, 2)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(options.rounds):
+        for name, step in steps.items():
+            seconds[name].append(turn(step, STEPS[shape]))
+    memory = {} if options.no_memory or shape != "big" else {n: memory_of(n, precision, options) for n in steps}
+    print(f"\n{precision}, {batch} x {tokens} tokens a step, {options.threads} threads, {options.rounds} rounds")
+    print(f"{'':28s} {'tokens/s':>10s} {'ratio to plain: median (min-max)':>34s} {'peak MB':>9s} {'ratio':>7s}")
+    for name in steps:
+        ratios = [plain / own for plain, own in zip(seconds["plain"], seconds[name], strict=True)]
+        rate = batch * tokens / statistics.median(seconds[name])
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+        peak = f"{memory[name]:9.0f} {memory[name] / memory['plain']:7.2f}" if memory else ""
+        print(f"{name:28s} {rate:10.0f} {spread:>34s} {peak}")
+
+
+def turn(step: Step, count: int) -> float:
+    """Seconds per step of one turn."""
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    return (time.perf_counter() - start) / count
+
+
+def memory_of(name: str, precision: str, options: argparse.Namespace) -> float:
+    """Peak resident memory in MB of a process that runs only this contender."""
+    command = [sys.executable, __file__, "--memory-of", name, "--precision", precision, "--shape", "big"]
+    command += ["--threads", str(options.threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def peak_of(name: str, precision: str, shape: str) -> None:
+    turn(CONTENDERS[name](precision, shape), 3)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def data(shape: str) -> tuple[Any, Any]:
+    """Fixed random tokens and targets [batch, tokens]."""
+    import torch
+
+    batch, tokens = SHAPES[shape]
+    generator = torch.Generator().manual_seed(0)
+    stream = torch.randint(0, VOCAB, (batch, tokens + 1), generator=generator)
+    return stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
+
+
+def plain(precision: str, shape: str) -> Step:
+    """The yardstick: plain torch, autocast for bf16."""
+    import torch
+    from plain_gpt import PlainGPT
+
+    model = PlainGPT(LAYERS, HIDDEN, HEADS, VOCAB, SEQUENCE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    tokens, targets = data(shape)
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16"):
+            loss = model(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def deepy(precision: str, shape: str) -> Step:
+    """This library: the model, the loss and the DeepSpeed engine that train.py builds."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.data.batch import StepBatch
+    from megatron.mpu.state import ParallelState
+    from megatron.neox_arguments import NeoXArgs
+    from megatron.neox_arguments.derive import Facts, derive
+    from megatron.training.setup import Process, build_engine, build_model, init_distributed
+
+    batch, length = SHAPES[shape]
+    keys = {
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "seq_length": length,
+        "max_position_embeddings": SEQUENCE,
+        "pos_emb": "rotary",
+        "no_weight_tying": True,
+        "make_vocab_size_divisible_by": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "weight_decay": 0.1,
+        "precision": precision,
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": batch,
+        "train_iters": 1000,
+    }
+    args = derive(NeoXArgs.from_dict(keys), Facts(vocab_size=VOCAB, num_devices=1))
+    info = SimpleNamespace(rank=0, local_rank=0, world_size=1)
+    store = None if dist.is_initialized() else dist.HashStore()
+    init_distributed(args, info, torch.device("cpu"), store)  # type: ignore[arg-type]
+    process = Process(args, ParallelState.single(), SimpleNamespace(vocab_size=VOCAB))  # type: ignore[arg-type]
+    engine = build_engine(process, build_model(process, 0))
+    tokens, targets = data(shape)
+    step_batch = StepBatch(
+        tokens=tokens[None],
+        targets=targets[None],
+        mask=torch.ones(1, batch, length),
+        positions=torch.arange(length).expand(1, batch, length).contiguous(),
+        doc_ids=None,
+        step=0,
+        consumed=0,
+    )
+    return lambda: engine.train_batch(step_batch, 1e-3) and None
+
+
+def hugging_face(precision: str, shape: str) -> Step:
+    """transformers' GPTNeoXForCausalLM, stepped by its Trainer."""
+    import torch
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, Trainer, TrainingArguments
+
+    config = GPTNeoXConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        intermediate_size=4 * HIDDEN,
+        max_position_embeddings=SEQUENCE,
+        rotary_pct=1.0,
+        use_parallel_residual=False,
+        tie_word_embeddings=False,
+        hidden_act="gelu",
+    )
+    model = GPTNeoXForCausalLM(config)
+    tokens, targets = data(shape)
+    rows = [{"input_ids": t, "labels": t} for t in tokens]
+    folder = tempfile.mkdtemp(prefix="deepy-bench-")
+    arguments = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=len(rows),
+        max_steps=1,
+        bf16=precision == "bfloat16",
+        use_cpu=True,
+        optim="adamw_torch_fused",
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        dataloader_num_workers=0,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.train()  # builds optimizer, scheduler and accelerator
+    inputs = {"input_ids": tokens, "labels": tokens}
+    del targets
+
+    def step() -> None:
+        trainer.training_step(model, dict(inputs))
+        trainer.accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        trainer.optimizer.step()
+        trainer.lr_scheduler.step()
+        model.zero_grad()
+
+    assert torch.get_num_threads()
+    return step
+
+
+CONTENDERS: dict[str, Callable[[str, str], Step]] = {"plain": plain, "deepy": deepy, "hf-trainer": hugging_face}
+
+if __name__ == "__main__":
+    main()
