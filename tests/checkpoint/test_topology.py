@@ -16,6 +16,7 @@ from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from tests.checkpoint.fake_engine import HEADS, HEADS_MHA, FakeEngine
 from tests.distributed import run_distributed
+from tests.distributed.client import RankFailure
 
 pytestmark = pytest.mark.cpu
 
@@ -133,3 +134,21 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(tmp_path):
     messages = run_distributed(load_with_one_bad_rank, 2, str(tmp_path))
     assert all(message and "2.mlp.linear1.weight" in message for message in messages)
     assert "rank 1" in messages[0]
+
+
+def die_while_saving(rank, world, root):
+    engine = build(rank, (1, 1, 2), 1, HEADS, False)
+    save_checkpoint(root, 1, engine, engine.state, heads=HEADS, consumed=8, client={}, config={})
+    if rank == 1:
+        CheckedFile.write = lambda file, data: os._exit(9)
+    save_checkpoint(root, 2, engine, engine.state, heads=HEADS, consumed=16, client={}, config={})
+
+
+def test_a_rank_that_dies_while_saving_leaves_the_previous_checkpoint(tmp_path):
+    with pytest.raises(RankFailure, match="rank 1"):
+        run_distributed(die_while_saving, 2, str(tmp_path))
+    listing = list_checkpoints(tmp_path)
+    assert (listing.steps, listing.latest) == ((1,), 1)
+    engine = FakeEngine(ParallelState.single(), 1)
+    save_checkpoint(tmp_path, 2, engine, engine.state, heads=HEADS, consumed=16, client={}, config={})
+    assert sorted(os.listdir(tmp_path)) == ["global_step1", "global_step2", "latest"]
