@@ -118,7 +118,7 @@ rank = next(os.environ[k] for k in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", 
 config = NeoXArgs.from_resolved(open(sys.argv[2]).read())
 keys = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_TEST", "FROM_FILE", "WANDB_API_KEY")
 record = {"rank": int(rank), "iters": config.training.train_iters, **{k: os.environ.get(k) for k in keys}}
-print(json.dumps(record))
+sys.stdout.write(json.dumps(record) + "\\n")  # one write: the ranks share a pipe
 if os.environ.get("NCCL_FAIL") == rank: sys.exit(4)
 """
 
