@@ -47,9 +47,9 @@ class Attention(Protocol):
 
 ATTENTION_BACKENDS: Registry[Callable[[], Attention]] = Registry("attention_backend")
 
-# First importable one that can do the job. Measured defaults: torch's SDPA everywhere.
-PRIORITY: dict[str, tuple[str, ...]] = {"cpu": ("torch",), "cuda": ("torch",)}
-FLASH_PRIORITY: dict[str, tuple[str, ...]] = {"cpu": ("torch",), "cuda": ("flash", "torch")}
+# By device, the first that can be imported; torch's SDPA where nothing is named.
+PRIORITY: dict[str, tuple[str, ...]] = {"cuda": ("torch",)}
+FLASH_PRIORITY: dict[str, tuple[str, ...]] = {"cuda": ("flash", "torch")}
 
 
 def choose_backend(kind: str, device: torch.device, wanted: str = "auto") -> tuple[str, Attention]:
@@ -61,12 +61,12 @@ def choose_backend(kind: str, device: torch.device, wanted: str = "auto") -> tup
     if wanted != "auto":
         return wanted, ATTENTION_BACKENDS[wanted]()
     table = FLASH_PRIORITY if kind == "flash" else PRIORITY
-    for name in table.get(device.type, ("torch",)):
+    for name in table.get(device.type, ()):
         try:
             return name, ATTENTION_BACKENDS[name]()
         except UserError:
             continue
-    return "manual", manual
+    return "torch", torch_sdpa
 
 
 def manual(
@@ -115,8 +115,9 @@ def torch_sdpa(
 ) -> Tensor:
     """`F.scaled_dot_product_attention`, asked so that it keeps a fused kernel.
 
-    `is_causal` without a mask wherever that is the whole rule; grouped heads natively where the kernel has them (CPU
-    flash: always; CUDA: only without a mask, with one torch falls back to the O(s²) formula, so heads are repeated).
+    `is_causal` without a mask wherever that is the whole rule. Grouped heads natively where the kernel has them: on a
+    CPU always, on CUDA in half precision without a mask. Elsewhere torch would fall back to the O(s²) formula, so heads
+    are repeated.
     """
     s, s_k, n = q.shape[1], k.shape[1], q.shape[2]
     seen = Visibility(causal, window, doc_ids, key_start)
@@ -126,7 +127,7 @@ def torch_sdpa(
     elif not seen.only_causal(s, s_k):
         mask = seen.mask(s, s_k, q.device)
     grouped = n != k.shape[2]
-    if grouped and mask is not None and q.is_cuda:
+    if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
         k, v = (x.repeat_interleave(n // x.shape[2], dim=2) for x in (k, v))
         grouped = False
     out = F.scaled_dot_product_attention(

@@ -5,7 +5,7 @@ Legend: b batch, s sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,16 +78,26 @@ class SequentialModel(nn.Module):
     """All layers in one process (pipe_parallel_size 0 or 1; ZeRO 0-3).
 
     `layers` are built and initialised here from `seed` (None: zeros, a checkpoint follows). `objective` turns the
-    head's output and the labels into a scalar.
+    head's output and the labels into a scalar. `after_build` is called with each layer before the next one is built:
+    under ZeRO-3 it hands the layer's parameters to their owners, so that the model is never whole.
     """
 
-    def __init__(self, layers: Sequence[Layer], objective: Any, seed: int | None, state: ParallelState) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        objective: Any,
+        seed: int | None,
+        state: ParallelState,
+        after_build: Callable[[nn.Module], Any] | None = None,
+    ) -> None:
         super().__init__()
         self.objective = objective
         built: list[nn.Module] = []
         for layer in layers:
             weight = built[0].word_embeddings.weight if layer.tied else None
             built.append(build_layer(layer, seed, state, weight=weight))
+            if after_build is not None and weight is None:
+                after_build(built[-1])
         self.sequential = nn.ModuleList(built)
         self.recompute = recompute_of(built)
         log_backends(self, state)

@@ -152,6 +152,23 @@ def test_padding_of_the_vocabulary_changes_nothing() -> None:
             assert torch.allclose(out, results[0][1], atol=1e-6)
 
 
+@pytest.mark.parametrize("changes", [LLAMA, {"pos_emb": "alibi", "use_qk_layernorm": True}, {"pos_emb": "sinusoidal"}])
+def test_a_bf16_model_computes_in_bf16_and_comes_close(changes: dict[str, Any]) -> None:
+    tokens, positions, targets = batch()
+    labels = (targets, torch.ones(targets.shape), torch.tensor(1 / targets.numel()))
+    exact = build(tiny(**changes))
+    network = build(tiny(**changes)).bfloat16()
+    carry: Any = (tokens, positions)
+    for layer in network.sequential[:-1]:
+        carry = layer(carry)
+        assert carry[0].dtype == torch.bfloat16
+    loss = network((tokens, positions), labels)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact((tokens, positions), labels).item(), rel=0.01)
+    loss.backward()
+    assert all(p.grad.dtype == torch.bfloat16 and p.grad.isfinite().all() for p in network.parameters())
+
+
 def test_golden_loss() -> None:
     """Numbers of a fixed seed; a refactor must not move them."""
     tokens, positions, targets = batch()

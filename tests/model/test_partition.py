@@ -110,7 +110,16 @@ def test_stage_table() -> None:
     assert [stage.parameters for stage in table] == [70, 61]
 
 
-@pytest.mark.parametrize("changes", [NEOX, LLAMA, {"pos_emb": "learned"}, {"gpt_j_residual": True, "gpt_j_tied": True}])
+FORMS = [
+    NEOX,
+    LLAMA,
+    {"pos_emb": "learned", "use_qk_layernorm": True},
+    {"gpt_j_residual": True, "gpt_j_tied": True},
+    {"norm_placement": "olmo3", "norm": "rmsnorm", "use_separate_qk_norms": True},
+]
+
+
+@pytest.mark.parametrize("changes", FORMS, ids=str)
 def test_parameters_per_layer_are_those_of_the_model(changes: dict[str, object]) -> None:
     model = tiny(**changes)
     network = build(model)

@@ -124,16 +124,27 @@ def test_two_stages_of_two_tensor_parallel_ranks_with_sequence_parallel() -> Non
                 _close(name, stage[name], gradients[name])
 
 
-def _sharded(rank: int, world: int, forms: list[dict[str, Any]], stage: int) -> list[tuple[float, Weights, Tensor]]:
+def _sharded(
+    rank: int, world: int, forms: list[dict[str, Any]], stage: int, early: bool
+) -> list[tuple[float, Weights, Tensor]]:
+    """Two data-parallel ranks; `early`: each layer is partitioned as soon as it is built."""
     state = _state(rank, 1, world, 1)
     deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False, verbose=False)
     outcomes = []
     for changes in forms:
         layers = gpt_layers(tiny(**changes), vocab_size=VOCAB, padded_vocab_size=padded(128), state=state)
-        network = SequentialModel(layers, OBJECTIVES["normal"], SEED, state)
-        randomise_vectors(network, state)
-        before = {name: p.detach().clone() for name, p in named_parameters(network)}
-        engine, *_ = deepspeed.initialize(model=network, optimizer=_sgd(network), config=_config(2, 1, stage))
+        before: Weights = {}
+        config = _config(2, 1, stage)
+
+        def after_build(layer: torch.nn.Module, before: Weights = before, config: dict[str, Any] = config) -> None:
+            randomise_vectors(layer, state)
+            before.update((name, p.detach().clone()) for name, p in named_parameters(layer))
+            if early:
+                deepspeed.zero.Init(module=layer, config_dict_or_path=config)
+
+        network = SequentialModel(layers, OBJECTIVES["normal"], SEED, state, after_build)
+        assert all((p.numel() == 0) == early for p in network.parameters())
+        engine, *_ = deepspeed.initialize(model=network, optimizer=_sgd(network), config=config)
         mine = slice(2 * rank, 2 * rank + 2)
         targets, mask, weight = _labels()
         inputs = tuple(x[mine] for x in _inputs(changes))
@@ -150,11 +161,11 @@ def _sharded(rank: int, world: int, forms: list[dict[str, Any]], stage: int) -> 
     return outcomes
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_zero_trains_like_one_process(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "early"), [(1, False), (3, False), (3, True)])
+def test_zero_trains_like_one_process(stage: int, early: bool) -> None:
     """Under stage 3 weights are whole only inside their module's forward: the head's as well, tied or not."""
     forms = [NEOX, {**LLAMA, "no_weight_tying": False, "checkpoint_policy": "full"}, {"pos_emb": "learned"}]
-    ranks = run_distributed(_sharded, 2, forms, stage, timeout=100)
+    ranks = run_distributed(_sharded, 2, forms, stage, early, timeout=100)
     for i, changes in enumerate(forms):
         loss, gradients = _plain(changes)
         assert sum(rank[i][0] for rank in ranks) == pytest.approx(loss, rel=1e-5), changes
