@@ -38,8 +38,8 @@ def perplexity(loss: float) -> float:
 class Evaluator(Callback):
     """Every `interval` steps runs `iterations` validation batches; at the end once more, and the test set.
 
-    Evaluation k reads the samples [k * iterations * batch, (k + 1) * iterations * batch) of the validation
-    order, as GPT-NeoX does, so that a resumed run evaluates the same samples as an uninterrupted one.
+    Validation k reads the samples [k * iterations * batch, (k + 1) * iterations * batch) of the validation
+    order, as GPT-NeoX does, so that a resumed run validates on the same samples as an uninterrupted one.
     """
 
     def __init__(self, interval: int, iterations: int, valid: Batches | None, test: Batches | None) -> None:
@@ -57,8 +57,9 @@ class Evaluator(Callback):
         if self.valid is None or self.iterations <= 0 or self._evaluated_at == trainer.step:
             return
         self._evaluated_at = trainer.step
-        number = trainer.step // self.interval if self.interval > 0 else 0
-        consumed = max(0, number - 1) * self.iterations * trainer.args.training.train_batch_size
+        # The k-th validation, counted from 0; the one at the end counts on from the last multiple of the interval.
+        number = -(-trainer.step // self.interval) - 1 if self.interval > 0 else 0
+        consumed = max(0, number) * self.iterations * trainer.args.training.train_batch_size
         metrics = evaluate(trainer, self.valid(consumed), self.iterations, "validation")
         trainer.call("evaluated", "validation", metrics)
 

@@ -43,6 +43,7 @@ class Meter(Callback):
         self.interval = interval
         self.flops = flops
         self.total_skipped = 0
+        self._initial: Tensor | None = None
         self._pending: tuple[dict[str, float | Tensor], int] | None = None
 
     def loaded(self, trainer: Trainer) -> None:
@@ -56,6 +57,8 @@ class Meter(Callback):
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
         self._flush(trainer)
         sums = self._sums
+        if trainer.step == 1:
+            self._initial = out.loss
         sums.steps += 1
         sums.trained_tokens += out.trained_tokens
         if out.skipped:
@@ -93,6 +96,9 @@ class Meter(Callback):
         if self.flops.peak:
             metrics["runtime/model_flops_utilization"] = achieved / self.flops.peak
             metrics["runtime/hardware_flops_utilization"] = achieved * self.flops.recompute_factor / self.flops.peak
+        if self._initial is not None:
+            # Of a fresh model, near ln(vocabulary): the cheapest check that it is wired rightly. Reported once.
+            metrics["loss/init"], self._initial = self._initial, None
         if out.loss_scale is not None:
             metrics["train/loss_scale"] = out.loss_scale
         self._pending = (metrics, trainer.step)

@@ -1,0 +1,80 @@
+"""The callbacks of a run, from its configuration."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron.callbacks.checkpointer import Checkpointer
+from megatron.callbacks.console import Console
+from megatron.callbacks.evaluator import Batches, Evaluator
+from megatron.callbacks.flops import Flops, device_peak
+from megatron.callbacks.health import ReplicaCheck, SkippedSteps
+from megatron.callbacks.meter import Meter
+from megatron.callbacks.run_folder import RunStatus, run_folder
+from megatron.callbacks.stopping import ExitInterval, StopOnSignal
+from megatron.callbacks.trackers import JsonLines, TensorBoard, Trackers, WeightsAndBiases
+from megatron.mpu.state import ParallelState
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.formulas import flops_per_token
+from megatron.training.callback import Callback
+
+
+def step_flops(args: NeoXArgs, state: ParallelState, vocab_size: int) -> Flops:
+    """FLOPs of one optimizer step and the peak of this device."""
+    tokens = args.training.train_batch_size * args.model.seq_length
+    return Flops(
+        per_step=flops_per_token(args.model, vocab_size) * tokens,
+        world_size=state.topology.world_size,
+        peak=device_peak(state.device, args.logging.peak_theoretical_tflops),
+        recompute_factor=4 / 3 if args.model.checkpoint_policy == "full" else 1.0,
+    )
+
+
+def default_callbacks(
+    args: NeoXArgs, state: ParallelState, vocab_size: int, valid: Batches | None, test: Batches | None
+) -> list[Callback]:
+    """All callbacks in the order in which their hooks run. The same on every rank but for who writes.
+
+    Order matters in three places: the streak of skipped steps is known before a checkpoint is due; evaluation comes
+    before the checkpoint of the same step, so that a resumed run does not repeat it; the status is written last.
+    """
+    training, logging = args.training, args.logging
+    health = SkippedSteps(args.optimizer.max_skipped_steps)
+    callbacks: list[Callback] = [health, Meter(logging.log_interval, step_flops(args, state, vocab_size))]
+    folder = run_folder(args)
+    if state.rank == 0:
+        callbacks += [Console(), Trackers(build_trackers(args, folder))]
+    callbacks += [
+        ReplicaCheck(training.replica_check_interval),
+        ExitInterval(training.exit_interval or 0),
+        StopOnSignal(),
+        Evaluator(training.eval_interval, training.eval_iters, valid, test),
+    ]
+    if args.checkpoint.save:
+        callbacks.append(Checkpointer(Path(args.checkpoint.save), config_texts(args), health))
+    if state.rank == 0 and folder is not None:
+        callbacks.append(RunStatus(folder))
+    return callbacks
+
+
+def build_trackers(args: NeoXArgs, folder: Path | None) -> list[JsonLines | TensorBoard | WeightsAndBiases]:
+    """The trackers that the configuration asks for; metrics.jsonl whenever there is a run folder."""
+    trackers: list[JsonLines | TensorBoard | WeightsAndBiases] = []
+    if folder is not None:
+        trackers.append(JsonLines(folder / "metrics.jsonl"))
+    if args.logging.tensorboard_dir:
+        trackers.append(TensorBoard(args.logging.tensorboard_dir))
+    if args.logging.use_wandb:
+        trackers.append(WeightsAndBiases(args, str(folder) if folder else None))
+    return trackers
+
+
+def config_texts(args: NeoXArgs) -> dict[str, str]:
+    """name -> text of the YAML files that the values came from, as far as they can be read from here."""
+    files = {source.rsplit(":", 1)[0] for source in args.sources.values() if ":" in source}
+    return {
+        os.path.basename(path): Path(path).read_text(encoding="utf-8")
+        for path in sorted(files)
+        if path.endswith((".yml", ".yaml", ".json")) and os.path.isfile(path)
+    }

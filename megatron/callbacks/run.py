@@ -1,0 +1,227 @@
+"""One training run, from a process that has joined the job to its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.callbacks.defaults import default_callbacks
+from megatron.callbacks.stopping import STOP_BY_SIGNAL
+from megatron.checkpoint.compare import check_config
+from megatron.checkpoint.find import Start, decide_start
+from megatron.checkpoint.load import load_checkpoint
+from megatron.checkpoint.lock import SaveLock
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.neox_layout import Heads
+from megatron.data.batch import StepBatch
+from megatron.data.build import DataPlan, epoch_samples, plan_datasets
+from megatron.data.collate import CollateRules
+from megatron.data.loader import StepLoader
+from megatron.data.mixture import SampleSource
+from megatron.data.splits import sample_counts
+from megatron.errors import DeepyError, StopRequested, UserError
+from megatron.log import get_logger
+from megatron.mpu.sharding import count_parameters
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, check_trainable, derive
+from megatron.neox_arguments.differences import differences_for
+from megatron.training.callback import Callback
+from megatron.training.setup import Process, build_engine, build_model, build_schedule
+from megatron.training.trainer import Trainer
+
+logger = get_logger(__name__)
+
+Batches = Callable[[int], Iterator[StepBatch]]
+
+
+class DataOrder(Callback):
+    """Carries the frozen sample order of the run in its checkpoints (data/build)."""
+
+    def __init__(self, plan: DataPlan) -> None:
+        self.plan = plan
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.plan.state()
+
+
+def train(process: Process) -> int:
+    """Train as configured and return the exit code. The same call on every rank."""
+    args = with_epochs(process.args)
+    check_trainable(args)
+    state = process.state
+    start = agree_on_start(args, state.rank)
+    say_start(args, start)
+    with save_lock(args, state.rank):
+        saved = Manifest.read(start.path) if start.path is not None else None
+        if saved is not None:
+            for message in check_config(
+                saved.config,
+                args.to_dict(),
+                allow=args.checkpoint.allow_config_changes,
+                finetune=start.kind == "finetune",
+                load_optim=start.load_optim and not args.checkpoint.no_load_optim,
+            ):
+                logger.info(message)
+        plan = plan_data(args, process, frozen_order(start))
+        batches = build_batches(args, process, plan)
+        process = Process(args, state, process.tokenizer)
+        model = build_model(process, None if start.path is not None else args.training.seed)
+        logger.info(f"parameters: {count_parameters(model, state):,}")
+        callbacks = default_callbacks(
+            args, state, process.tokenizer.vocab_size, batches.get("valid"), batches.get("test")
+        )
+        engine = build_engine(process, model)
+        trainer = Trainer(args, engine, batches["train"], [DataOrder(plan), *callbacks], build_schedule(args))
+        trainer.call("start")
+        if start.path is not None:
+            restore(trainer, start)
+        trainer.run()
+    if trainer.stop_reason == STOP_BY_SIGNAL:
+        raise StopRequested(f"stopped at iteration {trainer.step} with everything saved; the same command goes on")
+    return 0
+
+
+def with_epochs(args: NeoXArgs) -> NeoXArgs:
+    """`train_epochs` turned into `train_iters`, which needs the size of the data."""
+    if args.training.train_iters is not None or not args.training.train_epochs:
+        return args
+    samples = epoch_samples(args.data, args.model.seq_length)
+    facts = Facts(num_devices=args.parallel.world_size, epoch_samples=samples)
+    return derive(args, facts)
+
+
+def agree_on_start(args: NeoXArgs, rank: int) -> Start:
+    """Where the run starts, decided by rank 0 alone: ranks could see a shared file system at different moments."""
+    box: list[Any] = [None]
+    options = args.checkpoint
+    if rank == 0:
+        try:
+            box[0] = decide_start(options.save, options.load, options.iteration, options.finetune)
+        except DeepyError as error:
+            box[0] = error
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], DeepyError):
+        raise box[0]
+    return box[0]
+
+
+def say_start(args: NeoXArgs, start: Start) -> None:
+    """What is worth saying before anything is built: notes, differences from GPT-NeoX, where the run starts."""
+    for note in args.notes:
+        logger.info(note)
+    if differences := differences_for(args):
+        logger.info("what differs from GPT-NeoX for this config:")
+        for line in differences:
+            logger.info(f"  {line}")
+    logger.info(start.message)
+
+
+@contextlib.contextmanager
+def save_lock(args: NeoXArgs, rank: int) -> Iterator[None]:
+    """Rank 0 holds the lock of `save`; a folder that another job writes is refused on every rank."""
+    lock = SaveLock(args.checkpoint.save) if args.checkpoint.save and rank == 0 else None
+    problem: list[Any] = [None]
+    if lock is not None:
+        try:
+            lock.acquire()
+        except UserError as error:
+            problem[0] = error
+    dist.broadcast_object_list(problem, src=0)
+    if problem[0] is not None:
+        raise problem[0]
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def frozen_order(start: Start) -> dict[str, Any] | None:
+    """The sample order kept in the checkpoint that is continued; a finetune start makes its own."""
+    if start.path is None or not start.load_optim:
+        return None
+    from megatron.checkpoint.reader import CheckpointReader
+
+    client = CheckpointReader(start.path).state()["client"]
+    return client.get("callbacks", {}).get(DataOrder.__name__)
+
+
+def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None) -> DataPlan:
+    """Open and count the data, refuse tokens of another tokenizer, print the table."""
+    training = args.training
+    train_samples, valid_samples, test_samples = sample_counts(
+        train_iters=training.train_iters,
+        eval_interval=training.eval_interval,
+        eval_iters=training.eval_iters,
+        train_batch_size=training.train_batch_size,
+    )
+    plan = plan_datasets(
+        args.data,
+        seq_length=args.model.seq_length,
+        seed=training.seed,
+        train_samples=train_samples,
+        valid_samples=valid_samples if training.do_valid is not False else 0,
+        test_samples=test_samples if training.do_test is not False else 0,
+        frozen=frozen,
+    )
+    if process.state.rank == 0:
+        plan.check_tokenizer(process.tokenizer)
+        logger.info("data   documents       tokens  weight      samples   epochs  source")
+        for row in plan.table():
+            logger.info(
+                f"{row.role:5s} {row.documents:10d} {row.tokens:12d} {row.weight:7.3f} {row.samples:12d} "
+                f"{row.epochs:8.2f}  {row.prefix}"
+            )
+    return plan
+
+
+def build_batches(args: NeoXArgs, process: Process, plan: DataPlan) -> dict[str, Batches]:
+    """`batches[role](consumed)` for train, valid and test. Index arrays are built here, once per file system."""
+    if process.state.rank == 0:
+        datasets = plan.build(mmap_warmup=args.data.mmap_warmup, use_shared_fs=args.data.use_shared_fs)
+    dist.barrier()
+    if process.state.rank != 0:
+        datasets = plan.build(mmap_warmup=False, use_shared_fs=args.data.use_shared_fs)
+    if datasets.train is None:
+        raise UserError("there is no training data: check data_path and split, or train_data_paths")
+    rules = CollateRules(
+        seq_length=args.model.seq_length,
+        eod=process.tokenizer.eod,
+        eod_mask_loss=args.data.eod_mask_loss,
+        intra_document_masking=args.model.intra_document_masking,
+        vocab_size=process.tokenizer.vocab_size,
+    )
+
+    def loader(dataset: SampleSource) -> StepLoader:
+        return StepLoader(
+            dataset,
+            micro_batch=args.training.train_micro_batch_size_per_gpu,
+            gas=args.training.gradient_accumulation_steps,
+            rules=rules,
+            dp_rank=process.state.dp_rank,
+            dp_size=process.state.dp_size,
+            num_workers=args.data.num_workers,
+            pin_memory=process.state.device.type == "cuda",
+        )
+
+    found = {"train": datasets.train, "valid": datasets.valid, "test": datasets.test}
+    return {role: loader(dataset).steps for role, dataset in found.items() if dataset is not None}
+
+
+def restore(trainer: Trainer, start: Start) -> None:
+    """Load what the start asks for: everything, or the weights alone."""
+    assert start.path is not None
+    options = trainer.args.checkpoint
+    loaded = load_checkpoint(
+        start.path,
+        trainer.engine,
+        trainer.state,
+        heads=Heads.of(trainer.args.model),
+        load_optim=start.load_optim and not options.no_load_optim,
+        load_rng=start.load_optim and not options.no_load_rng,
+    )
+    if start.load_optim:
+        trainer.load_state_dict(loaded.client)

@@ -1,0 +1,25 @@
+#!/usr/bin/env python
+"""What every rank runs to train. Usually started by deepy.py; torchrun, srun and mpirun work as well. See --help."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron.cluster.command_line import parse_rank_command_line
+from megatron.errors import run_cli
+
+
+def main() -> int:
+    """Join the job and train."""
+    paths, overrides, resolved = parse_rank_command_line(sys.argv[1:])
+    from megatron.callbacks.run import train
+    from megatron.training.setup import shut_down, start_process
+
+    process = start_process(paths, overrides, resolved)
+    code = train(process)
+    shut_down()
+    return code
+
+
+if __name__ == "__main__":
+    run_cli(main)
