@@ -23,13 +23,13 @@ def read_status(run_folder: Path, since: float) -> dict[str, Any] | None:
 
 
 def outcome(code: int, run_folder: Path | None, since: float) -> int:
-    """The exit code of a job that another launcher ran: the run's own account if there is one, else the launcher's.
+    """The exit code of a job that another launcher ended with `code`: by the run's own account if there is one.
 
     mpirun, srun and torchrun turn most failures into 1; `status.json` keeps the code that says what to do next.
     """
     status = read_status(run_folder, since) if run_folder else None
     if code == 0 or status is None:
-        return exit_code(code)
+        return code
     told = status.get("exit_code")
     if isinstance(told, int) and told != 0:
         logger.error(
@@ -37,4 +37,4 @@ def outcome(code: int, run_folder: Path | None, since: float) -> int:
         )
         return exit_code(told)
     logger.error(f"{run_folder}/status.json: last sign of life at step {status.get('step')} ({status.get('state')})")
-    return exit_code(code)
+    return code

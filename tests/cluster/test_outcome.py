@@ -1,0 +1,37 @@
+"""The exit code of a job that another launcher ran."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.cluster.outcome import outcome, read_status
+
+pytestmark = pytest.mark.cpu
+
+
+def write(folder: Path, **status: object) -> float:
+    """Write status.json; returns a time before it."""
+    since = time.time() - 1
+    (folder / "status.json").write_text(json.dumps(status))
+    return since
+
+
+def test_the_run_s_own_account_wins_over_a_flattened_code(tmp_path: Path) -> None:
+    since = write(tmp_path, state="failed", step=7, reason="NumericsError: nan", exit_code=4)
+    assert outcome(1, tmp_path, since) == 4
+    assert outcome(0, tmp_path, since) == 0  # a launcher that says all is well is believed
+
+
+def test_without_an_account_of_this_job_the_launcher_s_code_stands(tmp_path: Path) -> None:
+    assert outcome(5, tmp_path, 0) == 5
+    assert outcome(143, None, 0) == 143
+    write(tmp_path, state="failed", exit_code=4)
+    assert outcome(1, tmp_path, time.time() + 60) == 1  # left behind by an earlier job
+    since = write(tmp_path, state="running", step=3, exit_code=None)
+    assert outcome(1, tmp_path, since) == 1  # it never came to say why
+    (tmp_path / "status.json").write_text("{half")
+    assert read_status(tmp_path, 0) is None
