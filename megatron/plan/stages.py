@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.model.partition import StageRow, layer_rows, partition, stage_table
+from megatron.model.partition import StageRow, layer_parameters, layer_rows, partition, stage_table
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.formulas import norm_parameters, parameter_count, round_up
@@ -62,7 +62,9 @@ def stage_sizes(args: NeoXArgs, vocab_size: int) -> tuple[list[StageRow], list[i
     full = [layer.full for layer in sizes]
     rows = layer_rows(model.num_layers)
     stages = max(1, args.parallel.pipe_parallel_size)
-    table = stage_table(rows, partition(rows, stages, args.parallel.pipe_partition_method, full), full)
+    # Weighed as the run weighs them (a tied head counts its copy), so that both show the same stages.
+    weights = layer_parameters(model, vocab_size)
+    table = stage_table(rows, partition(rows, stages, args.parallel.pipe_partition_method, weights), full)
     local = [sum(layer.local for layer in sizes[stage.start : stage.stop]) for stage in table]
     if stages > 1 and not model.no_weight_tying:
         local[-1] += padded * model.hidden_size // tp  # the last stage's copy of the tied matrix
