@@ -18,7 +18,7 @@ from megatron.data.chunks import Chunk, Fault
 from megatron.data.indexed import IndexedDatasetBuilder, token_dtype
 from megatron.data.manifest import Manifest, finalize_with_manifest
 from megatron.data.worker_pool import ordered_map
-from megatron.errors import UserError
+from megatron.errors import DeepyError, UserError
 from megatron.log import get_logger
 from megatron.tokenizer import Tokenizer
 
@@ -174,7 +174,7 @@ def write_datasets(
             if not builders and any(encoded.tally.documents):  # not earlier: an empty corpus leaves no folder behind
                 builders = [stack.enter_context(IndexedDatasetBuilder(p, encoder.dtype)) for p in prefixes]
             for builder, ids, lengths in zip(builders, encoded.ids, encoded.lengths):
-                builder.add_documents(ids, lengths)
+                _append(builder, ids, lengths)
             report(total)
         _name_faults(total)
         for key, documents, empty in zip(options.keys, total.documents, total.empty):
@@ -200,6 +200,13 @@ def write_datasets(
             for index, (key, builder) in enumerate(zip(options.keys, builders))
         ]
     return manifests, total
+
+
+def _append(builder: IndexedDatasetBuilder, ids: np.ndarray, lengths: np.ndarray) -> None:
+    try:
+        builder.add_documents(ids, lengths)
+    except OSError as error:  # a full disk is nobody's bug
+        raise DeepyError(f"cannot write {builder.prefix}: {error.strerror}. Nothing was written.") from error
 
 
 def _name_faults(total: Tally) -> None:

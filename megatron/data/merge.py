@@ -58,8 +58,8 @@ def _common_fingerprint(prefixes: Sequence[str], parts: Sequence[Manifest | None
 
 def _source(prefixes: Sequence[str], parts: Sequence[Manifest | None]) -> Any:
     """What one run over all inputs would have written, when the parts say what their inputs were."""
-    sources = [part.source if part else None for part in parts]
-    if all(isinstance(source, dict) and set(source) == {"files"} for source in sources):
+    sources = [part.source for part in parts if part and isinstance(part.source, dict)]
+    if len(sources) == len(parts) and all(set(source) == {"files"} for source in sources):
         return {"files": [name for source in sources for name in source["files"]]}
     return {"merged": [Path(prefix).name for prefix in prefixes]}
 

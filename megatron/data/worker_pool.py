@@ -80,13 +80,14 @@ def _run(pool: list[_Worker], items: Iterator[tuple[int, Any]]) -> Iterator[Any]
             worker.item = taken[0]
             busy[worker.connection] = worker
             _send(worker, taken[1])
-        while wanted in done:
+        if wanted in done:
             result = done.pop(wanted)
             wanted += 1
             if isinstance(result, _Failure):
                 result.reraise()
             yield result
-        if not busy and exhausted:
+            continue  # there is room for another item again
+        if not busy:
             return
         for connection in wait(list(busy)):
             worker = busy.pop(connection)  # type: ignore[call-overload]

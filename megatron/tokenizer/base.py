@@ -47,7 +47,7 @@ class Tokenizer(ABC):
     @property
     def vocab_size(self) -> int:
         """Largest id + 1, added tokens included (so every id is a valid row of an embedding of this size)."""
-        return max(self._ids) + 1
+        return self._vocab_size
 
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the id map, to be stored beside data and in checkpoints."""
@@ -84,6 +84,10 @@ class Tokenizer(ABC):
     @cached_property
     def _ids(self) -> dict[int, str]:
         return self.id_map()
+
+    @cached_property
+    def _vocab_size(self) -> int:
+        return max(self._ids) + 1
 
     @cached_property
     def _fingerprint(self) -> Fingerprint:

@@ -27,7 +27,7 @@ def work(item: object) -> object:
         return [][1]
     if isinstance(item, str):
         raise UserError(f"{item}: wrong")
-    time.sleep(random.random() / 500)
+    time.sleep(item if isinstance(item, float) else random.random() / 500)
     return item, os.getpid()
 
 
@@ -54,6 +54,13 @@ def test_items_are_taken_only_a_few_ahead() -> None:
         next(stream)
         assert len(taken) <= seen + 2 * (AHEAD_PER_WORKER + 1)
     stream.close()
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_one_slow_item_holds_the_others_back_only_for_a_while(workers: int) -> None:
+    """While it runs, as many results as may wait pile up and the other workers have nothing to do."""
+    items = [0.3, *range(20), 0.3, *range(20)]
+    assert [item for item, _ in ordered_map(work, items, workers)] == items
 
 
 def test_large_items_and_results_do_not_jam() -> None:

@@ -101,6 +101,15 @@ def test_skip_bad_lines_counts(tmp_path: Path, corpus: Path) -> None:
     assert "50 documents" in done.stdout
 
 
+def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path: Path, corpus: Path) -> None:
+    corpus.write_text(json.dumps({"text": "x" * 100_000}) + "\n")
+    common = (TOOL, "--input", corpus, "--output-prefix", tmp_path / "out" / "c", "--tokenizer-type", "bytes")
+    said = run(*common, check=1, largest_file=50_000).stderr
+    assert "out/c_text_document: File too large. Nothing was written." in said
+    assert "Traceback" not in said
+    assert not list((tmp_path / "out").iterdir())
+
+
 def start_on_a_pipe(tmp_path: Path, workers: int) -> tuple[subprocess.Popen[str], int]:
     """The tool reading from a named pipe that stays open: it cannot finish. Returns it and the writing end."""
     pipe = tmp_path / "pipe.jsonl"
