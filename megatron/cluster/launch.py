@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -20,16 +19,17 @@ from megatron.cluster.config_file import config_file
 from megatron.cluster.devices import check_port, count_gpus, free_port
 from megatron.cluster.hostfile import DEFAULT_HOSTFILE, Resources, find_hostfile, parse_hostfile, select
 from megatron.cluster.launchers import (
+    LAUNCHERS,
     MultiNodeJob,
-    build_command,
     command_environment,
     expand_nodelist,
     exported,
+    find_launcher,
     parse_environment_file,
 )
 from megatron.cluster.local import LocalJob, run_local
 from megatron.cluster.node import node_job, with_library_on_path
-from megatron.cluster.outcome import outcome
+from megatron.cluster.outcome import await_end, outcome
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
@@ -37,7 +37,6 @@ from megatron.neox_arguments import NeoXArgs
 logger = get_logger(__name__)
 
 LOCALHOST = "localhost"
-_TOOLS = {"pdsh": "pdsh", "openmpi": "mpirun", "mvapich": "mpirun", "mpich": "mpirun", "slurm": "srun"}
 
 
 @dataclass(frozen=True)
@@ -122,10 +121,12 @@ def launch(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[
     log_folder = Path(run_folder).absolute() / "logs" if run_folder else None
     if placement.launcher is None:
         return _launch_here(user_script, args, placement, log_folder)
-    tool = _TOOLS[placement.launcher]
-    if shutil.which(tool, path=env.get("PATH")) is None:
-        others = ", ".join(name for name in _TOOLS if name != placement.launcher)
-        raise UserError(f"launcher={placement.launcher} needs {tool}, which is not on PATH. Other launchers: {others}")
+    launcher = find_launcher(placement.launcher)
+    if shutil.which(launcher.tool, path=env.get("PATH")) is None:
+        raise UserError(
+            f"launcher={placement.launcher} needs {launcher.tool}, which is not on PATH. "
+            f"Other launchers: {', '.join(name for name in LAUNCHERS if name != placement.launcher)}"
+        )
     # A file system that all hosts share is where `save` is; rank 0's host may be another than this one.
     shared = Path(run_folder).absolute() if run_folder else Path.cwd()
     with config_file(args.to_resolved(), None if placement.launcher == "pdsh" else shared) as resolved:
@@ -134,10 +135,17 @@ def launch(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[
         _say_what_is_kept_back(placement, job, env)
         logger.info(f"starting {placement.describe()}")
         started = time.time()
-        environment = command_environment(placement.launcher, job, env)
-        stop = signal.SIGUSR1 if tool == "srun" or placement.launcher == "openmpi" else signal.SIGTERM
-        command = build_command(placement.launcher, job)
-        code = run_local(LocalJob(command, [environment], name=tool, stop_signal=stop))
+        whole = LocalJob(
+            launcher.command(job),
+            [command_environment(placement.launcher, job, env)],
+            name=launcher.tool,
+            stop_signal=launcher.stop_signal,
+            stopped_code=launcher.stopped_code,
+            failure_line=launcher.failure_line,
+        )
+        code = run_local(whole)
+    if code > 128 and not launcher.waits and run_folder:
+        return await_end(code, Path(run_folder), started)
     return outcome(code, Path(run_folder) if run_folder else None, started)
 
 
@@ -162,7 +170,7 @@ def command_preview(user_script: str, args: NeoXArgs, placement: Placement, env:
     known = env.get("MASTER_ADDR") or args.launcher.master_addr
     address = known or placement.hosts[0].rpartition("@")[2]
     job = _multi_node_job(user_script, args, placement, env, "FILE", address)
-    return re.sub(r"--(config|resources)=\S+", r"--\1=...", shlex.join(build_command(placement.launcher, job)))
+    return re.sub(r"--(config|resources)=\S+", r"--\1=...", shlex.join(find_launcher(placement.launcher).command(job)))
 
 
 def _multi_node_job(

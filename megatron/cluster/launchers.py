@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shlex
+import signal
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -98,8 +100,8 @@ def pdsh_command(job: MultiNodeJob) -> list[str]:
     remote = " ".join([*exports, f"cd {_pdsh_word(job.folder)};", "exec", *agent])
     if len(remote) > _LONGEST_ARGUMENT:
         raise UserError(f"the command for other hosts is {len(remote)} characters long; shorten the config")
-    # -S: our exit code is the worst of the hosts'; -k: one host's failure ends the others
-    return ["pdsh", "-S", "-k", "-f", "1024", "-w", ",".join(job.resources), remote]
+    # -S: exit with the worst code of the hosts; -b: end at one SIGINT; -N: no host in front of every line
+    return ["pdsh", "-S", "-b", "-N", "-f", "1024", "-w", ",".join(job.resources), remote]
 
 
 def openmpi_command(job: MultiNodeJob) -> list[str]:
@@ -136,22 +138,43 @@ def slurm_command(job: MultiNodeJob) -> list[str]:
     return [*command, "--kill-on-bad-exit=1", "--export=ALL", *_rank_command(job)]
 
 
-LAUNCHERS: dict[str, Callable[[MultiNodeJob], list[str]]] = {
-    "pdsh": pdsh_command,
-    "openmpi": openmpi_command,
-    "mvapich": mpich_command,
-    "mpich": mpich_command,
-    "slurm": slurm_command,
+@dataclass(frozen=True)
+class Launcher:
+    """One launcher: its program, its command line, and how it behaves when a job is to end (all measured)."""
+
+    tool: str
+    command: Callable[[MultiNodeJob], list[str]]
+    stop_signal: int = signal.SIGTERM
+    """What makes it ask the ranks to save and stop."""
+    waits: bool = True
+    """Whether it then waits for the ranks; if not, `stopped_code` is its exit code."""
+    stopped_code: int | None = None
+    failure_line: re.Pattern[bytes] | None = None
+    """What it prints about a host that failed while it goes on waiting for the others."""
+
+
+LAUNCHERS: dict[str, Launcher] = {
+    # At SIGINT, with -b, it ends the ssh connections; the agents notice and ask their ranks to save.
+    "pdsh": Launcher(
+        *("pdsh", pdsh_command, signal.SIGINT),
+        waits=False,
+        stopped_code=1,
+        failure_line=re.compile(rb"^pdsh@.*: ssh exited with exit code (\d+)"),
+    ),
+    # Both kill the ranks at SIGTERM, but pass SIGUSR1 on to them.
+    "openmpi": Launcher("mpirun", openmpi_command, signal.SIGUSR1),
+    "slurm": Launcher("srun", slurm_command, signal.SIGUSR1),
+    "mvapich": Launcher("mpirun", mpich_command),
+    "mpich": Launcher("mpirun", mpich_command),
 }
 
 
-def build_command(launcher: str, job: MultiNodeJob) -> list[str]:
-    """The command line of `launcher`, or a `UserError` listing the known ones."""
-    if launcher not in LAUNCHERS:
-        raise UserError(
-            f"launcher={launcher} is not known.{nearest(launcher, list(LAUNCHERS))} Choices: {[*LAUNCHERS]}"
-        )
-    return LAUNCHERS[launcher](job)
+def find_launcher(name: str) -> Launcher:
+    """The launcher of that name, or a `UserError` listing the known ones."""
+    if name not in LAUNCHERS:
+        choices = ", ".join(LAUNCHERS)
+        raise UserError(f"launcher={name} is not known.{nearest(name, list(LAUNCHERS))} Choices: {choices}")
+    return LAUNCHERS[name]
 
 
 def command_environment(launcher: str, job: MultiNodeJob, env: Mapping[str, str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import selectors
 import signal
@@ -45,10 +46,16 @@ class LocalJob:
     """What the one process is when it is no rank but another launcher, for the report."""
     stop_signal: int = signal.SIGTERM
     """What Ctrl-C and SIGTERM become for the ranks. srun and mpirun kill on SIGTERM, but pass SIGUSR1 on."""
+    stopped_code: int | None = None
+    """The exit code, besides 3, with which another launcher answers `stop_signal`."""
+    failure_line: re.Pattern[bytes] | None = None
+    """A line in which another launcher reports a failure although it goes on waiting; group 1 is the exit code."""
     settle: float = 1.0
     grace: float = 4.0
     launcher_fd: int | None = None
-    """A pipe whose other end belongs to whoever started us remotely: when that closes, the job is ended."""
+    """A pipe whose other end belongs to whoever started us remotely: when that closes, the ranks are asked to stop."""
+    patience: float = 600.0
+    """Seconds that the ranks then have to save before they are killed: nobody is left who could do it by hand."""
 
 
 @dataclass
@@ -73,6 +80,7 @@ class _Run:
     failures: list[_Rank] = field(default_factory=list)
     terminated: float | None = None
     killed: bool = False
+    abandoned: float | None = None
 
 
 def rank_environment(
@@ -138,7 +146,8 @@ def _start(run: _Run) -> None:
         )
         os.close(write_fd)
         log_file = folder / f"rank_{rank}.log" if folder else None
-        output = RankOutput(rank, read_fd, straight=rank == 0, log_file=log_file)
+        failure_line = run.job.failure_line
+        output = RankOutput(rank, read_fd, straight=rank == 0, log_file=log_file, failure_line=failure_line)
         run.ranks.append(_Rank(rank, process, output))
     run.started = True
     for number in run.passed_on:  # signals that came in between
@@ -166,7 +175,8 @@ def _watch(run: _Run) -> None:
     while any(rank.code is None for rank in run.ranks):
         _pump(selector, timeout=0.1)
         _reap(run)
-        if launcher() and not run.received:
+        if run.abandoned is None and launcher():
+            run.abandoned = time.monotonic()
             _stop(run, signal.SIGTERM)
         _escalate(run)
     deadline = time.monotonic() + 1.0  # a grandchild may keep a pipe open: do not wait for it for ever
@@ -201,6 +211,9 @@ def _reap(run: _Run) -> None:
     for rank in run.ranks:
         if rank.code is not None:
             continue
+        if rank.output.reported is not None and rank not in run.failures and not _is_fine(run, rank.output.reported):
+            rank.ended = time.monotonic()
+            run.failures.append(rank)
         # Look without reaping: until then the group id cannot belong to anybody else.
         status = os.waitid(os.P_PID, rank.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if status is None:
@@ -208,25 +221,28 @@ def _reap(run: _Run) -> None:
         if status.si_status != 0:
             _signal_group(rank, signal.SIGKILL)
         rank.code, rank.ended = rank.process.wait(), time.monotonic()
-        if run.terminated is None and not _is_fine(run, rank.code):
+        if run.terminated is None and rank not in run.failures and not _is_fine(run, rank.code):
             run.failures.append(rank)
 
 
 def _is_fine(run: _Run, code: int) -> bool:
     """Done, stopped with everything saved, or ended by a signal that we passed on."""
+    if run.passed_on and code == run.job.stopped_code:
+        return True
     return code in (0, StopRequested.exit_code) or any(code in (-number, 128 + number) for number in run.passed_on)
 
 
 def _escalate(run: _Run) -> None:
     now = time.monotonic()
-    if run.interrupts > 1 and not run.killed:
+    out_of_patience = run.abandoned is not None and now - run.abandoned >= run.job.patience
+    if (run.interrupts > 1 or out_of_patience) and not run.killed:
         run.passed_on.append(signal.SIGKILL)
         _kill_all(run)
     if not run.failures:
         return
     if run.terminated is None and now - run.failures[0].ended >= run.job.settle:
         run.terminated = now
-        _send(run, signal.SIGTERM)
+        _send(run, run.job.stop_signal)
     elif run.terminated is not None and not run.killed and now - run.terminated >= run.job.grace:
         _kill_all(run)
 
@@ -288,9 +304,14 @@ def _conclude(run: _Run) -> int:
         if any(code not in (0, StopRequested.exit_code) for code in codes):
             return 128 + run.received[0]  # ended by the signal, not having saved
         return StopRequested.exit_code if StopRequested.exit_code in codes else 0
-    culprit = min(run.failures, key=lambda rank: (_blame(rank.code or 0), rank.ended))
+    culprit = min(run.failures, key=lambda rank: (_blame(_code(rank)), rank.ended))
     _report(run, culprit)
-    return exit_code(culprit.code or 0)
+    return exit_code(_code(culprit))
+
+
+def _code(rank: _Rank) -> int:
+    """The exit code to judge a rank by: what another launcher reported counts more than how that launcher ended."""
+    return rank.output.reported or rank.code or 0
 
 
 def exit_code(code: int) -> int:
@@ -308,7 +329,7 @@ def _blame(code: int) -> int:
 
 
 def _report(run: _Run, culprit: _Rank) -> None:
-    code = culprit.code or 0
+    code = _code(culprit)
     how = f"exit code {code}"
     if code < 0:
         how = f"killed by {signal.Signals(-code).name}"

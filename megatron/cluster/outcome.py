@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,4 +38,23 @@ def outcome(code: int, run_folder: Path | None, since: float) -> int:
         )
         return exit_code(told)
     logger.error(f"{run_folder}/status.json: last sign of life at step {status.get('step')} ({status.get('state')})")
+    return code
+
+
+def await_end(code: int, run_folder: Path, since: float, patience: float = 600.0) -> int:
+    """Wait until a run that was asked to stop, on hosts we are no longer connected to, has said how it ended.
+
+    Returns its exit code, or `code` when it says nothing within `patience` seconds or never started to.
+    """
+    deadline = time.monotonic() + patience
+    if read_status(run_folder, since) is None:
+        return code
+    logger.info(f"waiting for the ranks to save ({run_folder}/status.json)")
+    while time.monotonic() < deadline:
+        status = read_status(run_folder, since)
+        if status is not None and status.get("state") in ("ended", "failed"):
+            logger.info(f"{run_folder}: {status['state']} at step {status.get('step')}: {status.get('reason')}")
+            return exit_code(int(status.get("exit_code") or 0))
+        time.sleep(0.5)
+    logger.error(f"{run_folder}: no word from the ranks for {patience:g} s")
     return code

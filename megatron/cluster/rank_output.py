@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import re
 import sys
 import termios
 import time
@@ -23,13 +24,24 @@ class RankOutput:
 
     `straight`: bytes go on to our stderr as they come (progress bars work); otherwise whole lines go to `log_file` if
     there is one, else to our stderr with the rank in front. The log file is opened at the first line.
+    A line that matches `failure_line` sets `reported` to the number in its first group.
     """
 
-    def __init__(self, rank: int, read_fd: int, *, straight: bool, log_file: Path | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        read_fd: int,
+        *,
+        straight: bool,
+        log_file: Path | None,
+        failure_line: re.Pattern[bytes] | None = None,
+    ) -> None:
         self.rank = rank
         self.read_fd = read_fd
         self.straight = straight
         self.last_write = 0.0  # time.monotonic() of the last bytes shown on the console
+        self.reported: int | None = None
+        self._failure_line = failure_line
         self._path = log_file
         self._log: int | None = None
         self._partial = b""
@@ -75,6 +87,8 @@ class RankOutput:
     def _line(self, line: bytes) -> None:
         line = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]  # of a progress bar keep the last state
         self._tail.append(line)
+        if self.reported is None and self._failure_line and (match := self._failure_line.search(line)):
+            self.reported = int(match[1])
         if self._path is not None:
             self._write_log(self._path, line)
         elif not self.straight:

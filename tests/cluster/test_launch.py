@@ -206,7 +206,7 @@ def test_the_run_s_own_account_replaces_a_flattened_exit_code(tmp_path: Path) ->
 def test_the_command_can_be_shown_before_it_is_run(tmp_path: Path) -> None:
     run = args(tmp_path, hosts(tmp_path, "a slots=4\nb slots=4\n"))
     shown = launching.command_preview("train.py", run, place(run, {}), {})
-    assert shown.startswith("pdsh -S -k -f 1024 -w a,b ") and "--config=... train.py" in shown
+    assert shown.startswith("pdsh -S -b -N -f 1024 -w a,b ") and "--config=... train.py" in shown
     shown = launching.command_preview("train.py", run, Placement({"a": [0]}, 1, "slurm", ("a",)), {})
     assert shown.startswith("srun -n 1 --nodelist a ") and shown.endswith("-u train.py --resolved FILE")
     assert "once per rank" in launching.command_preview("train.py", run, Placement({"localhost": [0]}, 1), {})

@@ -12,16 +12,21 @@ from megatron.cluster.hostfile import select
 from megatron.cluster.launchers import (
     LAUNCHERS,
     MultiNodeJob,
-    build_command,
     command_environment,
     decode,
     expand_nodelist,
     exported,
+    find_launcher,
     parse_environment_file,
 )
 from megatron.errors import UserError
 
 pytestmark = pytest.mark.cpu
+
+
+def build_command(launcher: str, job: MultiNodeJob) -> list[str]:
+    return find_launcher(launcher).command(job)
+
 
 JOB = MultiNodeJob(
     resources={"worker-0": [0, 1], "worker-1": [0, 1]},
@@ -39,7 +44,7 @@ RANK = ["/opt/venv/bin/python", "-u", "train.py", "--resolved", "/shared/run/.de
 
 def test_pdsh_starts_one_agent_per_host_and_carries_the_config_by_value() -> None:
     command = build_command("pdsh", JOB)
-    assert command[:-1] == ["pdsh", "-S", "-k", "-f", "1024", "-w", "worker-0,worker-1"]
+    assert command[:-1] == ["pdsh", "-S", "-b", "-N", "-f", "1024", "-w", "worker-0,worker-1"]
     head, agent = command[-1].split(" exec ")
     assert head == "export NCCL_DEBUG='INFO and more'; cd '/home/u/my code';"
     words = shlex.split(agent)

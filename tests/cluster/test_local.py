@@ -24,6 +24,7 @@ DRIVER = """
 import json, os, sys
 from pathlib import Path
 from megatron import log
+from megatron.cluster.launchers import find_launcher
 from megatron.cluster.local import LocalJob, rank_environment, run_local
 log.configure()
 given = json.loads(sys.argv[1])
@@ -31,8 +32,12 @@ n = given["ranks"]
 envs = [rank_environment(os.environ, rank=r, local_rank=r, world_size=n, local_world_size=n, master_addr="127.0.0.1",
                          master_port=1, cores=4, gpus=0) for r in range(n)]
 logs = Path(given["logs"]) if given["logs"] else None
+other = {}
+if given["pdsh"]:
+    pdsh = find_launcher("pdsh")
+    other = {k: getattr(pdsh, k) for k in ("stop_signal", "stopped_code", "failure_line")} | {"name": "pdsh"}
 sys.exit(run_local(LocalJob([sys.executable, "-u", given["script"]], envs, log_folder=logs, settle=0.5, grace=1.5,
-                            launcher_fd=given["fd"])))
+                            launcher_fd=given["fd"], patience=3.0, **other)))
 """
 
 
@@ -42,8 +47,9 @@ class Job:
     def __init__(self, folder: Path, code: str, ranks: int, logs: Path | None = None, **popen: object) -> None:
         script = folder / "ranks.py"
         script.write_text("import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + code)
-        fd = popen.pop("launcher_fd", None)
-        given = {"ranks": ranks, "script": str(script), "logs": str(logs) if logs else None, "fd": fd}
+        fd, pdsh = popen.pop("launcher_fd", None), popen.pop("pdsh", False)
+        given = {"ranks": ranks, "script": str(script), "logs": str(logs) if logs else None}
+        given |= {"fd": fd, "pdsh": pdsh}
         env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         env["PYTHONPATH"] = str(ROOT)
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env, **popen}
@@ -234,6 +240,36 @@ def test_a_remote_agent_ends_with_its_connection(tmp_path: Path) -> None:
     assert job.process.poll() is None
     os.close(read_fd)
     assert job.finish(timeout=5)[0] == 128 + signal.SIGTERM
+
+
+def test_a_failure_that_another_launcher_only_reports_ends_it_and_names_the_code(tmp_path: Path) -> None:
+    code = (
+        "print('pdsh@h: b: ssh exited with exit code 4', file=sys.stderr)\nsignal.signal(2, lambda *_: sys.exit(1))\n"
+    )
+    job = Job(tmp_path, code + "time.sleep(60)", ranks=1, pdsh=True)
+    rc, _, err = job.finish()
+    assert rc == 4 and job.seconds < 10 and "pdsh failed: exit code 4" in err
+
+
+def test_another_launcher_s_way_to_say_stopped_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "up").mkdir()
+    code = f"signal.signal(2, lambda *_: sys.exit(1))\nopen({str(tmp_path)!r} + '/up/0', 'w').close()\ntime.sleep(60)"
+    job = Job(tmp_path, code, ranks=1, pdsh=True)
+    job.wait_for(tmp_path / "up", 1)
+    job.process.send_signal(signal.SIGTERM)
+    rc, _, err = job.finish()
+    assert rc == 128 + signal.SIGTERM and "failed" not in err
+
+
+def test_an_abandoned_agent_does_not_wait_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "up").mkdir()
+    read_fd, write_fd = os.pipe()
+    code = f"signal.signal(15, signal.SIG_IGN)\nopen({str(tmp_path)!r} + f'/up/{{rank}}', 'w').close()\ntime.sleep(60)"
+    job = Job(tmp_path, code, ranks=2, launcher_fd=write_fd, pass_fds=[write_fd])
+    os.close(write_fd)
+    job.wait_for(tmp_path / "up", 2)
+    os.close(read_fd)
+    assert job.finish(timeout=10)[0] == 128 + signal.SIGTERM
 
 
 def test_with_a_run_folder_the_other_ranks_write_logs(tmp_path: Path) -> None:

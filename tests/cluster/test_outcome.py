@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from megatron.cluster.outcome import outcome, read_status
+from megatron.cluster.outcome import await_end, outcome, read_status
 
 pytestmark = pytest.mark.cpu
 
@@ -35,3 +36,14 @@ def test_without_an_account_of_this_job_the_launcher_s_code_stands(tmp_path: Pat
     assert outcome(1, tmp_path, since) == 1  # it never came to say why
     (tmp_path / "status.json").write_text("{half")
     assert read_status(tmp_path, 0) is None
+
+
+def test_a_stopped_run_is_waited_for_until_it_says_how_it_ended(tmp_path: Path) -> None:
+    since = write(tmp_path, state="saving", step=3)
+    end = threading.Timer(1.0, lambda: write(tmp_path, state="ended", step=3, reason="stopped", exit_code=3))
+    end.start()
+    assert await_end(143, tmp_path, since, patience=20) == 3
+    end.join()
+    since = write(tmp_path, state="saving", step=3)
+    assert await_end(143, tmp_path, since, patience=0.1) == 143
+    assert await_end(143, tmp_path / "absent", since, patience=20) == 143
