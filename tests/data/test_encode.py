@@ -292,6 +292,23 @@ def test_the_manifest_says_what_the_data_is(tmp_path: Path) -> None:
     }
 
 
+def test_another_eod_than_the_run_s_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    base, more = byte_level(("<s>", "</s>")), byte_level(("<s>", "</s>"))
+    more.add_special_tokens(["<|im_end|>"])
+    chat = {"tokenizer_config": {"eos_token": "<|im_end|>"}}
+    tokenizers = [
+        create_tokenizer("HFTokenizer", str(write_json(tmp_path / "base" / "tokenizer.json", base))),
+        create_tokenizer("HFTokenizer", str(write_json(tmp_path / "chat" / "tokenizer.json", more, **chat))),
+    ]
+    assert [tokenizer.eod for tokenizer in tokenizers] == [1, 266]
+    write(rows("a"), tmp_path / "out", tokenizers[0], append_eod=True)
+    for tokenizer, said in zip(tokenizers, (False, True)):
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="deepy"):
+            check_tokenizer(IndexedDataset(tmp_path / "out_text_document"), tokenizer)
+        assert ("documents end with id 1, but this run's tokenizer ends them with 266" in caplog.text) == said
+
+
 def test_data_of_a_base_tokenizer_is_accepted_by_its_extension_only(tmp_path: Path) -> None:
     base = create_tokenizer("HFTokenizer", str(write_json(tmp_path / "a.json")))
     more = create_tokenizer("HFTokenizer", str(write_json(tmp_path / "b.json", byte_level(added=["<tool>"]))))
