@@ -131,6 +131,7 @@ def check_tokenizer(data: IndexedDataset, tokenizer: Tokenizer, once: Once | Non
     Accepted: data whose id map equals the run's or is contained in it (a base vocabulary under its instruct extension).
     Without a fingerprint: one warning, and an error when an id lies outside the vocabulary.
     """
+    once = once or Once(get_logger(__name__))
     manifest = read_manifest(data.prefix)
     if manifest is not None and manifest.tokenizer is not None:
         try:
@@ -142,11 +143,22 @@ def check_tokenizer(data: IndexedDataset, tokenizer: Tokenizer, once: Once | Non
                 f"{data.prefix} was made with another tokenizer than this run's {tokenizer.describe()} (their ids mean "
                 "different tokens). Set tokenizer_type/vocab_file to the one that made the data, or tokenise it again."
             )
+        _compare_eod(data.prefix, manifest, tokenizer, once)
         return
-    (once or Once(get_logger(__name__))).warning(
+    once.warning(
         f"{data.prefix} has no manifest, so nothing shows which tokenizer made it; only the range of its ids is checked"
     )
     check_id_range(data, tokenizer.vocab_size)
+
+
+def _compare_eod(prefix: str, manifest: Manifest, tokenizer: Tokenizer, once: Once) -> None:
+    """An extension may end its texts with another token than its base, whose data is still good to train on."""
+    stored = manifest.extra.get("eod")
+    if manifest.extra.get("append_eod") and stored != tokenizer.eod:
+        once.warning(
+            f"{prefix}: documents end with id {stored}, but this run's tokenizer ends them with {tokenizer.eod}: their "
+            "borders are not seen by intra_document_masking and eod_mask_loss"
+        )
 
 
 def check_id_range(data: IndexedDataset, vocab_size: int) -> None:
