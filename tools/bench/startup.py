@@ -1,0 +1,109 @@
+#!/usr/bin/env python
+"""Seconds from the command to the end of step 1, beside the same ranks doing one DeepSpeed step by hand.
+
+The yardstick starts as many processes, each of which imports torch and deepspeed, joins gloo, wraps a plain torch
+model of the same size with `deepspeed.initialize` and takes one step. Both take turns; quoted is the median ratio.
+
+    python prepare_data.py stdlib -d ./data
+    python tools/bench/startup.py                       # one rank
+    python tools/bench/startup.py --ranks 4 model_parallel_size=2 pipe_parallel_size=2
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BY_HAND = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import torch, torch.distributed as dist, deepspeed
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+dist.init_process_group("gloo")
+deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False, verbose=False)
+from plain_gpt import PlainGPT
+model = PlainGPT(4, 128, 4, 8192, 128)
+config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True}
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+tokens = torch.randint(0, 8192, (4, 129))
+engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+engine.step()
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each (default 5, after one warm-up)")
+    parser.add_argument("--config", default="configs/tiny.yml")
+    parser.add_argument("overrides", nargs="*", help="key=value, as for deepy.py")
+    options = parser.parse_args()
+    deepy_seconds, hand_seconds = [], []
+    for turn in range(options.rounds + 1):
+        ours, theirs = deepy(options), by_hand(options.ranks)
+        if turn > 0:
+            deepy_seconds.append(ours)
+            hand_seconds.append(theirs)
+    ratios = [a / b for a, b in zip(deepy_seconds, hand_seconds, strict=True)]
+    print(f"{options.ranks} ranks, {options.rounds} rounds")
+    print(f"deepy.py to the end of step 1: {statistics.median(deepy_seconds):.2f} s (median)")
+    print(f"one DeepSpeed step by hand:    {statistics.median(hand_seconds):.2f} s (median)")
+    print(f"ratio: {statistics.median(ratios):.2f} (min {min(ratios):.2f}, max {max(ratios):.2f})")
+
+
+def deepy(options: argparse.Namespace) -> float:
+    """Wall seconds until the line of iteration 1 appears."""
+    command = [sys.executable, "deepy.py", "train.py", options.config, f"num_gpus={options.ranks}"]
+    command += ["train_iters=2", "log_interval=1", "eval_iters=0", "checkpoint_factor=0", *options.overrides]
+    start = time.perf_counter()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    for line in process.stdout:
+        if re.search(r"iteration\s+1/", line):
+            seconds = time.perf_counter() - start
+            process.communicate()
+            return seconds
+    raise SystemExit(f"deepy.py did not reach iteration 1:\n{process.stderr.read()}")
+
+
+def by_hand(ranks: int) -> float:
+    """Wall seconds until every rank has taken its step."""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script, socket.socket() as probe:
+        script.write(BY_HAND)
+        script.flush()
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
+        start = time.perf_counter()
+        processes = [
+            subprocess.Popen(
+                [sys.executable, script.name, str(ROOT / "tools" / "bench")],
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            _, errors = process.communicate()
+            if process.returncode:
+                raise SystemExit(f"the step by hand failed:\n{errors}")
+        return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
