@@ -31,6 +31,7 @@ from megatron.optim.groups import parameter_groups
 from megatron.optim.optimizers import build_optimizer
 from megatron.optim.schedules import schedule
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.compile import compile_blocks, wants_compile
 from megatron.training.engine import DeepSpeedEngine
 from megatron.training.engine_config import deepspeed_config, effective_zero_stage
 from megatron.training.rendezvous import make_store, share_config
@@ -53,12 +54,18 @@ class Process:
     tokenizer: Tokenizer
 
 
-def start_process(paths: list[str], overrides: list[str], resolved: str | None) -> Process:
+def start_process(
+    paths: list[str],
+    overrides: list[str],
+    resolved: str | None,
+    prepare: Callable[[NeoXArgs], NeoXArgs] = lambda args: args,
+) -> Process:
     """Join the job: agree on the configuration, pick the device, initialise torch.distributed and the groups.
 
     Args:
         paths, overrides: YAML files and `key=value` given to this rank (torchrun, srun, mpirun).
         resolved: instead of those, the file in which the launcher left the resolved configuration (rank 0 reads it).
+        prepare: what the script makes of the configuration before anything is derived (`for_inference`).
     """
     info = ranks_from_environment(os.environ)
     log.configure(info.rank, os.environ.get("LOGLEVEL", "INFO"))
@@ -66,7 +73,7 @@ def start_process(paths: list[str], overrides: list[str], resolved: str | None) 
 
     def read() -> str:
         args = NeoXArgs.from_resolved(Path(resolved).read_text()) if resolved else load(paths, overrides)
-        return derive(args, Facts(num_devices=info.world_size)).to_resolved()
+        return derive(prepare(args), Facts(num_devices=info.world_size)).to_resolved()
 
     config = share_config(store, info.rank, info.world_size, read, own_files=resolved is None)
     args = NeoXArgs.from_resolved(config)
@@ -150,7 +157,18 @@ def build_model(process: Process, seed: int | None) -> torch.nn.Module:
     with quiet_stdout():
         if state.pp_size > 1:
             return LayerPipe(layers, objective, args.parallel.pipe_partition_method, seed, state)
-        return SequentialModel(layers, objective, seed, state)
+        return SequentialModel(layers, objective, seed, state, _partitioner(args, state))
+
+
+def _partitioner(args: NeoXArgs, state: ParallelState) -> Callable[[torch.nn.Module], object] | None:
+    """Under ZeRO-3, what hands a layer's parameters to their owners before the next layer is built."""
+    group = state.group("data")
+    if effective_zero_stage(args) < 3 or group is None:
+        return None
+    # DeepSpeed would hold the batch sizes against the whole world here, tensor-parallel ranks included.
+    kept = ("zero_optimization", "bf16", "fp16")
+    config = {"train_micro_batch_size_per_gpu": 1, **{k: v for k, v in deepspeed_config(args).items() if k in kept}}
+    return lambda layer: deepspeed.zero.Init(module=layer, data_parallel_group=group, config_dict_or_path=config)
 
 
 def build_engine(process: Process, model: torch.nn.Module) -> DeepSpeedEngine:
@@ -169,17 +187,22 @@ def build_engine(process: Process, model: torch.nn.Module) -> DeepSpeedEngine:
         topology = PipeModelDataParallelTopology(num_pp=1, num_mp=state.tp_size, num_dp=state.dp_size)
         with quiet_stdout():
             grid = PipelineParallelGrid(topology=topology)
+    stage = effective_zero_stage(args)
+    compiled = wants_compile(args.model.torch_compile, state.device, stage)
     with quiet_stdout():
-        return DeepSpeedEngine(
+        engine = DeepSpeedEngine(
             model,
             optimizer,
             deepspeed_config(args),
             state,
-            stage=effective_zero_stage(args),
+            stage=stage,
             precision=optimizer_args.precision,
             max_norm=optimizer_args.gradient_clipping,
             grid=grid,
         )
+    if compiled:
+        compile_blocks(engine.module)
+    return engine
 
 
 def build_schedule(args: NeoXArgs) -> Callable[[int], float]:

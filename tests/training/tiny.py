@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import numpy as np
 import torch
 
@@ -114,7 +115,8 @@ def randomize_vectors(model: torch.nn.Module, state: ParallelState) -> None:
             generator = torch.Generator().manual_seed(stable_seed("vector", name))
             full = torch.randn(p.spec.shape, generator=generator) * 0.1
             full += 0.0 if name.endswith("bias") else 1.0
-            p.copy_(shard(full, p.spec, state.tp_rank, state.tp_size))
+            with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=hasattr(p, "ds_id")):
+                p.copy_(shard(full, p.spec, state.tp_rank, state.tp_size))
 
 
 def global_batch(step: int, all_masked: bool = False) -> tuple[np.ndarray, np.ndarray]:
