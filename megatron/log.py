@@ -71,3 +71,8 @@ def progress(items: Iterable[T], *, what: str, total: int | None = None, unit: s
             last = now
             share = f" ({100 * done / total:.0f} %)" if total else ""
             logger.info(f"{what}: {done} {unit}{share}, {done / (now - start):.1f} {unit}/s")
+
+
+def result(line: str) -> None:
+    """Print one line of a command's result (a training or evaluation line, a table) on stdout, at once."""
+    print(line, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from megatron.callbacks.checkpointer import Checkpointer
 from megatron.callbacks.console import Console
@@ -11,9 +12,10 @@ from megatron.callbacks.evaluator import Batches, Evaluator
 from megatron.callbacks.flops import Flops, device_peak
 from megatron.callbacks.health import ReplicaCheck, SkippedSteps
 from megatron.callbacks.meter import Meter
-from megatron.callbacks.run_folder import RunStatus, run_folder
+from megatron.callbacks.norms import Norms
+from megatron.callbacks.run_folder import RunStatus, recorded_config, run_folder
 from megatron.callbacks.stopping import ExitInterval, StopOnSignal
-from megatron.callbacks.trackers import JsonLines, TensorBoard, Trackers, WeightsAndBiases
+from megatron.callbacks.trackers import JsonLines, TensorBoard, Tracker, Trackers, WeightsAndBiases
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.formulas import flops_per_token
@@ -36,37 +38,45 @@ def default_callbacks(
 ) -> list[Callback]:
     """All callbacks in the order in which their hooks run. The same on every rank but for who writes.
 
-    Order matters in three places: the streak of skipped steps is known before a checkpoint is due; evaluation comes
-    before the checkpoint of the same step, so that a resumed run does not repeat it; the status is written last.
+    Order matters: norms come before the meter that logs them; the streak of skipped steps is known before a checkpoint
+    is due; evaluation comes before the checkpoint of the same step, so that a resumed run does not repeat it; what
+    shows and stores comes after what there is to be shown, at the end of the run as well; the status is written last.
     """
     training, logging = args.training, args.logging
+    config = recorded_config(args) if state.rank == 0 else args.to_dict()
     health = SkippedSteps(args.optimizer.max_skipped_steps)
-    callbacks: list[Callback] = [health, Meter(logging.log_interval, step_flops(args, state, vocab_size))]
-    folder = run_folder(args)
-    if state.rank == 0:
-        callbacks += [Console(), Trackers(build_trackers(args, folder))]
-    callbacks += [
+    meter = Meter(logging.log_interval, step_flops(args, state, vocab_size))
+    callbacks: list[Callback] = [
+        Norms(meter, gradients=logging.log_grad_norm, parameters=logging.log_param_norm),
+        health,
+        meter,
         ReplicaCheck(training.replica_check_interval),
         ExitInterval(training.exit_interval or 0),
-        StopOnSignal(),
         Evaluator(training.eval_interval, training.eval_iters, valid, test),
     ]
     if args.checkpoint.save:
-        callbacks.append(Checkpointer(Path(args.checkpoint.save), config_texts(args), health))
+        callbacks.append(Checkpointer(Path(args.checkpoint.save), config, config_texts(args), health))
+    callbacks.append(StopOnSignal())
+    folder = run_folder(args)
+    if state.rank == 0:
+        callbacks.append(Console())
+    callbacks.append(Trackers(build_trackers(args, config, folder, state.rank)))
     if state.rank == 0 and folder is not None:
-        callbacks.append(RunStatus(folder))
+        callbacks.append(RunStatus(folder, config))
     return callbacks
 
 
-def build_trackers(args: NeoXArgs, folder: Path | None) -> list[JsonLines | TensorBoard | WeightsAndBiases]:
-    """The trackers that the configuration asks for; metrics.jsonl whenever there is a run folder."""
-    trackers: list[JsonLines | TensorBoard | WeightsAndBiases] = []
-    if folder is not None:
+def build_trackers(args: NeoXArgs, config: dict[str, Any], folder: Path | None, rank: int) -> list[Tracker]:
+    """The trackers of this rank: rank 0 has all that the configuration asks for, and metrics.jsonl whenever there is a
+    run folder; the others have W&B with `wandb_init_all_ranks`.
+    """
+    trackers: list[Tracker] = []
+    if rank == 0 and folder is not None:
         trackers.append(JsonLines(folder / "metrics.jsonl"))
-    if args.logging.tensorboard_dir:
+    if rank == 0 and args.logging.tensorboard_dir:
         trackers.append(TensorBoard(args.logging.tensorboard_dir))
-    if args.logging.use_wandb:
-        trackers.append(WeightsAndBiases(args, str(folder) if folder else None))
+    if args.logging.use_wandb and (rank == 0 or args.logging.wandb_init_all_ranks):
+        trackers.append(WeightsAndBiases(args, config, str(folder) if folder else None, rank))
     return trackers
 
 

@@ -64,8 +64,8 @@ class Evaluator(Callback):
         trainer.call("evaluated", "validation", metrics)
 
     def end(self, trainer: Trainer) -> None:
-        if trainer.stop_reason is not None:
-            return  # the run goes on later; its last evaluation belongs to its last step
+        if trainer.step < (trainer.args.training.train_iters or 0):
+            return  # stopped early: the run goes on later, and its last evaluation belongs to its last step
         self._validate(trainer)
         if self.test is not None and self.iterations > 0:
             trainer.call("evaluated", "test", evaluate(trainer, self.test(0), self.iterations, "test"))

@@ -7,6 +7,7 @@ log are read one step later, when they have long been computed.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ class Interval:
 
     loss: Tensor  # over steps that updated, 0-dim
     grad_norm: Tensor
+    seconds: float = 0.0  # inside steps: evaluation and saving do not count
     updated: int = 0
     steps: int = 0
     skipped: int = 0
@@ -42,7 +44,6 @@ class Meter(Callback):
     def __init__(self, interval: int, flops: Flops) -> None:
         self.interval = interval
         self.flops = flops
-        self.total_skipped = 0
         self._initial: Tensor | None = None
         self._pending: tuple[dict[str, float | Tensor], int] | None = None
 
@@ -52,11 +53,23 @@ class Meter(Callback):
     def _reset(self, trainer: Trainer) -> None:
         zero = torch.zeros((), device=trainer.state.device)
         self._sums = Interval(loss=zero, grad_norm=zero.clone())
+        self._extra: dict[str, float | Tensor] = {}
+
+    def add(self, metrics: Mapping[str, float | Tensor]) -> None:
+        """Put further metrics, 0-dim tensors or numbers, into the log of this step."""
+        self._extra.update(metrics)
+
+    def due(self, step: int) -> bool:
+        """Whether the log is written after `step` completed steps."""
+        return self.interval > 0 and step % self.interval == 0
+
+    def before_step(self, trainer: Trainer) -> None:
         self._since = time.perf_counter()
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
         self._flush(trainer)
         sums = self._sums
+        sums.seconds += time.perf_counter() - self._since
         if trainer.step == 1:
             self._initial = out.loss
         sums.steps += 1
@@ -64,18 +77,17 @@ class Meter(Callback):
         if out.skipped:
             sums.skipped += 1
             sums.nan += out.grad_norm is not None
-            self.total_skipped += 1
         else:
             sums.updated += 1
             sums.loss = sums.loss + out.loss
             if out.grad_norm is not None:
                 sums.grad_norm = out.grad_norm
-        if self.interval > 0 and trainer.step % self.interval == 0:
+        if self.due(trainer.step):
             self._close(trainer, out)
 
     def _close(self, trainer: Trainer, out: StepOut) -> None:
         """End an interval. Values are read now on a CPU, and with the next step on an accelerator."""
-        sums, seconds = self._sums, (time.perf_counter() - self._since) / self._sums.steps
+        sums, seconds = self._sums, self._sums.seconds / self._sums.steps
         training = trainer.args.training
         samples = training.train_batch_size / seconds
         achieved = self.flops.per_step / seconds / self.flops.world_size
@@ -101,6 +113,7 @@ class Meter(Callback):
             metrics["loss/init"], self._initial = self._initial, None
         if out.loss_scale is not None:
             metrics["train/loss_scale"] = out.loss_scale
+        metrics.update(self._extra)
         self._pending = (metrics, trainer.step)
         if trainer.state.device.type == "cpu":
             self._flush(trainer)

@@ -16,6 +16,7 @@ from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.neox_layout import Heads
+from megatron.checkpoint.schedule import schedule_of_continued_run
 from megatron.data.batch import StepBatch
 from megatron.data.build import DataPlan, epoch_samples, plan_datasets
 from megatron.data.collate import CollateRules
@@ -65,6 +66,7 @@ def train(process: Process) -> int:
                 load_optim=start.load_optim and not args.checkpoint.no_load_optim,
             ):
                 logger.info(message)
+            args = with_schedule(args, saved.config, start)
         plan = plan_data(args, process, frozen_order(start))
         batches = build_batches(args, process, plan)
         process = Process(args, state, process.tokenizer)
@@ -75,9 +77,10 @@ def train(process: Process) -> int:
         )
         engine = build_engine(process, model)
         trainer = Trainer(args, engine, batches["train"], [DataOrder(plan), *callbacks], build_schedule(args))
-        trainer.call("start")
-        if start.path is not None:
-            restore(trainer, start)
+        with errors_told(trainer):
+            trainer.call("start")
+            if start.path is not None:
+                restore(trainer, start)
         trainer.run()
     if trainer.stop_reason == STOP_BY_SIGNAL:
         raise StopRequested(f"stopped at iteration {trainer.step} with everything saved; the same command goes on")
@@ -91,6 +94,30 @@ def with_epochs(args: NeoXArgs) -> NeoXArgs:
     samples = epoch_samples(args.data, args.model.seq_length)
     facts = Facts(num_devices=args.parallel.world_size, epoch_samples=samples)
     return derive(args, facts)
+
+
+def with_schedule(args: NeoXArgs, saved: dict[str, Any], start: Start) -> NeoXArgs:
+    """`args` with the learning-rate schedule that a continued run goes on with (checkpoint/schedule)."""
+    if not start.load_optim or args.checkpoint.no_load_optim:
+        return args
+    options = args.schedule
+    values = schedule_of_continued_run(
+        saved,
+        args.to_dict(),
+        override=options.override_lr_scheduler,
+        use_checkpoint=options.use_checkpoint_lr_scheduler,
+    )
+    return args.replace("the checkpoint", **values) if options.use_checkpoint_lr_scheduler else args
+
+
+@contextlib.contextmanager
+def errors_told(trainer: Trainer) -> Iterator[None]:
+    """Let the callbacks know of an error before the loop, which tells them itself."""
+    try:
+        yield
+    except BaseException as error:
+        trainer.call("error", error)
+        raise
 
 
 def agree_on_start(args: NeoXArgs, rank: int) -> Start:

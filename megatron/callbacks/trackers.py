@@ -55,23 +55,32 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """`use_wandb`: one run per job. `WANDB_MODE=offline` works as everywhere."""
+    """`use_wandb`: one run per job, or one per rank in a common group with `wandb_init_all_ranks`.
 
-    def __init__(self, args: NeoXArgs, directory: str | None) -> None:
+    `WANDB_MODE=offline` works as everywhere; `wandb_host` is only passed on when set, so that WANDB_BASE_URL does too.
+    """
+
+    def __init__(self, args: NeoXArgs, config: dict[str, Any], directory: str | None, rank: int) -> None:
         try:
             import wandb
         except ImportError as error:
             raise UserError("use_wandb is set: pip install -r requirements/requirements-wandb.txt") from error
         log = args.logging
-        self._wandb = wandb
+        group, name = log.wandb_group, log.wandb_run_name
+        if log.wandb_init_all_ranks:
+            group, name = group or name or "ranks", f"{name or 'rank'}-{rank}"
+        host = {"base_url": log.wandb_host} if args.is_set("wandb_host") else {}
+        if directory is not None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=log.wandb_project,
-            group=log.wandb_group,
-            name=log.wandb_run_name,
+            group=group,
+            name=name,
             entity=log.wandb_team,
-            config=args.to_dict(),
+            config=config,
             dir=directory,
             resume="allow",
+            settings=wandb.Settings(**host),
         )
 
     def write(self, metrics: dict[str, float], step: int) -> None:
@@ -82,7 +91,7 @@ class WeightsAndBiases:
 
 
 class Trackers(Callback):
-    """Hands every logged and evaluated metric to each tracker (rank 0)."""
+    """Hands every logged and evaluated metric to each tracker."""
 
     def __init__(self, trackers: list[Any]) -> None:
         self.trackers = trackers
@@ -104,6 +113,6 @@ class Trackers(Callback):
         self._close()
 
     def _close(self) -> None:
-        for tracker in self.trackers:
+        trackers, self.trackers = self.trackers, []
+        for tracker in trackers:
             tracker.close()
-        self.trackers = []

@@ -118,7 +118,7 @@ def save_checkpoint(
                 parameters=parameters,
                 files=files,
                 config=config,
-                git=manifest.git_revision(),
+                git=config.get("git_hash") or manifest.git_revision(),
                 versions=manifest.versions(),
                 created=manifest.now(),
             ),

@@ -31,6 +31,7 @@ from megatron.training.engine_update import (
     ZeroGradients,
     clip_and_step,
 )
+from megatron.training.norms import all_names, named_norms
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Engine(Protocol):
     def eval_batch(self, batch: StepBatch) -> tuple[Tensor, int]: ...
     def params(self) -> dict[str, Parameter]: ...
     def grads(self) -> dict[str, Tensor]: ...
+    def grad_norms(self) -> dict[str, Tensor]: ...
+    def param_norms(self) -> dict[str, Tensor]: ...
     def read(self, name: str) -> dict[str, Tensor]: ...
     def write(self, name: str, values: dict[str, Tensor]) -> None: ...
     def write_weight(self, name: str, weight: Tensor) -> None: ...
@@ -110,6 +113,7 @@ class DeepSpeedEngine:
         self._optimizer_state = OptimizerState(self.deepspeed, stage, masters)
         self._gradients = self._find_gradients(stage)
         self._params = dict(named_parameters(self.module))
+        self._names: list[str] | None = None
         self._update: Update | None = None
         self.skipped_steps = 0
         self.deepspeed._take_model_step = self._take_model_step
@@ -254,6 +258,23 @@ class DeepSpeedEngine:
     def grads(self) -> dict[str, Tensor]:
         """Local gradient pieces by canonical name; only valid inside `before_update`."""
         return {p.spec.name: g for g, p in self._gradients.pieces()}
+
+    def grad_norms(self) -> dict[str, Tensor]:
+        """L2 norm of each gradient of the whole model, unclipped; only in `before_update`. Collective, all ranks."""
+        partitioned, scale = self._gradients.partitioned, self._loss_scale() or 1.0
+        norms = named_norms(self._gradients.pieces(), self._all_names(), self.state, partitioned=partitioned)
+        return {name: norm / scale for name, norm in norms.items()}
+
+    def param_norms(self) -> dict[str, Tensor]:
+        """L2 norm of each weight of the whole model. Collective over all ranks."""
+        pieces = [(getattr(p, "ds_tensor", p), p) for p in self._params.values()]
+        partitioned = any(hasattr(p, "ds_tensor") for p in self._params.values())  # ZeRO-3
+        return named_norms(pieces, self._all_names(), self.state, partitioned=partitioned)
+
+    def _all_names(self) -> list[str]:
+        if self._names is None:
+            self._names = all_names(self._params, self.state)
+        return self._names
 
     def read(self, name: str) -> dict[str, Tensor]:
         """fp32 master weight and optimizer moments of a parameter. Collective over the data group."""

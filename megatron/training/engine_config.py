@@ -37,7 +37,7 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
         "prescale_gradients": deepspeed.prescale_gradients,
         "gradient_predivide_factor": deepspeed.gradient_predivide_factor,
         "communication_data_type": "fp32" if deepspeed.fp32_allreduce else deepspeed.communication_data_type,
-        "steps_per_print": deepspeed.steps_per_print if args.is_set("steps_per_print") else None,
+        "steps_per_print": _steps_per_print(args),
         "wall_clock_breakdown": deepspeed.wall_clock_breakdown,
         "dump_state": deepspeed.dump_state,
         "zero_allow_untested_optimizer": True,
@@ -59,6 +59,12 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
             config[key] = value
     config.update(deepspeed.deepspeed_extra_args or {})
     return {key: value for key, value in config.items() if value is not None}
+
+
+def _steps_per_print(args: NeoXArgs) -> int | None:
+    """None, DeepSpeed says nothing, unless asked for; its timers divide by the number."""
+    asked = args.is_set("steps_per_print") or args.deepspeed.wall_clock_breakdown
+    return args.deepspeed.steps_per_print if asked else None
 
 
 def _zero(args: NeoXArgs) -> dict[str, Any]:

@@ -1,0 +1,48 @@
+"""GPT-NeoX's rule for the learning-rate schedule of a continued run: agree with the checkpoint, or say who wins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.errors import UserError
+
+SCHEDULE = ("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "warmup")
+
+
+def schedule_of_continued_run(
+    saved: Mapping[str, Any], current: Mapping[str, Any], *, override: bool, use_checkpoint: bool
+) -> dict[str, Any]:
+    """The values of `SCHEDULE` that a run goes on with.
+
+    Args:
+        saved, current: resolved flat configurations of the checkpoint and of this start. What an older or converted
+            checkpoint does not say is taken from `current`.
+        override: `override_lr_scheduler`: this config's values.
+        use_checkpoint: `use_checkpoint_lr_scheduler`: the checkpoint's values.
+
+    Raises `UserError` naming the values that differ when neither is set.
+    """
+    here = {key: current[key] for key in SCHEDULE}
+    there = {key: saved.get(key, here[key]) for key in SCHEDULE}
+    if use_checkpoint:
+        return there
+    if not override and _meaning(there) != _meaning(here):
+        lines = "\n".join(
+            f"  {key}: {there[key]!r} in the checkpoint, now {here[key]!r}"
+            for key in SCHEDULE
+            if there[key] != here[key]
+        )
+        raise UserError(
+            f"the learning-rate schedule changed since the checkpoint:\n{lines}\n"
+            "Set use_checkpoint_lr_scheduler: true to keep the checkpoint's (its length too, when train_iters grew), "
+            "or override_lr_scheduler: true to go on with the config's."
+        )
+    return here
+
+
+def _meaning(values: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What decides the learning rate: a constant one has a warm-up but no length."""
+    if values["lr_decay_style"] != "constant" or values["lr_decay_iters"] is None:
+        return tuple(values[key] for key in SCHEDULE)
+    return values["lr"], values["min_lr"], "constant", values["warmup"] * values["lr_decay_iters"]

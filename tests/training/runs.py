@@ -1,0 +1,172 @@
+"""Whole runs, as `train.py` makes them, on a few documents of characters: for tests of resuming and of callbacks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from megatron import log
+from megatron.callbacks import run as run_module
+from megatron.data.batch import StepBatch
+from megatron.data.indexed import IndexedDatasetBuilder
+from megatron.errors import DeepyError
+from megatron.mpu.random import seed_everything
+from megatron.mpu.state import ParallelState
+from megatron.mpu.topology import Topology
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, derive
+from megatron.tokenizer import build_tokenizer
+from megatron.training.callback import Callback
+from megatron.training.setup import Process, init_deepspeed
+from tests.distributed import run_distributed
+from tests.training.tiny import LLAMA, Layout
+
+KEYS: dict[str, Any] = {
+    **LLAMA,
+    "tokenizer_type": "CharLevelTokenizer",
+    "split": "80,10,10",
+    "eod_mask_loss": True,  # the number of trained tokens differs per micro-batch
+    "train_batch_size": 8,
+    "train_iters": 6,
+    "eval_iters": 0,
+    "log_interval": 1,
+    "checkpoint_factor": 3,
+}
+
+
+def corpus(folder: Path) -> str:
+    """Prefix of a data set of short documents, each with its end mark."""
+    rng = np.random.RandomState(7)
+    prefix = folder / "text_document"
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for length in rng.randint(3, 90, 60):
+            builder.add_document([*(rng.randint(0, 26, length) ** 2 // 26 + 97).tolist(), 0])
+        builder.finalize()
+    return str(prefix)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong, by the number of the step (the first is 1)."""
+
+    nan_gradients: tuple[int, ...] = ()
+    all_masked: tuple[int, ...] = ()
+    corrupt_weight: tuple[int, int] | None = None  # (rank, step)
+
+
+@dataclass
+class Report:
+    """What one rank saw of a run. `consumed` and `tokens` tell which data came when."""
+
+    steps: list[int] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    grad_norm: list[float | None] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    lr: list[float] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+    logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    evaluated: list[tuple[int, str, dict[str, float]]] = field(default_factory=list)
+    state: dict[str, str] = field(default_factory=dict)  # hash of each weight and moment at the end
+    error: str = ""
+    exit_code: int = 0
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().float().numpy().tobytes()).hexdigest()[:16]
+
+
+class Recorder(Callback):
+    """Writes down the run, and makes the faults."""
+
+    def __init__(self, report: Report, faults: Faults) -> None:
+        self.report, self.faults = report, faults
+
+    def before_step(self, trainer: Any) -> None:
+        if self.faults.corrupt_weight == (trainer.state.rank, trainer.step + 1):
+            with torch.no_grad():
+                next(iter(trainer.engine.params().values())).view(-1)[0] += 1e-3
+
+    def before_update(self, trainer: Any) -> None:
+        if trainer.step + 1 in self.faults.nan_gradients:
+            for gradient in trainer.engine.grads().values():
+                gradient.fill_(torch.nan)
+
+    def after_step(self, trainer: Any, out: Any) -> None:
+        self.report.steps.append(trainer.step)
+        self.report.loss.append(float(out.loss))
+        self.report.grad_norm.append(None if out.grad_norm is None else float(out.grad_norm))
+        self.report.skipped.append(out.skipped)
+        self.report.lr.append(trainer.lr)
+
+    def logged(self, trainer: Any, metrics: dict[str, float], step: int) -> None:
+        self.report.logged.append((step, metrics))
+
+    def evaluated(self, trainer: Any, split: str, metrics: dict[str, float]) -> None:
+        self.report.evaluated.append((trainer.step, split, metrics))
+
+    def end(self, trainer: Any) -> None:
+        for name in trainer.engine.params():
+            for key, value in trainer.engine.read(name).items():
+                self.report.state[f"{name}/{key}"] = digest(value)
+
+
+def process_of(rank: int, keys: dict[str, Any], layout: Layout) -> Process:
+    """What `start_process` makes, in a rank that has joined already."""
+    log.configure(rank)
+    args = NeoXArgs.from_dict({**KEYS, **keys, **layout.keys()})
+    tokenizer = build_tokenizer(args.tokenizer)
+    args = derive(args, Facts(vocab_size=tokenizer.vocab_size, num_devices=layout.world))
+    init_deepspeed(torch.device("cpu"))
+    topology = Topology({"pipe": layout.pp, "data": layout.dp, "model": layout.tp})
+    state = ParallelState.build(topology, rank, torch.device("cpu"), layout.sequence_parallel)
+    seed_everything(args.training.seed, state)
+    return Process(args, state, tokenizer)
+
+
+def train(rank: int, world: int, keys: dict[str, Any], layout: Layout, faults: Faults) -> Report:
+    """One rank of a run. An error meant for the user ends up in the report."""
+    process = process_of(rank, keys, layout)
+    report = Report()
+    with _watched(report, faults):
+        try:
+            report.exit_code = run_module.train(process)
+        except DeepyError as error:
+            report.error, report.exit_code = str(error), error.exit_code
+    return report
+
+
+@contextlib.contextmanager
+def _watched(report: Report, faults: Faults) -> Iterator[None]:
+    callbacks, batches = run_module.default_callbacks, run_module.build_batches
+
+    def steps(inner: Callable[[int], Iterator[StepBatch]]) -> Callable[[int], Iterator[StepBatch]]:
+        def watched(consumed: int) -> Iterator[StepBatch]:
+            for batch in inner(consumed):
+                report.tokens.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest()[:16])
+                masked = batch.step + 1 in faults.all_masked
+                yield dataclasses.replace(batch, mask=torch.zeros_like(batch.mask)) if masked else batch
+
+        return watched
+
+    def built(*arguments: Any) -> dict[str, Any]:
+        found = batches(*arguments)
+        return {**found, "train": steps(found["train"])}
+
+    with mock.patch.object(run_module, "default_callbacks", lambda *a: [Recorder(report, faults), *callbacks(*a)]):
+        with mock.patch.object(run_module, "build_batches", built):
+            yield
+
+
+def run(keys: dict[str, Any], layout: Layout | None = None, faults: Faults | None = None) -> list[Report]:
+    """All ranks of a run; one report per rank."""
+    layout = layout or Layout()
+    return run_distributed(train, layout.world, keys, layout, faults or Faults(), timeout=110)
