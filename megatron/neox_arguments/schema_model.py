@@ -134,7 +134,7 @@ class ModelConfig:
         " num_layers kinds. 'global' and 'flash' are full causal attention, 'local' is a sliding window. Resolved to"
         " one kind per layer.",
     )
-    attention_backend: str = key(
+    attention_backend: Literal["auto", "torch", "flash", "flex", "manual"] = key(
         "auto",
         "Attention implementation: auto picks the best exact one for the device; the one used is logged.",
         new=True,

@@ -1,0 +1,35 @@
+"""A training run's configuration as evaluation and generation use it."""
+
+from __future__ import annotations
+
+from megatron.neox_arguments.arguments import GROUPS, SET_BY_PROGRAM, NeoXArgs
+from megatron.neox_arguments.keys import group_keys
+
+# Groups about which only training cares, and the few of their keys that describe the trained model or this start.
+_OF_TRAINING = ("data", "optimizer", "schedule", "training", "checkpoint", "deepspeed")
+_KEPT = {"precision", "fp16", "bf16", "seed", "train_micro_batch_size_per_gpu", "load", "iteration"}
+# The number of ranks was the training job's, a single token cannot be split, and the run's folder is not ours to write.
+_OTHERS = {"global_num_gpus", "sequence_parallel", "log_dir"}
+DEFAULT_BATCH = 8
+
+
+def for_inference(args: NeoXArgs) -> NeoXArgs:
+    """The same configuration without what only training needs, so that nothing about it can be missing or wrong.
+
+    The number of ranks is whatever runs, `load` is the run's `save` folder unless it is given, and
+    `train_micro_batch_size_per_gpu` is the number of texts a copy of the model works on at a time (8 if the config
+    does not say). Doing it twice changes nothing.
+    """
+    values, sources = args.values(), dict(args.sources)
+    if values["load"] is None and values["save"] is not None:
+        values["load"], sources["load"] = values["save"], sources.get("save", SET_BY_PROGRAM)
+    of_training = {name for group in _OF_TRAINING for name in group_keys(GROUPS[group], group)}
+    dropped = _OTHERS | (of_training - _KEPT)
+    for name in dropped:
+        del values[name]
+    sources = {name: source for name, source in sources.items() if name.split(".")[0] not in dropped}
+    derived = sources.get("train_micro_batch_size_per_gpu", "derived").startswith("derived")
+    if derived:
+        values["train_micro_batch_size_per_gpu"] = DEFAULT_BATCH
+        sources["train_micro_batch_size_per_gpu"] = SET_BY_PROGRAM
+    return NeoXArgs.from_values(values, sources)
