@@ -118,7 +118,7 @@ def launch(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[
     """Start the ranks where `placement` says, wait, and return the job's exit code."""
     _refuse_nested_start(env)
     run_folder = args.checkpoint.save or args.logging.log_dir
-    log_folder = Path(run_folder).absolute() / "logs" if run_folder else None
+    log_folder = _log_folder(args)
     if placement.launcher is None:
         return _launch_here(user_script, args, placement, log_folder)
     launcher = find_launcher(placement.launcher)
@@ -149,6 +149,13 @@ def launch(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[
     return outcome(code, Path(run_folder) if run_folder else None, started)
 
 
+def _log_folder(args: NeoXArgs) -> Path | None:
+    """Where the ranks' output goes: `log_dir` as it is (GPT-NeoX), else `logs` in `save`."""
+    if args.logging.log_dir:
+        return Path(args.logging.log_dir).absolute()
+    return Path(args.checkpoint.save).absolute() / "logs" if args.checkpoint.save else None
+
+
 def _launch_here(user_script: str, args: NeoXArgs, placement: Placement, log_folder: Path | None) -> int:
     if args.is_set("master_port"):
         port = args.launcher.master_port
@@ -177,7 +184,7 @@ def _multi_node_job(
     user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[str, str], resolved: str, address: str
 ) -> MultiNodeJob:
     launcher = args.launcher
-    run_folder = args.checkpoint.save or args.logging.log_dir
+    log_folder = _log_folder(args)
     extra: dict[str, str] = {}
     for folder in (Path.home(), Path.cwd()):  # DeepSpeed's file for more variables; the nearer one wins
         path = folder / ".deepspeed_env"
@@ -194,7 +201,7 @@ def _multi_node_job(
         master_addr=address,
         master_port=given,
         exports=exported(with_library_on_path(env), extra)[0],
-        log_folder=str(Path(run_folder).absolute() / "logs") if run_folder else None,
+        log_folder=str(log_folder) if log_folder else None,
         comment=launcher.comment,
         account=launcher.account,
         in_allocation=None if placement.resources else placement.world_size,

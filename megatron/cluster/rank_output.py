@@ -16,6 +16,7 @@ from pathlib import Path
 
 _TAIL_LINES = 200
 _SHOWN_LINES = 30
+_TRACEBACK = re.compile(r"(\[rank\d+\]: )?Traceback \(most recent call last\)")  # torch puts the rank in front
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
@@ -76,11 +77,11 @@ class RankOutput:
     def tail(self) -> str:
         """The end of the output: from the start of the last (chain of) traceback, else the last lines."""
         lines = [line.decode("utf-8", "replace") for line in self._tail]
-        starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+        starts = [i for i, line in enumerate(lines) if _TRACEBACK.match(line)]
         if not starts:
             return "\n".join(lines[-_SHOWN_LINES:])
         start = starts.pop()
-        while starts and any(line.startswith(_CHAINED) for line in lines[max(0, start - 3) : start]):
+        while starts and any(text in line for text in _CHAINED for line in lines[max(0, start - 3) : start]):
             start = starts.pop()
         return "\n".join(lines[start:])
 
