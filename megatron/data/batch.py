@@ -6,6 +6,7 @@ Shapes: b micro-batch, s sequence, gas micro-batches of a step.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,9 +56,12 @@ class StepBatch:
 
     def pin_memory(self) -> StepBatch:
         """The same in page-locked memory, from which copies to a GPU need not wait."""
-        return replace(self, **{name: value.pin_memory() for name, value in self._tensors().items()})
+        pinned: dict[str, Any] = {name: value.pin_memory() for name, value in self._tensors().items()}
+        return replace(self, **pinned)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
         """The same on another device."""
-        moved = {name: value.to(device, non_blocking=non_blocking) for name, value in self._tensors().items()}
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=non_blocking) for name, value in self._tensors().items()
+        }
         return replace(self, **moved)

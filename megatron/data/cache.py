@@ -64,7 +64,7 @@ class IndexCache:
         entry = self.folder / f"{name}-{key[:32]}"
         if entry.is_dir():
             return _load(entry, key)
-        if not self._writable():
+        if not _writable(self.folder):
             _ONCE.warning(f"{self.folder} cannot be written, so every process builds its own sample index in memory")
             return build()
         with _lock(self.folder / f"{entry.name}.lock", entry):
@@ -72,12 +72,13 @@ class IndexCache:
                 _publish(entry, key, build())
         return _load(entry, key)
 
-    def _writable(self) -> bool:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            return False
-        return os.access(self.folder, os.W_OK)
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def fill(arrays: StepArrays, micro: int, row: int, sample: Sample, rules: Collat
         arrays.targets[at] = np.maximum(labels, 0)
     if rules.eod_mask_loss:
         arrays.mask[at][inputs == rules.eod] = 0
-    if rules.intra_document_masking:
+    if arrays.doc_ids is not None:
         begins = document_begins(sample, rules.eod)
         counter = np.arange(rules.seq_length)
         arrays.doc_ids[at] = np.cumsum(begins) - 1

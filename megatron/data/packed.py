@@ -148,7 +148,7 @@ class PackedDataset:
         starts, at = [], 0
         for document, offset, length in pieces:
             tokens[at : at + length] = self.data.get(document, offset, length)
-            if labels is not None:
+            if self.labels is not None and labels is not None:
                 labels[at : at + length] = self.labels.get(document, offset, length)
             if offset == 0:
                 starts.append(at)

@@ -13,7 +13,7 @@ import numpy as np
 from megatron.data.index_builders import fallback
 
 try:
-    from megatron.data.index_builders import _native
+    from megatron.data.index_builders import _native  # type: ignore[attr-defined]
 except ImportError:  # no compiler when the package was installed
     _native = None
 
