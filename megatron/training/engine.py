@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron.data.batch import StepBatch
-from megatron.mpu.sharding import named_parameters
+from megatron.mpu.sharding import named_parameters, spec_of
 from megatron.mpu.state import ParallelState
 from megatron.training.engine_state import OptimizerState
 from megatron.training.engine_update import (
@@ -257,7 +257,7 @@ class DeepSpeedEngine:
 
     def grads(self) -> dict[str, Tensor]:
         """Local gradient pieces by canonical name; only valid inside `before_update`."""
-        return {p.spec.name: g for g, p in self._gradients.pieces()}
+        return {spec_of(p).key: g for g, p in self._gradients.pieces()}
 
     def grad_norms(self) -> dict[str, Tensor]:
         """L2 norm of each gradient of the whole model, unclipped; only in `before_update`. Collective, all ranks."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron.mpu.sharding import is_owned
+from megatron.mpu.sharding import is_owned, spec_of
 from megatron.mpu.state import ParallelState
 
 # Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ and Megatron do.
@@ -134,7 +134,7 @@ def global_norm(gradients: Gradients, state: ParallelState) -> Tensor:
 
     Replicated parameters are counted on tensor-parallel rank 0, tied copies on the first stage only.
     """
-    owned = [g for g, p in gradients.pieces() if is_owned(p.spec, state)]
+    owned = [g for g, p in gradients.pieces() if is_owned(spec_of(p), state)]
     if owned:
         squares = torch.stack([n.float() for n in torch._foreach_norm(owned)]).square().sum()
     else:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import log
+from megatron.errors import UserError
 from megatron.model.gpt import gpt_layers
 from megatron.model.pipe import LayerPipe, SequentialModel
 from megatron.mpu.random import seed_everything
@@ -67,8 +68,9 @@ def start_process(
         resolved: instead of those, the file in which the launcher left the resolved configuration (rank 0 reads it).
         prepare: what the script makes of the configuration before anything is derived (`for_inference`).
     """
-    info = ranks_from_environment(os.environ)
-    log.configure(info.rank, os.environ.get("LOGLEVEL", "INFO"))
+    info = ranks_from_environment(os.environ, None if resolved else launcher_preference(paths, overrides))
+    level = os.environ.get("LOGLEVEL", "INFO")
+    log.configure(info.rank, level)
     store = _store(info)
 
     def read() -> str:
@@ -77,6 +79,8 @@ def start_process(
 
     config = share_config(store, info.rank, info.world_size, read, own_files=resolved is None)
     args = NeoXArgs.from_resolved(config)
+    if not resolved and args.logging.log_dir:  # our own launcher keeps each rank's output there itself
+        log.configure(info.rank, level, Path(args.logging.log_dir) / f"rank_{info.rank}.log")
     tokenizer = build_tokenizer(args.tokenizer)
     args = derive(args, Facts(vocab_size=tokenizer.vocab_size, num_devices=info.world_size))
     device = pick_device(info)
@@ -91,6 +95,15 @@ def start_process(
     state = ParallelState.build(topology, info.rank, device, args.parallel.sequence_parallel)
     seed_everything(args.training.seed, state)
     return Process(args, state, tokenizer)
+
+
+def launcher_preference(paths: list[str], overrides: list[str]) -> str | None:
+    """Whose variables say which rank this is, as far as the configuration says: "mpi", "slurm" or None."""
+    try:
+        launcher = load(paths, overrides).launcher
+    except UserError:
+        return None  # told once the ranks have met, so that it is told once
+    return "mpi" if launcher.deepspeed_mpi else "slurm" if launcher.deepspeed_slurm else None
 
 
 def _store(info: RankInfo) -> dist.Store:
