@@ -9,11 +9,13 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
 
 _ROOT = "deepy"
+_RESULTS = "deepy.results"
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -21,18 +23,29 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(f"{_ROOT}.{name.removeprefix('megatron.')}")
 
 
-def configure(rank: int = 0, level: str = "INFO") -> None:
+def configure(rank: int = 0, level: str = "INFO", file: Path | None = None) -> None:
     """Set up logging for this process: rank 0 speaks from `level` up, the others from WARNING up with their rank.
 
-    Calling it again replaces the earlier set-up.
+    `file` takes the messages and results of every rank from `level` up, with the time. Calling it again replaces the
+    earlier set-up.
     """
-    root = logging.getLogger(_ROOT)
+    root, wanted = logging.getLogger(_ROOT), getattr(logging, level.upper(), logging.INFO)
+    for old in root.handlers:
+        old.close()
     root.handlers.clear()
     root.propagate = False
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    handler.setLevel(wanted if rank == 0 else logging.WARNING)
+    # A result is on stdout already.
+    handler.addFilter(lambda record: record.name != _RESULTS)
     root.addHandler(handler)
-    root.setLevel(getattr(logging, level.upper(), logging.INFO) if rank == 0 else logging.WARNING)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        into = logging.FileHandler(file, encoding="utf-8", delay=True)
+        into.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        root.addHandler(into)
+    root.setLevel(wanted if rank == 0 or file is not None else logging.WARNING)
 
 
 class Once:
@@ -76,3 +89,4 @@ def progress(items: Iterable[T], *, what: str, total: int | None = None, unit: s
 def result(line: str) -> None:
     """Print one line of a command's result (a training or evaluation line, a table) on stdout, at once."""
     print(line, flush=True)
+    logging.getLogger(_RESULTS).info(line)

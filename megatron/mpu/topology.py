@@ -99,13 +99,22 @@ _LAUNCHERS: dict[str, tuple[str, str, str]] = {
 }
 
 
-def ranks_from_environment(env: Mapping[str, str]) -> RankInfo:
+def ranks_from_environment(env: Mapping[str, str], prefer: str | None = None) -> RankInfo:
     """This process's rank, local rank and world size from what torchrun, MPI or SLURM put into `env`.
+
+    `prefer`: "mpi" (`deepspeed_mpi`) or "slurm" (`deepspeed_slurm`) lets that one's variables win over a RANK that was
+    left in the environment, where they are set. A process that torchrun itself started keeps torchrun's.
 
     Without any launcher's variables this is the only process: (0, 0, 1). Raises `UserError` naming the variables when
     a launcher is recognised but its variables are incomplete or contradict each other.
     """
-    for launcher, (rank, local_rank, world) in _LAUNCHERS.items():
+    names = list(_LAUNCHERS)
+    if prefer is not None and "TORCHELASTIC_RUN_ID" not in env:
+        if prefer == "slurm" and "SLURM_PROCID" in env:
+            return _slurm_rank(env)
+        names.sort(key=lambda name: name == "torchrun")  # after MPI's
+    for launcher in names:
+        rank, local_rank, world = _LAUNCHERS[launcher]
         if rank not in env:
             continue
         if launcher == "MPICH" and local_rank not in env and "SLURM_PROCID" in env:
@@ -118,10 +127,14 @@ def ranks_from_environment(env: Mapping[str, str]) -> RankInfo:
             )
         return _checked(launcher, _int(env, rank), _int(env, local_rank), _int(env, world))
     if "SLURM_PROCID" in env:
-        if "SLURM_LOCALID" not in env:
-            raise UserError("SLURM_PROCID is set but SLURM_LOCALID is not; start the processes with srun")
-        return _checked("SLURM", _int(env, "SLURM_PROCID"), _int(env, "SLURM_LOCALID"), slurm_world_size(env))
+        return _slurm_rank(env)
     return RankInfo(0, 0, 1)
+
+
+def _slurm_rank(env: Mapping[str, str]) -> RankInfo:
+    if "SLURM_LOCALID" not in env:
+        raise UserError("SLURM_PROCID is set but SLURM_LOCALID is not; start the processes with srun")
+    return _checked("SLURM", _int(env, "SLURM_PROCID"), _int(env, "SLURM_LOCALID"), slurm_world_size(env))
 
 
 def slurm_world_size(env: Mapping[str, str]) -> int:

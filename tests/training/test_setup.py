@@ -1,0 +1,99 @@
+"""Which environment names the ranks, where a rank's log goes, and which blocks are compiled."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from megatron import log
+from megatron.errors import UserError
+from megatron.model.block import TransformerBlock
+from megatron.mpu.topology import RankInfo, ranks_from_environment
+from megatron.training.compile import wants_compile
+from megatron.training.setup import launcher_preference
+from tests.distributed import run_distributed
+from tests.training.tiny import NEOX, Layout, build, step_batch
+
+pytestmark = pytest.mark.cpu
+
+STALE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8"}
+MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("prefer", "env", "expected"),
+    [
+        (None, STALE | SLURM | MPI, (0, 0, 1)),
+        ("slurm", STALE | SLURM | MPI, (5, 1, 8)),
+        ("mpi", STALE | SLURM | MPI, (3, 3, 4)),
+        ("mpi", STALE | SLURM, (0, 0, 1)),
+        ("slurm", STALE | MPI, (3, 3, 4)),
+        ("slurm", STALE, (0, 0, 1)),
+        ("slurm", {"RANK": "6", "LOCAL_RANK": "2", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "x"} | SLURM, (6, 2, 8)),
+        (None, {}, (0, 0, 1)),
+    ],
+)
+def test_who_names_the_rank(prefer, env, expected):
+    assert ranks_from_environment(env, prefer) == RankInfo(*expected)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [("", None), ("deepspeed_mpi: true", "mpi"), ("deepspeed_slurm: true", "slurm"), ("x: 1", None)],
+)
+def test_the_configuration_says_whom_to_prefer(tmp_path, line, expected):
+    path = tmp_path / "run.yml"
+    path.write_text(f"num_layers: 2\n{line}\n")
+    assert launcher_preference([str(path)], []) == expected
+
+
+def test_a_file_takes_the_messages_of_every_rank(tmp_path, capsys):
+    try:
+        for rank in (0, 1):
+            log.configure(rank, "INFO", tmp_path / "logs" / f"rank_{rank}.log")
+            log.get_logger("megatron.x").info(f"from {rank}")
+            log.result(f"line of {rank}")
+    finally:
+        log.configure(0)
+    for rank in (0, 1):
+        text = (tmp_path / "logs" / f"rank_{rank}.log").read_text()
+        assert f"from {rank}" in text and f"line of {rank}" in text
+    shown = capsys.readouterr()
+    assert "from 0" in shown.err and "from 1" not in shown.err and "line of" not in shown.err
+    assert shown.out.splitlines() == ["line of 0", "line of 1"]
+    assert not any(isinstance(handler, logging.FileHandler) for handler in logging.getLogger("deepy").handlers)
+
+
+def test_compiling_is_for_gpus_unless_asked_for():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert not wants_compile(None, cpu, 1) and wants_compile(True, cpu, 1)
+    assert wants_compile(None, gpu, 1) and not wants_compile(False, gpu, 1)
+    assert not wants_compile(None, gpu, 3)
+    with pytest.raises(UserError, match="torch_compile: true does not go with zero_optimization.stage 3"):
+        wants_compile(True, gpu, 3)
+
+
+def compiled_blocks(rank, world, keys, layout, backend):
+    """How many blocks of this rank's engine are compiled, and the loss of two steps."""
+    from unittest import mock
+
+    from megatron.training import setup
+
+    with mock.patch.object(setup.compile_blocks, "__defaults__", (backend,)):
+        engine, args, lr = build(rank, keys, layout)
+    blocks = [m for m in engine.module.modules() if isinstance(m, TransformerBlock)]
+    losses = [float(engine.train_batch(step_batch(i, args, engine.state), lr(i)).loss) for i in range(2)]
+    return [block._compiled_call_impl is not None for block in blocks], losses
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=lambda x: x.name)
+def test_torch_compile_compiles_every_block_and_changes_nothing(layout):
+    """Traced by the compiler, run by torch ("aot_eager"): a real back-end needs minutes of C++ on a CPU."""
+    plain = run_distributed(compiled_blocks, 2, NEOX, layout, "aot_eager", timeout=110)
+    compiled = run_distributed(compiled_blocks, 2, {**NEOX, "torch_compile": True}, layout, "aot_eager", timeout=110)
+    for (off, losses), (on, same) in zip(plain, compiled, strict=True):
+        assert off and not any(off) and on and all(on)
+        assert same == pytest.approx(losses, rel=1e-6)
