@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from megatron.callbacks.health import SkippedSteps
 from megatron.checkpoint.cadence import is_save_step
@@ -25,14 +24,12 @@ class Checkpointer(Callback):
 
     Args:
         root: the `save` folder.
-        config: the resolved configuration as it is kept in the checkpoint.
         config_files: name -> text of the YAML files the run was started with.
         health: tells whether the last updates were skipped.
     """
 
-    def __init__(self, root: Path, config: dict[str, Any], config_files: dict[str, str], health: SkippedSteps) -> None:
+    def __init__(self, root: Path, config_files: dict[str, str], health: SkippedSteps) -> None:
         self.root = root
-        self.config = config
         self.config_files = config_files
         self.health = health
         self._saved_at: int | None = None
@@ -76,7 +73,7 @@ class Checkpointer(Callback):
             heads=Heads.of(trainer.args.model),
             consumed=trainer.consumed,
             client=trainer.state_dict(),
-            config=self.config,
+            config=trainer.args.to_dict(),
             config_files=self.config_files,
             save_optim=not options.no_save_optim,
             save_rng=not options.no_save_rng,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from megatron.callbacks.checkpointer import Checkpointer
 from megatron.callbacks.console import Console
@@ -13,7 +12,7 @@ from megatron.callbacks.flops import Flops, device_peak
 from megatron.callbacks.health import ReplicaCheck, SkippedSteps
 from megatron.callbacks.meter import Meter
 from megatron.callbacks.norms import Norms
-from megatron.callbacks.run_folder import RunStatus, recorded_config, run_folder
+from megatron.callbacks.run_folder import RunStatus, run_folder
 from megatron.callbacks.stopping import ExitInterval, StopOnSignal
 from megatron.callbacks.trackers import JsonLines, TensorBoard, Tracker, Trackers, WeightsAndBiases
 from megatron.mpu.state import ParallelState
@@ -43,7 +42,6 @@ def default_callbacks(
     shows and stores comes after what there is to be shown, at the end of the run as well; the status is written last.
     """
     training, logging = args.training, args.logging
-    config = recorded_config(args) if state.rank == 0 else args.to_dict()
     health = SkippedSteps(args.optimizer.max_skipped_steps)
     meter = Meter(logging.log_interval, step_flops(args, state, vocab_size))
     callbacks: list[Callback] = [
@@ -55,18 +53,18 @@ def default_callbacks(
         Evaluator(training.eval_interval, training.eval_iters, valid, test),
     ]
     if args.checkpoint.save:
-        callbacks.append(Checkpointer(Path(args.checkpoint.save), config, config_texts(args), health))
+        callbacks.append(Checkpointer(Path(args.checkpoint.save), config_texts(args), health))
     callbacks.append(StopOnSignal())
     folder = run_folder(args)
     if state.rank == 0:
         callbacks.append(Console())
-    callbacks.append(Trackers(build_trackers(args, config, folder, state.rank)))
+    callbacks.append(Trackers(build_trackers(args, folder, state.rank)))
     if state.rank == 0 and folder is not None:
-        callbacks.append(RunStatus(folder, config))
+        callbacks.append(RunStatus(folder))
     return callbacks
 
 
-def build_trackers(args: NeoXArgs, config: dict[str, Any], folder: Path | None, rank: int) -> list[Tracker]:
+def build_trackers(args: NeoXArgs, folder: Path | None, rank: int) -> list[Tracker]:
     """The trackers of this rank: rank 0 has all that the configuration asks for, and metrics.jsonl whenever there is a
     run folder; the others have W&B with `wandb_init_all_ranks`.
     """
@@ -76,7 +74,7 @@ def build_trackers(args: NeoXArgs, config: dict[str, Any], folder: Path | None, 
     if rank == 0 and args.logging.tensorboard_dir:
         trackers.append(TensorBoard(args.logging.tensorboard_dir))
     if args.logging.use_wandb and (rank == 0 or args.logging.wandb_init_all_ranks):
-        trackers.append(WeightsAndBiases(args, config, str(folder) if folder else None, rank))
+        trackers.append(WeightsAndBiases(args, str(folder) if folder else None, rank))
     return trackers
 
 

@@ -14,7 +14,7 @@ from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.find import Start, decide_start
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.lock import SaveLock
-from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.manifest import Manifest, git_revision
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.schedule import schedule_of_continued_run
 from megatron.data.batch import StepBatch
@@ -50,9 +50,10 @@ class DataOrder(Callback):
 
 def train(process: Process) -> int:
     """Train as configured and return the exit code. The same call on every rank."""
-    args = with_epochs(process.args)
+    args, state = with_epochs(process.args), process.state
     check_trainable(args)
-    state = process.state
+    if state.rank == 0 and args.logging.git_hash is None:
+        args = args.replace("git", git_hash=git_revision())  # kept with the run and its checkpoints
     start = agree_on_start(args, state.rank)
     say_start(args, start)
     with save_lock(args, state.rank):

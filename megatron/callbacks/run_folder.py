@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.manifest import git_revision
 from megatron.errors import DeepyError
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.callback import Callback
@@ -43,29 +42,22 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def recorded_config(args: NeoXArgs) -> dict[str, Any]:
-    """The resolved keys as they are kept with a run: `git_hash` is that of the running code, unless it was given."""
-    return {**args.to_dict(), "git_hash": args.logging.git_hash or git_revision()}
-
-
 class RunStatus(Callback):
     """Keeps `status.json` and `resolved.yml` (rank 0).
 
     Args:
         folder: the run folder.
-        config: `recorded_config`.
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = config
         self._last = 0.0
 
     def start(self, trainer: Trainer) -> None:
         import yaml
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        resolved = yaml.safe_dump(self.config, sort_keys=True)
+        resolved = yaml.safe_dump(trainer.args.to_dict(), sort_keys=True)
         write_atomically(self.folder / "resolved.yml", resolved)
         self._write(trainer, "starting")
 

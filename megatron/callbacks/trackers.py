@@ -60,7 +60,7 @@ class WeightsAndBiases:
     `WANDB_MODE=offline` works as everywhere; `wandb_host` is only passed on when set, so that WANDB_BASE_URL does too.
     """
 
-    def __init__(self, args: NeoXArgs, config: dict[str, Any], directory: str | None, rank: int) -> None:
+    def __init__(self, args: NeoXArgs, directory: str | None, rank: int) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -77,7 +77,7 @@ class WeightsAndBiases:
             group=group,
             name=name,
             entity=log.wandb_team,
-            config=config,
+            config=args.to_dict(),
             dir=directory,
             resume="allow",
             settings=wandb.Settings(**host),
