@@ -73,8 +73,8 @@ def stages(train_iters: int) -> list[Stage]:
         Stage(
             "Generate",
             "The trained ranks write text: each holds its part of the model, none gathers the whole.",
-            f"python deepy.py generate.py {CONFIG} configs/text_generation.yml text_gen_type=input-file temperature=0.7 "
-            f"top_k=40 prompt_end='|||' -i {DEMO}/prompts.txt -o {DEMO}/generated.jsonl",
+            f"python deepy.py generate.py {CONFIG} configs/text_generation.yml text_gen_type=input-file "
+            f"temperature=0.7 top_k=40 prompt_end='|||' -i {DEMO}/prompts.txt -o {DEMO}/generated.jsonl",
             lambda: (DEMO / "generated.jsonl").exists(),
         ),
         Stage(
