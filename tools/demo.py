@@ -24,7 +24,7 @@ CHECKPOINTS = DEMO / "checkpoints"
 CONFIG = "configs/demo.yml"
 CONFIGS = (CONFIG, "configs/tiny.yml", "configs/text_generation.yml")
 STOP_AT = 100
-PROMPTS = ("def main(", "import os\n\nclass ", "The module ")
+PROMPTS = ("def main(", "import os, ", "class Test")
 LOGIT_TOLERANCE = 1e-4
 
 
@@ -74,7 +74,7 @@ def stages(train_iters: int) -> list[Stage]:
             "Generate",
             "The trained ranks write text: each holds its part of the model, none gathers the whole.",
             f"python deepy.py generate.py {CONFIG} configs/text_generation.yml text_gen_type=input-file "
-            f"temperature=0.7 top_k=40 prompt_end='|||' -i {DEMO}/prompts.txt -o {DEMO}/generated.jsonl",
+            f"temperature=0.7 top_k=40 -i {DEMO}/prompts.txt -o {DEMO}/generated.jsonl",
             lambda: (DEMO / "generated.jsonl").exists(),
         ),
         Stage(
@@ -95,7 +95,7 @@ def main() -> int:
     os.chdir(ROOT)
     forget_if_configs_changed()
     (DEMO / "logs").mkdir(parents=True, exist_ok=True)
-    (DEMO / "prompts.txt").write_text("|||".join(PROMPTS))
+    (DEMO / "prompts.txt").write_text("\n".join(PROMPTS))
     train_iters = int(re.search(r"^train_iters:\s*(\d+)", Path("configs/tiny.yml").read_text(), re.MULTILINE)[1])
     start = time.monotonic()
     todo = stages(train_iters)
