@@ -29,7 +29,7 @@ from megatron.cluster.launchers import (
 )
 from megatron.cluster.local import LocalJob, run_local
 from megatron.cluster.node import node_job, with_library_on_path
-from megatron.cluster.outcome import await_end, outcome
+from megatron.cluster.outcome import await_end, outcome, record_end
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
@@ -143,7 +143,7 @@ def launch(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[
             stopped_code=launcher.stopped_code,
             failure_line=launcher.failure_line,
         )
-        code = run_local(whole)
+        code = run_local(whole).code
     if code > 128 and not launcher.waits and run_folder:
         return await_end(code, Path(run_folder), started)
     return outcome(code, Path(run_folder) if run_folder else None, started)
@@ -167,7 +167,11 @@ def _launch_here(user_script: str, args: NeoXArgs, placement: Placement, log_fol
         job = node_job(
             placement.resources, 0, command, master_addr="127.0.0.1", master_port=port, log_folder=log_folder
         )
-        return run_local(job)
+        started = time.time()
+        end = run_local(job)
+    if log_folder is not None:
+        record_end(log_folder.parent, started, end)
+    return end.code
 
 
 def command_preview(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[str, str]) -> str:

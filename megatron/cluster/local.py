@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from megatron.cluster.rank_output import RankOutput, open_channel
 from megatron.errors import LostRankError, NumericsError, StopRequested, UserError
@@ -116,8 +117,15 @@ def rank_environment(
     return env
 
 
-def run_local(job: LocalJob) -> int:
-    """Start the ranks, wait for them, and return the job's exit code (table in `megatron/errors.py`)."""
+class JobEnd(NamedTuple):
+    """How a job ended: its exit code (table in `megatron/errors.py`) and, after a failure, whose and how."""
+
+    code: int
+    reason: str | None = None
+
+
+def run_local(job: LocalJob) -> JobEnd:
+    """Start the ranks, wait for them, and tell how the job ended."""
     run = _Run(job)
     with _signals_to(run):
         try:
@@ -297,16 +305,15 @@ def _signals_to(run: _Run) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _conclude(run: _Run) -> int:
-    """The job's exit code; after a failure also the report, ending with the last words of the rank to blame."""
+def _conclude(run: _Run) -> JobEnd:
+    """How the job ended; after a failure also the report, ending with the last words of the rank to blame."""
     codes = [rank.code for rank in run.ranks]
     if not run.failures:
         if any(code not in (0, StopRequested.exit_code) for code in codes):
-            return 128 + run.received[0]  # ended by the signal, not having saved
-        return StopRequested.exit_code if StopRequested.exit_code in codes else 0
+            return JobEnd(128 + run.received[0])  # ended by the signal, not having saved
+        return JobEnd(StopRequested.exit_code if StopRequested.exit_code in codes else 0)
     culprit = min(run.failures, key=lambda rank: (_blame(_code(rank)), rank.ended))
-    _report(run, culprit)
-    return exit_code(_code(culprit))
+    return JobEnd(exit_code(_code(culprit)), _report(run, culprit))
 
 
 def _code(rank: _Rank) -> int:
@@ -328,7 +335,8 @@ def _blame(code: int) -> int:
     return 2 if code == LostRankError.exit_code else 1
 
 
-def _report(run: _Run, culprit: _Rank) -> None:
+def _report(run: _Run, culprit: _Rank) -> str:
+    """Say which rank failed, how, and what it said last; returns the first two."""
     code = _code(culprit)
     how = f"exit code {code}"
     if code < 0:
@@ -340,5 +348,7 @@ def _report(run: _Run, culprit: _Rank) -> None:
     shown_last = culprit.output.straight and all(r.output.last_write <= culprit.output.last_write for r in run.ranks)
     tail = "" if shown_last else culprit.output.tail()
     who = run.job.name or f"rank {culprit.rank} of {world}"
-    head = f"{who} failed: {how}{where}"
+    reason = f"{who} failed: {how}"
+    head = f"{reason}{where}"
     logger.error(f"{head}\n{tail}" if tail else head)
+    return reason

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             log_folder=Path(given.log_folder) if given.log_folder else None,
             launcher_fd=2,
         )
-        return run_local(job)
+        return run_local(job).code
 
 
 def node_job(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
-from megatron.cluster.local import exit_code
+from megatron.cluster.local import JobEnd, exit_code
 from megatron.log import get_logger
 
 logger = get_logger(__name__)
@@ -39,6 +40,21 @@ def outcome(code: int, run_folder: Path | None, since: float) -> int:
         return exit_code(told)
     logger.error(f"{run_folder}/status.json: last sign of life at step {status.get('step')} ({status.get('state')})")
     return code
+
+
+def record_end(run_folder: Path, since: float, end: JobEnd) -> None:
+    """Put what only the launcher knows into `status.json`: which rank failed, and the code of the whole job.
+
+    Rank 0 writes that file; when another rank is killed it knows only of a lost connection, when it is killed itself
+    it writes nothing.
+    """
+    status = read_status(run_folder, since)
+    if status is None or end.reason is None or status.get("exit_code") == end.code:
+        return
+    status |= {"state": "failed", "exit_code": end.code, "reason": end.reason}
+    temporary = run_folder / f".status.json.{os.getpid()}"
+    temporary.write_text(json.dumps(status, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(run_folder / "status.json")
 
 
 def await_end(code: int, run_folder: Path, since: float, patience: float = 600.0) -> int:

@@ -37,7 +37,7 @@ if given["pdsh"]:
     pdsh = find_launcher("pdsh")
     other = {k: getattr(pdsh, k) for k in ("stop_signal", "stopped_code", "failure_line")} | {"name": "pdsh"}
 sys.exit(run_local(LocalJob([sys.executable, "-u", given["script"]], envs, log_folder=logs, settle=0.5, grace=1.5,
-                            launcher_fd=given["fd"], patience=3.0, **other)))
+                            launcher_fd=given["fd"], patience=3.0, **other)).code)
 """
 
 

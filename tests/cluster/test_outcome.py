@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cluster.outcome import await_end, outcome, read_status
+from megatron.cluster.local import JobEnd
+from megatron.cluster.outcome import await_end, outcome, read_status, record_end
 
 pytestmark = pytest.mark.cpu
 
@@ -47,3 +48,18 @@ def test_a_stopped_run_is_waited_for_until_it_says_how_it_ended(tmp_path: Path) 
     since = write(tmp_path, state="saving", step=3)
     assert await_end(143, tmp_path, since, patience=0.1) == 143
     assert await_end(143, tmp_path / "absent", since, patience=20) == 143
+
+
+def test_what_only_the_launcher_knows_goes_into_the_status(tmp_path: Path) -> None:
+    since = write(tmp_path, state="failed", step=3, reason="connection closed by peer", exit_code=1)
+    record_end(tmp_path, since, JobEnd(5, "rank 2 of 4 failed: killed by SIGKILL"))
+    status = read_status(tmp_path, since)
+    assert status is not None and (status["exit_code"], status["step"]) == (5, 3)
+    assert status["reason"] == "rank 2 of 4 failed: killed by SIGKILL"
+    since = write(tmp_path, state="failed", step=3, reason="NumericsError: nan", exit_code=4)
+    record_end(tmp_path, since, JobEnd(4, "rank 0 of 4 failed: exit code 4"))
+    record_end(tmp_path, since, JobEnd(0))
+    status = read_status(tmp_path, since)
+    assert status is not None and status["reason"] == "NumericsError: nan"  # the run said it better itself
+    record_end(tmp_path / "absent", since, JobEnd(5, "x"))
+    assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
