@@ -262,9 +262,8 @@ def test_a_module_that_starts_threads_is_refused_and_forgotten() -> None:
 
 SESSION = """
 import sys, time
-from tests.distributed.client import _SERVER, run_distributed
-from tests.distributed.test_run_distributed import identity
-run_distributed(identity, 1, 0)
+from tests.distributed.client import _SERVER
+_SERVER.start()
 print(_SERVER._process.pid, _SERVER._folder, flush=True)
 time.sleep(1000 if sys.argv[1] == "kill" else 0)
 """
@@ -276,9 +275,10 @@ def test_the_server_ends_with_the_session(how: str) -> None:
     """However the session ends, kill -9 included, no server stays behind."""
     session = subprocess.Popen([sys.executable, "-c", SESSION, how], stdout=subprocess.PIPE, text=True)
     pid, folder = session.stdout.readline().split()
+    assert psutil.pid_exists(int(pid))
     if how == "kill":
         session.kill()
     session.wait(30)
     session.stdout.close()
-    assert wait_until(lambda: not psutil.pid_exists(int(pid)), 20)
+    assert wait_until(lambda: not psutil.pid_exists(int(pid)), 100)
     assert not os.path.exists(folder)
