@@ -13,14 +13,14 @@ from megatron.errors import UserError, run_cli
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.load import load
-from megatron.plan.preflight import check_before_launch
+from megatron.plan.preflight import check_before_launch, config_for
 
 
 def main() -> int:
     """Parse, check, then explain, plan or launch. Imports neither torch nor deepspeed: this has to be quick."""
     log.configure(level=os.environ.get("LOGLEVEL", "INFO"))
     line = parse_launcher_command_line(sys.argv[1:])
-    args = load(line.paths, line.overrides)
+    args = config_for(load(line.paths, line.overrides), line.user_script)
     if line.explain:
         print("\n".join(explain(args, key) for key in line.explain))
         return 0

@@ -8,50 +8,42 @@ import torch
 from torch import nn
 
 from megatron.checkpoint.compare import check_config
-from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.errors import UserError
 from megatron.inference.stage import Stage
 from megatron.log import get_logger
 from megatron.model.gpt import build_layer, gpt_layers
+from megatron.model.head import TIED_NAME
 from megatron.model.partition import LayerRow, partition
 from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.schema_model import ModelConfig
+from megatron.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bfloat16": torch.bfloat16, "fp16": torch.float16}
 
 
-def checkpoint_folder(args: NeoXArgs) -> Path:
-    """The checkpoint that generation and evaluation use: `iteration` or the latest of `load`, else of `save`.
+def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, folder: Path) -> Stage:
+    """This rank's stage with the weights of the checkpoint `folder`, in the precision of the configuration.
 
     Raises:
-        UserError: neither key is set, or the folder holds no such checkpoint.
-    """
-    options = args.checkpoint
-    if options.load is None and options.save is None:
-        raise UserError("load is not set: name the folder of the checkpoint to use, for instance load=checkpoints")
-    key = "load" if options.load is not None else "save"
-    return find_checkpoint(options.load or options.save, options.iteration, key)
-
-
-def build_stage(args: NeoXArgs, state: ParallelState, vocab_size: int, folder: Path) -> Stage:
-    """This rank's stage with the weights of the checkpoint `folder`, in the run's precision.
-
-    Raises:
-        UserError: the checkpoint was made by another architecture, or lacks a weight.
+        UserError: the checkpoint was made by another architecture or tokenizer, or lacks a weight.
     """
     reader = CheckpointReader(folder)
-    for message in check_config(reader.manifest.config, args.to_dict(), finetune=True):
-        logger.debug(message)
-    padded = args.tokenizer.padded_vocab_size
-    layers = gpt_layers(args.model, vocab_size=vocab_size, padded_vocab_size=padded, state=state)
+    check_fits(reader, args, tokenizer)
+    dtype = DTYPES[args.optimizer.precision or "fp32"]
+    layers = gpt_layers(
+        args.model,
+        vocab_size=tokenizer.vocab_size,
+        padded_vocab_size=args.tokenizer.padded_vocab_size,
+        state=state,
+    )
     rows = [LayerRow(layer.index, layer.name) for layer in layers]
     sizes = [layer.parameters for layer in layers]
     bounds = partition(rows, state.pp_size, args.parallel.pipe_partition_method, sizes)
-    dtype = DTYPES[args.optimizer.precision]
     modules: list[nn.Module] = []
     for layer in layers[bounds[state.pp_rank] : bounds[state.pp_rank + 1]]:
         shared = modules[0].word_embeddings.weight if layer.tied and state.pp_size == 1 else None
@@ -59,7 +51,8 @@ def build_stage(args: NeoXArgs, state: ParallelState, vocab_size: int, folder: P
         if shared is None:
             fill(module, reader, state, dtype)
         modules.append(module)
-    return Stage(modules, state, args.model.hidden_size, dtype, args.model.intra_document_masking)
+    model = args.model
+    return Stage(modules, state, model.hidden_size, dtype, model.intra_document_masking, position_limit(model))
 
 
 @torch.no_grad()
@@ -68,3 +61,32 @@ def fill(module: nn.Module, reader: CheckpointReader, state: ParallelState, dtyp
     for name, p in named_parameters(module):
         p.data = reader.local_weight(name, p.spec, state.tp_rank, state.tp_size).to(state.device, dtype)
         p.requires_grad_(False)
+
+
+def position_limit(model: ModelConfig) -> int:
+    """The longest sequence the model can take. OPT's offset uses up rows of a learned table."""
+    longest = model.max_position_embeddings or model.seq_length
+    return longest - (model.opt_pos_emb_offset if model.pos_emb == "learned" else 0)
+
+
+def check_fits(reader: CheckpointReader, args: NeoXArgs, tokenizer: Tokenizer) -> None:
+    """The configuration and its tokenizer are those of the checkpoint. Raises `UserError` naming what differs.
+
+    Another tokenizer type with a vocabulary of the same size may well have the same ids (a tokenizer.json made from
+    vocab.json and merges.txt), so that is said but not refused.
+    """
+    saved = reader.manifest.config
+    for message in check_config(saved, args.to_dict(), finetune=True):
+        logger.debug(message)
+    trained = reader.entry(TIED_NAME).shape[0]
+    origin = ", ".join(f"{key}: {saved[key]}" for key in ("tokenizer_type", "vocab_file") if saved.get(key))
+    if trained != tokenizer.vocab_size:
+        raise UserError(
+            f"{reader.folder} was trained with {trained} tokens, {tokenizer.describe()} has {tokenizer.vocab_size}; "
+            f"use the tokenizer it was trained with ({origin or 'its config does not name one'})"
+        )
+    if saved.get("tokenizer_type") not in (None, args.tokenizer.tokenizer_type):
+        logger.warning(
+            f"tokenizer_type: {args.tokenizer.tokenizer_type}, but the checkpoint was trained with {origin}: if their "
+            "ids mean different tokens, the text will make no sense"
+        )

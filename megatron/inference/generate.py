@@ -5,13 +5,13 @@ Shapes: `b` prompts, `s` columns so far.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from megatron.inference.sampling import Sampling, next_tokens
+from megatron.inference.sampling import Draws, Sampling, next_tokens
 from megatron.inference.stage import Stage
 from megatron.layers.kv_cache import left_padded_positions
 
@@ -22,7 +22,7 @@ class Completion:
 
     Attributes:
         tokens: new tokens, the end-of-document token excluded.
-        finished: the model ended the text itself (end of document or a stop sequence).
+        finished: the model ended the text itself (end of document, or what `Limits.ended` looks for).
         message: why nothing or less than asked was generated, else None.
         logits: per new token the logits over the vocabulary (fp32), when asked for; on the last stage only.
     """
@@ -35,91 +35,105 @@ class Completion:
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop: at `eod`, at any of the token sequences `stop`, after `maximum_tokens`, at `max_positions`."""
+    """When to stop: at `eod`, after `maximum_tokens`, when `ended` says so of the new tokens, at the last position."""
 
     maximum_tokens: int
-    max_positions: int
     eod: int
-    stop: tuple[tuple[int, ...], ...] = ()
+    ended: Callable[[list[int]], bool] | None = None
 
 
+@torch.inference_mode()
 def generate(
     stage: Stage,
     prompts: Sequence[list[int]],
     limits: Limits,
     sampling: Sampling,
-    generator: torch.Generator | None = None,
+    draws: Draws | None = None,
     *,
     use_cache: bool = True,
     return_logits: bool = False,
 ) -> list[Completion]:
-    """Complete every prompt. The same call with the same prompts on every rank of a model replica.
+    """Complete every prompt. The same call with the same prompts on every rank of a copy of the model.
 
-    An empty prompt starts from the end-of-document token, as a document does in training.
+    An empty prompt starts from the end-of-document token, as a document does in training. A prompt that leaves no
+    position for a new token gets nothing but a message.
+
+    Args:
+        draws: one stream of random numbers per prompt; not needed when `sampling` is greedy.
     """
-    prompts = [prompt or [limits.eod] for prompt in prompts]
     completions = [Completion() for _ in prompts]
-    for prompt, completion in zip(prompts, completions, strict=True):
-        if len(prompt) >= limits.max_positions:
+    batch = []
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        text = _Text(row, list(prompt) or [limits.eod], completion)
+        if len(text.prompt) >= stage.max_positions:
             completion.message = (
-                f"the prompt has {len(prompt)} tokens, the model takes {limits.max_positions} with at least one new"
+                f"the prompt has {len(text.prompt)} tokens, the model takes {stage.max_positions} with the new ones"
             )
-    alive = [i for i, completion in enumerate(completions) if completion.message is None]
-    if alive:
-        batch = [prompts[i] for i in alive]
-        _run(stage, batch, [completions[i] for i in alive], limits, sampling, generator, use_cache, return_logits)
+        else:
+            batch.append(text)
+    if batch and limits.maximum_tokens > 0:
+        _run(stage, batch, limits, sampling, draws, use_cache, return_logits)
     return completions
+
+
+@dataclass
+class _Text:
+    """A prompt being completed; `row` is its number among all prompts of the call."""
+
+    row: int
+    prompt: list[int]
+    completion: Completion
+    open: bool = True
+
+    def take(self, token: int, logits: Tensor | None, limits: Limits, max_positions: int) -> None:
+        """Add a token, unless the text has ended before or ends with it."""
+        done = self.completion
+        if token == limits.eod:
+            done.finished, self.open = True, False
+            return
+        done.tokens.append(token)
+        if logits is not None:
+            done.logits.append(logits.float().cpu())
+        if limits.ended is not None and limits.ended(done.tokens):
+            done.finished, self.open = True, False
+        elif len(done.tokens) == limits.maximum_tokens:
+            self.open = False
+        elif len(self.prompt) + len(done.tokens) >= max_positions:
+            done.message, self.open = f"stopped at the model's {max_positions} positions", False
 
 
 def _run(
     stage: Stage,
-    prompts: Sequence[list[int]],
-    completions: Sequence[Completion],
+    batch: Sequence[_Text],
     limits: Limits,
     sampling: Sampling,
-    generator: torch.Generator | None,
+    draws: Draws | None,
     use_cache: bool,
     return_logits: bool,
 ) -> None:
+    """Rows are padded on the left, so that all continue in the same column."""
     device = stage.state.device
-    longest = max(len(p) for p in prompts)
-    start = torch.tensor([longest - len(p) for p in prompts], device=device)
-    columns = torch.tensor([[limits.eod] * (longest - len(p)) + p for p in prompts], device=device)
-    open_rows = set(range(len(prompts)))
-    cache = stage.new_cache(longest + limits.maximum_tokens, start)
-    for new in range(limits.maximum_tokens):
+    lengths = [len(text.prompt) for text in batch]
+    longest = max(lengths)
+    start = torch.tensor([longest - length for length in lengths], device=device)
+    columns = torch.tensor([[limits.eod] * (longest - len(t.prompt)) + t.prompt for t in batch], device=device)
+    rows = torch.tensor([text.row for text in batch])
+    steps = min(limits.maximum_tokens, stage.max_positions - min(lengths))
+    cache = stage.new_cache(longest + steps, start)
+    for _ in range(steps):
         if not use_cache:
             cache = stage.new_cache(columns.shape[1], start)
         done = cache.length
-        # A row that has ended rides along until the others do; its position must stay inside the model's tables.
-        positions = left_padded_positions(start, done, columns.shape[1] - done).clamp(max=limits.max_positions - 1)
+        # A text that has ended rides along until the others do; its position must stay inside the model's tables.
+        positions = left_padded_positions(start, done, columns.shape[1] - done).clamp(max=stage.max_positions - 1)
         logits = stage.last_logits(columns[:, done:], positions, cache)
-        picked = None if logits is None else next_tokens(logits, sampling, generator)
-        picked = stage.share(picked, len(prompts))
+        uniform = None if draws is None or sampling.greedy else draws.next()[rows].to(device)
+        picked = next_tokens(logits, sampling, uniform) if logits is not None and stage.speaks else None
+        picked = stage.share(picked, len(batch))
         columns = torch.cat((columns, picked[:, None]), dim=1)
-        for row, token in enumerate(picked.tolist()):
-            if row not in open_rows:
-                continue
-            row_logits = logits[row].float() if return_logits and logits is not None else None
-            ended = _take(completions[row], token, row_logits, limits)
-            if not ended and len(prompts[row]) + new + 1 >= limits.max_positions:
-                completions[row].message = f"stopped at the model's {limits.max_positions} positions"
-                ended = True
-            if ended:
-                open_rows.discard(row)
-        if not open_rows:
+        kept = logits if return_logits and logits is not None else [None] * len(batch)
+        for text, token, row in zip(batch, picked.tolist(), kept, strict=True):
+            if text.open:
+                text.take(token, row, limits, stage.max_positions)
+        if not any(text.open for text in batch):
             return
-
-
-def _take(completion: Completion, token: int, logits: Tensor | None, limits: Limits) -> bool:
-    """Add a token to a completion. Returns whether the completion has ended."""
-    if token == limits.eod:
-        completion.finished = True
-        return True
-    completion.tokens.append(token)
-    if logits is not None:
-        completion.logits.append(logits)
-    if any(len(s) > 0 and tuple(completion.tokens[-len(s) :]) == s for s in limits.stop):
-        completion.finished = True
-        return True
-    return False

@@ -2,19 +2,22 @@
 
 Greedy whenever temperature is 0, whatever top_k and top_p say. (GPT-NeoX still sampled at temperature 0 when a
 top_k was set.) Otherwise: divide by the temperature, keep the top_k best, then the smallest set whose probability
-reaches top_p, and draw.
+reaches top_p, and draw. Every sequence has random numbers of its own, which depend on the seed and its number alone:
+the text of a prompt is the same in any batch and on any layout.
 
 Shapes: `b` sequences, `v` vocabulary (the real one; padded rows never come here).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron.errors import UserError
+from megatron.mpu.sharding import stable_seed
 
 
 @dataclass(frozen=True)
@@ -43,24 +46,41 @@ class Sampling:
         return self.temperature == 0.0
 
 
-def next_tokens(logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
+class Draws:
+    """Uniform random numbers for a batch: a stream per sequence, from the seed and the sequence's number."""
+
+    def __init__(self, seed: int, sequences: Sequence[int]) -> None:
+        self._generators = [torch.Generator().manual_seed(stable_seed("sampling", seed, i)) for i in sequences]
+
+    def next(self, device: torch.device | str = "cpu") -> Tensor:
+        """The next number of each stream: [b] fp64 in [0, 1)."""
+        numbers = [torch.rand((), dtype=torch.float64, generator=generator) for generator in self._generators]
+        return torch.stack(numbers).to(device)
+
+
+def next_tokens(logits: Tensor, sampling: Sampling, draws: Tensor | None = None) -> Tensor:
     """Pick one token a row.
 
     Args:
         logits: [b, v], any float dtype; computed in fp32 here.
-        generator: source of randomness on `logits.device`.
+        draws: [b] fp64 uniform in [0, 1), not needed when greedy: the place in the cumulated distribution to take.
 
     Returns:
         [b] int64.
     """
     if sampling.greedy:
         return logits.argmax(dim=-1)
+    if draws is None:
+        raise ValueError("sampling needs a random number per row")
     scores = logits.float() / sampling.temperature
     if sampling.top_k > 0:
         scores = keep_top_k(scores, sampling.top_k)
     if 0.0 < sampling.top_p < 1.0:
         scores = keep_top_p(scores, sampling.top_p)
-    return torch.multinomial(scores.softmax(dim=-1), 1, generator=generator).squeeze(-1)
+    cumulated = scores.double().softmax(dim=-1).cumsum(dim=-1)
+    # right: the first token whose cumulated probability is above the draw, never one of probability 0.
+    target = (draws * cumulated[:, -1]).unsqueeze(-1)
+    return torch.searchsorted(cumulated, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
 def keep_top_k(scores: Tensor, k: int) -> Tensor:

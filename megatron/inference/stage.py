@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.layers.kv_cache import KVCache
+from megatron.model.head import LMOutput
 from megatron.mpu.state import ParallelState
 
 
@@ -26,6 +27,7 @@ class Stage:
         state: this rank's place in the layout; sequence parallelism must be off (a single token cannot be split).
         hidden_size, dtype: of the hidden states between stages.
         document_ids: the model masks attention across documents, so every layer expects document ids.
+        max_positions: the longest sequence that the model can take.
     """
 
     def __init__(
@@ -35,58 +37,71 @@ class Stage:
         hidden_size: int,
         dtype: torch.dtype,
         document_ids: bool,
+        max_positions: int,
     ) -> None:
+        if state.sequence_parallel:
+            raise ValueError("inference runs without sequence parallelism")
         self.layers = [layer.eval() for layer in layers]
         self.state = state
         self.hidden_size = hidden_size
         self.dtype = dtype
         self.document_ids = document_ids
-        self._cached = [i for i, layer in enumerate(self.layers) if getattr(layer, "uses_cache", False)]
+        self.max_positions = max_positions
+        cached = [i for i, layer in enumerate(self.layers) if getattr(layer, "uses_cache", False)]
+        self._slots = {layer: slot for slot, layer in enumerate(cached)}
 
     def new_cache(self, capacity: int, start: Tensor | None) -> KVCache:
         """A cache for this stage's attention layers. `start`: first real column of each left-padded row."""
-        return KVCache(len(self._cached), capacity, start)
+        return KVCache(len(self._slots), capacity, start)
 
-    @torch.no_grad()
-    def last_logits(self, tokens: Tensor, positions: Tensor, cache: KVCache | None) -> Tensor | None:
-        """Logits [b, v] of the last column, on ranks of the last stage; None elsewhere. Collective over the stages.
+    @torch.inference_mode()
+    def run(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> LMOutput | None:
+        """The network's output for tokens [b, s] on ranks of the last stage; None elsewhere. Collective over the copy.
 
         Args:
-            tokens, positions: [b, s], the same on every rank of the pipe group.
+            tokens, positions: [b, s], the same on every rank of the copy.
             cache: what `new_cache` gave, or None to run without one (then `tokens` is everything so far).
         """
         first = tokens if self.state.is_first_stage else self._receive(tokens.numel())
         documents = (torch.zeros_like(positions),) if self.document_ids else ()
         carry: Any = (first, positions, *documents)
-        slots = {layer: slot for slot, layer in enumerate(self._cached)}
         for i, layer in enumerate(self.layers):
-            carry = layer(carry, cache[slots[i]]) if cache is not None and i in slots else layer(carry)
-        if not self.state.is_last_stage:
-            self._send(carry[0])
-            return None
-        return carry.last_logits()
+            carry = layer(carry, cache[self._slots[i]]) if cache is not None and i in self._slots else layer(carry)
+        if self.state.is_last_stage:
+            return carry
+        self._send(carry[0])
+        return None
 
-    def _neighbour(self, step: int) -> int:
-        coord = self.state.topology.coord(self.state.rank)
-        return self.state.topology.rank(**{**coord, "pipe": coord["pipe"] + step})
+    @torch.inference_mode()
+    def last_logits(self, tokens: Tensor, positions: Tensor, cache: KVCache | None) -> Tensor | None:
+        """Logits [b, v] fp32 of the last column, on ranks of the last stage; None elsewhere. As `run`."""
+        out = self.run(tokens, positions, cache)
+        return None if out is None else out.last_logits()
 
-    def _receive(self, tokens: int) -> Tensor:
-        hidden = torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.state.device)
-        dist.recv(hidden, src=self._neighbour(-1))
-        return hidden
-
-    def _send(self, hidden: Tensor) -> None:
-        dist.send(hidden.contiguous(), dst=self._neighbour(1))
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the one of its copy that has the results: the last stage's first."""
+        return self.state.is_last_stage and self.state.tp_rank == 0
 
     def share(self, tokens: Tensor | None, size: int) -> Tensor:
-        """Broadcast the tokens [b] that the last stage picked to every stage."""
-        group = self.state.group("pipe")
+        """Send the tokens [b] that the speaking rank picked to every rank of the copy, so that none can differ."""
+        group = self.state.group("model_pipe")
         if group is None:
             assert tokens is not None
             return tokens
-        if tokens is None:
+        if not self.speaks:
             tokens = torch.empty(size, dtype=torch.int64, device=self.state.device)
-        coord = self.state.topology.coord(self.state.rank)
-        source = self.state.topology.rank(**{**coord, "pipe": self.state.pp_size - 1})
-        dist.broadcast(tokens, src=source, group=group)
+        dist.broadcast(tokens, src=self._rank(pipe=self.state.pp_size - 1, model=0), group=group)
         return tokens
+
+    def _rank(self, **coordinates: int) -> int:
+        topology = self.state.topology
+        return topology.rank(**{**topology.coord(self.state.rank), **coordinates})
+
+    def _receive(self, tokens: int) -> Tensor:
+        hidden = torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.state.device)
+        dist.recv(hidden, src=self._rank(pipe=self.state.pp_rank - 1))
+        return hidden
+
+    def _send(self, hidden: Tensor) -> None:
+        dist.send(hidden.contiguous(), dst=self._rank(pipe=self.state.pp_rank + 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.neox_arguments.arguments import GROUPS, SET_BY_PROGRAM, NeoXArgs
 from megatron.neox_arguments.keys import group_keys
+from megatron.neox_arguments.load import COMMAND_LINE
 
 # Groups about which only training cares, and the few of their keys that describe the trained model or this start.
 _OF_TRAINING = ("data", "optimizer", "schedule", "training", "checkpoint", "deepspeed")
@@ -18,7 +19,8 @@ def for_inference(args: NeoXArgs) -> NeoXArgs:
 
     The number of ranks is whatever runs, `load` is the run's `save` folder unless it is given, and
     `train_micro_batch_size_per_gpu` is the number of texts a copy of the model works on at a time (8 if the config
-    does not say). Doing it twice changes nothing.
+    does not say). Prompts given on the command line (-i) are used whatever `text_gen_type` a file sets. Doing it twice
+    changes nothing.
     """
     values, sources = args.values(), dict(args.sources)
     if values["load"] is None and values["save"] is not None:
@@ -29,6 +31,9 @@ def for_inference(args: NeoXArgs) -> NeoXArgs:
         del values[name]
     sources = {name: source for name, source in sources.items() if name.split(".")[0] not in dropped}
     derived = sources.get("train_micro_batch_size_per_gpu", "derived").startswith("derived")
+    asked = sources.get("sample_input_file", "").startswith(COMMAND_LINE)
+    if asked and not sources.get("text_gen_type", "").startswith(COMMAND_LINE):
+        values["text_gen_type"], sources["text_gen_type"] = "input-file", sources["sample_input_file"]
     if derived:
         values["train_micro_batch_size_per_gpu"] = DEFAULT_BATCH
         sources["train_micro_batch_size_per_gpu"] = SET_BY_PROGRAM

@@ -8,13 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.find import Start, decide_start, find_checkpoint
+from megatron.checkpoint.find import Start, decide_start
 from megatron.cluster.launch import Placement
 from megatron.data.prefixes import find_prefix
 from megatron.data.splits import NAMES
-from megatron.errors import UserError
+from megatron.inference.inputs import check_requests, checkpoint_folder
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
+from megatron.neox_arguments.inference import for_inference
+from megatron.plan.refusals import check_data, check_start
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 KINDS = ("train", "eval", "generate")
@@ -34,6 +36,11 @@ def kind_of(user_script: str) -> str | None:
     return stem if stem in KINDS else None
 
 
+def config_for(args: NeoXArgs, user_script: str) -> NeoXArgs:
+    """The configuration that the script's ranks will use: without what only training needs for eval and generate."""
+    return for_inference(args) if kind_of(user_script) in ("eval", "generate") else args
+
+
 def check_before_launch(args: NeoXArgs, placement: Placement, user_script: str) -> None:
     """Show what is wrong before any rank starts. Other hosts may see other files: for those only the config counts."""
     derived = derive(args, Facts(num_devices=placement.world_size))
@@ -48,7 +55,13 @@ def preflight(args: NeoXArgs, kind: str) -> Found:
         check_trainable(args)
         for path in _data_paths(args):
             find_prefix(path)
-    return Found(build_tokenizer(args.tokenizer), _start(args, kind))
+    found = Found(build_tokenizer(args.tokenizer), _start(args, kind))
+    if isinstance(found.start, Start):
+        check_data(_data_paths(args), found.tokenizer)
+        check_start(args, found.start)
+    else:
+        check_requests(args.generation, kind)
+    return found
 
 
 def _data_paths(args: NeoXArgs) -> list[str]:
@@ -63,6 +76,4 @@ def _start(args: NeoXArgs, kind: str) -> Start | Path:
     checkpoint = args.checkpoint
     if kind == "train":
         return decide_start(checkpoint.save, checkpoint.load, checkpoint.iteration, checkpoint.finetune)
-    if checkpoint.load is None:
-        raise UserError("load is not set: evaluation and generation need a checkpoint, e.g. load=checkpoints")
-    return find_checkpoint(checkpoint.load, checkpoint.iteration)
+    return checkpoint_folder(args)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.errors import UserError
-from megatron.inference.sampling import Sampling, keep_top_k, keep_top_p, next_tokens
+from megatron.inference.sampling import Draws, Sampling, keep_top_k, keep_top_p, next_tokens
 
 pytestmark = pytest.mark.cpu
 
@@ -15,8 +15,8 @@ LOGITS = PROBABILITIES.log()[None]
 
 
 def frequencies(sampling, draws=20000):
-    generator = torch.Generator().manual_seed(0)
-    tokens = next_tokens(LOGITS.expand(draws, -1), sampling, generator)
+    uniform = torch.rand(draws, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens = next_tokens(LOGITS.expand(draws, -1), sampling, uniform)
     return torch.bincount(tokens, minlength=4) / draws
 
 
@@ -24,7 +24,7 @@ def frequencies(sampling, draws=20000):
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.0), (40, 0.0), (40, 0.9)])
 def test_temperature_zero_is_greedy_whatever_the_filters(seed, top_k, top_p):
     logits = torch.tensor([[0.0, 0.1, 0.05]]).expand(64, -1)
-    picked = next_tokens(logits, Sampling(0.0, top_k, top_p), torch.Generator().manual_seed(seed))
+    picked = next_tokens(logits, Sampling(0.0, top_k, top_p), Draws(seed, range(64)).next())
     assert picked.tolist() == [1] * 64
 
 
@@ -68,3 +68,17 @@ def test_math_reference_of_temperature():
     sampled = frequencies(Sampling(2.0))
     weights = [math.sqrt(p) for p in PROBABILITIES.tolist()]
     torch.testing.assert_close(sampled, torch.tensor(weights) / sum(weights), atol=0.015, rtol=0)
+
+
+def test_extreme_draws_never_pick_a_token_without_probability():
+    logits = torch.tensor([[-1e9, 0.0, -1e9, 0.0, -1e9]]).expand(2, -1)
+    draws = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
+    assert next_tokens(logits, Sampling(1.0, top_k=2), draws).tolist() == [1, 3]
+
+
+def test_draws_depend_on_seed_and_number_alone():
+    both = Draws(7, [3, 5])
+    alone, other_seed = Draws(7, [5]), Draws(8, [5])
+    first, second = both.next(), both.next()
+    assert alone.next()[0] == first[1] and alone.next()[0] == second[1]
+    assert first[0] != first[1] != second[1] and other_seed.next()[0] != first[1]

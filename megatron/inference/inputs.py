@@ -1,0 +1,81 @@
+"""What evaluation and generation read besides the model: the checkpoint's folder, prompts, names of tasks.
+
+Needs neither torch nor a device, so that the launcher refuses bad input before it starts a rank.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.checkpoint.find import find_checkpoint
+from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.schema_train import GenerationConfig
+
+
+def checkpoint_folder(args: NeoXArgs) -> Path:
+    """The checkpoint to use: `iteration`, or the latest of `load` (else of `save`).
+
+    Raises:
+        UserError: neither key is set, or the folder holds no such checkpoint.
+    """
+    options = args.checkpoint
+    if options.load is None and options.save is None:
+        raise UserError("load is not set: evaluation and generation need a checkpoint, e.g. load=checkpoints")
+    key = "load" if options.load is not None else "save"
+    return find_checkpoint(options.load or options.save or "", options.iteration, key)
+
+
+def check_requests(options: GenerationConfig, kind: str) -> None:
+    """What a run of this kind (eval or generate) is asked to do makes sense. Raises `UserError`."""
+    if kind == "eval" and not options.eval_tasks:
+        raise UserError("eval_tasks is not set: name what to evaluate, e.g. --eval_tasks lambada_openai hellaswag")
+    if kind != "generate":
+        return
+    if options.text_gen_type == "input-file":
+        read_prompts(options.sample_input_file, options.prompt_end)
+    check_prompt_end(options.prompt_end)
+    if options.text_gen_type != "interactive":
+        check_writable(options.sample_output_file)
+
+
+def read_prompts(file: str | None, prompt_end: str) -> list[str]:
+    """The prompts of a file: separated by `prompt_end`, stripped, empty ones dropped.
+
+    Raises:
+        UserError: there is no such file, it is not UTF-8 text, or it holds no prompt.
+    """
+    if file is None:
+        raise UserError("text_gen_type input-file needs sample_input_file (-i FILE)")
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"sample_input_file: {path} does not exist")
+    check_prompt_end(prompt_end)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"sample_input_file: {path} is not UTF-8 text ({error})") from error
+    prompts = [part.strip() for part in text.split(prompt_end)]
+    prompts = [prompt for prompt in prompts if prompt]
+    if not prompts:
+        raise UserError(f"sample_input_file: {path} holds no prompt")
+    return prompts
+
+
+def check_prompt_end(prompt_end: str) -> None:
+    """Raises `UserError` when it is empty."""
+    if not prompt_end:
+        raise UserError("prompt_end is empty: give the text that separates prompts, for instance '\\n'")
+
+
+def output_path(options: GenerationConfig, output_is_set: bool) -> Path:
+    """Where the records go: `sample_output_file`, or beside the prompts when that is not set."""
+    if options.text_gen_type == "input-file" and not output_is_set and options.sample_input_file:
+        return Path(options.sample_input_file + ".output.jsonl")
+    return Path(options.sample_output_file or "samples.txt")
+
+
+def check_writable(file: str | None) -> None:
+    """A folder cannot be overwritten by records; better known before an hour of generation. Raises `UserError`."""
+    if file and Path(file).is_dir():
+        raise UserError(f"sample_output_file: {file} is a folder; name a file")
