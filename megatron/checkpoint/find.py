@@ -119,10 +119,12 @@ def decide_start(
     * else `load` unset or equal to `save`: a fresh start.
     * else `load` must hold what is asked for.
 
-    Raises `UserError` listing what is there when the checkpoint asked for is missing or incomplete.
+    Raises `UserError` listing what is there when the checkpoint asked for is missing or incomplete, and when `save`
+    cannot be a folder to write in.
     """
     same = save is not None and load is not None and _same_folder(save, load)
     if save is not None:
+        _check_usable(Path(save))
         saved = list_checkpoints(save)
         if saved.latest is not None:
             if same and iteration is not None and not _started_with(saved, iteration):
@@ -197,6 +199,17 @@ def _fresh_message(save: str | Path | None, load: str | Path | None, finetune: b
     empty = f" and {save} holds no complete checkpoint" if save is not None else ""
     note = " `finetune` is set but there is nothing to start from." if finetune else ""
     return f"fresh start with new weights: {why}{empty}.{note}"
+
+
+def _check_usable(save: Path) -> None:
+    """Raise `UserError` when `save` is not, and cannot become, a folder that this process may write."""
+    if save.exists() and not save.is_dir():
+        raise UserError(f"save: {save} is not a folder")
+    there = next(path for path in (save, *save.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise UserError(f"save: {save} cannot be made: {os.path.relpath(there)} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"save: {there} may not be written by this user")
 
 
 def _started_with(saved: Listing, iteration: int) -> bool:

@@ -55,11 +55,7 @@ class SaveLock:
             if holder is None:
                 continue  # released in between
             if self._is_alive(holder):
-                raise UserError(
-                    f"{self.path.parent} is being written by another job: process {holder.get('pid')} on "
-                    f"{holder.get('host')}, since {holder.get('since')}. Wait for it, or choose another `save`. "
-                    f"(If you are sure it is gone, delete {self.path}.)"
-                )
+                raise UserError(_held_by(self.path, holder))
             self._remove(holder)
         self._stop.clear()
         self._thread = threading.Thread(target=self._beat, name="save-lock", daemon=True)
@@ -146,6 +142,25 @@ class SaveLock:
                 logger.warning(f"{self.path} is no longer this job's: another job took it over")
                 return
             os.utime(self.path)
+
+
+def refuse_if_held(root: str | Path) -> None:
+    """Raise the `UserError` of `acquire` when a process of this host holds the lock in `root`. Changes nothing.
+
+    Another host's lock would have to be watched for a while, so that is left to `acquire`.
+    """
+    path = Path(root) / layout.LOCK
+    holder = _parse(path)
+    if holder and holder.get("host") == socket.gethostname() and isinstance(holder.get("pid"), int):
+        if _process_runs(holder["pid"], holder.get("started")):
+            raise UserError(_held_by(path, holder))
+
+
+def _held_by(path: Path, holder: dict[str, Any]) -> str:
+    return (
+        f"{path.parent} is being written by another job: process {holder.get('pid')} on {holder.get('host')}, since "
+        f"{holder.get('since')}. Wait for it, or choose another `save`. (If you are sure it is gone, delete {path}.)"
+    )
 
 
 def _parse(path: Path) -> dict[str, Any] | None:

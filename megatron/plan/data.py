@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.data.build import SourceRow, plan_datasets
+from megatron.data.build import DataPlan, SourceRow, plan_datasets
 from megatron.data.splits import sample_counts
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer.base import Tokenizer
@@ -10,6 +10,13 @@ from megatron.tokenizer.base import Tokenizer
 
 def data_table(args: NeoXArgs, tokenizer: Tokenizer) -> list[SourceRow]:
     """One row per role and source of a derived config. Raises `UserError` for missing, foreign or too little data."""
+    plan = data_plan(args)
+    plan.check_tokenizer(tokenizer)
+    return plan.table()
+
+
+def data_plan(args: NeoXArgs) -> DataPlan:
+    """What the run of a derived config will read. Raises `UserError` for missing, damaged or too little data."""
     training = args.training
     counts = sample_counts(
         train_iters=training.train_iters or 0,
@@ -19,7 +26,7 @@ def data_table(args: NeoXArgs, tokenizer: Tokenizer) -> list[SourceRow]:
     )
     active = (training.do_train, training.do_valid, training.do_test)
     train, valid, test = (samples if does else 0 for samples, does in zip(counts, active, strict=True))
-    plan = plan_datasets(
+    return plan_datasets(
         args.data,
         seq_length=args.model.seq_length,
         seed=training.seed,
@@ -27,5 +34,3 @@ def data_table(args: NeoXArgs, tokenizer: Tokenizer) -> list[SourceRow]:
         valid_samples=valid,
         test_samples=test,
     )
-    plan.check_tokenizer(tokenizer)
-    return plan.table()

@@ -57,7 +57,7 @@ def preflight(args: NeoXArgs, kind: str) -> Found:
             find_prefix(path)
     found = Found(build_tokenizer(args.tokenizer), _start(args, kind))
     if isinstance(found.start, Start):
-        check_data(_data_paths(args), found.tokenizer)
+        check_data(args, _data_paths(args), found.tokenizer)
         check_start(args, found.start)
     else:
         check_requests(args.generation, kind)

@@ -1,0 +1,43 @@
+"""What training would refuse once its ranks have started, found without them: damaged or foreign data, a checkpoint of
+another model, a folder that another job writes. Opens files and reads headers; changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron.checkpoint.compare import check_config
+from megatron.checkpoint.find import Start
+from megatron.checkpoint.lock import refuse_if_held
+from megatron.checkpoint.manifest import Manifest
+from megatron.data.indexed import IndexedDataset
+from megatron.data.manifest import check_tokenizer, read_manifest
+from megatron.neox_arguments import NeoXArgs
+from megatron.plan.data import data_plan
+from megatron.tokenizer import Tokenizer
+
+
+def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer) -> None:
+    """Every pair of files is whole, was made with this tokenizer as far as a manifest tells (else the run scans the
+    ids), and all of them together are enough."""
+    for path in paths:
+        data = IndexedDataset(path)
+        if read_manifest(data.prefix) is not None:
+            check_tokenizer(data, tokenizer)
+    if args.training.train_iters is not None:  # else counted in epochs, by the data itself
+        data_plan(args)
+
+
+def check_start(args: NeoXArgs, start: Start) -> None:
+    """The folder of `save` is free, and the configuration fits the checkpoint that training starts from."""
+    options = args.checkpoint
+    if options.save is not None:
+        refuse_if_held(options.save)
+    if start.path is not None:
+        check_config(
+            Manifest.read(start.path).config,
+            args.to_dict(),
+            allow=options.allow_config_changes,
+            finetune=start.kind == "finetune",
+            load_optim=start.load_optim and not options.no_load_optim,
+        )
