@@ -150,9 +150,7 @@ def test_mup_multiplier(tmp_path: Path) -> None:
 
 
 def test_names_of_registries_are_checked_in_phase_two(tmp_path: Path) -> None:
-    args = derived(tmp_path, attention_backend="torhc")
-    with pytest.raises(
-        UserError, match=r"a\.yml:\d+: attention_backend: 'torhc' is not known\. Did you mean 'torch'\?"
-    ):
-        derive(args, Facts(registries={"attention_backend": ["torch", "flash_attn"]}))
-    derive(derived(tmp_path, attention_backend="auto"), Facts(registries={"attention_backend": ["torch"]}))
+    args = derived(tmp_path, norm="rmsnorm")
+    with pytest.raises(UserError, match=r"a\.yml:\d+: norm: 'rmsnorm' is not known\. Did you mean 'rmsnorm_1p'\?"):
+        derive(args, Facts(registries={"norm": ["layernorm", "rmsnorm_1p"]}))
+    derive(args, Facts(registries={"norm": ["rmsnorm"], "attention_backend": ["torch"]}))  # "auto" names none

@@ -1,0 +1,195 @@
+"""Wrong input on the command line: exit code 2, one message, no traceback, nothing written; a dry run says the same.
+
+Most of it is refused before any rank starts, so a case costs two short processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.lock import SaveLock
+from megatron.tokenizer import create_tokenizer
+from tests.checkpoint.test_find import put
+from tests.faults.commands import CONFIG, ROOT, deepy, deepy_here, files, make_folder
+
+pytestmark = pytest.mark.cpu
+
+Change = Callable[[Path], object]
+
+
+def replace(old: str, new: str) -> Change:
+    """Write the config with a line changed."""
+    assert old in CONFIG
+
+    def change(folder: Path) -> None:
+        (folder / "run.yml").write_text(CONFIG.replace(old, new), encoding="utf-8")
+
+    return change
+
+
+def cut(name: str, count: int) -> Change:
+    """Take bytes off the end of a file."""
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - count)
+
+
+def foreign_tokenizer(folder: Path) -> None:
+    """Data whose manifest says that another tokenizer made it."""
+    from megatron.data.indexed import IndexedDatasetBuilder
+    from megatron.data.manifest import finalize_with_manifest
+
+    with IndexedDatasetBuilder(folder / "data/x", "uint16") as builder:
+        builder.add_document([65] * 40)
+        finalize_with_manifest(builder, tokenizer=create_tokenizer("bytes").fingerprint(), source="test")
+
+
+def hugging_face_folder(folder: Path) -> None:
+    (folder / "hf").mkdir()
+    (folder / "hf/config.json").write_text("{}")
+
+
+def other_architecture(folder: Path) -> None:
+    put(folder / "ckpt", 4, hidden_size=32, num_layers=2)
+
+
+def nothing(folder: Path) -> None:
+    """The files are as they should be; the arguments are wrong."""
+
+
+CASES: dict[str, tuple[tuple[str, ...], Change, str]] = {
+    # 65: keys and types
+    "unknown key": ((), replace("num-layers", "num-layer"), r"run\.yml:1: unknown key .*Did you mean 'num_layers'"),
+    "wrong type": (("hidden_size=wide",), nothing, r"hidden_size: the text 'wide' was given, a whole number is wanted"),
+    "key twice": ((), replace("seq_length: 8\n", "seq_length: 8\nseq-length: 9\n"), r"run\.yml:5: .*run\.yml:4"),
+    "learning rate twice": (
+        (),
+        replace("lr: 1.0e-3", "lr: 1.0e-3, lr: 2.0e-3"),
+        r"run\.yml:10: optimizer\.params\.lr is already set at",
+    ),
+    "name of a back-end": (("attention_backend=trch",), nothing, r"attention_backend.*Did you mean 'torch'"),
+    "not available yet": (("train_impl=kto",), nothing, r"train_impl: kto is not available"),
+    # 58, 63: data
+    "no such data": (("data_path=data/y",), nothing, r"no dataset 'data/y'.*Datasets in data: data/x"),
+    "comma": (("data_path=data/x,data/x",), nothing, r"did you mean a list\?"),
+    "index cut short": ((), cut("data/x.idx", 8), r"data/x\.idx.* 442 bytes, but the file has 434"),
+    "tokens cut short": ((), cut("data/x.bin", 1), r"data/x\.bin.* 1600 bytes of tokens, but the file has 1599"),
+    "nothing to train on": (("split=0,50,50",), nothing, r"gives train none of the 20 documents of data/x"),
+    "too few tokens": (
+        ("seq_length=900", "max_position_embeddings=900"),
+        nothing,
+        r"data/x \(train, 20 documents\): 800 tokens are too few; .* needs at least 901 tokens",
+    ),
+    "no tokens": ((), lambda folder: (folder / "data/x.bin").unlink(), r"data/x\.bin is missing"),
+    # 77: tokenizer
+    "other tokenizer": ((), foreign_tokenizer, r"data/x was made with another tokenizer than this run's CharLevel"),
+    "no vocabulary": (
+        ("tokenizer_type=HFTokenizer", "vocab_file=nowhere.json"),
+        nothing,
+        r"vocab_file: no such file: nowhere\.json",
+    ),
+    # 64, 44: batches and layouts
+    "batch": (
+        ("num_gpus=4", "model_parallel_size=2", "train_batch_size=12", "train_micro_batch_size_per_gpu=4"),
+        nothing,
+        r"12 is not a multiple of micro 4 x dp 2 = 8; nearest 8 or 16",
+    ),
+    "no batch": (
+        (),
+        replace("train_micro_batch_size_per_gpu: 1\n", ""),
+        r"train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps",
+    ),
+    "ranks": (("num_gpus=3", "model_parallel_size=2"), nothing, r"3 ranks .* cannot be dealt .*nearest 2 or 4"),
+    "heads over ranks": (("model_parallel_size=4",), nothing, r"num_attention_heads 2 cannot be split over 4"),
+    "key/value heads over ranks": (
+        ("model_parallel_size=2", "num_kv_heads=1"),
+        nothing,
+        r"num_kv_heads 1 cannot be split over 2",
+    ),
+    "2 layers over 4 stages": (("pipe_parallel_size=4",), nothing, r"4 stages cannot share 2 layers"),
+    # 20, 38: checkpoints
+    "load of an empty folder": (
+        ("load=empty",),
+        lambda folder: (folder / "empty").mkdir(),
+        r"load: no checkpoint to load in empty: .*it is empty",
+    ),
+    "load of nothing": (("load=nowhere",), nothing, r"load: .*there is no folder nowhere"),
+    "load of a Hugging Face folder": (("load=hf",), hugging_face_folder, r"this looks like a Hugging Face folder"),
+    "iteration that is not there": (
+        ("load=ckpt", "iteration=3"),
+        lambda folder: [put(folder / "ckpt", step) for step in (2, 4)],
+        r"no complete checkpoint of iteration 3: complete steps: \[2, 4\]",
+    ),
+    "another architecture": (
+        ("save=ckpt",),
+        other_architecture,
+        r"architecture: hidden_size: 32 in the checkpoint, now 16",
+    ),
+    "save is a file": (("save=run.yml",), nothing, r"save: run\.yml is not a folder"),
+    "save below a file": (("save=run.yml/ckpt",), nothing, r"save: run\.yml/ckpt cannot be made: run\.yml is not"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_input_is_refused_by_run_and_dry_run_alike(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv, change, message = CASES[case]
+    change(make_folder(tmp_path))
+    before = files(tmp_path)
+    said = []
+    for extra in ((), ("--dry-run",)):
+        code, out, err = deepy_here(monkeypatch, capfd, tmp_path, *argv, *extra)
+        assert code == 2, err
+        assert "Traceback" not in err and not out
+        assert len(re.findall(r"^error: ", err, re.MULTILINE)) == 1, err
+        said.append(err[err.index("error: ") :])
+        assert re.search(message, said[-1], re.DOTALL), err
+        assert files(tmp_path) == before
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("extra", [(), ("--dry-run",)])
+def test_a_folder_that_another_job_writes(tmp_path: Path, extra: tuple[str, ...]) -> None:
+    make_folder(tmp_path)
+    with SaveLock(tmp_path / "ckpt"):
+        before = files(tmp_path)
+        done = deepy(tmp_path, "save=ckpt", *extra)
+        assert done.returncode == 2, done.stderr
+        assert f"ckpt is being written by another job: process {os.getpid()} on" in done.stderr
+        assert "Traceback" not in done.stderr and not done.stdout
+        assert files(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_in_a_step_ends_the_job_within_seconds(tmp_path: Path) -> None:
+    """One of two ranks fails; the other waits for it in a collective and must not wait for long."""
+    make_folder(tmp_path)
+    (tmp_path / "train.py").write_text(
+        "import os\n"
+        "from megatron.errors import run_cli\n"
+        "from megatron.training.engine import DeepSpeedEngine\n"
+        "from train_of_deepy import main\n"
+        "step = DeepSpeedEngine.train_batch\n"
+        "def broken(self, batch, lr):\n"
+        "    if batch.step == 1 and os.environ['RANK'] == '1':\n"
+        "        open('raised', 'w').close()\n"
+        "        raise RuntimeError('rank 1 has had enough')\n"
+        "    return step(self, batch, lr)\n"
+        "DeepSpeedEngine.train_batch = broken\n"
+        "run_cli(main)\n"
+    )
+    (tmp_path / "train_of_deepy.py").write_text((ROOT / "train.py").read_text(encoding="utf-8"), encoding="utf-8")
+    done = deepy(tmp_path, "num_gpus=2", "train_iters=5", "save=ckpt", script=str(tmp_path / "train.py"))
+    ended = time.time()
+    assert done.returncode == 1
+    assert ended - (tmp_path / "raised").stat().st_mtime < 10
+    assert "RuntimeError: rank 1 has had enough" in done.stderr
+    assert re.search(r"^rank 1 of 2 failed: exit code 1", done.stderr, re.MULTILINE)
+    status = json.loads((tmp_path / "ckpt/status.json").read_text())
+    assert status["state"] != "ended" and not (tmp_path / "ckpt/latest").exists()
