@@ -83,6 +83,8 @@ def train(process: Process) -> int:
             if start.path is not None:
                 restore(trainer, start)
         trainer.run()
+    # srun and mpirun kill the ranks that are left as soon as one leaves with a code other than 0.
+    dist.barrier()
     if trainer.stop_reason == STOP_BY_SIGNAL:
         raise StopRequested(f"stopped at iteration {trainer.step} with everything saved; the same command goes on")
     return 0

@@ -61,7 +61,7 @@ DATA_ORDER = (
 )
 OPTIMIZER = ("optimizer_type",)
 # These speak of this start alone, so a difference says nothing.
-_OF_THE_START = ("load", "iteration", "finetune", "no_load_optim", "no_load_rng", "allow_config_changes")
+_OF_THE_START = ("load", "iteration", "finetune", "no_load_optim", "no_load_rng", "allow_config_changes", "git_hash")
 _KINDS = {
     **dict.fromkeys(ARCHITECTURE, "architecture"),
     **dict.fromkeys(TOKENIZER, "tokenizer"),

@@ -38,7 +38,9 @@ def test_other_styles(style, step, expected):
 
 
 def test_exponential_without_floor_keeps_neox_half_life():
-    assert learning_rate(100, lr=1e-3, min_lr=0.0, decay_iters=100, warmup=0.0, style="exponential") == pytest.approx(5e-4)
+    assert learning_rate(100, lr=1e-3, min_lr=0.0, decay_iters=100, warmup=0.0, style="exponential") == pytest.approx(
+        5e-4
+    )
 
 
 @pytest.mark.parametrize("style", ["cosine", "linear", "exponential", "constant"])
