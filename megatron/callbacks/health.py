@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.errors import NumericsError
-from megatron.mpu.sharding import named_parameters
 from megatron.training.callback import Callback
 from megatron.training.engine import StepOut
 from megatron.training.trainer import Trainer
@@ -69,7 +68,7 @@ class ReplicaCheck(Callback):
         group = trainer.state.group(axis)
         if group is None:
             return
-        named = [(n, p) for n, p in named_parameters(trainer.engine.module) if wanted(p) and p.numel()]
+        named = [(n, p) for n, p in trainer.engine.params().items() if wanted(p) and p.numel()]
         if not named or hasattr(named[0][1], "ds_id"):
             return  # ZeRO-3 keeps no replicas
         sums = torch.stack([p.detach().double().sum() for _, p in named])

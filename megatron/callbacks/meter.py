@@ -39,15 +39,20 @@ class Meter(Callback):
     Args:
         interval: steps between logs; <= 0 switches logging off.
         flops: FLOPs of a step, for TFLOPS and MFU.
+
+    Attributes:
+        late: values are read with the next step, when an accelerator has long computed them.
     """
 
     def __init__(self, interval: int, flops: Flops) -> None:
         self.interval = interval
         self.flops = flops
         self._initial: Tensor | None = None
+        self.late = False
         self._pending: tuple[dict[str, float | Tensor], int] | None = None
 
     def loaded(self, trainer: Trainer) -> None:
+        self.late = trainer.state.device.type != "cpu"
         self._reset(trainer)
 
     def _reset(self, trainer: Trainer) -> None:
@@ -115,7 +120,7 @@ class Meter(Callback):
             metrics["train/loss_scale"] = out.loss_scale
         metrics.update(self._extra)
         self._pending = (metrics, trainer.step)
-        if trainer.state.device.type == "cpu":
+        if not self.late:
             self._flush(trainer)
         self._reset(trainer)
 

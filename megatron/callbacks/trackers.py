@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,14 +22,18 @@ class Tracker(Protocol):
 
 
 class JsonLines:
-    """`metrics.jsonl` of the run folder: one object a line with `step`, `time` and the metrics. Appended to."""
+    """`metrics.jsonl` of the run folder: one object a line with `step`, `time` and the metrics. Appended to.
+
+    Strict JSON, which knows no NaN or infinity: such a value is null.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, metrics: dict[str, float], step: int) -> None:
-        self._file.write(json.dumps({"step": step, "time": time.time(), **metrics}) + "\n")
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps({"step": step, "time": time.time(), **numbers}, allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()

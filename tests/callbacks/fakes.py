@@ -1,0 +1,101 @@
+"""A trainer around an engine that does what the test tells it: callbacks are tested without DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron.mpu.state import ParallelState
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, derive
+from megatron.training.callback import Callback
+from megatron.training.engine import StepOut
+from megatron.training.trainer import Trainer
+from tests.checkpoint import fake_engine
+
+KEYS: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "seq_length": 8,
+    "make_vocab_size_divisible_by": 8,
+    "train_batch_size": 4,
+    "train_iters": 10,
+    "lr_decay_style": "constant",
+    "warmup": 0,
+    "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
+}
+
+
+def out(
+    loss: float = 2.0, norm: float | None = 1.0, *, skipped: bool = False, tokens: int = 32, **more: Any
+) -> StepOut:
+    """What a step reports."""
+    return StepOut(torch.tensor(loss), None if norm is None else torch.tensor(norm), skipped, tokens, **more)
+
+
+class LoopEngine(fake_engine.FakeEngine):
+    """Reports the given steps one by one (then ordinary ones); evaluates to `eval_loss` per token."""
+
+    def __init__(self, state: ParallelState, outs: Iterable[StepOut] = (), eval_loss: float = 3.0) -> None:
+        super().__init__(state, seed=1)
+        self.outs, self.eval_loss = iter(outs), eval_loss
+        self.before_update: Any = None
+        self.evaluated: list[int] = []
+
+    def train_batch(self, batch: Any, lr: float) -> StepOut:
+        result = next(self.outs, None) or out()
+        if self.before_update is not None:
+            self.before_update()
+        if not result.skipped:
+            self.step()
+        return result
+
+    def eval_batch(self, batch: Any) -> tuple[torch.Tensor, int]:
+        self.evaluated.append(batch.consumed)
+        return torch.tensor(self.eval_loss * 32), 32
+
+
+def batches(consumed: int) -> Any:
+    """Batches that only know their place."""
+    while True:
+        yield SimpleNamespace(consumed=consumed)
+        consumed += KEYS["train_batch_size"]
+
+
+def args_of(**keys: Any) -> NeoXArgs:
+    """The derived configuration of a small run."""
+    return derive(NeoXArgs.from_dict({**KEYS, **keys}), Facts(vocab_size=fake_engine.VOCAB, num_devices=1))
+
+
+def trainer_of(
+    callbacks: Sequence[Callback], outs: Iterable[StepOut] = (), state: ParallelState | None = None, **keys: Any
+) -> Trainer:
+    """A trainer of ten steps that has started; `run()` does the rest."""
+    engine: Any = LoopEngine(state or ParallelState.single("cpu"), outs)
+    args = args_of(**keys)
+    trainer = Trainer(args, engine, batches, callbacks, lambda step: args.optimizer.lr)
+    trainer.call("start")
+    return trainer
+
+
+class Log(Callback):
+    """Remembers what was logged, evaluated and saved."""
+
+    def __init__(self) -> None:
+        self.logged_: list[tuple[int, dict[str, float]]] = []
+        self.evaluated_: list[tuple[int, str, dict[str, float]]] = []
+        self.saved_: list[int] = []
+
+    def logged(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
+        self.logged_.append((step, metrics))
+
+    def evaluated(self, trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
+        self.evaluated_.append((trainer.step, split, metrics))
+
+    def saved(self, trainer: Trainer, path: str) -> None:
+        self.saved_.append(trainer.step)

@@ -1,0 +1,91 @@
+"""Which samples a validation reads, when it runs, and what it reports."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megatron.callbacks.evaluator import Evaluator, perplexity
+from tests.callbacks.fakes import KEYS, Log, batches, trainer_of
+
+pytestmark = pytest.mark.cpu
+
+BATCH = KEYS["train_batch_size"]
+
+
+def run(interval, iterations=2, start=0, stop=None, test=batches, **keys):
+    """(steps and splits evaluated, what was consumed before each batch that was read)."""
+    log = Log()
+    trainer = trainer_of([Evaluator(interval, iterations, batches, test), log], **keys)
+    trainer.step = start
+    if stop is not None:
+        trainer.callbacks.append(stop)
+    trainer.run()
+    return [(step, split) for step, split, _ in log.evaluated_], trainer.engine.evaluated
+
+
+def consumed(*validations, iterations=2):
+    return [(k * iterations + i) * BATCH for k in validations for i in range(iterations)]
+
+
+def test_each_validation_reads_the_next_samples_and_the_end_the_test_set():
+    evaluated, read = run(4)
+    assert evaluated == [(4, "validation"), (8, "validation"), (10, "validation"), (10, "test")]
+    assert read == consumed(0, 1, 2) + consumed(0)
+
+
+@pytest.mark.parametrize(("start", "left"), [(4, (1, 2)), (5, (1, 2)), (8, (2,)), (10, (2,))])
+def test_a_resumed_run_reads_what_an_uninterrupted_one_would_have(start, left):
+    _, read = run(4, start=start)
+    assert read == consumed(*left) + consumed(0)
+
+
+def test_a_validation_at_the_last_step_is_not_repeated():
+    evaluated, read = run(5)
+    assert evaluated == [(5, "validation"), (10, "validation"), (10, "test")]
+    assert read == consumed(0, 1) + consumed(0)
+
+
+def test_a_run_that_is_stopped_leaves_its_end_to_the_one_that_goes_on():
+    class Stop(Log):
+        def after_step(self, trainer, out):
+            if trainer.step == 6:
+                trainer.request_stop("enough")
+
+    assert run(4, stop=Stop())[0] == [(4, "validation")]
+
+
+@pytest.mark.parametrize(("interval", "expected"), [(0, [10]), (-1, [10])])
+def test_without_interval_only_the_end_is_validated(interval, expected):
+    evaluated, read = run(interval)
+    assert [step for step, split in evaluated if split == "validation"] == expected
+    assert read == consumed(0) + consumed(0)
+
+
+def test_without_iterations_or_data_nothing_is_evaluated():
+    assert run(4, iterations=0) == ([], [])
+    trainer = trainer_of([Evaluator(4, 2, None, None)])
+    trainer.run()
+    assert trainer.engine.evaluated == []
+
+
+def test_loss_is_per_token_and_perplexity_its_exponential():
+    log = Log()
+    trainer = trainer_of([Evaluator(10, 3, batches, None), log])
+    trainer.engine.eval_loss = 3.0
+    trainer.run()
+    ((step, split, metrics),) = log.evaluated_
+    assert (step, split) == (10, "validation")
+    assert metrics == pytest.approx({"lm_loss": 3.0, "lm_loss_ppl": math.exp(3.0)})
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"), [(0.0, 1.0), (709.0, math.exp(709)), (710.0, math.inf), (math.inf, math.inf)]
+)
+def test_perplexity_ends_at_infinity(loss, expected):
+    assert perplexity(loss) == expected
+
+
+def test_perplexity_of_nan_is_nan():
+    assert math.isnan(perplexity(math.nan))

@@ -1,0 +1,174 @@
+"""The metrics and the console line, against values reckoned by hand."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+
+from megatron.callbacks.console import Console, training_line
+from megatron.callbacks.flops import Flops, device_peak
+from megatron.callbacks.meter import Meter
+from megatron.neox_arguments.formulas import flops_per_token
+from tests.callbacks.fakes import Log, args_of, out, trainer_of
+
+pytestmark = pytest.mark.cpu
+
+# What users of GPT-NeoX grep its logs with.
+GREPS = [r"iteration.*lm_loss", r"iteration\s+[0-9]+/\s*[0-9]+ .*lm_loss:\s*[0-9.E+-]+"]
+UNHEALTHY = re.compile(r"traceback|exception|error:", re.IGNORECASE)
+FLOPS = Flops(per_step=6e12, world_size=3, peak=8e12, recompute_factor=4 / 3)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Each step takes half a second, however long it really takes."""
+    ticks = itertools.count()
+    monkeypatch.setattr("megatron.callbacks.meter.time.perf_counter", lambda: next(ticks) * 0.5)
+
+
+def run(outs, interval=2, late=False, **keys):
+    log, meter = Log(), Meter(interval, FLOPS)
+    trainer = trainer_of([meter, log], outs, **keys)
+    if late:
+        meter.loaded = lambda trainer: (Meter.loaded(meter, trainer), setattr(meter, "late", True))
+    trainer.run()
+    return log.logged_
+
+
+def test_metrics_by_hand(clock):
+    outs = [out(3.0, 0.5, tokens=30), out(2.0, 0.25, tokens=20)]
+    (step, metrics), *_ = run(outs, train_iters=2)
+    assert step == 2
+    assert metrics == pytest.approx(
+        {
+            "train/learning_rate": 0.5,
+            "train/lm_loss": 2.5,
+            "train/grad_norm": 0.25,
+            "train/skipped": 0,
+            "train/nan": 0,
+            "train/tokens": 2 * 4 * 8,
+            "train/trained_tokens": 50,
+            "runtime/samples_per_sec": 4 / 0.5,
+            "runtime/iteration_time": 0.5,
+            "runtime/steps_per_sec": 2.0,
+            "runtime/tokens_per_sec": 4 * 8 / 0.5,
+            "runtime/flops_per_sec_per_gpu": 6e12 / 0.5 / 3,
+            "runtime/model_flops_utilization": 0.5,
+            "runtime/hardware_flops_utilization": 0.5 * 4 / 3,
+            "loss/init": 3.0,
+        }
+    )
+
+
+def test_skipped_steps_are_counted_and_left_out_of_the_loss(clock):
+    outs = [out(4.0), out(float("nan"), float("nan"), skipped=True), out(0.0, None, skipped=True, tokens=0), out(2.0)]
+    (_, metrics), *_ = run(outs, interval=4, train_iters=4)
+    assert metrics["train/lm_loss"] == 3.0
+    assert (metrics["train/skipped"], metrics["train/nan"], metrics["train/trained_tokens"]) == (2, 1, 96)
+
+
+def test_loss_scale_and_the_first_loss_are_logged_once(clock):
+    first, second = run([out(5.0, loss_scale=scale) for scale in (1024.0, 512.0, 512.0, 256.0)], train_iters=4)
+    assert first[1]["loss/init"] == 5.0 and "loss/init" not in second[1]
+    assert (first[1]["train/loss_scale"], second[1]["train/loss_scale"]) == (512.0, 256.0)
+
+
+@pytest.mark.parametrize("interval", [0, -1])
+def test_no_log_interval_no_log(interval):
+    assert run([], interval=interval) == []
+
+
+def test_values_of_an_accelerator_are_read_one_step_later():
+    """The log of step 2 comes with step 3, that of the last step at the end; each keeps its own numbers."""
+    heard = []
+
+    class Listen(Log):
+        def logged(self, trainer, metrics, step):
+            heard.append((trainer.step, step, metrics["train/lm_loss"]))
+
+    meter = Meter(2, FLOPS)
+    trainer = trainer_of([meter, Listen()], [out(float(i)) for i in (1, 3, 5, 7)], train_iters=4)
+    meter.loaded(trainer)
+    meter.loaded = lambda trainer: None
+    meter.late = True
+    trainer.run()
+    assert heard == [(3, 2, 2.0), (4, 4, 6.0)]
+
+
+def test_what_another_callback_adds_is_logged_with_its_step():
+    class Adds(Log):
+        def after_step(self, trainer, out):
+            meter.add({"mine/step": torch.tensor(float(trainer.step))})
+
+    log, meter = Log(), Meter(2, FLOPS)
+    trainer_of([Adds(), meter, log], train_iters=4).run()
+    assert [(step, metrics["mine/step"]) for step, metrics in log.logged_] == [(2, 2.0), (4, 4.0)]
+
+
+def test_time_between_steps_does_not_count(monkeypatch):
+    """Evaluation and saving happen after the step; they must not make the steps look slow."""
+    now = [0.0]
+    monkeypatch.setattr("megatron.callbacks.meter.time.perf_counter", lambda: now[0])
+
+    class Slow(Log):
+        def before_update(self, trainer):
+            now[0] += 0.25  # the step itself
+
+        def after_step(self, trainer, out):
+            now[0] += 100.0
+
+    log, meter = Log(), Meter(2, FLOPS)
+    trainer_of([meter, Slow(), log], train_iters=4).run()
+    assert [metrics["runtime/iteration_time"] for _, metrics in log.logged_] == [0.25, 0.25]
+
+
+def test_training_line_is_gpt_neox_s(clock):
+    (step, metrics), *_ = run([out(2.5, 0.25, loss_scale=512.0), out(2.5, 0.25, loss_scale=512.0)], train_iters=2)
+    line = training_line(metrics, step, 300)
+    assert line == (
+        " samples/sec: 8.000 | iteration        2/     300 | elapsed time per iteration (ms): 500.0 | "
+        "learning rate: 5.000E-01 | approx flops per GPU: 4.0TFLOPS | MFU: 50.00% | HFU: 66.67% | "
+        "lm_loss: 2.500000E+00 | loss scale: 512.0 | number of skipped iterations:   0 | "
+        "number of nan iterations:   0 | tokens/sec: 64.0 | grad norm: 0.250 |"
+    )
+    for pattern in GREPS:
+        assert re.search(pattern, line)
+
+
+@pytest.mark.parametrize("loss", [2.5, 1e-9, 12345.0, float("nan"), float("inf")])
+def test_a_log_without_faults_looks_healthy(capsys, caplog, loss):
+    """Scripts take these words for the end of a run."""
+    caplog.set_level("INFO", "deepy")
+    meter = Meter(1, Flops(1e9, 1, None))
+    trainer = trainer_of([meter, Console()], [out(loss, loss)], train_iters=1)
+    trainer.run()
+    trainer.call("evaluated", "validation", {"lm_loss": loss, "lm_loss_ppl": loss})
+    trainer.call("saved", "somewhere/global_step1")
+    shown = capsys.readouterr().out
+    assert re.search(GREPS[0], shown) and f"validation results at iteration 1 | lm_loss: {loss:.6E}" in shown
+    assert "MFU" not in shown
+    assert not UNHEALTHY.search(shown + caplog.text)
+
+
+def test_flops_of_a_llama_by_hand():
+    """Per token 6 x (parameters in matrix products) + 12 L h s (full attention); GQA and gate counted as they are."""
+    no_bias = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
+    gated = {"activation": "swiglu", "intermediate_size": 24, "gated_width_rule": "final"}
+    args = args_of(norm="rmsnorm", pos_emb="rotary", **gated, **no_bias)
+    qkv, dense, mlp, norms = 16 * (16 + 8 + 8), 16 * 16, 16 * 24 * 3, 2 * 16
+    matrices = 2 * (qkv + dense + mlp + norms) + 16 + 37 * 16
+    assert flops_per_token(args.model, 37) == 6 * matrices + 12 * 2 * 16 * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA GH200 480GB", 989e12), ("Tesla T4", None)]
+)
+def test_peak_of_a_device(monkeypatch, name, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    gpu = torch.device("cuda")
+    assert device_peak(gpu, None) == expected
+    assert device_peak(gpu, 100.0) == 1e14  # peak_theoretical_tflops wins
+    assert device_peak(torch.device("cpu"), None) is None and device_peak(torch.device("cpu"), 2.0) == 2e12

@@ -1,0 +1,103 @@
+"""status.json through the life of a run, resolved.yml, and the order of the callbacks."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import yaml
+
+from megatron.callbacks import run_folder as run_folder_module
+from megatron.callbacks.defaults import default_callbacks
+from megatron.callbacks.run_folder import RunStatus, run_folder
+from megatron.errors import NumericsError
+from megatron.mpu.state import ParallelState
+from megatron.neox_arguments import NeoXArgs
+from tests.callbacks.fakes import Log, args_of, batches, trainer_of
+
+pytestmark = pytest.mark.cpu
+
+
+def status(folder):
+    return json.loads((folder / "status.json").read_text())
+
+
+class Peeks(Log):
+    """Reads the status after each hook that may have written it."""
+
+    def __init__(self, folder, fails_at=None):
+        super().__init__()
+        self.folder, self.fails_at, self.seen = folder, fails_at, []
+
+    def start(self, trainer):
+        self.seen.append(status(self.folder))
+
+    def loaded(self, trainer):
+        self.seen.append(status(self.folder))
+
+    def after_step(self, trainer, out):
+        self.seen.append(status(self.folder))
+        if trainer.step == self.fails_at:
+            raise NumericsError("the loss is bad")
+
+
+def test_states_of_a_run_that_ends_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder_module, "HEARTBEAT_SECONDS", 0.0)
+    peeks = Peeks(tmp_path)
+    trainer_of([RunStatus(tmp_path), peeks], train_iters=2).run()
+    assert [(s["state"], s["step"]) for s in peeks.seen] == [
+        ("starting", 0),
+        ("running", 0),
+        ("running", 1),
+        ("running", 2),
+    ]
+    beats = [s["heartbeat"] for s in peeks.seen]
+    assert beats == sorted(beats) and beats[-1] > beats[0]
+    end = status(tmp_path)
+    assert (end["state"], end["step"], end["train_iters"], end["exit_code"]) == ("ended", 2, 2, 0)
+    assert (end["reason"], end["pid"], end["version"]) == ("train_iters reached", os.getpid(), 1)
+
+
+def test_status_is_not_written_at_every_step(tmp_path):
+    peeks = Peeks(tmp_path)
+    trainer_of([RunStatus(tmp_path), peeks], train_iters=3).run()
+    assert {s["step"] for s in peeks.seen} == {0}
+
+
+@pytest.mark.parametrize(("fails_at", "error", "code"), [(2, NumericsError, 4)])
+def test_a_run_that_fails_says_why(tmp_path, fails_at, error, code):
+    trainer = trainer_of([RunStatus(tmp_path), Peeks(tmp_path, fails_at)])
+    with pytest.raises(error):
+        trainer.run()
+    end = status(tmp_path)
+    assert (end["state"], end["step"], end["exit_code"]) == ("failed", 2, code)
+    assert end["reason"] == "NumericsError: the loss is bad"
+
+
+def test_resolved_yml_loads_as_the_same_configuration(tmp_path):
+    trainer = trainer_of([RunStatus(tmp_path)], train_iters=1, git_hash="abc")
+    values = yaml.safe_load((tmp_path / "resolved.yml").read_text())
+    assert values["git_hash"] == "abc" and NeoXArgs.from_dict(values).to_dict() == trainer.args.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"), [({}, None), ({"log_dir": "l"}, "l"), ({"log_dir": "l", "save": "s"}, "s")]
+)
+def test_which_folder(keys, expected):
+    folder = run_folder(args_of(**keys))
+    assert (str(folder) if folder else None) == expected
+
+
+def test_what_shows_and_stores_comes_last(tmp_path):
+    """The last evaluation and the last checkpoint happen in `end`, and must still be shown and tracked."""
+    keys = {"save": str(tmp_path), "eval_iters": 1, "log_interval": 5}
+    callbacks = default_callbacks(args_of(**keys), ParallelState.single("cpu"), 37, batches, batches)
+    names = [type(callback).__name__ for callback in callbacks]
+    assert names.index("Norms") < names.index("Meter") and names[-3:] == ["Console", "Trackers", "RunStatus"]
+    assert names.index("SkippedSteps") < names.index("Evaluator") < names.index("Checkpointer")
+    trainer_of(callbacks, **keys).run()
+    written = [set(json.loads(line)) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert sum("train/lm_loss" in k for k in written) == 2
+    assert "validation/lm_loss" in written[-2] and "test/lm_loss" in written[-1]
+    assert status(tmp_path)["state"] == "ended" and (tmp_path / "latest").read_text().strip() == "global_step10"

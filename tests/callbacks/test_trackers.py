@@ -1,0 +1,123 @@
+"""Metrics in metrics.jsonl, TensorBoard and W&B: written, and read back."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from megatron.callbacks.defaults import build_trackers
+from megatron.callbacks.flops import Flops
+from megatron.callbacks.meter import Meter
+from megatron.callbacks.trackers import JsonLines, TensorBoard, Trackers, WeightsAndBiases
+from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
+from tests.callbacks.fakes import args_of, out, trainer_of
+
+pytestmark = pytest.mark.cpu
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_metrics_jsonl_has_logs_and_evaluations_and_is_appended_to(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    for _ in range(2):
+        trainer = trainer_of([Meter(1, Flops(1.0, 1, None)), Trackers([JsonLines(path)])], [out(2.5)], train_iters=1)
+        trainer.run()  # ends by closing it
+    trainer = trainer_of([Trackers([JsonLines(path)])])
+    trainer.call("evaluated", "validation", {"lm_loss": 3.0, "lm_loss_ppl": float("inf")})
+    first, second, third = lines(path)
+    assert first["step"] == second["step"] == 1 and first["train/lm_loss"] == 2.5 and first["time"] <= second["time"]
+    assert third["validation/lm_loss"] == 3.0 and third["validation/lm_loss_ppl"] is None
+
+
+def test_a_line_is_on_disk_before_the_run_ends(tmp_path):
+    tracker = JsonLines(tmp_path / "metrics.jsonl")
+    tracker.write({"x": 1.0}, 7)
+    assert lines(tmp_path / "metrics.jsonl")[0]["step"] == 7
+
+
+def test_tensorboard_reads_back(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = trainer_of([Meter(2, Flops(1.0, 1, None)), Trackers([TensorBoard(str(tmp_path))])], [out(4.0), out(2.0)])
+    trainer.call("evaluated", "test", {"lm_loss": 1.5})
+    trainer.run()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/lm_loss")][:2] == [(2, 3.0), (4, 2.0)]
+    assert [(e.step, e.value) for e in events.Scalars("test/lm_loss")] == [(0, 1.5)]
+
+
+@pytest.mark.parametrize("module", ["torch.utils.tensorboard", "wandb"])
+def test_a_missing_package_names_the_requirements_file(monkeypatch, tmp_path, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    build = {"wandb": lambda: WeightsAndBiases(args_of(), None, 0)}.get(module, lambda: TensorBoard(str(tmp_path)))
+    with pytest.raises(UserError, match=r"requirements/requirements-\w+\.txt"):
+        build()
+
+
+def kinds(keys, rank, folder):
+    with_source = NeoXArgs.from_dict(keys)
+    return [type(tracker).__name__ for tracker in build_trackers(with_source, folder, rank)]
+
+
+def test_who_tracks_what(monkeypatch, tmp_path):
+    monkeypatch.setattr(WeightsAndBiases, "__init__", lambda self, args, directory, rank: None)
+    keys = {"use_wandb": True, "tensorboard_dir": str(tmp_path / "tb")}
+    assert kinds(keys, 0, tmp_path) == ["JsonLines", "TensorBoard", "WeightsAndBiases"]
+    assert kinds(keys, 1, tmp_path) == []
+    assert kinds({**keys, "wandb_init_all_ranks": True}, 1, tmp_path) == ["WeightsAndBiases"]
+    assert kinds({}, 0, None) == []
+
+
+class FakeWandb:
+    """Remembers how it was called."""
+
+    def __init__(self):
+        self.given = {}
+
+    def Settings(self, **settings):
+        return settings
+
+    def init(self, **given):
+        self.given = given
+
+
+@pytest.mark.parametrize(
+    ("keys", "rank", "expected"),
+    [
+        ({}, 0, {"project": "neox", "group": None, "name": None, "entity": None, "settings": {}}),
+        (
+            {"wandb_host": "https://w.example", "wandb_team": "t", "wandb_project": "p", "wandb_run_name": "r"},
+            0,
+            {"project": "p", "name": "r", "entity": "t", "settings": {"base_url": "https://w.example"}},
+        ),
+        ({"wandb_init_all_ranks": True, "wandb_group": "g", "wandb_run_name": "r"}, 3, {"group": "g", "name": "r-3"}),
+        ({"wandb_init_all_ranks": True}, 1, {"group": "ranks", "name": "rank-1"}),
+    ],
+)
+def test_wandb_keys_reach_wandb(monkeypatch, keys, rank, expected):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    args = NeoXArgs.from_dict({**keys, "git_hash": "abc"})
+    WeightsAndBiases(args, None, rank)
+    assert {name: fake.given[name] for name in expected} == expected
+    assert fake.given["config"]["git_hash"] == "abc" and fake.given["config"]["hidden_size"] == args.model.hidden_size
+
+
+@pytest.mark.slow
+def test_wandb_works_offline(monkeypatch, tmp_path):
+    """The real package, without a network: the run lies in a folder, with config and history."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tracker = WeightsAndBiases(args_of(wandb_run_name="mine"), str(tmp_path), 0)
+    tracker.write({"train/lm_loss": 2.5}, 3)
+    tracker.close()
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    (record,) = run.glob("run-*.wandb")
+    content = record.read_bytes()
+    assert b"train/lm_loss" in content and b"hidden_size" in content and b"mine" in content
