@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.callbacks.defaults import default_callbacks
 from megatron.callbacks.stopping import STOP_BY_SIGNAL
+from megatron.checkpoint.agreement import gather
 from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.find import Start, decide_start
 from megatron.checkpoint.load import load_checkpoint
@@ -18,7 +19,7 @@ from megatron.checkpoint.manifest import Manifest, git_revision
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.schedule import schedule_of_continued_run
 from megatron.data.batch import StepBatch
-from megatron.data.build import DataPlan, epoch_samples, plan_datasets
+from megatron.data.build import DataPlan, Datasets, epoch_samples, plan_datasets
 from megatron.data.collate import CollateRules
 from megatron.data.loader import StepLoader
 from megatron.data.mixture import SampleSource
@@ -26,8 +27,9 @@ from megatron.data.splits import sample_counts
 from megatron.errors import DeepyError, StopRequested, UserError
 from megatron.log import get_logger
 from megatron.mpu.sharding import count_parameters
+from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.derive import Facts, check_trainable, derive
+from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
 from megatron.neox_arguments.differences import differences_for
 from megatron.training.callback import Callback
 from megatron.training.setup import Process, build_engine, build_model, build_schedule
@@ -52,6 +54,7 @@ def train(process: Process) -> int:
     """Train as configured and return the exit code. The same call on every rank."""
     args, state = with_epochs(process.args), process.state
     check_trainable(args)
+    check_device(args, state.device.type == "cuda")
     if state.rank == 0 and args.logging.git_hash is None:
         args = args.replace("git", git_hash=git_revision())  # kept with the run and its checkpoints
     start = agree_on_start(args, state.rank)
@@ -199,6 +202,12 @@ def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None) -
     )
     if process.state.rank == 0:
         plan.check_tokenizer(process.tokenizer)
+        tokenizer, masked = process.tokenizer, args.model.intra_document_masking
+        logger.info(f"tokenizer {tokenizer.describe()}: {tokenizer.vocab_size} tokens, end of document {tokenizer.eod}")
+        logger.info(
+            f"samples of {args.model.seq_length} inputs and as many targets, the same shifted by one token; attention "
+            + ("stays inside a document" if masked else "crosses documents (intra_document_masking: true stops it)")
+        )
         logger.info("data   documents       tokens  weight      samples   epochs  source")
         for row in plan.table():
             logger.info(
@@ -217,6 +226,7 @@ def build_batches(args: NeoXArgs, process: Process, plan: DataPlan) -> dict[str,
         datasets = plan.build(mmap_warmup=False, use_shared_fs=args.data.use_shared_fs)
     if datasets.train is None:
         raise UserError("there is no training data: check data_path and split, or train_data_paths")
+    agree_on_data(datasets, process.state, args.data.use_shared_fs)
     rules = CollateRules(
         seq_length=args.model.seq_length,
         eod=process.tokenizer.eod,
@@ -239,6 +249,21 @@ def build_batches(args: NeoXArgs, process: Process, plan: DataPlan) -> dict[str,
 
     found = {"train": datasets.train, "valid": datasets.valid, "test": datasets.test}
     return {role: loader(dataset).steps for role, dataset in found.items() if dataset is not None}
+
+
+def agree_on_data(datasets: Datasets, state: ParallelState, shared: bool) -> None:
+    """Raise `UserError` on every rank when one of them would read other samples, as with an old copy on one node.
+
+    Index arrays are compared where each node has its own; in a shared folder they are the same files.
+    """
+    digests = gather(datasets.digest(arrays=not shared), state)
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+        raise UserError(
+            f"rank {shown} read other data than rank 0: the .bin/.idx files of a data path (or the index caches beside "
+            "them) differ between nodes. Copy the same files to every node and remove their index_cache folders."
+        )
 
 
 def restore(trainer: Trainer, start: Start) -> None:

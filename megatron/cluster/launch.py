@@ -41,12 +41,15 @@ LOCALHOST = "localhost"
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks go. `launcher` None: this machine, started by us. Empty `resources`: the SLURM allocation."""
+    """Where the ranks go. `launcher` None: this machine, started by us. Empty `resources`: the SLURM allocation.
+    `gpus`: how many this machine has, when no hostfile and no allocation decide where the ranks run.
+    """
 
     resources: Resources
     world_size: int
     launcher: str | None = None
     hosts: tuple[str, ...] = (LOCALHOST,)
+    gpus: int | None = None
 
     def describe(self) -> str:
         """One line for people."""
@@ -63,7 +66,7 @@ def _times(number: int, thing: str) -> str:
 
 def place(args: NeoXArgs, env: Mapping[str, str], default_hostfile: str = DEFAULT_HOSTFILE) -> Placement:
     """Decide how many ranks run where. Reads the hostfile; starts nothing. Raises `UserError`."""
-    launcher, parallel = args.launcher, args.parallel
+    launcher, parallel, gpus = args.launcher, args.parallel, None
     chosen = partial(select, include=launcher.include, exclude=launcher.exclude, num_nodes=launcher.num_nodes)
     hostfile = find_hostfile(launcher.hostfile, env, default_hostfile)
     if hostfile is not None:
@@ -76,7 +79,8 @@ def place(args: NeoXArgs, env: Mapping[str, str], default_hostfile: str = DEFAUL
             "or launcher=slurm inside a SLURM job"
         )
     else:
-        resources = chosen({LOCALHOST: list(range(_local_ranks(args, env)))})
+        gpus = count_gpus(env)
+        resources = chosen({LOCALHOST: list(range(_local_ranks(args, gpus)))})
     world_size = sum(len(slots) for slots in resources.values())
     if hostfile is not None and parallel.global_num_gpus not in (None, world_size):
         raise UserError(
@@ -85,14 +89,14 @@ def place(args: NeoXArgs, env: Mapping[str, str], default_hostfile: str = DEFAUL
     starter = _launcher(args, hostfile is not None, len(resources))
     if starter is None and hostfile is not None and next(iter(resources)) not in (LOCALHOST, socket.gethostname()):
         logger.info(f"{hostfile}: one host ({next(iter(resources))}): the ranks run on this machine")
-    return Placement(resources, world_size, starter, tuple(resources))
+    return Placement(resources, world_size, starter, tuple(resources), gpus)
 
 
-def _local_ranks(args: NeoXArgs, env: Mapping[str, str]) -> int:
+def _local_ranks(args: NeoXArgs, gpus: int) -> int:
     """Ranks on this machine: as asked for, else its GPUs, else what the layout needs."""
     parallel = args.parallel
     asked = parallel.num_gpus or parallel.global_num_gpus
-    return asked or count_gpus(env) or max(1, parallel.pipe_parallel_size) * max(1, parallel.model_parallel_size)
+    return asked or gpus or max(1, parallel.pipe_parallel_size) * max(1, parallel.model_parallel_size)
 
 
 def _launcher(args: NeoXArgs, has_hostfile: bool, hosts: int) -> str | None:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.data.cache import IndexCache, index_folder
+from megatron.data.cache import IndexCache, content_key, index_folder
 from megatron.data.manifest import check_tokenizer
 from megatron.data.mixture import Mixture, SampleSource, samples_to_ask
 from megatron.data.packed import PackedDataset, Segment, packed_key, plan_segments, samples_in
@@ -66,6 +66,17 @@ class Datasets:
     train: SampleSource | None = None
     valid: SampleSource | None = None
     test: SampleSource | None = None
+
+    def digest(self, arrays: bool = False) -> str:
+        """Hash of the order of all samples, for ranks to compare. With `arrays` of the index arrays themselves, which
+        are read for it; else of what they are made from (sizes, ranges, seeds, weights)."""
+        roles = self.plan.state()["roles"]
+        for sources in roles.values():
+            for source in sources:
+                del source["prefix"]  # the data may lie elsewhere on another node
+        built = {"train": self.train, "valid": self.valid, "test": self.test}
+        found = {name: dataset.digest() for name, dataset in built.items() if arrays and dataset is not None}
+        return content_key({"roles": roles, "arrays": found})
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,11 @@ class Mixture:
             raise IndexError(f"sample {index} of a mixture of {self.samples}")
         return self._drawn[int(self._source[index])], int(self._sample[index])
 
+    def digest(self) -> str:
+        """Hash of the index arrays, those of the sources included. Reads all of them."""
+        sources = [source.digest() for source in self.sources]
+        return content_key({"sources": sources, "weights": self.weights}, self._source, self._sample)
+
     def __len__(self) -> int:
         return self.samples
 

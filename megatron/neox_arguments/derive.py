@@ -13,7 +13,7 @@ from megatron.neox_arguments import rules_data, rules_model, rules_parallel, rul
 from megatron.neox_arguments.arguments import NeoXArgs
 from megatron.neox_arguments.draft import Draft, Facts
 
-__all__ = ["RULES", "Facts", "check_trainable", "derive"]
+__all__ = ["RULES", "Facts", "check_device", "check_trainable", "derive"]
 
 RULES: tuple[Callable[[Draft], None], ...] = (
     rules_model.required,
@@ -61,3 +61,15 @@ def check_trainable(args: NeoXArgs) -> None:
         raise UserError("set train_iters (or train_epochs): how long to train")
     if args.data.data_path is None and args.data.train_data_paths is None:
         raise UserError("set data_path, or train_data_paths: what to train on")
+
+
+def check_device(args: NeoXArgs, on_gpu: bool) -> None:
+    """What training on a CPU cannot do. Raises `UserError`."""
+    if on_gpu:
+        return
+    if args.optimizer.precision == "fp16":
+        raise UserError("precision: fp16 needs a GPU; on a CPU use precision=bfloat16 or precision=fp32")
+    if args.model.attention_backend in ("flash", "flex"):
+        raise UserError(
+            f"attention_backend: {args.model.attention_backend} cannot train on a CPU; use attention_backend=auto"
+        )

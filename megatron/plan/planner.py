@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from megatron.cluster.launch import Placement
 from megatron.data.build import epoch_samples
+from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.derive import Facts, derive
+from megatron.neox_arguments.derive import Facts, check_device, derive
 from megatron.plan import sections
 from megatron.plan.checkpoints import save_plan
 from megatron.plan.data import data_table
@@ -54,6 +55,11 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | 
         ]
     else:
         parts.append(sections.titled("checkpoint", [f"reads {found.start}"]))
+    if kind == "train" and placement.gpus == 0:
+        try:  # a plan may be made on another machine than the run's, so this alone is no reason to refuse it
+            check_device(args, on_gpu=False)
+        except UserError as error:
+            parts.append(sections.titled("not on this machine, which has no GPU", [str(error)]))
     if command is not None:
         parts.append(sections.titled("would run", [command]))
     parts.append(["Dry run: nothing was started."])

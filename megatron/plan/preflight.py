@@ -14,7 +14,7 @@ from megatron.data.prefixes import find_prefix
 from megatron.data.splits import NAMES
 from megatron.inference.inputs import check_requests, checkpoint_folder
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.derive import Facts, check_trainable, derive
+from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
 from megatron.neox_arguments.inference import for_inference
 from megatron.plan.refusals import check_data, check_start
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -47,6 +47,8 @@ def check_before_launch(args: NeoXArgs, placement: Placement, user_script: str) 
     kind = kind_of(user_script)
     if kind is not None and placement.launcher is None:
         preflight(derived, kind)
+    if kind == "train" and placement.gpus is not None:
+        check_device(derived, placement.gpus > 0)
 
 
 def preflight(args: NeoXArgs, kind: str) -> Found:

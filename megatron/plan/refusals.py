@@ -10,6 +10,7 @@ from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.find import Start
 from megatron.checkpoint.lock import refuse_if_held
 from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.schedule import schedule_of_continued_run
 from megatron.data.indexed import IndexedDataset
 from megatron.data.manifest import check_tokenizer, read_manifest
 from megatron.neox_arguments import NeoXArgs
@@ -29,15 +30,24 @@ def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer) -> No
 
 
 def check_start(args: NeoXArgs, start: Start) -> None:
-    """The folder of `save` is free, and the configuration fits the checkpoint that training starts from."""
+    """The folder of `save` is free, and configuration and schedule fit the checkpoint that training starts from."""
     options = args.checkpoint
     if options.save is not None:
         refuse_if_held(options.save)
-    if start.path is not None:
-        check_config(
-            Manifest.read(start.path).config,
+    if start.path is None:
+        return
+    saved, load_optim = Manifest.read(start.path).config, start.load_optim and not options.no_load_optim
+    check_config(
+        saved,
+        args.to_dict(),
+        allow=options.allow_config_changes,
+        finetune=start.kind == "finetune",
+        load_optim=load_optim,
+    )
+    if load_optim and args.training.train_iters is not None:  # else the length is not known yet
+        schedule_of_continued_run(
+            saved,
             args.to_dict(),
-            allow=options.allow_config_changes,
-            finetune=start.kind == "finetune",
-            load_optim=start.load_optim and not options.no_load_optim,
+            override=args.schedule.override_lr_scheduler,
+            use_checkpoint=args.schedule.use_checkpoint_lr_scheduler,
         )

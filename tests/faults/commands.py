@@ -61,7 +61,11 @@ def deepy(
 
 
 def deepy_here(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], folder: Path, *argv: str
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    folder: Path,
+    *argv: str,
+    script: str = "train.py",
 ) -> tuple[int, str, str]:
     """The same in this process, for commands that end before a rank starts: exit code, stdout, stderr."""
     logger = logging.getLogger("deepy")
@@ -69,7 +73,7 @@ def deepy_here(
     monkeypatch.setattr(logger, "propagate", logger.propagate)
     monkeypatch.setattr(os, "environ", environment())
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["deepy.py", str(ROOT / "train.py"), "run.yml", *argv])
+    monkeypatch.setattr(sys, "argv", ["deepy.py", str(ROOT / script), "run.yml", *argv])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "deepy.py"), run_name="__main__")
     assert isinstance(end.value.code, int)

@@ -130,6 +130,11 @@ CASES: dict[str, tuple[tuple[str, ...], Change, str]] = {
         other_architecture,
         r"architecture: hidden_size: 32 in the checkpoint, now 16",
     ),
+    "another learning rate": (
+        ("save=ckpt",),
+        lambda folder: put(folder / "ckpt", 4, lr=2e-3),
+        r"lr: 0\.002 in the checkpoint, now 0\.001.*override_lr_scheduler",
+    ),
     "save is a file": (("save=run.yml",), nothing, r"save: run\.yml is not a folder"),
     "save below a file": (("save=run.yml/ckpt",), nothing, r"save: run\.yml/ckpt cannot be made: run\.yml is not"),
 }
@@ -164,6 +169,38 @@ def test_a_folder_that_another_job_writes(tmp_path: Path, extra: tuple[str, ...]
         assert f"ckpt is being written by another job: process {os.getpid()} on" in done.stderr
         assert "Traceback" not in done.stderr and not done.stdout
         assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("given", ["precision=fp16", "attention_backend=flex"])
+def test_what_a_cpu_cannot_do_is_refused_before_a_rank_starts(
+    tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """84: a plan for another machine may still be made here, and says so."""
+    before = files(make_folder(tmp_path))
+    code, out, err = deepy_here(monkeypatch, capfd, tmp_path, given)
+    assert (code, out) == (2, "") and f"error: {given.replace('=', ': ')} " in err
+    code, out, _ = deepy_here(monkeypatch, capfd, tmp_path, given, "--dry-run")
+    assert code == 0 and f"not on this machine, which has no GPU\n  {given.replace('=', ': ')} " in out
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize("argv", [("load=empty",), ("load=hf",), ("load=nowhere",), ()], ids=str)
+def test_generation_never_starts_from_random_weights(
+    tmp_path: Path, argv: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """20: an empty folder, one of Hugging Face, none at all."""
+    make_folder(tmp_path)
+    (tmp_path / "empty").mkdir()
+    hugging_face_folder(tmp_path)
+    before = files(tmp_path)
+    for script in ("generate.py", "eval.py"):
+        for extra in ((), ("--dry-run",)):
+            given = (*argv, "eval_tasks=[lambada_openai]", *extra)
+            code, out, err = deepy_here(monkeypatch, capfd, tmp_path, *given, script=script)
+            assert (code, out) == (2, "") and "Traceback" not in err
+            looked_for = argv[0].removeprefix("load=") if argv else "is not set"
+            assert re.search(rf"^error: load.*{looked_for}", err, re.MULTILINE), err
+    assert files(tmp_path) == before
 
 
 @pytest.mark.slow
