@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron.errors import UserError
+from megatron.inference.batches import batches
 from megatron.inference.build import build_stage
 from megatron.inference.generate import Completion, Limits, generate
 from megatron.inference.inputs import checkpoint_folder, output_path, read_prompts
 from megatron.inference.sampling import Draws, Sampling
 from megatron.inference.stage import Stage
-from megatron.inference.team import Team, on_rank_zero
-from megatron.log import get_logger, progress, result
+from megatron.inference.team import Control, Team
+from megatron.log import get_logger, result
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 from megatron.training.setup import Process
@@ -41,9 +42,10 @@ def write_texts(process: Process) -> int:
         return checkpoint_folder(args), prompts
 
     # Before the weights are read: they are what users get wrong.
-    folder, prompts = on_rank_zero(state, inputs)
+    control = Control(state)
+    folder, prompts = control.on_rank_zero(inputs)
     logger.info(f"generating with {folder}")
-    generator = TextGenerator(build_stage(args, state, tokenizer, folder), tokenizer, args)
+    generator = TextGenerator(control, build_stage(args, state, tokenizer, folder), tokenizer, args)
     output = output_path(options, args.is_set("sample_output_file"))
 
     def lead() -> None:
@@ -68,7 +70,7 @@ class TextGenerator:
         UserError: the tokenizer has no end-of-document token, or a sampling key is out of range.
     """
 
-    def __init__(self, stage: Stage, tokenizer: Tokenizer, args: NeoXArgs) -> None:
+    def __init__(self, control: Control, stage: Stage, tokenizer: Tokenizer, args: NeoXArgs) -> None:
         self.stage = stage
         self.tokenizer = tokenizer
         self.options = args.generation
@@ -76,7 +78,7 @@ class TextGenerator:
         self.seed = args.training.seed
         self.sampling = Sampling(self.options.temperature, self.options.top_k, self.options.top_p)
         self.limits = Limits(self.options.maximum_tokens, tokenizer.require_eod("generation"))
-        self.team = Team(stage, {"complete": self._complete})
+        self.team = Team(control, stage, {"complete": self._complete})
         self._completed = 0
 
     def complete(self, texts: Sequence[str], what: str = "") -> list[Record]:
@@ -88,11 +90,9 @@ class TextGenerator:
     def _complete(self, items: Sequence[tuple[int, str]], options: Mapping[str, Any]) -> list[Record]:
         """Records of numbered texts, by one copy of the model."""
         prompts = self.tokenizer.tokenize_batch([text for _, text in items])
-        by_length = sorted(range(len(items)), key=lambda i: -len(prompts[i]))  # little padding
-        chunks = [by_length[i : i + self.batch] for i in range(0, len(by_length), self.batch)]
+        lengths = [len(prompt) for prompt in prompts]
         records: dict[int, Record] = {}
-        shown = options["what"] and self.stage.state.rank == 0
-        for chunk in progress(chunks, what=options["what"], unit="batch") if shown else chunks:
+        for chunk in batches(self.stage, lengths, self.batch, options["what"]):
             start = time.perf_counter()
             completions = generate(
                 self.stage,

@@ -1,13 +1,13 @@
-"""Work that one rank leads: rank 0 decides, every rank takes part, rank 0 has the results.
+"""Work that rank 0 leads: it decides and has the results, every rank takes part.
 
-`on_rank_zero` is for small decisions that all ranks must agree on. A `Team` is for longer work: rank 0 hands out jobs
-whenever it likes, the other ranks serve until it closes. So whatever rank 0 does in between (reading data sets,
-computing metrics) needs no counterpart elsewhere, and its failure ends the others instead of leaving them waiting.
+The ranks talk over a group of their own that waits as long as it takes: rank 0 may be reading a data set, computing
+metrics, or waiting for a user to type. Its failure ends the others instead of leaving them waiting.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -17,28 +17,46 @@ from megatron.inference.stage import Stage
 from megatron.mpu.state import ParallelState
 
 T = TypeVar("T")
+PATIENCE = timedelta(days=30)
 
 
-def on_rank_zero(state: ParallelState, function: Callable[[], T]) -> T:
-    """What `function` returns on rank 0, on every rank; a `DeepyError` that it raises is raised on every rank."""
-    outcome: Any = None
-    if state.rank == 0:
-        try:
-            outcome = function()
-        except DeepyError as error:
-            outcome = error
-    outcome = _broadcast(state, outcome)
-    if isinstance(outcome, DeepyError):
-        raise outcome
-    return outcome
+class Control:
+    """How rank 0 talks to the others. Building it is collective over all ranks."""
 
+    def __init__(self, state: ParallelState) -> None:
+        self.state = state
+        self.world_size = state.topology.world_size
+        # gloo on every device: NCCL's watchdog would end a job that waits ten minutes for its user.
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if self.world_size > 1 else None
 
-def _broadcast(state: ParallelState, value: T) -> T:
-    if state.topology.world_size == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    def broadcast(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        if self._group is None:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._group)
+        return box[0]
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks in order, on rank 0; an empty list elsewhere."""
+        if self._group is None:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.state.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values or []
+
+    def on_rank_zero(self, function: Callable[[], T]) -> T:
+        """What `function` returns on rank 0, on every rank; a `DeepyError` that it raises is raised on every rank."""
+        outcome: Any = None
+        if self.state.rank == 0:
+            try:
+                outcome = function()
+            except DeepyError as error:
+                outcome = error
+        outcome = self.broadcast(outcome)
+        if isinstance(outcome, DeepyError):
+            raise outcome
+        return outcome
 
 
 # Does a share of a job on one copy of the model: (items, options) -> one answer per item.
@@ -54,47 +72,38 @@ class Team:
             speaking rank need return answers.
     """
 
-    def __init__(self, stage: Stage, workers: Mapping[str, Worker]) -> None:
+    def __init__(self, control: Control, stage: Stage, workers: Mapping[str, Worker]) -> None:
+        self.control = control
         self.stage = stage
         self.workers = workers
         self._broken = False
 
-    def ask(self, name: str, items: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
-        """Deal the items to the copies of the model and return their answers in order. On rank 0 only."""
-        _broadcast(self.stage.state, (name, items, options))
-        return self._work(name, items, options)
-
     def run(self, lead: Callable[[], None]) -> None:
         """Run `lead` on rank 0 while the other ranks do what it asks for."""
-        state = self.stage.state
-        if state.rank == 0:
+        if self.stage.state.rank == 0:
             try:
                 lead()
             finally:
                 if not self._broken:  # else the others wait in the middle of a job, and only our end can end them
-                    _broadcast(state, None)
+                    self.control.broadcast(None)
             return
-        while (job := _broadcast(state, None)) is not None:
+        while (job := self.control.broadcast(None)) is not None:
             self._work(*job)
 
+    def ask(self, name: str, items: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
+        """Deal the items to the copies of the model and return their answers in order. On rank 0 only."""
+        self.control.broadcast((name, items, options))
+        return self._work(name, items, options)
+
     def _work(self, name: str, items: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
-        """Copy r of n takes the items r, r + n, ...: none is padded and a copy may have none."""
+        """Copy r of n takes the items r, r + n, ...: none is padded, and a copy may have none."""
         state = self.stage.state
         mine = items[state.dp_rank :: state.dp_size]
         self._broken = True
-        answers = self.workers[name](mine, options) if mine else []
-        found = self._gather(answers, len(items))
+        answers = list(self.workers[name](mine, options)) if mine else []
+        parts = self.control.gather((state.dp_rank, answers) if self.stage.speaks else None)
         self._broken = False
-        return found
-
-    def _gather(self, answers: Sequence[Any], count: int) -> list[Any]:
-        state = self.stage.state
-        if state.topology.world_size == 1:
-            return list(answers)
-        spoken = (state.dp_rank, list(answers)) if self.stage.speaks else None
-        everyone: list[Any] | None = [None] * state.topology.world_size if state.rank == 0 else None
-        dist.gather_object(spoken, everyone, dst=0)
-        found: list[Any] = [None] * count
-        for copy, part in filter(None, everyone or ()):
+        found: list[Any] = [None] * len(items)
+        for copy, part in filter(None, parts):
             found[copy :: state.dp_size] = part
         return found

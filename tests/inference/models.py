@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import string
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,8 +23,9 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.inference import for_inference
 from megatron.tokenizer import Tokenizer
+from megatron.training.setup import build_engine, build_model
 from tests.distributed import run_distributed
-from tests.training.tiny import LLAMA, NEOX, SEQUENCE, VOCAB, Layout, build
+from tests.training.tiny import LLAMA, NEOX, SEQUENCE, VOCAB, Layout, process_of, randomize_vectors
 
 EOD = VOCAB - 1
 ALONE, GREEDY = Layout(), Sampling()
@@ -54,18 +57,21 @@ class Letters(Tokenizer):
         return {}
 
 
-def make_checkpoint(root: Path, keys: dict[str, Any], layout: Layout = ALONE) -> Path:
+def make_checkpoint(root: Path, keys: dict[str, Any], layout: Layout = ALONE, vocab: int = VOCAB) -> Path:
     """`<root>/global_step1` of a randomly initialised model, written by the ranks of `layout`."""
-    return run_distributed(save_random, layout.world, str(root), keys, layout)[0]
+    return run_distributed(save_random, layout.world, str(root), keys, layout, vocab)[0]
 
 
-def save_random(rank: int, world: int, root: str, keys: dict[str, Any], layout: Layout) -> Path:
-    engine, args, _ = build(rank, keys, layout)
+def save_random(rank: int, world: int, root: str, keys: dict[str, Any], layout: Layout, vocab: int) -> Path:
+    args = derive(NeoXArgs.from_dict({**keys, **layout.keys()}), Facts(vocab_size=vocab, num_devices=layout.world))
+    process = dataclasses.replace(process_of(rank, args, layout), tokenizer=SimpleNamespace(vocab_size=vocab))
+    model = build_model(process, args.training.seed)
+    randomize_vectors(model, process.state)
     return save_checkpoint(
         root,
         1,
-        engine,
-        engine.state,
+        build_engine(process, model),
+        process.state,
         heads=Heads.of(args.model),
         consumed=0,
         client={},
@@ -75,10 +81,10 @@ def save_random(rank: int, world: int, root: str, keys: dict[str, Any], layout: 
     )
 
 
-def inference_args(keys: dict[str, Any], layout: Layout) -> NeoXArgs:
+def inference_args(keys: dict[str, Any], layout: Layout, vocab: int = VOCAB) -> NeoXArgs:
     """The configuration of a trained model as generate.py derives it."""
     args = for_inference(NeoXArgs.from_dict({**keys, **layout.keys()}))
-    return derive(args, Facts(vocab_size=VOCAB, num_devices=layout.world))
+    return derive(args, Facts(vocab_size=vocab, num_devices=layout.world))
 
 
 def state_of(rank: int, layout: Layout) -> ParallelState:

@@ -1,0 +1,26 @@
+#!/usr/bin/env python
+"""What every rank runs to evaluate a checkpoint with lm-eval. Usually started by deepy.py; torchrun works as well."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron.cluster.command_line import parse_rank_command_line
+from megatron.errors import run_cli
+
+
+def main() -> int:
+    """Join the job, load the model, run the tasks."""
+    paths, overrides, resolved = parse_rank_command_line(sys.argv[1:])
+    from megatron.inference.evaluate import evaluate
+    from megatron.neox_arguments.inference import for_inference
+    from megatron.training.setup import shut_down, start_process
+
+    process = start_process(paths, overrides, resolved, for_inference)
+    code = evaluate(process)
+    shut_down()
+    return code
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,210 @@
+"""Our model as lm-evaluation-harness sees it. Only rank 0 has it; the other ranks serve the team (team.py).
+
+Texts are encoded as the harness's own Hugging Face model encodes them, or scores would differ from everybody's:
+trailing spaces of a context move to the continuation, the two are encoded together and then split, an empty context is
+the begin-of-text token (else the end of a document), and rolling windows begin with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from megatron.convert.tokenizer_files import token_ids
+from megatron.inference.batches import batches
+from megatron.inference.generate import Limits, generate
+from megatron.inference.sampling import Draws, Sampling
+from megatron.inference.scoring import Score, score
+from megatron.inference.stage import Stage
+from megatron.inference.team import Control, Team, Worker
+from megatron.log import Once, get_logger
+from megatron.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
+
+DEFAULT_NEW_TOKENS = 256  # the harness's own, for tasks that do not say
+_NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+# A token more than a stop sequence has bytes, and some for tokens of which several make one character.
+_LOOK_BACK = 4
+
+
+def evaluation_team(control: Control, stage: Stage, tokenizer: Tokenizer, *, batch: int, seed: int) -> Team:
+    """The ranks, able to do what `HarnessModel` asks for. Collective over all ranks."""
+    workers: dict[str, Worker] = {
+        "score": lambda items, options: score(stage, items, batch, options["what"]),
+        "complete": lambda items, options: _complete(stage, tokenizer, batch, seed, items, options),
+    }
+    return Team(control, stage, workers)
+
+
+def _complete(
+    stage: Stage,
+    tokenizer: Tokenizer,
+    batch: int,
+    seed: int,
+    items: Sequence[tuple[int, list[int]]],
+    options: Mapping[str, Any],
+) -> list[str]:
+    """Texts after numbered prompts, each cut before the first stop sequence in it."""
+    until: list[str] = options["until"]
+    tail = max((len(stop.encode()) for stop in until), default=0) + _LOOK_BACK
+
+    def ended(tokens: list[int]) -> bool:
+        return any(stop in tokenizer.detokenize(tokens[-tail:]) for stop in until)
+
+    limits = Limits(options["new_tokens"], tokenizer.require_eod("generation"), ended if until else None)
+    sampling = Sampling(options["temperature"], options["top_k"], options["top_p"])
+    texts: dict[int, str] = {}
+    for chunk in batches(stage, [len(prompt) for _, prompt in items], batch, options["what"]):
+        draws = Draws(seed, [items[i][0] for i in chunk])
+        completions = generate(stage, [items[i][1] for i in chunk], limits, sampling, draws)
+        for i, completion in zip(chunk, completions, strict=True):
+            text = tokenizer.detokenize(completion.tokens)
+            for stop in until:
+                text = text.split(stop)[0]
+            texts[i] = text
+    return [texts[i] for i in range(len(items))]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a task's generation options mean.
+
+    Attributes:
+        until: stop sequences; the harness's tasks give none, one string or a list.
+        new_tokens: most tokens to write.
+        temperature, top_k, top_p: as in `Sampling`; temperature 0 unless the task samples.
+    """
+
+    until: tuple[str, ...]
+    new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Request:
+        until = options.get("until") or ()
+        until = (until,) if isinstance(until, str) else tuple(until)
+        given = [options[key] for key in _NEW_TOKENS_KEYS if options.get(key) is not None]
+        samples = options.get("do_sample")
+        temperature = options.get("temperature")
+        if temperature is None:
+            temperature = 1.0 if samples else 0.0
+        return cls(
+            tuple(stop for stop in until if stop),
+            int(given[0]) if given else DEFAULT_NEW_TOKENS,
+            float(temperature) if samples is not False else 0.0,
+            int(options.get("top_k") or 0),
+            float(options.get("top_p") or 0.0),
+        )
+
+
+class HarnessModel(TemplateLM):
+    """The harness's view of a team's model: log-likelihoods, rolling log-likelihoods, generation.
+
+    To the harness it is one process: requests are dealt to the copies of the model in here, so that no document is
+    counted twice and no copy waits for another.
+
+    Args:
+        info: what the results file says about the model.
+    """
+
+    def __init__(self, team: Team, tokenizer: Tokenizer, info: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.team = team
+        self.text = tokenizer
+        self.info = dict(info or {})
+        self.max_length = team.stage.max_positions
+        self._once = Once(logger)
+        ids = token_ids(tokenizer, None)
+        self._eot = tokenizer.require_eod("evaluation")
+        self._prefix = self._eot if ids.bos is None else ids.bos
+        # What the tokenizer's own template puts in front of every text, often nothing.
+        added = tokenizer.tokenize("")
+        self._added = added if added and tokenizer.tokenize("a")[: len(added)] == added else []
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._eot
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text that has nothing before it."""
+        return self._prefix
+
+    def get_model_info(self) -> dict[str, Any]:
+        """For the results file."""
+        return self.info
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Ids of a text; without the template's first tokens if asked for, or if the text itself begins with them."""
+        ids = self.text.tokenize(string)
+        if not self._added:
+            return ids
+        written = string.startswith(self.text.detokenize([self._prefix]))
+        plain = add_special_tokens is False or (add_special_tokens is None and written)
+        return ids[len(self._added) :] if plain and ids[: len(self._added)] == self._added else ids
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[Score]:
+        longest = max((len(context) + len(rest) for _, context, rest in requests), default=0)
+        if longest > self.max_length + 1:
+            self._once.warning(
+                f"some texts are longer than the model's {self.max_length} positions (up to {longest} tokens): "
+                "their context is cut on the left"
+            )
+        # A context of spaces alone has moved to the continuation whole.
+        pairs = [(context or [self.prefix_token_id], rest) for _, context, rest in requests]
+        return self.team.ask("score", pairs, {"what": "scoring continuations"})
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihood of whole texts: every token once, each with at least half a window before it where there is.
+
+        Windows are the harness's: disjoint predictions, as much context as fits.
+        """
+        owners, pairs = [], []
+        for number, (text,) in enumerate(request.args for request in requests):
+            windows = get_rolling_token_windows(
+                self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+            )
+            for window in map(make_disjoint_window, windows):
+                owners.append(number)
+                pairs.append(window)
+        totals = [0.0] * len(requests)
+        for number, (total, _) in zip(owners, self.team.ask("score", pairs, {"what": "scoring texts"}), strict=True):
+            totals[number] += total
+        return totals
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Texts after each context, up to a stop sequence. Contexts that are too long are cut on the left."""
+        groups: dict[Request, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(Request.of(request.args[1]), []).append(number)
+        texts = [""] * len(requests)
+        for options, numbers in groups.items():
+            new_tokens = min(options.new_tokens, self.max_length // 2)
+            if new_tokens < options.new_tokens:
+                self._once.warning(
+                    f"{options.new_tokens} new tokens leave no room in the model's {self.max_length} positions: "
+                    f"at most {new_tokens} are written"
+                )
+            room = self.max_length - new_tokens
+            items = [(i, self.tok_encode(requests[i].args[0])[-room:]) for i in numbers]
+            asked = {
+                "what": "generating",
+                "until": list(options.until),
+                "new_tokens": new_tokens,
+                "temperature": options.temperature,
+                "top_k": options.top_k,
+                "top_p": options.top_p,
+            }
+            for i, text in zip(numbers, self.team.ask("complete", items, asked), strict=True):
+                texts[i] = text
+        return texts

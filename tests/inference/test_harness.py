@@ -1,0 +1,283 @@
+"""lm-evaluation-harness scores our model as it scores its Hugging Face copy with its own adapter, at every layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+from tokenizers.processors import TemplateProcessing
+
+from megatron.errors import UserError
+from megatron.inference.build import build_stage
+from megatron.inference.evaluate import Tasks, table, write_results
+from megatron.inference.harness import HarnessModel, Request, evaluation_team
+from megatron.inference.scoring import score
+from megatron.inference.team import Control
+from megatron.neox_arguments.schema_data import TokenizerConfig
+from megatron.tokenizer import build_tokenizer
+from tests.distributed import run_distributed
+from tests.inference.models import EOD, GPT_NEOX, Layout, inference_args, make_checkpoint, stage_of, state_of
+from tests.tokenizer.vocabularies import byte_level, write_json
+
+pytestmark = pytest.mark.cpu
+
+KEYS = {**GPT_NEOX, "num_kv_heads": 4, "tokenizer_type": "HFTokenizer", "train_micro_batch_size_per_gpu": 3}
+LONGEST = KEYS["max_position_embeddings"]
+BOS = "<|begin|>"
+
+PAIRS = [
+    ("hello", " world"),
+    ("hello ", "world"),  # the space belongs to the continuation
+    ("hello  \n ", "world hello"),
+    ("hello", " w"),
+    ("hello", " hello"),  # the same context again: one pass
+    ("", "hello world"),
+    ("", "<|endoftext|>hello"),  # begins with what would be put before it
+    ("hel", "lo wor"),  # together other tokens than apart: split after as many as the context has
+    ("x" * 100, " too long by far"),
+    ("naïve 中", "文 🤖"),
+]
+TEXTS = ["hello world", "h", "hello world, " * 30, "naïve 中文 🤖 é\u0301"]
+PROMPTS = [
+    ("hello world", {"until": ["\n\n", "l"], "max_gen_toks": 20}),
+    ("hello", {"until": "o", "do_sample": False, "max_gen_toks": 12}),  # a plain string, not a list of letters
+    ("x", {"max_gen_toks": 9}),
+    ("y" * 200, {"until": [], "max_gen_toks": 5, "temperature": 0.0}),
+]
+
+
+def requests(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:
+    return [Instance(kind, {}, item, i) for i, item in enumerate(arguments)]
+
+
+def all_answers(model: Any) -> dict[str, list[Any]]:
+    return {
+        "loglikelihood": model.loglikelihood(requests("loglikelihood", PAIRS)),
+        "rolling": model.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in TEXTS])),
+        "generate": model.generate_until(requests("generate_until", PROMPTS)),
+    }
+
+
+def assert_same(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> None:
+    for (value, greedy), (expected, expected_greedy) in zip(one["loglikelihood"], other["loglikelihood"], strict=True):
+        assert value == pytest.approx(expected, abs=1e-4, rel=1e-5) and greedy == expected_greedy
+    assert one["rolling"] == pytest.approx(other["rolling"], abs=1e-4, rel=1e-5)
+    assert one["generate"] == other["generate"]
+
+
+class Model:
+    """A checkpoint of a model with a real tokenizer, its Hugging Face copy, and the harness's adapters for both."""
+
+    def __init__(self, folder: Path, bos: bool) -> None:
+        tokenizer, declared = byte_level(), {"eos_token": "<|endoftext|>"}
+        if bos:
+            tokenizer.add_special_tokens([BOS])
+            number = tokenizer.token_to_id(BOS)
+            tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, number)])
+            declared["bos_token"] = BOS
+        declared["tokenizer_class"] = "PreTrainedTokenizerFast"
+        vocab_file = write_json(folder / "tokenizer.json", tokenizer, tokenizer_config=declared)
+        self.keys = {**KEYS, "vocab_file": str(vocab_file)}
+        self.tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="HFTokenizer", vocab_file=str(vocab_file)))
+        self.checkpoint = make_checkpoint(folder, self.keys, Layout(tp=2), self.tokenizer.vocab_size)
+        self.folder = folder
+
+    def ours(self, rank: int = 0, layout: Layout | None = None) -> HarnessModel:
+        layout = layout or Layout()
+        state = state_of(rank, layout)
+        args = inference_args(self.keys, layout, self.tokenizer.vocab_size)
+        stage = build_stage(args, state, self.tokenizer, self.checkpoint)
+        return HarnessModel(evaluation_team(Control(state), stage, self.tokenizer, batch=3, seed=1), self.tokenizer)
+
+    def theirs(self) -> Any:
+        from lm_eval.models.huggingface import HFLM
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from megatron.convert.export import export
+
+        exported = export(self.checkpoint, self.folder / "hf").folder
+        model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(exported)
+        # Its cache of logits reads the wrong positions for texts that are split at different places (0.4.13).
+        return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3, device="cpu", logits_cache=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("model"), bos=False)
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_equals_the_harness_own_adapter_on_the_exported_copy(model: Model, tmp_path: Path, bos: bool):
+    model = Model(tmp_path, bos=True) if bos else model
+    ours, theirs = all_answers(model.ours()), all_answers(model.theirs())
+    assert_same(ours, theirs)
+    # Only a moved space makes no difference.
+    assert len({round(value, 3) for value, _ in ours["loglikelihood"]}) == len(PAIRS) - 1
+    assert max(map(len, ours["generate"])) > 5
+
+
+def answers_of_rank(rank: int, world: int, model: Model, layout: Layout) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    adapter = model.ours(rank, layout)
+    adapter.team.run(lambda: found.update(all_answers(adapter)))
+    return found
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, tp=2), Layout(dp=3)], ids=lambda x: x.name)
+def test_same_answers_at_every_layout(model: Model, layout: Layout):
+    results = run_distributed(answers_of_rank, layout.world, model, layout)
+    assert_same(results[0], all_answers(model.ours()))
+    assert results[1:] == [{}] * (layout.world - 1)
+
+
+def one_document(rank: int, world: int, model: Model) -> list[Any]:
+    found: list[Any] = []
+    adapter = model.ours(rank, Layout(dp=world))
+    adapter.team.run(lambda: found.extend(adapter.loglikelihood(requests("loglikelihood", PAIRS[:1]))))
+    return found
+
+
+def test_fewer_documents_than_ranks(model: Model):
+    assert len(run_distributed(one_document, 3, model)[0]) == 1
+
+
+def fail_on_rank_zero(rank: int, world: int, model: Model) -> str:
+    def lead() -> None:
+        raise UserError("no such task")
+
+    adapter = model.ours(rank, Layout(dp=world))
+    try:
+        adapter.team.run(lead)
+    except UserError as error:
+        return str(error)
+    return "left in order"
+
+
+def test_a_failure_on_rank_zero_lets_the_others_go(model: Model):
+    assert run_distributed(fail_on_rank_zero, 2, model) == ["no such task", "left in order"]
+
+
+def test_scores_by_definition():
+    """fp64 log-softmax of each position's logits, one text at a time."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        stage = stage_of(make_checkpoint(Path(folder), GPT_NEOX), GPT_NEOX)
+        pairs = [([EOD], [5, 9, 33]), ([1, 2, 3], [4]), ([1, 2, 3], [40]), ([7], []), ([EOD, 5], [9, 33])]
+        for (context, rest), (total, greedy) in zip(pairs, score(stage, pairs, 2), strict=True):
+            text = torch.tensor([context + rest])
+            logits = stage.run(text, torch.arange(text.shape[1])[None]).logits()[0].double().log_softmax(dim=-1)
+            places = range(len(context) - 1, len(context) + len(rest) - 1)
+            assert total == pytest.approx(sum(float(logits[i, t]) for i, t in zip(places, rest)), abs=1e-4)
+            assert greedy == all(int(logits[i].argmax()) == t for i, t in zip(places, rest))
+        with pytest.raises(UserError, match=f"does not fit the model's {LONGEST} positions"):
+            score(stage, [([1], [2] * (LONGEST + 1))], 2)
+
+
+def test_a_context_of_spaces_alone_counts_as_none(model: Model):
+    adapter = model.ours()
+    spaces, none = adapter.loglikelihood(requests("loglikelihood", [("  ", "hello"), ("", "  hello")]))
+    assert spaces == none
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, Request((), 256, 0.0, 0, 0.0)),
+        ({"until": "stop", "max_new_tokens": 3}, Request(("stop",), 3, 0.0, 0, 0.0)),
+        ({"until": None, "max_gen_toks": 7}, Request((), 7, 0.0, 0, 0.0)),
+        ({"until": ["a", ""], "do_sample": False, "temperature": 0.7}, Request(("a",), 256, 0.0, 0, 0.0)),
+        ({"do_sample": True, "top_k": 5, "top_p": 0.9}, Request((), 256, 1.0, 5, 0.9)),
+        ({"do_sample": True, "temperature": 0.5}, Request((), 256, 0.5, 0, 0.0)),
+    ],
+)
+def test_generation_options_of_tasks(options: dict[str, Any], expected: Request):
+    assert Request.of(options) == expected
+
+
+CHOICE = """\
+task: local_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {folder}/choice.jsonl, cache_dir: {folder}/cache}}
+output_type: multiple_choice
+test_split: train
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+"""
+ROLLING = """\
+task: local_rolling
+dataset_path: json
+dataset_kwargs: {{data_files: {folder}/choice.jsonl, cache_dir: {folder}/cache}}
+output_type: loglikelihood_rolling
+test_split: train
+doc_to_text: ""
+doc_to_target: "{{{{question}}}}"
+metric_list:
+  - {{metric: word_perplexity}}
+  - {{metric: byte_perplexity}}
+"""
+
+
+@pytest.fixture
+def task_folder(tmp_path: Path) -> Path:
+    """A folder with two tasks over a local file."""
+    documents = [
+        {"question": f"hello world {i * 7919}", "choices": [" hello", "l", " world he", "\n"], "answer": i % 4}
+        for i in range(9)
+    ]
+    (tmp_path / "choice.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    (tmp_path / "choice.yml").write_text(CHOICE.format(folder=tmp_path))
+    (tmp_path / "rolling.yaml").write_text(ROLLING.format(folder=tmp_path))
+    return tmp_path
+
+
+def test_task_results_equal_the_harness_own_and_reach_a_file(
+    model: Model, task_folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from lm_eval import simple_evaluate
+
+    names = [str(task_folder / "choice.yml"), str(task_folder / "rolling.yaml")]
+    results = Tasks(names).run(model.ours())
+    theirs = simple_evaluate(
+        model=model.theirs(), tasks=names, bootstrap_iters=0, task_manager=Tasks(names).manager, log_samples=False
+    )
+    for task, metrics in theirs["results"].items():
+        for metric, value in metrics.items():
+            if isinstance(value, float):
+                assert results["results"][task][metric] == pytest.approx(value, rel=1e-4), (task, metric)
+    assert results["results"]["local_rolling"]["word_perplexity,none"] > 1
+    assert "local_choice" in table(results) and "byte_perplexity" in table(results)
+    monkeypatch.chdir(task_folder)
+    path = write_results(results, "out/run")
+    assert path.name.startswith("run_eval_results_") and path.parent.name == "out"
+    assert json.loads(path.read_text())["results"]["local_choice"]["acc,none"] <= 1
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_folder_names_all_its_tasks(task_folder: Path):
+    (task_folder / "choice.yml").rename(task_folder / "choice.yaml")  # the harness looks for this ending in folders
+    tasks = Tasks([str(task_folder)])
+    assert sorted(tasks.loaded["tasks"]) == ["local_choice", "local_rolling"]
+
+
+def test_data_that_cannot_be_loaded_names_the_task(task_folder: Path):
+    path = task_folder / "choice.yml"
+    path.write_text(path.read_text().replace("dataset_path: json", "dataset_path: nobody/nothing-of-this-name"))
+    with pytest.raises(UserError, match=r"eval_tasks: .*choice\.yml cannot be loaded"):
+        Tasks([str(path)])
+
+
+@pytest.mark.slow
+def test_an_unknown_task_names_the_nearest():
+    with pytest.raises(UserError, match=r"no task 'lambada_openay'\. Did you mean 'lambada_openai'\?"):
+        Tasks(["lambada_openay"])
