@@ -142,7 +142,8 @@ def init_deepspeed(device: torch.device) -> None:
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # DeepSpeed would compile a C++ op with g++ on first use, and a build killed half-way hangs every later run.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # Not by attribute: reading it makes DeepSpeed probe all its operators, with a compiler.
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.ERROR)
     deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
 
