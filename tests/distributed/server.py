@@ -68,7 +68,7 @@ def _preload() -> None:
     import tests.distributed.rank  # noqa: F401
 
     # Else init_distributed compiles a C++ operator (minutes), and a killed build leaves a lock that hangs later runs.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel(logging.ERROR)
     gc.collect()
     gc.freeze()  # keeps the pages of imported modules shared with the ranks
