@@ -117,6 +117,8 @@ class DeepSpeedEngine:
         self._update: Update | None = None
         self.skipped_steps = 0
         self.deepspeed._take_model_step = self._take_model_step
+        if self.pipelined and state.is_last_stage:
+            self._announce_backward()
         if state.dp_size == 1:
             # A world of one has nothing to reduce; DeepSpeed would flatten, scale and copy back every gradient.
             self._switch_off_reduction(stage)
@@ -128,6 +130,22 @@ class DeepSpeedEngine:
         if stage >= 1:
             return ZeroGradients(self.deepspeed.optimizer, stage)
         return PlainGradients(self.deepspeed.optimizer)
+
+    def _announce_backward(self) -> None:
+        """Let DeepSpeed know when a backward pass begins on the last stage.
+
+        It hangs what comes before one (bf16: forgetting the micro-batch before, which is in the fp32 sum already) on
+        the tensors that forward returned, and finds none in an `LMOutput`.
+        """
+        loss_of = self.module.loss_fn
+
+        def announced(out: Any, labels: Any) -> Tensor:
+            loss = loss_of(out, labels)
+            if loss.requires_grad:
+                loss.register_hook(lambda gradient: self.deepspeed._backward_prologue())
+            return loss
+
+        self.module.loss_fn = announced
 
     def _switch_off_reduction(self, stage: int) -> None:
         if isinstance(self._gradients, ZeroGradients):

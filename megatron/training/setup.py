@@ -182,7 +182,14 @@ def _partitioner(args: NeoXArgs, state: ParallelState) -> Callable[[torch.nn.Mod
     # DeepSpeed would hold the batch sizes against the whole world here, tensor-parallel ranks included.
     kept = ("zero_optimization", "bf16", "fp16")
     config = {"train_micro_batch_size_per_gpu": 1, **{k: v for k, v in deepspeed_config(args).items() if k in kept}}
-    return lambda layer: deepspeed.zero.Init(module=layer, data_parallel_group=group, config_dict_or_path=config)
+    dtype = {"bfloat16": torch.bfloat16, "fp16": torch.float16}.get(args.optimizer.precision or "", torch.float32)
+
+    def hand_over(layer: torch.nn.Module) -> None:
+        for p in layer.parameters():
+            p.data = p.data.to(dtype)  # what is partitioned keeps its type: the engine no longer casts it
+        deepspeed.zero.Init(module=layer, data_parallel_group=group, config_dict_or_path=config)
+
+    return hand_over
 
 
 def build_engine(process: Process, model: torch.nn.Module) -> DeepSpeedEngine:
