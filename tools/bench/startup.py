@@ -28,7 +28,7 @@ BY_HAND = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 import torch, torch.distributed as dist, deepspeed
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 dist.init_process_group("gloo")
 deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False, verbose=False)
 from plain_gpt import PlainGPT
