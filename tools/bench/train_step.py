@@ -3,8 +3,8 @@
 
 The model is a GPT-NeoX-style GPT: 6 layers, 384 wide, 6 heads, vocabulary 8192 untied, sequence 512, batch 8, AdamW
 with clipping at 1.0. Contenders take turns, a few steps each, so that a machine that gets slower or faster hits all of
-them alike; quoted is the median over rounds of tokens/s over the plain loop's in the same round. Peak memory is that
-of one process per contender.
+them alike; quoted is the median over rounds of tokens/s over the plain loop's in the same round, and the same ratio in
+CPU seconds, which other processes disturb less. Peak memory is that of one process per contender.
 
     python tools/bench/train_step.py                      # fp32 and bf16, big and small steps
     python tools/bench/train_step.py --precision fp32 --shape big --rounds 7
@@ -70,18 +70,28 @@ def report(precision: str, shape: str, options: argparse.Namespace) -> None:
     for step in steps.values():
         turn(step, 2)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    cpu: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(options.rounds):
         for name, step in steps.items():
+            before = time.process_time()
             seconds[name].append(turn(step, STEPS[shape]))
+            cpu[name].append((time.process_time() - before) / STEPS[shape])
     memory = {} if options.no_memory or shape != "big" else {n: memory_of(n, precision, options) for n in steps}
     print(f"\n{precision}, {batch} x {tokens} tokens a step, {options.threads} threads, {options.rounds} rounds")
-    print(f"{'':28s} {'tokens/s':>10s} {'ratio to plain: median (min-max)':>34s} {'peak MB':>9s} {'ratio':>7s}")
+    print(
+        f"{'':12s} {'tokens/s':>9s} {'ratio to plain (min-max)':>26s} {'in CPU time':>18s} {'peak MB':>9s} {'ratio':>6s}"
+    )
     for name in steps:
-        ratios = [plain / own for plain, own in zip(seconds["plain"], seconds[name], strict=True)]
         rate = batch * tokens / statistics.median(seconds[name])
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        peak = f"{memory[name]:9.0f} {memory[name] / memory['plain']:7.2f}" if memory else ""
-        print(f"{name:28s} {rate:10.0f} {spread:>34s} {peak}")
+        wall, work = ratio(seconds["plain"], seconds[name]), ratio(cpu["plain"], cpu[name])
+        peak = f"{memory[name]:9.0f} {memory[name] / memory['plain']:6.2f}" if memory else ""
+        print(f"{name:12s} {rate:9.0f} {wall:>26s} {work:>18s} {peak}")
+
+
+def ratio(plain: list[float], own: list[float]) -> str:
+    """Speed relative to the plain loop, round by round: median (min-max)."""
+    ratios = [a / b for a, b in zip(plain, own, strict=True)]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def turn(step: Step, count: int) -> float:
