@@ -78,9 +78,8 @@ def report(precision: str, shape: str, options: argparse.Namespace) -> None:
             cpu[name].append((time.process_time() - before) / STEPS[shape])
     memory = {} if options.no_memory or shape != "big" else {n: memory_of(n, precision, options) for n in steps}
     print(f"\n{precision}, {batch} x {tokens} tokens a step, {options.threads} threads, {options.rounds} rounds")
-    print(
-        f"{'':12s} {'tokens/s':>9s} {'ratio to plain (min-max)':>26s} {'in CPU time':>18s} {'peak MB':>9s} {'ratio':>6s}"
-    )
+    heads = ("", "tokens/s", "ratio to plain (min-max)", "in CPU time", "peak MB", "ratio")
+    print("{:12s} {:>9s} {:>26s} {:>18s} {:>9s} {:>6s}".format(*heads))
     for name in steps:
         rate = batch * tokens / statistics.median(seconds[name])
         wall, work = ratio(seconds["plain"], seconds[name]), ratio(cpu["plain"], cpu[name])
