@@ -1,0 +1,82 @@
+"""A stage from a checkpoint: only its own weights, never the whole model, and only if model and tokenizer fit."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.errors import UserError
+from megatron.inference.build import build_stage
+from megatron.mpu.sharding import named_parameters
+from megatron.mpu.state import ParallelState
+from megatron.mpu.topology import Topology
+from tests.inference.models import GPT_LLAMA, GPT_NEOX, VOCAB, Layout, Letters, inference_args, make_checkpoint
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("neox"), {**GPT_NEOX, "tokenizer_type": "CharLevelTokenizer"})
+
+
+def one_rank(layout: Layout, rank: int) -> ParallelState:
+    """The state of a rank that never talks to the others: building needs no communication."""
+    return ParallelState(
+        Topology({"pipe": layout.pp, "data": layout.dp, "model": layout.tp}), rank, torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_holds_its_shard_and_at_most_one_whole_parameter_on_the_way(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+):
+    layout = Layout(pp=2, tp=2)
+    alive, most, original = set(), [], CheckpointReader._full
+
+    def full(self, *arguments):
+        value = original(self, *arguments)
+        alive.add(id(value))
+        weakref.finalize(value, alive.discard, id(value))
+        most.append(len(alive))
+        return value
+
+    monkeypatch.setattr(CheckpointReader, "_full", full)
+    args, state = inference_args(GPT_NEOX, layout), one_rank(layout, rank)
+    stage = build_stage(args, state, Letters(), folder)
+    assert max(most) == 1 and not alive
+    reader = CheckpointReader(folder)
+    held = {name: p for layer in stage.layers for name, p in named_parameters(layer)}
+    first = {name for name in reader.names() if name.startswith(("0.", "2."))}
+    assert set(held) == (first if state.is_first_stage else set(reader.names()) - first)
+    for name, p in held.items():
+        expected = p.spec.local_shape(2)
+        assert tuple(p.shape) == expected and p.untyped_storage().nbytes() == p.numel() * 4, name
+        assert not p.requires_grad
+
+
+def test_another_vocabulary_is_refused_with_the_tokenizer_it_was_trained_with(folder: Path):
+    class Smaller(Letters):
+        @property
+        def vocab_size(self) -> int:
+            return VOCAB - 1
+
+    args = inference_args(GPT_NEOX, Layout(), VOCAB - 1)
+    with pytest.raises(UserError, match=r"trained with 67 tokens, letters has 66; .*CharLevelTokenizer"):
+        build_stage(args, ParallelState.single(), Smaller(), folder)
+
+
+def test_another_tokenizer_of_the_same_size_is_said(folder: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        build_stage(inference_args(GPT_NEOX, Layout()), ParallelState.single(), Letters(), folder)
+    assert "the checkpoint was trained with tokenizer_type: CharLevelTokenizer" in caplog.text
+
+
+def test_another_architecture_is_refused_by_its_keys(folder: Path):
+    with pytest.raises(UserError, match=r"norm: 'layernorm' in the checkpoint, now 'rmsnorm'"):
+        build_stage(inference_args(GPT_LLAMA, Layout()), ParallelState.single(), Letters(), folder)

@@ -1,0 +1,138 @@
+"""What a user asks for: a config without training keys, prompts, checkpoints; and what is refused at once."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import UserError
+from megatron.inference.inputs import check_requests, checkpoint_folder, output_path, read_prompts
+from megatron.inference.modes import prompts_from
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, derive
+from megatron.neox_arguments.inference import DEFAULT_BATCH, for_inference
+from megatron.neox_arguments.load import load
+
+pytestmark = pytest.mark.cpu
+
+MODEL = "num_layers: 2\nhidden_size: 16\nnum_attention_heads: 2\nseq_length: 8\n"
+TRAINING = """\
+train_batch_size: 48
+train_micro_batch_size_per_gpu: 2
+gradient_accumulation_steps: 3
+global_num_gpus: 32
+model_parallel_size: 2
+pipe_parallel_size: 2
+sequence_parallel: true
+checkpoint_activations: true
+zero_optimization: {stage: 1}
+bf16: {enabled: true}
+data_path: nowhere
+save: run
+train_iters: 10
+log_dir: logs
+seed: 99
+"""
+
+
+def prepared(tmp_path: Path, text: str, *overrides: str) -> NeoXArgs:
+    (tmp_path / "run.yml").write_text(text)
+    return for_inference(load([str(tmp_path / "run.yml")], list(overrides)))
+
+
+def test_a_model_alone_is_enough(tmp_path: Path):
+    args = derive(prepared(tmp_path, MODEL), Facts(num_devices=1))
+    assert args.training.train_micro_batch_size_per_gpu == DEFAULT_BATCH
+
+
+def test_a_training_config_runs_on_any_number_of_ranks(tmp_path: Path):
+    args = prepared(tmp_path, MODEL + TRAINING)
+    assert for_inference(args) == args
+    for ranks in (4, 8):
+        derived = derive(args, Facts(num_devices=ranks))
+        assert derived.parallel.data_parallel_size == ranks // 4
+        assert derived.training.train_micro_batch_size_per_gpu == 2
+        assert derive(for_inference(derived), Facts(num_devices=ranks)) == derived
+    assert not derived.parallel.sequence_parallel
+    assert (derived.optimizer.precision, derived.training.seed) == ("bfloat16", 99)
+    # The run's folder is read, never written.
+    assert (derived.checkpoint.load, derived.checkpoint.save, derived.logging.log_dir) == ("run", None, None)
+
+
+def test_prompts_on_the_command_line_win_over_a_file_that_says_unconditional(tmp_path: Path):
+    text = MODEL + "text_gen_type: unconditional\nsample_input_file: a.txt\n"
+    assert derive(prepared(tmp_path, text)).generation.text_gen_type == "unconditional"
+    chosen = derive(prepared(tmp_path, text, "sample_input_file=b.txt")).generation
+    assert (chosen.text_gen_type, chosen.sample_input_file) == ("input-file", "b.txt")
+    both = prepared(tmp_path, text, "sample_input_file=b.txt", "text_gen_type=interactive")
+    assert derive(both).generation.text_gen_type == "interactive"
+
+
+def test_prompts_are_separated_stripped_and_not_empty(tmp_path: Path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\n  two words \nthree", encoding="utf-8")
+    assert read_prompts(str(path), "\n") == ["one", "two words", "three"]
+    path.write_text("one\nline two###\n\n###drei\n", encoding="utf-8")
+    assert read_prompts(str(path), "###") == ["one\nline two", "drei"]
+
+
+@pytest.mark.parametrize(
+    ("content", "prompt_end", "message"),
+    [
+        (None, "\n", "does not exist"),
+        (b" \n\n", "\n", "holds no prompt"),
+        (b"one", "", "prompt_end is empty"),
+        (b"\xff\xfe\xfa", "\n", "is not UTF-8 text"),
+    ],
+)
+def test_bad_prompt_files(tmp_path: Path, content: bytes | None, prompt_end: str, message: str):
+    path = tmp_path / "prompts.txt"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_prompts(str(path), prompt_end)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "message"),
+    [
+        ("eval", (), "eval_tasks is not set"),
+        ("generate", ("text_gen_type=input-file",), "needs sample_input_file"),
+        ("generate", ("sample_input_file=nowhere.txt",), "nowhere.txt does not exist"),
+        ("generate", ("text_gen_type=interactive", 'prompt_end=""'), "prompt_end is empty"),
+        ("generate", ("sample_output_file=/",), "/ is a folder"),
+    ],
+)
+def test_requests_that_make_no_sense(tmp_path: Path, kind: str, overrides: tuple[str, ...], message: str):
+    with pytest.raises(UserError, match=message):
+        check_requests(derive(prepared(tmp_path, MODEL, *overrides)).generation, kind)
+
+
+def test_where_records_go(tmp_path: Path):
+    options = derive(prepared(tmp_path, MODEL)).generation
+    assert output_path(options, False) == Path("samples.txt")
+    options = derive(prepared(tmp_path, MODEL, "sample_input_file=in.txt")).generation
+    assert output_path(options, False) == Path("in.txt.output.jsonl")
+    assert output_path(options, True) == Path("samples.txt")
+
+
+def test_a_missing_checkpoint_is_never_random_weights(tmp_path: Path):
+    with pytest.raises(UserError, match="load is not set"):
+        checkpoint_folder(prepared(tmp_path, MODEL))
+    with pytest.raises(UserError, match="no checkpoint to load"):
+        checkpoint_folder(prepared(tmp_path, MODEL, f"load={tmp_path}"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "prompt_end", "expected"),
+    [
+        ("one\n\ntwo\n", "\n", ["one", "two"]),
+        ("one\ntwo", "\n", ["one", "two"]),
+        ("one\nmore###\ntwo ### three\n", "###", ["one\nmore", "two", "three"]),
+        ("", "\n", []),
+    ],
+)
+def test_prompts_typed_by_a_user(typed: str, prompt_end: str, expected: list[str]):
+    assert list(prompts_from(io.StringIO(typed), prompt_end)) == expected
