@@ -112,7 +112,7 @@ def _weight_decay(draft: Draft, inner: float | None) -> None:
 
 
 def zero(draft: Draft) -> None:
-    """zero_stage: 0-3; bfloat16 needs 1; 2 and 3 do not work with a pipeline."""
+    """zero_stage: 0-3; bfloat16 and fp16 need 1; 2 and 3 do not work with a pipeline."""
     mapping = draft["zero_optimization"] or {}
     stated, inner = draft.given("zero_stage"), mapping.get("stage")
     if stated is not None and inner is not None and stated != inner:
@@ -126,13 +126,11 @@ def zero(draft: Draft) -> None:
         draft.fail(
             name, f"stage {stage} does not work with pipe_parallel_size {stages(draft)}; use stage 1 or no pipeline"
         )
-    if draft["precision"] == "bfloat16" and stage == 0:
-        draft.note(
-            "ZeRO stage 1 is used: bfloat16 keeps fp32 masters and accumulates gradients in fp32 from stage 1 on"
-        )
+    if draft["precision"] in ("bfloat16", "fp16") and stage == 0:
+        draft.note(f"ZeRO stage 1 is used: {draft['precision']} keeps its fp32 masters and gradients there")
         stage = 1
         draft.sources.pop("zero_stage", None)
-    draft.set("zero_stage", stage, "zero_optimization.stage, at least 1 with bfloat16")
+    draft.set("zero_stage", stage, "zero_optimization.stage, at least 1 with bfloat16 and fp16")
     if draft["zero_optimization"] is not None:
         draft.set("zero_optimization", {**mapping, "stage": stage}, "zero_stage")
 

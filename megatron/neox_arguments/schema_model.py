@@ -180,7 +180,9 @@ class ModelConfig:
         new=True,
     )
     torch_compile: bool | None = key(
-        None, "Compile each block with torch.compile. Default: on where it was measured to pay (GPUs).", new=True
+        None,
+        "Compile each block with torch.compile. Default: on for GPUs but for ZeRO-3, off on CPUs (no gain).",
+        new=True,
     )
     loss_chunk_size: int = key(
         512, "Tokens per chunk of the fused output head and loss; bounds their memory, not the result.", new=True

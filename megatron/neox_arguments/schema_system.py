@@ -54,8 +54,8 @@ class LauncherConfig:
     no_ssh_check: bool = key(False, "Do not test ssh before launching.")
     comment: str | None = key(None, "Comment for the scheduler.")
     account: str | None = key(None, "Account for the scheduler.")
-    deepspeed_mpi: bool = key(False, "Ranks come from MPI's environment.")
-    deepspeed_slurm: bool = key(False, "Ranks come from SLURM's environment.")
+    deepspeed_mpi: bool = key(False, "MPI's variables win over a RANK in the environment.")
+    deepspeed_slurm: bool = key(False, "SLURM's variables win over a RANK in the environment.")
     autotuning_run: Literal["tune", "run"] | None = key(None, "DeepSpeed autotuning.", unavailable=_TUNE)
 
 
@@ -77,8 +77,8 @@ class LoggingConfig:
     wandb_init_all_ranks: bool = key(False, "One tracker run per rank instead of rank 0 only.")
     git_hash: str | None = key(None, "Version of the code, recorded with the run. Default: from git.")
     peak_theoretical_tflops: float | None = key(None, "Peak of one device in TFLOP/s, for MFU. Default: from a table.")
-    log_grad_norm: bool = key(False, "Log the gradient norm.", differs="works; the global norm")
-    log_param_norm: bool = key(False, "Log the norm of the weights.", differs="the global norm, not one shard's")
+    log_grad_norm: bool = key(False, "Log the norm of every gradient.", differs="works; of whole parameters")
+    log_param_norm: bool = key(False, "Log the norm of every weight.", differs="of whole parameters, not one shard")
     log_grad_pct_zeros: bool = key(False, "Log the share of zero gradients.", unavailable="use log_grad_norm")
     log_optimizer_states: bool = key(False, "Log norms of the optimizer's state.", unavailable="use log_param_norm")
     log_gradient_noise_scale: bool = key(False, "Log the gradient noise scale.", unavailable=_NOISE)

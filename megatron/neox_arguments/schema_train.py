@@ -59,11 +59,12 @@ class OptimizerConfig:
     )
     zero_optimization: dict[str, Any] | None = key(None, "DeepSpeed's ZeRO dict: {stage, ...}.")
     zero_stage: int | None = key(
-        None, "ZeRO stage 0-3, usually given as zero_optimization.stage. bfloat16 needs at least 1 and is raised to it."
+        None,
+        "ZeRO stage 0-3, usually given as zero_optimization.stage. At least 1 with bfloat16 and fp16.",
     )
     use_bnb_optimizer: bool = key(False, "bitsandbytes 8-bit Adam.", unavailable=_BNB)
     max_skipped_steps: int = key(
-        50, "fp16: stop (exit 4) after this many skipped steps in a row; <= 0 never stops.", new=True
+        50, "Stop (exit 4) after this many skipped updates in a row (gradients not finite); <= 0 never stops.", new=True
     )
 
 

@@ -33,6 +33,9 @@ from megatron.training.engine_update import (
 )
 from megatron.training.norms import all_names, named_norms
 
+# What a dynamic loss scale remembers (DeepSpeed's DynamicLossScaler); a fixed one has the first only.
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
 
 @dataclass(frozen=True)
 class StepOut:
@@ -113,6 +116,9 @@ class DeepSpeedEngine:
         self._optimizer_state = OptimizerState(self.deepspeed, stage, masters)
         self._gradients = self._find_gradients(stage)
         self._params = dict(named_parameters(self.module))
+        if precision == "fp16":
+            # DeepSpeed would end the run at the smallest scale; `max_skipped_steps` decides that, with its exit code.
+            self.deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
         self._names: list[str] | None = None
         self._update: Update | None = None
         self.skipped_steps = 0
@@ -261,11 +267,7 @@ class DeepSpeedEngine:
     def _loss_scale(self) -> float | None:
         if self.precision != "fp16":
             return None
-        return float(
-            self.deepspeed.optimizer.cur_scale
-            if hasattr(self.deepspeed.optimizer, "cur_scale")
-            else self.deepspeed.optimizer.loss_scale
-        )
+        return float(self.deepspeed.optimizer.loss_scaler.cur_scale)
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -318,14 +320,16 @@ class DeepSpeedEngine:
             "optimizer_steps": self._optimizer_state.steps(),
             "skipped_steps": self.skipped_steps,
             "loss_scale": self._loss_scale(),
+            "loss_scaler": self._loss_scaler_state(),
         }
+
+    def _loss_scaler_state(self) -> dict[str, Any]:
+        scaler = self.deepspeed.optimizer.loss_scaler if self.precision == "fp16" else None
+        return {name: getattr(scaler, name) for name in _SCALER_STATE if hasattr(scaler, name)}
 
     def load_scalars(self, values: dict[str, Any]) -> None:
         self._optimizer_state.set_steps(values["optimizer_steps"])
         self.skipped_steps = values["skipped_steps"]
-        if self.precision == "fp16" and values.get("loss_scale"):
-            optimizer = self.deepspeed.optimizer
-            if hasattr(optimizer, "cur_scale"):
-                optimizer.cur_scale = values["loss_scale"]
-            else:
-                optimizer.loss_scaler.cur_scale = values["loss_scale"]
+        if self.precision == "fp16":
+            for name, value in values.get("loss_scaler", {}).items():
+                setattr(self.deepspeed.optimizer.loss_scaler, name, value)

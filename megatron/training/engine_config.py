@@ -16,11 +16,15 @@ PASSED_THROUGH = ("flops_profiler", "comms_logger", "csv_monitor", "tensorboard"
 
 
 def effective_zero_stage(args: NeoXArgs) -> int:
-    """The ZeRO stage that runs: fp32 on one data rank has nothing to partition and runs as stage 0."""
+    """The ZeRO stage that runs: fp32 on one data rank has nothing to partition and runs as stage 0.
+
+    bf16 and fp16 need stage 1 at least: below it DeepSpeed accumulates in the model's type, and in fp16 its optimizer
+    keeps the gradients where nobody can clip them.
+    """
     stage = args.optimizer.zero_stage or 0
     if args.optimizer.precision == "fp32" and args.parallel.data_parallel_size == 1:
         return 0
-    return max(stage, 1) if args.optimizer.precision == "bfloat16" else stage
+    return stage if args.optimizer.precision == "fp32" else max(stage, 1)
 
 
 def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:

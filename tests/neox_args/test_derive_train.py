@@ -64,6 +64,7 @@ def test_zero(tmp_path: Path) -> None:
     assert derived(tmp_path, zero_stage=2).optimizer.zero_stage == 2
     raised = derived(tmp_path, precision="bf16", zero_optimization={"stage": 0})
     assert raised.optimizer.zero_stage == 1 and raised.optimizer.zero_optimization == {"stage": 1}
+    assert derived(tmp_path, precision="fp16").optimizer.zero_stage == 1
     assert any("ZeRO stage 1 is used" in note for note in raised.notes)
 
 

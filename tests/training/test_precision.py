@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from unittest import mock
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from tests.distributed import run_distributed
+from tests.training import runs
 from tests.training.tiny import LLAMA, Layout, build, step_batch
 
 pytestmark = pytest.mark.cpu
@@ -65,3 +69,93 @@ def test_bf16_trains_as_fp32_does(layout):
 @pytest.mark.parametrize("layout", MORE, ids=lambda x: x.name)
 def test_bf16_trains_as_fp32_does_at_more_layouts(layout):
     check_bf16(layout)
+
+
+@contextlib.contextmanager
+def fp16_allowed():
+    """Let DeepSpeed run fp16 on a CPU, which torch can do: what is refused is slow, not wrong."""
+    kind = type(get_accelerator())
+    with mock.patch.object(kind, "is_fp16_supported", lambda self: True):
+        with mock.patch.object(kind, "supported_dtypes", lambda self: [torch.float32, torch.float16, torch.bfloat16]):
+            yield
+
+
+def fp16_keys(**changes):
+    dynamic = {"enabled": True, "loss_scale": 0, "initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 1}
+    return {"precision": "fp16", "fp16": {**dynamic, **changes}}
+
+
+def train_fp16(rank, world, layout):
+    """(loss, norm, skipped, loss scale) of eight steps, the fourth overflows; and the scale's state at the end."""
+    with fp16_allowed():
+        engine, args, lr = build(rank, {**LLAMA, **fp16_keys()}, layout)
+    steps = []
+
+    def overflow():
+        if len(steps) == 3:
+            for gradient in engine.grads().values():
+                gradient.fill_(torch.inf)
+
+    engine.before_update = overflow
+    for step in range(8):
+        out = engine.train_batch(step_batch(step, args, engine.state), lr(step))
+        steps.append((float(out.loss), float(out.grad_norm), out.skipped, out.loss_scale))
+    saved = engine.scalars()
+    scaler = engine.deepspeed.optimizer.loss_scaler
+    scaler.cur_scale, scaler.cur_iter, scaler.last_overflow_iter, scaler.cur_hysteresis = 1.0, 0, 99, 7
+    engine.load_scalars(saved)
+    return steps, saved, engine.scalars()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(pp=2, tp=2),
+        pytest.param(Layout(dp=2, zero=2), marks=pytest.mark.slow),
+        pytest.param(Layout(dp=2, zero=3), marks=pytest.mark.slow),
+        pytest.param(Layout(pp=2, dp=2), marks=pytest.mark.slow),
+    ],
+    ids=lambda x: x.name,
+)
+def test_fp16_with_a_dynamic_loss_scale(layout):
+    for steps, saved, restored in run_distributed(train_fp16, layout.world, layout, timeout=110):
+        losses, norms, skipped, scales = zip(*steps, strict=True)
+        # Doubled after two good steps, halved at the overflow.
+        assert scales == (1024, 1024, 2048, 1024, 1024, 1024, 2048, 2048)
+        assert skipped == (False, False, False, True, False, False, False, False)
+        assert losses[:4] == pytest.approx(in_fp32()[0][:4], rel=2e-3) and losses[:4] != tuple(in_fp32()[0][:4])
+        assert norms[:3] == pytest.approx(in_fp32()[1][:3], rel=1e-2) and norms[3] == float("inf")
+        assert saved["loss_scaler"]["last_overflow_iter"] == 3 and saved["optimizer_steps"] == 7
+        assert saved["skipped_steps"] == 1 and restored == saved
+
+
+def fp16_run(rank, world, keys, layout, faults):
+    with fp16_allowed(), mock.patch("megatron.callbacks.run.check_device"):
+        return runs.train(rank, world, keys, layout, faults)
+
+
+def run_fp16(keys, layout, faults=None):
+    return run_distributed(fp16_run, layout.world, keys, layout, faults or runs.Faults(), timeout=110)
+
+
+def test_fp16_runs_resume_bit_for_bit(tmp_path):
+    layout = Layout(dp=2, zero=1)
+    keys = {**fp16_keys(), "data_path": runs.corpus(tmp_path)}
+    straight = run_fp16({**keys, "save": str(tmp_path / "a")}, layout, runs.Faults(nan_gradients=(2,)))
+    again = {"load": str(tmp_path / "a"), "iteration": 3, "save": str(tmp_path / "b")}
+    for before, after in zip(straight, run_fp16({**keys, **again}, layout), strict=True):
+        assert after.steps == [4, 5, 6] and after.loss == before.loss[3:] and after.state == before.state
+        scales = [[metrics["train/loss_scale"] for _, metrics in report.logged] for report in (before, after)]
+        assert scales == [[1024, 512, 512, 512, 1024, 1024], [512, 1024, 1024]]
+
+
+def test_fp16_at_the_smallest_scale_ends_with_code_4(tmp_path):
+    keys = {**fp16_keys(initial_scale_power=1), "data_path": runs.corpus(tmp_path), "max_skipped_steps": 4}
+    (report,) = run_fp16(keys, Layout(), runs.Faults(nan_gradients=(2, 3, 4, 5)))
+    assert report.exit_code == 4 and "4 updates in a row were skipped at loss scale 1," in report.error
+
+
+def test_fp16_on_a_cpu_is_refused(tmp_path):
+    (report,) = runs.run({**fp16_keys(), "data_path": runs.corpus(tmp_path)})
+    assert report.exit_code == 2 and "precision: fp16 needs a GPU; on a CPU use precision=bfloat16" in report.error
