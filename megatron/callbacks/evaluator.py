@@ -59,6 +59,8 @@ class Evaluator(Callback):
         self._evaluated_at = trainer.step
         # The k-th validation, counted from 0; the one at the end counts on from the last multiple of the interval.
         number = -(-trainer.step // self.interval) - 1 if self.interval > 0 else 0
+        # What was loaded may be further than a run that only evaluates (train_iters 0) has samples for.
+        number = min(number, (trainer.args.training.train_iters or 0) // max(1, self.interval))
         consumed = max(0, number) * self.iterations * trainer.args.training.train_batch_size
         metrics = evaluate(trainer, self.valid(consumed), self.iterations, "validation")
         trainer.call("evaluated", "validation", metrics)

@@ -80,7 +80,9 @@ def train(process: Process) -> int:
             args, state, process.tokenizer.vocab_size, batches.get("valid"), batches.get("test")
         )
         engine = build_engine(process, model)
-        trainer = Trainer(args, engine, batches["train"], [DataOrder(plan), *callbacks], build_schedule(args))
+        # With train_iters 0 there is nothing to train on, only what is loaded to be validated and tested.
+        steps = batches.get("train", lambda consumed: iter(()))
+        trainer = Trainer(args, engine, steps, [DataOrder(plan), *callbacks], build_schedule(args))
         with errors_told(trainer):
             trainer.call("start")
             if start.path is not None:
@@ -104,7 +106,7 @@ def with_epochs(args: NeoXArgs) -> NeoXArgs:
 
 def with_schedule(args: NeoXArgs, saved: dict[str, Any], start: Start) -> NeoXArgs:
     """`args` with the learning-rate schedule that a continued run goes on with (checkpoint/schedule)."""
-    if not start.load_optim or args.checkpoint.no_load_optim:
+    if not start.load_optim or args.checkpoint.no_load_optim or not args.training.train_iters:
         return args
     options = args.schedule
     values = schedule_of_continued_run(
@@ -224,7 +226,7 @@ def build_batches(args: NeoXArgs, process: Process, plan: DataPlan) -> dict[str,
     dist.barrier()
     if process.state.rank != 0:
         datasets = plan.build(mmap_warmup=False, use_shared_fs=args.data.use_shared_fs)
-    if datasets.train is None:
+    if datasets.train is None and args.training.train_iters:
         raise UserError("there is no training data: check data_path and split, or train_data_paths")
     agree_on_data(datasets, process.state, args.data.use_shared_fs)
     rules = CollateRules(

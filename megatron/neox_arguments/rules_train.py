@@ -218,6 +218,8 @@ def evaluation(draft: Draft) -> None:
         "do_valid": evaluates and (one_path or draft["valid_data_paths"] is not None),
         "do_test": evaluates and (one_path or draft["test_data_paths"] is not None),
     }
+    if draft.given("do_train") is False and found["do_train"]:
+        draft.fail("do_train", "is false, but there are steps to train; to validate and test only, set train_iters: 0")
     for name, value in found.items():
         stated = draft.given(name)
         draft.set(name, value if stated is None else stated and value, "there are steps and data for it")

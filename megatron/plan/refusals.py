@@ -44,7 +44,7 @@ def check_start(args: NeoXArgs, start: Start) -> None:
         finetune=start.kind == "finetune",
         load_optim=load_optim,
     )
-    if load_optim and args.training.train_iters is not None:  # else the length is not known yet
+    if load_optim and args.training.train_iters:  # else the length is not known yet, or there is nothing to train
         schedule_of_continued_run(
             saved,
             args.to_dict(),

@@ -94,6 +94,7 @@ def test_zero(tmp_path: Path) -> None:
         ),
         ({"lr_decay_fraction": 1.5}, "lr_decay_fraction: is a fraction"),
         ({"min_lr": 0.1}, "min_lr: 0.1 is above lr 0.001"),
+        ({"do_train": False, "data_path": "x"}, "to validate and test only, set train_iters: 0"),
         ({"override_lr_scheduler": True, "use_checkpoint_lr_scheduler": True}, "says the opposite"),
         ({"lr_decay_iters": 0}, "lr_decay_iters: must be above 0"),
         ({"train_iters": -1}, "train_iters: must not be negative"),

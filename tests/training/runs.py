@@ -159,7 +159,7 @@ def _watched(report: Report, faults: Faults) -> Iterator[None]:
 
     def built(*arguments: Any) -> dict[str, Any]:
         found = batches(*arguments)
-        return {**found, "train": steps(found["train"])}
+        return {**found, "train": steps(found["train"])} if "train" in found else found
 
     with mock.patch.object(run_module, "default_callbacks", lambda *a: [Recorder(report, faults), *callbacks(*a)]):
         with mock.patch.object(run_module, "build_batches", built):

@@ -152,3 +152,13 @@ def test_schedule_must_agree_with_the_checkpoint_or_say_who_wins(tmp_path, data,
     floor = 1e-4
     assert taken.lr[0] == pytest.approx(2e-3 * 3 / 4)
     assert taken.lr[-1] == pytest.approx(floor + (2e-3 - floor) / 2 * (1 + math.cos(math.pi / 16)))
+
+
+def test_no_steps_to_train_evaluates_what_is_loaded(tmp_path, data, straight):
+    _, folder = straight
+    keys = {"eval_iters": 2, "eval_interval": 2}
+    trained = run({"data_path": data, "train_iters": 3, "lr_decay_iters": 20, **keys})[0]
+    report = run({"data_path": data, "load": str(folder), "train_iters": 0, **keys})[0]
+    assert report.exit_code == 0 and report.steps == []
+    assert [(step, split) for step, split, _ in report.evaluated] == [(3, "validation"), (3, "test")]
+    assert report.evaluated[1] == trained.evaluated[-1]
