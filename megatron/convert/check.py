@@ -7,7 +7,8 @@ the culprit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.family import WORD_EMBEDDINGS
+from megatron.convert.settings import read_settings
 from megatron.errors import UserError
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.mpu.sharding import named_parameters
@@ -109,6 +112,23 @@ def compare(
     allowed = TOLERANCE * max(1.0, float(theirs.logits.float().std()))
     result = Difference(difference, allowed, None)
     return result if result.ok else Difference(difference, allowed, drift or "the last block, final norm or head")
+
+
+def check_pair(checkpoint: str | Path, folder: str | Path, config_files: Sequence[str] = ()) -> Difference:
+    """Compare a checkpoint with a Hugging Face folder that should hold the same model, whoever made it.
+
+    Raises `UserError` when there is no such pair: no folder, another vocabulary, weights missing or left over.
+    """
+    folder, reader = Path(folder), CheckpointReader(find_checkpoint(checkpoint, key="--input_dir"))
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--output_dir: {folder} is not a Hugging Face folder ({error})") from error
+    vocab_size = reader.entry(WORD_EMBEDDINGS).shape[0]
+    if config.get("vocab_size") != vocab_size:
+        raise UserError(f"{folder} has vocab_size {config.get('vocab_size')}, {reader.folder} has {vocab_size} tokens")
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return compare(reader, read_settings(reader, config_files).model, folder, getattr(torch, name))
 
 
 def _their_outputs(folder: Path, tokens: Tensor) -> Any:

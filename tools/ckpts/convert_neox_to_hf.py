@@ -3,7 +3,10 @@
 python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/global_step100 --output_dir hf/
 
 The folder opens with AutoModelForCausalLM and AutoTokenizer. Before it is published, its logits are compared with those
-of our own model; when they differ, nothing is written and the first block that differs is named.
+of our own model; when they differ, nothing is written and the first block that differs is named. The same comparison
+of any pair that exists already, made here or elsewhere:
+
+python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/global_step100 --output_dir hf/ --check-only
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from megatron.log import configure
 
 
 def parser() -> argparse.ArgumentParser:
-    """GPT-NeoX's flags, and `--no-check`."""
+    """GPT-NeoX's flags, `--no-check` and `--check-only`."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--input_dir", required=True, help="a global_step<N> folder, or a save folder (its latest)")
     flags.add_argument("--output_dir", required=True, help="the folder to make; an earlier export there is replaced")
@@ -41,13 +44,21 @@ def parser() -> argparse.ArgumentParser:
         help="default: the first of these that can express the model",
     )
     flags.add_argument("--no-check", action="store_true", help="publish without comparing logits")
+    flags.add_argument("--check-only", action="store_true", help="compare with an --output_dir that exists; no writing")
     return flags
 
 
-def main() -> None:
+def main() -> int:
     """Convert and say what was made."""
     given = parser().parse_args()
     configure()
+    if given.check_only:
+        from megatron.convert.check import check_pair
+
+        found = check_pair(given.input_dir, given.output_dir, given.config_file or ())
+        drift = "" if found.ok else f", first after {found.first_drift}"
+        print(f"largest logit difference in fp32: {found.logits:.2e} (allowed {found.allowed:.2e}){drift}")
+        return 0 if found.ok else 2
     from megatron.convert.export import export  # after the flags: torch takes seconds to import
 
     done = export(
@@ -64,6 +75,7 @@ def main() -> None:
     checked = "not checked" if done.largest_difference is None else f"largest {done.largest_difference:.2e}"
     print(f"{done.folder}: {done.architecture}")
     print(f"logit difference between Deepy and transformers in fp32: {checked}")
+    return 0
 
 
 if __name__ == "__main__":
