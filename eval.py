@@ -10,14 +10,22 @@ from megatron.errors import run_cli
 
 
 def main() -> int:
-    """Join the job, load the model, run the tasks."""
+    """Join the job, load the model, run the tasks; results also go where the run's metrics go."""
     paths, overrides, resolved = parse_rank_command_line(sys.argv[1:])
+    from megatron.callbacks.defaults import build_trackers
     from megatron.inference.evaluate import evaluate
     from megatron.neox_arguments.inference import for_inference
     from megatron.training.setup import shut_down, start_process
 
     process = start_process(paths, overrides, resolved, for_inference)
-    code = evaluate(process)
+    trackers = build_trackers(process.args, None, process.state.rank) if process.state.rank == 0 else []
+
+    def report(metrics: dict[str, float], step: int) -> None:
+        for tracker in trackers:
+            tracker.write(metrics, step)
+            tracker.close()
+
+    code = evaluate(process, report)
     shut_down()
     return code
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.checkpoint.layout import step_of
 from megatron.errors import UserError, nearest
 from megatron.inference.build import build_stage
 from megatron.inference.harness import HarnessModel, evaluation_team
@@ -24,9 +25,15 @@ logger = get_logger(__name__)
 
 BOOTSTRAP = 10_000  # draws behind the standard errors, as GPT-NeoX takes
 
+# Takes metrics by name and the checkpoint's step.
+Report = Callable[[dict[str, float], int], None]
 
-def evaluate(process: Process) -> int:
-    """Evaluate `eval_tasks` on the checkpoint and return the exit code. The same call on every rank."""
+
+def evaluate(process: Process, report: Report) -> int:
+    """Evaluate `eval_tasks` on the checkpoint and return the exit code. The same call on every rank.
+
+    `report` is given the results on rank 0.
+    """
     args, state, tokenizer = process.args, process.state, process.tokenizer
     control = Control(state)
     prepared: list[Tasks] = []
@@ -49,6 +56,7 @@ def evaluate(process: Process) -> int:
         results = prepared[0].run(HarnessModel(team, tokenizer, info))
         result(table(results))
         write_results(results, args.generation.eval_results_prefix)
+        report(flat_metrics(results), step_of(folder.name) or 0)
 
     team.run(lead)
     return 0
@@ -135,6 +143,17 @@ class Tasks:
                 "Its data comes from the Hugging Face Hub unless it is in the cache (HF_HOME) already: load it once on "
                 "a machine with a network, or name a task whose data is local."
             ) from error
+
+
+def flat_metrics(results: dict[str, Any]) -> dict[str, float]:
+    """Results for trackers: `eval/<task>_<metric>`, groups included; a filter's name is added unless it is none."""
+    found = {}
+    for task, values in {**results["results"], **results.get("groups", {})}.items():
+        for name, value in values.items():
+            metric, _, chosen = name.partition(",")
+            if isinstance(value, float) and chosen:
+                found[f"eval/{task}_{metric}" + (f"_{chosen}" if chosen != "none" else "")] = value
+    return found
 
 
 def table(results: dict[str, Any]) -> str:

@@ -85,13 +85,14 @@ def test_generate_under_deepy_and_torchrun(folder: Path):
 @pytest.mark.timeout(400)
 def test_eval_under_deepy(folder: Path):
     given = ("-d", ".", "run.yml", "--eval_tasks", "choice.yml", "--eval_results_prefix", "small")
-    done = start(folder, str(ROOT / "eval.py"), *given, "model_parallel_size=2", "num_gpus=4")
+    done = start(folder, str(ROOT / "eval.py"), *given, "model_parallel_size=2", "num_gpus=4", "tensorboard_dir=tb")
     assert done.returncode == 0, done.stderr
     assert "local_choice" in done.stdout and "acc" in done.stdout
     (path,) = folder.glob("small_eval_results_*.json")
     results = json.loads(path.read_text())
     assert results["n-samples"]["local_choice"]["effective"] == 5  # on two copies of the model: none counted twice
     assert results["results"]["local_choice"]["acc,none"] in [i / 5 for i in range(6)]
+    assert list((folder / "tb").iterdir())
     assert results["config"]["checkpoint"].endswith("global_step1")
 
 

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from megatron.errors import UserError
 from megatron.inference.build import build_stage
-from megatron.inference.evaluate import Tasks, table, write_results
+from megatron.inference.evaluate import Tasks, flat_metrics, table, write_results
 from megatron.inference.harness import HarnessModel, Request, evaluation_team
 from megatron.inference.scoring import score
 from megatron.inference.team import Control
@@ -257,6 +257,9 @@ def test_task_results_equal_the_harness_own_and_reach_a_file(
                 assert results["results"][task][metric] == pytest.approx(value, rel=1e-4), (task, metric)
     assert results["results"]["local_rolling"]["word_perplexity,none"] > 1
     assert "local_choice" in table(results) and "byte_perplexity" in table(results)
+    flat = flat_metrics(results)
+    assert flat["eval/local_choice_acc"] == results["results"]["local_choice"]["acc,none"]
+    assert "eval/local_rolling_byte_perplexity" in flat and all(name.startswith("eval/local_") for name in flat)
     monkeypatch.chdir(task_folder)
     path = write_results(results, "out/run")
     assert path.name.startswith("run_eval_results_") and path.parent.name == "out"
