@@ -35,6 +35,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     rules_train.optimizer,
     rules_train.zero,
     rules_train.communication_type,
+    rules_train.engine_limits,
     rules_data.data_paths,
     rules_train.length,
     rules_train.schedule,

@@ -143,6 +143,20 @@ def communication_type(draft: Draft) -> None:
     draft.set("communication_data_type", "fp32" if draft["fp32_allreduce"] else kind, "fp32_allreduce")
 
 
+def engine_limits(draft: Draft) -> None:
+    """Keys that are handed to DeepSpeed and that it cannot do in every layout."""
+    stage = draft["zero_stage"]
+    for name, off in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
+        if draft[name] != off and stage >= 2:
+            draft.fail(name, f"does not work with ZeRO stage {stage}; leave it at {off} or use stage 1")
+    if stages(draft) > 1:
+        if (draft["flops_profiler"] or {}).get("enabled"):
+            draft.fail("flops_profiler", "does not work with a pipeline; profile one stage (pipe_parallel_size: 0)")
+        if draft["wall_clock_breakdown"]:
+            draft.note("wall_clock_breakdown is off: DeepSpeed's timers stop the run when there is a pipeline")
+            draft.set("wall_clock_breakdown", False, "pipe_parallel_size")
+
+
 def length(draft: Draft) -> None:
     """train_iters, from train_epochs once the size of the data is known."""
     draft.positive("train_epochs")

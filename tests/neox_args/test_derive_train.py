@@ -58,6 +58,13 @@ def test_precision_on_the_command_line_wins(tmp_path: Path) -> None:
     assert args.optimizer.precision == "fp32"
 
 
+def test_timers_are_off_in_a_pipeline_and_that_is_said(tmp_path: Path) -> None:
+    piped = derived(tmp_path, wall_clock_breakdown=True, pipe_parallel_size=2)
+    assert not piped.deepspeed.wall_clock_breakdown
+    assert any("wall_clock_breakdown is off" in note for note in piped.notes)
+    assert derived(tmp_path, wall_clock_breakdown=True).deepspeed.wall_clock_breakdown
+
+
 def test_zero(tmp_path: Path) -> None:
     assert derived(tmp_path).optimizer.zero_stage == 0
     assert derived(tmp_path, zero_optimization={"stage": 3}).optimizer.zero_stage == 3
@@ -94,6 +101,15 @@ def test_zero(tmp_path: Path) -> None:
         ),
         ({"lr_decay_fraction": 1.5}, "lr_decay_fraction: is a fraction"),
         ({"min_lr": 0.1}, "min_lr: 0.1 is above lr 0.001"),
+        ({"prescale_gradients": True, "zero_stage": 2}, "does not work with ZeRO stage 2; leave it at False"),
+        (
+            {"gradient_predivide_factor": 2.0, "zero_stage": 3},
+            "gradient_predivide_factor: does not work with ZeRO stage 3",
+        ),
+        (
+            {"flops_profiler": {"enabled": True}, "pipe_parallel_size": 2},
+            "flops_profiler: does not work with a pipeline",
+        ),
         ({"do_train": False, "data_path": "x"}, "to validate and test only, set train_iters: 0"),
         ({"override_lr_scheduler": True, "use_checkpoint_lr_scheduler": True}, "says the opposite"),
         ({"lr_decay_iters": 0}, "lr_decay_iters: must be above 0"),
