@@ -32,11 +32,10 @@ class Checkpointer(Callback):
         self.root = root
         self.config_files = config_files
         self.health = health
-        self._saved_at: int | None = None
 
     def loaded(self, trainer: Trainer) -> None:
         if trainer.step > 0:
-            self._saved_at = trainer.step  # it was read from a checkpoint; the same one is not written again
+            trainer.saved_step = trainer.step  # it was read from a checkpoint; the same one is not written again
         elif 0 in (trainer.args.checkpoint.extra_save_iters or ()):
             self.save(trainer)
 
@@ -57,7 +56,7 @@ class Checkpointer(Callback):
 
     def save(self, trainer: Trainer) -> None:
         """Write a checkpoint of this step, unless it exists or the numbers are bad. Collective over all ranks."""
-        if self._saved_at == trainer.step:
+        if trainer.saved_step == trainer.step:
             return
         if self.health.streak > 0:
             logger.warning(
@@ -78,7 +77,7 @@ class Checkpointer(Callback):
             save_optim=not options.no_save_optim,
             save_rng=not options.no_save_rng,
         )
-        self._saved_at = trainer.step
+        trainer.saved_step = trainer.step
         trainer.call("saved", str(path))
         if trainer.state.rank == 0:
             for step in apply_retention(self.root, options.keep_last_n_checkpoints, options.extra_save_iters):

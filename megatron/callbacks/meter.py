@@ -81,7 +81,7 @@ class Meter(Callback):
         sums.trained_tokens += out.trained_tokens
         if out.skipped:
             sums.skipped += 1
-            sums.nan += out.grad_norm is not None
+            sums.nan += out.grad_norm is not None and bool(out.grad_norm.isnan())
         else:
             sums.updated += 1
             sums.loss = sums.loss + out.loss

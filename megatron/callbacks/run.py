@@ -9,10 +9,12 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.callbacks.defaults import default_callbacks
+from megatron.callbacks.run_folder import read_heartbeat, run_folder, write_status
 from megatron.callbacks.stopping import STOP_BY_SIGNAL
-from megatron.checkpoint.agreement import gather
+from megatron.checkpoint.agreement import gather, together
 from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.find import Start, decide_start
+from megatron.checkpoint.folder import recover
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.manifest import Manifest, git_revision
@@ -57,9 +59,9 @@ def train(process: Process) -> int:
     check_device(args, state.device.type == "cuda")
     if state.rank == 0 and args.logging.git_hash is None:
         args = args.replace("git", git_hash=git_revision())  # kept with the run and its checkpoints
-    start = agree_on_start(args, state.rank)
-    say_start(args, start)
-    with save_lock(args, state.rank):
+    with save_lock(args, state), status_of_setup(args, state.rank):
+        start = agree_on_start(args, state)
+        say_start(args, start)
         saved = Manifest.read(start.path) if start.path is not None else None
         if saved is not None:
             for message in check_config(
@@ -91,6 +93,13 @@ def train(process: Process) -> int:
     # srun and mpirun kill the ranks that are left as soon as one leaves with a code other than 0.
     dist.barrier()
     if trainer.stop_reason == STOP_BY_SIGNAL:
+        if trainer.saved_step != trainer.step:
+            kept = (
+                f"the last checkpoint is of iteration {trainer.saved_step}"
+                if trainer.saved_step
+                else "nothing is saved"
+            )
+            raise DeepyError(f"stopped by a signal at iteration {trainer.step}; {kept}")
         raise StopRequested(f"stopped at iteration {trainer.step} with everything saved; the same command goes on")
     return 0
 
@@ -128,19 +137,39 @@ def errors_told(trainer: Trainer) -> Iterator[None]:
         raise
 
 
-def agree_on_start(args: NeoXArgs, rank: int) -> Start:
-    """Where the run starts, decided by rank 0 alone: ranks could see a shared file system at different moments."""
+def agree_on_start(args: NeoXArgs, state: ParallelState) -> Start:
+    """Where the run starts, decided by rank 0 alone: ranks could see a shared file system at different moments.
+
+    Call it with the lock held: the job that held it before may have saved a newer checkpoint until then.
+    """
     box: list[Any] = [None]
     options = args.checkpoint
-    if rank == 0:
-        try:
+    with together("deciding where to start", state):
+        if state.rank == 0:
             box[0] = decide_start(options.save, options.load, options.iteration, options.finetune)
-        except DeepyError as error:
-            box[0] = error
     dist.broadcast_object_list(box, src=0)
-    if isinstance(box[0], DeepyError):
-        raise box[0]
     return box[0]
+
+
+@contextlib.contextmanager
+def status_of_setup(args: NeoXArgs, rank: int) -> Iterator[None]:
+    """Keep `status.json` while there is no trainer yet: it starts, or it failed and why (rank 0)."""
+    folder = run_folder(args) if rank == 0 else None
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    began = write_status(folder, state="starting", step=0, train_iters=args.training.train_iters)
+    try:
+        yield
+    except BaseException as error:
+        if read_heartbeat(folder) == began:  # the trainer, once there is one, has told it itself
+            code = error.exit_code if isinstance(error, DeepyError) else 1
+            reason = f"{type(error).__name__}: {error}"
+            write_status(
+                folder, state="failed", step=0, train_iters=args.training.train_iters, reason=reason, code=code
+            )
+        raise
 
 
 def say_start(args: NeoXArgs, start: Start) -> None:
@@ -155,18 +184,13 @@ def say_start(args: NeoXArgs, start: Start) -> None:
 
 
 @contextlib.contextmanager
-def save_lock(args: NeoXArgs, rank: int) -> Iterator[None]:
+def save_lock(args: NeoXArgs, state: ParallelState) -> Iterator[None]:
     """Rank 0 holds the lock of `save`; a folder that another job writes is refused on every rank."""
-    lock = SaveLock(args.checkpoint.save) if args.checkpoint.save and rank == 0 else None
-    problem: list[Any] = [None]
-    if lock is not None:
-        try:
+    lock = SaveLock(args.checkpoint.save) if args.checkpoint.save and state.rank == 0 else None
+    with together("locking save", state):
+        if lock is not None:
             lock.acquire()
-        except UserError as error:
-            problem[0] = error
-    dist.broadcast_object_list(problem, src=0)
-    if problem[0] is not None:
-        raise problem[0]
+            recover(lock.path.parent)  # what a killed job left half renamed is a checkpoint again
     try:
         yield
     finally:
@@ -193,17 +217,19 @@ def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None) -
         eval_iters=training.eval_iters,
         train_batch_size=training.train_batch_size,
     )
-    plan = plan_datasets(
-        args.data,
-        seq_length=args.model.seq_length,
-        seed=training.seed,
-        train_samples=train_samples,
-        valid_samples=valid_samples if training.do_valid is not False else 0,
-        test_samples=test_samples if training.do_test is not False else 0,
-        frozen=frozen,
-    )
+    with together("opening the data", process.state):
+        plan = plan_datasets(
+            args.data,
+            seq_length=args.model.seq_length,
+            seed=training.seed,
+            train_samples=train_samples,
+            valid_samples=valid_samples if training.do_valid is not False else 0,
+            test_samples=test_samples if training.do_test is not False else 0,
+            frozen=frozen,
+        )
+        if process.state.rank == 0:
+            plan.check_tokenizer(process.tokenizer)
     if process.state.rank == 0:
-        plan.check_tokenizer(process.tokenizer)
         tokenizer, masked = process.tokenizer, args.model.intra_document_masking
         logger.info(f"tokenizer {tokenizer.describe()}: {tokenizer.vocab_size} tokens, end of document {tokenizer.eod}")
         logger.info(
@@ -221,11 +247,13 @@ def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None) -
 
 def build_batches(args: NeoXArgs, process: Process, plan: DataPlan) -> dict[str, Batches]:
     """`batches[role](consumed)` for train, valid and test. Index arrays are built here, once per file system."""
-    if process.state.rank == 0:
-        datasets = plan.build(mmap_warmup=args.data.mmap_warmup, use_shared_fs=args.data.use_shared_fs)
-    dist.barrier()
-    if process.state.rank != 0:
-        datasets = plan.build(mmap_warmup=False, use_shared_fs=args.data.use_shared_fs)
+    first, shared = process.state.rank == 0, args.data.use_shared_fs
+    with together("building the sample index", process.state):
+        if first:
+            datasets = plan.build(mmap_warmup=args.data.mmap_warmup, use_shared_fs=shared)
+    with together("reading the sample index", process.state):
+        if not first:
+            datasets = plan.build(mmap_warmup=False, use_shared_fs=shared)
     if datasets.train is None and args.training.train_iters:
         raise UserError("there is no training data: check data_path and split, or train_data_paths")
     agree_on_data(datasets, process.state, args.data.use_shared_fs)

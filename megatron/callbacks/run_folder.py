@@ -42,6 +42,34 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def write_status(
+    folder: Path, *, state: str, step: int, train_iters: int | None, reason: str | None = None, code: int | None = None
+) -> float:
+    """Replace `status.json`. Returns the heartbeat written."""
+    heartbeat = time.time()
+    status: dict[str, Any] = {
+        "version": STATUS_VERSION,
+        "state": state,
+        "step": step,
+        "train_iters": train_iters,
+        "heartbeat": heartbeat,
+        "reason": reason,
+        "exit_code": code,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+    }
+    write_atomically(folder / "status.json", json.dumps(status, indent=2) + "\n")
+    return heartbeat
+
+
+def read_heartbeat(folder: Path) -> float | None:
+    """The heartbeat in `status.json`, None when there is none to read."""
+    try:
+        return json.loads((folder / "status.json").read_text(encoding="utf-8")).get("heartbeat")
+    except (OSError, ValueError):
+        return None
+
+
 class RunStatus(Callback):
     """Keeps `status.json` and `resolved.yml` (rank 0).
 
@@ -71,8 +99,16 @@ class RunStatus(Callback):
     def end(self, trainer: Trainer) -> None:
         from megatron.callbacks.stopping import STOP_BY_SIGNAL
 
-        stopped = trainer.stop_reason == STOP_BY_SIGNAL
-        self._write(trainer, "ended", trainer.stop_reason or "train_iters reached", 3 if stopped else 0)
+        code = 0
+        if trainer.stop_reason == STOP_BY_SIGNAL:
+            code = 3 if trainer.saved_step == trainer.step else 1
+        self._write(trainer, "ended", trainer.stop_reason or "train_iters reached", code)
+
+    def evaluated(self, trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
+        self._write(trainer, "running")
+
+    def saved(self, trainer: Trainer, path: str) -> None:
+        self._write(trainer, "running")
 
     def error(self, trainer: Trainer, error: BaseException) -> None:
         code = error.exit_code if isinstance(error, DeepyError) else 1
@@ -80,15 +116,5 @@ class RunStatus(Callback):
 
     def _write(self, trainer: Trainer, state: str, reason: str | None = None, exit_code: int | None = None) -> None:
         self._last = time.monotonic()
-        status: dict[str, Any] = {
-            "version": STATUS_VERSION,
-            "state": state,
-            "step": trainer.step,
-            "train_iters": trainer.args.training.train_iters,
-            "heartbeat": time.time(),
-            "reason": reason,
-            "exit_code": exit_code,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-        }
-        write_atomically(self.folder / "status.json", json.dumps(status, indent=2) + "\n")
+        total = trainer.args.training.train_iters
+        write_status(self.folder, state=state, step=trainer.step, train_iters=total, reason=reason, code=exit_code)

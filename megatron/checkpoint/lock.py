@@ -138,10 +138,13 @@ class SaveLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(self.heartbeat):
-            if not self.held():
-                logger.warning(f"{self.path} is no longer this job's: another job took it over")
-                return
-            os.utime(self.path)
+            try:
+                if not self.held():
+                    logger.warning(f"{self.path} is no longer this job's: another job took it over")
+                    return
+                os.utime(self.path)
+            except OSError as error:  # a network file system may fail for a moment; the next beat tries again
+                logger.warning(f"{self.path} could not be touched: {error}")
 
 
 def refuse_if_held(root: str | Path) -> None:

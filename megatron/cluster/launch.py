@@ -173,8 +173,8 @@ def _launch_here(user_script: str, args: NeoXArgs, placement: Placement, log_fol
         )
         started = time.time()
         end = run_local(job)
-    if log_folder is not None:
-        record_end(log_folder.parent, started, end)
+    if (run_folder := args.checkpoint.save or args.logging.log_dir) is not None:
+        record_end(Path(run_folder), started, end)
     return end.code
 
 

@@ -16,11 +16,13 @@ BLEND_VERSION = 1
 
 
 class SampleSource(Protocol):
-    """What can be drawn from: `len` samples, each read by its number."""
+    """What can be drawn from: `len` samples, each read by its number; `digest` is a hash of their order."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Any: ...
+
+    def digest(self) -> str: ...
 
 
 def normalize_weights(weights: Sequence[float] | None, sources: int, key: str) -> list[float]:

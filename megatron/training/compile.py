@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.model.block import TransformerBlock
+from megatron.mpu.state import ParallelState
+from megatron.neox_arguments.schema_model import ModelConfig
 
 logger = get_logger(__name__)
 
 
-def wants_compile(torch_compile: bool | None, device: torch.device, zero_stage: int) -> bool:
+def wants_compile(model: ModelConfig, state: ParallelState, zero_stage: int) -> bool:
     """What `torch_compile` means here. Unset: on a GPU, where it pays; on a CPU it was measured to gain nothing (1.04x
     at best, 0.8x on a busy machine) and costs minutes of C++ compilation at the first start.
 
-    Raises `UserError` for true under ZeRO-3, which gathers each module's weights in hooks that no graph can hold.
+    Raises `UserError` for true where a block cannot become one graph.
     """
-    if zero_stage == 3:
-        if torch_compile:
-            raise UserError("torch_compile: true does not go with zero_optimization.stage 3; use stage 2, or leave it")
+    obstacle = _obstacle(model, state, zero_stage)
+    if obstacle is not None:
+        if model.torch_compile:
+            raise UserError(f"torch_compile: true does not go with {obstacle}")
         return False
-    return device.type == "cuda" if torch_compile is None else torch_compile
+    return state.device.type == "cuda" if model.torch_compile is None else model.torch_compile
+
+
+def _obstacle(model: ModelConfig, state: ParallelState, zero_stage: int) -> str | None:
+    """Why a block of this model is not one graph, with what to do about it; None when it is."""
+    if zero_stage == 3:
+        # ZeRO-3 gathers each module's weights in hooks that no graph can hold.
+        return "zero_optimization.stage 3; use stage 2, or leave it"
+    if state.tp_size > 1 and (model.hidden_dropout > 0 or model.attention_dropout > 0):
+        # Every tensor-parallel rank seeds its own masks, which leaves the graph (mpu/random).
+        return "dropout under model_parallel_size > 1; set hidden_dropout and attention_dropout to 0, or leave it"
+    if model.attention_backend == "flash" and model.intra_document_masking:
+        # Document borders become lengths that depend on the data.
+        return "attention_backend flash and intra_document_masking; use another back-end, or leave it"
+    return None
 
 
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:

@@ -134,9 +134,10 @@ def global_norm(gradients: Gradients, state: ParallelState) -> Tensor:
 
     Replicated parameters are counted on tensor-parallel rank 0, tied copies on the first stage only.
     """
+    # In fp32 whatever the type of the gradients: the norm of finite fp16 gradients may lie beyond fp16.
     owned = [g for g, p in gradients.pieces() if is_owned(spec_of(p), state)]
     if owned:
-        squares = torch.stack([n.float() for n in torch._foreach_norm(owned)]).square().sum()
+        squares = torch.stack(torch._foreach_norm(owned, 2, dtype=torch.float32)).square().sum()
     else:
         squares = torch.zeros((), device=state.device)
     if (group := state.group("model_pipe")) is not None:

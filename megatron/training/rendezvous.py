@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron.errors import UserError
+from megatron.errors import LostRankError, UserError
 from megatron.neox_arguments import NeoXArgs
 
 _KEY = "deepy/config"
@@ -67,3 +67,24 @@ def make_store(master_addr: str, master_port: int, rank: int, world_size: int, a
         timeout=timedelta(minutes=10),
         wait_for_workers=False,
     )
+
+
+# What gloo and NCCL say when a peer is gone or does not answer; most of it comes as a bare RuntimeError.
+_SIGNS_OF_LOSS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Watchdog caught collective operation timeout",
+    "remote process exited or there was a network error",
+)
+
+
+def lost_rank(error: BaseException) -> LostRankError | None:
+    """The `LostRankError` that a failed communication means, None for any other error."""
+    if not isinstance(error, RuntimeError):
+        return None
+    text = str(error)
+    if not isinstance(error, dist.DistNetworkError) and not any(sign in text for sign in _SIGNS_OF_LOSS):
+        return None
+    return LostRankError(f"another rank is gone or does not answer: {text.splitlines()[0] if text else error!r}")

@@ -1,6 +1,6 @@
 """From a command line to a process that is ready to train: ranks, devices, model, data, engine.
 
-The only place in the library that reads the environment, and (with the engine) that knows DeepSpeed.
+Below `cluster/`, the only place that reads the environment, and (with the engine) that knows DeepSpeed.
 """
 
 from __future__ import annotations
@@ -115,10 +115,19 @@ def _store(info: RankInfo) -> dist.Store:
 
 
 def pick_device(info: RankInfo) -> torch.device:
-    """The GPU of this rank's local number, or the CPU when there is none."""
-    if not torch.cuda.is_available():
+    """The GPU of this rank's local number, or the CPU when there is none or `DS_ACCELERATOR=cpu` asks for it.
+
+    Raises:
+        UserError: more ranks on this machine than GPUs.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", info.local_rank % torch.cuda.device_count())
+    if info.local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"num_gpus: rank {info.local_rank} of this machine has no GPU, there are {torch.cuda.device_count()}. "
+            "Start fewer ranks, or run on the CPU with DS_ACCELERATOR=cpu in the environment"
+        )
+    device = torch.device("cuda", info.local_rank)
     torch.cuda.set_device(device)
     return device
 
@@ -209,7 +218,7 @@ def build_engine(process: Process, model: torch.nn.Module) -> DeepSpeedEngine:
         with quiet_stdout():
             grid = PipelineParallelGrid(topology=topology)
     stage = effective_zero_stage(args)
-    compiled = wants_compile(args.model.torch_compile, state.device, stage)
+    compiled = wants_compile(args.model, state, stage)
     with quiet_stdout():
         engine = DeepSpeedEngine(
             model,

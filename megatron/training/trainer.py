@@ -10,6 +10,7 @@ from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.callback import Callback
 from megatron.training.engine import Engine
+from megatron.training.rendezvous import lost_rank
 
 
 class Trainer:
@@ -25,6 +26,7 @@ class Trainer:
     Attributes:
         step: completed optimizer steps (NeoX's `iteration`).
         consumed: samples of the global batch sequence used so far.
+        saved_step: the step of the newest complete checkpoint in `save`; None when there is none.
         stop_reason: why the loop will end after this step; None to go on. See `request_stop`.
     """
 
@@ -45,6 +47,7 @@ class Trainer:
         self.consumed = 0
         self.lr = 0.0
         self.stop_reason: str | None = None
+        self.saved_step: int | None = None
 
     @property
     def state(self) -> ParallelState:
@@ -77,7 +80,10 @@ class Trainer:
                 self.call("after_step", out)
             self.call("end")
         except BaseException as error:
-            self.call("error", error)
+            lost = lost_rank(error)
+            self.call("error", lost or error)
+            if lost is not None:
+                raise lost from error
             raise
 
     def state_dict(self) -> dict[str, Any]:

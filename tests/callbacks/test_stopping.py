@@ -11,6 +11,7 @@ from megatron.callbacks.run_folder import RunStatus
 from megatron.callbacks.stopping import STOP_BY_SIGNAL, ExitInterval, StopOnSignal
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
+from megatron.training.callback import Callback
 from tests.callbacks.fakes import Log, trainer_of
 from tests.distributed import run_distributed
 
@@ -54,11 +55,17 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(number):
     assert run_distributed(stop_one, 2, number) == [(3, STOP_BY_SIGNAL, True, True)] * 2
 
 
-def test_a_signal_stops_a_single_process_and_the_status_says_so(tmp_path):
-    trainer = trainer_of([StopOnSignal(), SendsItself(signal.SIGTERM, 2), RunStatus(tmp_path)])
+class Saves(Callback):
+    def end(self, trainer):
+        trainer.saved_step = trainer.step
+
+
+@pytest.mark.parametrize(("saver", "code"), [([Saves()], 3), ([], 1)])
+def test_a_signal_stops_a_single_process_and_the_status_says_whether_all_is_saved(tmp_path, saver, code):
+    trainer = trainer_of([StopOnSignal(), SendsItself(signal.SIGTERM, 2), *saver, RunStatus(tmp_path)])
     trainer.run()
     assert (trainer.step, trainer.stop_reason) == (2, STOP_BY_SIGNAL)
-    assert '"exit_code": 3' in (tmp_path / "status.json").read_text()
+    assert f'"exit_code": {code}' in (tmp_path / "status.json").read_text()
 
 
 def test_an_error_gives_the_signals_back():

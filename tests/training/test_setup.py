@@ -1,8 +1,9 @@
-"""Which environment names the ranks, where a rank's log goes, and which blocks are compiled."""
+"""Which environment names the ranks, their devices and logs, which blocks are compiled, what a lost rank looks like."""
 
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from megatron import log
 from megatron.errors import UserError
 from megatron.model.block import TransformerBlock
 from megatron.mpu.topology import RankInfo, ranks_from_environment
+from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.training.compile import wants_compile
-from megatron.training.setup import launcher_preference
+from megatron.training.rendezvous import lost_rank
+from megatron.training.setup import launcher_preference, pick_device
 from tests.distributed import run_distributed
 from tests.training.tiny import NEOX, Layout, build, step_batch
 
@@ -67,13 +70,39 @@ def test_a_file_takes_the_messages_of_every_rank(tmp_path, capsys):
     assert not any(isinstance(handler, logging.FileHandler) for handler in logging.getLogger("deepy").handlers)
 
 
+def place(device, tp=1):
+    return SimpleNamespace(device=torch.device(device), tp_size=tp)
+
+
 def test_compiling_is_for_gpus_unless_asked_for():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert not wants_compile(None, cpu, 1) and wants_compile(True, cpu, 1)
-    assert wants_compile(None, gpu, 1) and not wants_compile(False, gpu, 1)
-    assert not wants_compile(None, gpu, 3)
+    def wants(asked, device, zero, tp=1, **keys):
+        return wants_compile(ModelConfig(torch_compile=asked, **keys), place(device, tp), zero)
+
+    assert not wants(None, "cpu", 1) and wants(True, "cpu", 1)
+    assert wants(None, "cuda", 1) and not wants(False, "cuda", 1)
+    assert not wants(None, "cuda", 3)
+    assert not wants(None, "cuda", 1, tp=2, hidden_dropout=0.1) and wants(None, "cuda", 1, hidden_dropout=0.1)
+    assert not wants(None, "cuda", 1, attention_backend="flash", intra_document_masking=True)
     with pytest.raises(UserError, match="torch_compile: true does not go with zero_optimization.stage 3"):
-        wants_compile(True, gpu, 3)
+        wants(True, "cuda", 3)
+    with pytest.raises(UserError, match="hidden_dropout"):
+        wants(True, "cpu", 1, tp=2, attention_dropout=0.1)
+
+
+def test_more_ranks_than_gpus_are_refused_and_the_cpu_can_be_asked_for(monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="rank 3 of this machine has no GPU, there are 2"):
+        pick_device(RankInfo(rank=3, local_rank=3, world_size=4))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert pick_device(RankInfo(rank=3, local_rank=3, world_size=4)) == torch.device("cpu")
+
+
+def test_a_failed_communication_is_a_lost_rank_and_other_errors_are_not():
+    gone = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+    assert lost_rank(gone).exit_code == 5
+    assert lost_rank(RuntimeError("shape mismatch")) is None and lost_rank(ValueError("Broken pipe")) is None
 
 
 def compiled_blocks(rank, world, keys, layout, backend):
