@@ -63,7 +63,7 @@ def evaluate(process: Process, report: Report) -> int:
 
 
 class Tasks:
-    """The tasks that `eval_tasks` names, loaded with their data.
+    """The tasks that `eval_tasks` names, loaded with their data, zero-shot.
 
     A name is one of the harness's (task, group or tag, also with * and ?), a YAML file of a task, or a folder of such
     files.
@@ -79,9 +79,13 @@ class Tasks:
         for name in self._expanded():
             for part, found in self._load(name).items():
                 self.loaded[part].update(found)
+        for name, task in self.loaded["tasks"].items():
+            if shots := task.get_config("num_fewshot"):
+                logger.info(f"{name}: zero-shot, as GPT-NeoX evaluates (its own default is {shots} examples)")
+            task.set_config(key="num_fewshot", value=0)
 
     def run(self, model: HarnessModel) -> dict[str, Any]:
-        """The harness's results: zero-shot, as GPT-NeoX evaluates."""
+        """The harness's results."""
         from lm_eval.evaluator import simple_evaluate
 
         manager = self.manager
@@ -89,7 +93,6 @@ class Tasks:
         results = simple_evaluate(
             model=model,
             tasks=self.names,
-            num_fewshot=0,
             bootstrap_iters=BOOTSTRAP,
             log_samples=False,
             task_manager=manager,
@@ -102,10 +105,10 @@ class Tasks:
 
         folders = [name for name in self.names if Path(name).is_dir()]
         # Reading the harness's 14,000 task files takes many seconds: only if one of them may be meant.
-        return TaskManager(
-            include_path=folders or None,
-            include_defaults=any(not Path(name).exists() for name in self.names),
-        )
+        theirs = any(not Path(name).exists() for name in self.names)
+        if theirs:
+            logger.info("reading the task files of lm-evaluation-harness")
+        return TaskManager(include_path=folders or None, include_defaults=theirs)
 
     def _expanded(self) -> list[str]:
         """Names with folders and patterns replaced by what they hold or match."""

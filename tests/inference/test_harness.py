@@ -273,6 +273,16 @@ def test_a_folder_names_all_its_tasks(task_folder: Path):
     assert sorted(tasks.loaded["tasks"]) == ["local_choice", "local_rolling"]
 
 
+def test_tasks_are_zero_shot_and_say_so(task_folder: Path, caplog: pytest.LogCaptureFixture):
+    path = task_folder / "choice.yml"
+    path.write_text(path.read_text() + "num_fewshot: 2\nfewshot_split: train\n")
+    with caplog.at_level("INFO"):
+        (task,) = Tasks([str(path)]).loaded["tasks"].values()
+    task.build_all_requests(rank=0, world_size=1)
+    assert task.instances[0].args[0] == "hello world 0"
+    assert "its own default is 2" in caplog.text
+
+
 def test_data_that_cannot_be_loaded_names_the_task(task_folder: Path):
     path = task_folder / "choice.yml"
     path.write_text(path.read_text().replace("dataset_path: json", "dataset_path: nobody/nothing-of-this-name"))
