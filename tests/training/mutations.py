@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from deepspeed.runtime.pipe.schedule import ReduceTiedGrads
 
 from tests.training.tiny import Layout, train
 
@@ -56,6 +57,26 @@ def padding_in_the_softmax() -> Any:
         return cls(state.tp_rank * local_size, local_size, state)
 
     return mock.patch.object(_Shard, "of", classmethod(whole))
+
+
+def drop_data_parallel_reduction() -> Any:
+    """Each data rank steps on the gradient of its own samples."""
+    from megatron.training.engine import DeepSpeedEngine
+
+    original = DeepSpeedEngine.__init__
+
+    def init(self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        self.deepspeed.enable_backward_allreduce = False
+
+    return mock.patch.object(DeepSpeedEngine, "__init__", init)
+
+
+def drop_tied_reduction() -> Any:
+    """The two copies of a tied weight keep gradients of their own."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    return mock.patch.dict(PipelineEngine._INSTRUCTION_MAP, {ReduceTiedGrads: lambda self: None})
 
 
 def train_mutated(rank: int, world: int, mutation: str, keys: dict[str, Any], layout: Layout, steps: int) -> Any:

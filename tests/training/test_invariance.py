@@ -97,6 +97,8 @@ def test_same_curve_on_eight_ranks():
         ("drop_tensor_parallel_reduction", "neox", Layout(tp=2)),
         ("tied_weight_counted_twice", "neox-tied", Layout(pp=2)),
         ("replicated_parameters_counted_on_every_rank", "neox", Layout(tp=2)),
+        ("drop_data_parallel_reduction", "neox", Layout(dp=2)),
+        ("drop_tied_reduction", "neox-tied", Layout(pp=2)),
         ("seed_per_rank", "neox", Layout(tp=2)),
         ("mean_of_means", "neox", Layout(dp=2)),
         ("forget_sequence_parallel_norm_gradients", "llama", Layout(tp=2, sequence_parallel=True)),
