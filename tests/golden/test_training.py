@@ -23,7 +23,6 @@ RUNS = {
 }
 # loss of each step and the loss of the evaluation after the last
 GOLDEN: dict[str, list[float]] = {
-[2026-11-27 23:37:55,617] [WARNING] [real_accelerator.py:213:get_accelerator] Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.
     "neox": [4.254137, 4.216003, 4.221533, 4.225454, 4.200011],
     "llama": [4.277639, 4.24402, 4.232387, 4.216565, 4.195117],
     "learned-tied": [4.270014, 4.231163, 4.225189, 4.202812, 4.183181],
