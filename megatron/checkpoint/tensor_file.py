@@ -15,6 +15,7 @@ import sys
 import zipfile
 import zlib
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,6 +61,12 @@ class CheckedFile(io.RawIOBase):
 
     def close(self) -> None:
         self._file.close()
+        super().close()
+
+    def abandon(self) -> None:
+        """Close without complaint: on a full disk what is still buffered fails again, after the error that counts."""
+        with suppress(OSError):
+            self._file.close()
         super().close()
 
 
@@ -128,9 +135,10 @@ class TensorFileWriter:
         try:
             if kind is None:
                 self._finish()
+                self._file.close()
         finally:
             self._zip.fp = None  # an unfinished archive must not try to finish itself when collected
-            self._file.close()
+            self._file.abandon()
 
     def _write(self, tensor: Tensor) -> _Stored:
         key, self._tensors = self._tensors, self._tensors + 1

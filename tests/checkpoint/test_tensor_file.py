@@ -1,6 +1,7 @@
 """Files written tensor by tensor are ordinary torch files, with their checksum, and hold one tensor at a time."""
 
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,4 +53,15 @@ def test_a_failing_write_shows_and_closes(tmp_path, monkeypatch):
         writer.add("a", torch.randn(4))
         monkeypatch.setattr(CheckedFile, "write", full)
         writer.add("b", torch.randn(4))
+    assert writer._file.closed
+
+
+def test_on_a_full_disk_the_first_error_is_the_one_that_shows():
+    """What is buffered fails once more when the file is closed; that must not hide why the file is given up."""
+    with pytest.raises(ValueError, match="another rank failed"), TensorFileWriter(Path("/dev/full")) as writer:
+        writer.add("a", torch.randn(4))
+        raise ValueError("another rank failed")
+    assert writer._file.closed
+    with pytest.raises(OSError, match="No space left"), TensorFileWriter(Path("/dev/full")) as writer:
+        writer.add("a", torch.randn(4))
     assert writer._file.closed
