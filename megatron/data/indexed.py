@@ -23,6 +23,7 @@ import os
 import struct
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -278,7 +279,8 @@ class IndexedDatasetBuilder:
 
     def abort(self) -> None:
         """Remove what was written so far."""
-        self._bin.close()
+        with suppress(OSError):  # on a full disk what is still buffered fails again
+            self._bin.close()
         for suffix in (".bin", ".idx"):
             Path(self._temp + suffix).unlink(missing_ok=True)
 
