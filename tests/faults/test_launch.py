@@ -4,6 +4,7 @@ or GPU (84)."""
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
 from pathlib import Path
@@ -129,5 +130,10 @@ def test_training_on_a_cpu_with_tensor_and_pipeline_parallel_needs_no_compiler(t
     assert done.returncode == 0, done.stderr
     assert "no GPU: distributed_backend nccl becomes gloo" in done.stderr
     assert "iteration       20/      20" in done.stdout
+    assert "tokenizer CharLevelTokenizer: 512 tokens, end of document 0\n" in done.stderr  # 75
+    assert "8 inputs and as many targets, the same shifted by one" in done.stderr  # 86
+    assert "attention crosses documents (intra_document_masking: true stops it)\n" in done.stderr  # 3
+    # 56: documents, tokens, weight, samples, epochs
+    assert re.search(r"^train +20 +800 +1\.000 +20 +0\.20  data/x$", done.stderr, re.MULTILINE)
     assert not (tmp_path / "compiled").exists(), (tmp_path / "compiled").read_text()
     assert not (tmp_path / "extensions").exists()
