@@ -73,7 +73,8 @@ def train(process: Process) -> int:
             ):
                 logger.info(message)
             args = with_schedule(args, saved.config, start)
-        plan = plan_data(args, process, frozen_order(start))
+        done = (saved.step, saved.consumed) if saved is not None and start.load_optim else (0, 0)
+        plan = plan_data(args, process, frozen_order(start), done)
         batches = build_batches(args, process, plan)
         process = Process(args, state, process.tokenizer)
         model = build_model(process, None if start.path is not None else args.training.seed)
@@ -208,8 +209,13 @@ def frozen_order(start: Start) -> dict[str, Any] | None:
     return client.get("callbacks", {}).get(DataOrder.__name__)
 
 
-def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None) -> DataPlan:
-    """Open and count the data, refuse tokens of another tokenizer, print the table."""
+def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None, done: tuple[int, int]) -> DataPlan:
+    """Open and count the data, refuse tokens of another tokenizer, print the table.
+
+    Args:
+        frozen: sample order of the run that goes on.
+        done: steps taken and samples consumed by it so far; its batches may have been larger than those to come.
+    """
     training = args.training
     train_samples, valid_samples, test_samples = sample_counts(
         train_iters=training.train_iters,
@@ -222,7 +228,7 @@ def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None) -
             args.data,
             seq_length=args.model.seq_length,
             seed=training.seed,
-            train_samples=train_samples,
+            train_samples=max(train_samples, done[1] + train_samples - done[0] * training.train_batch_size),
             valid_samples=valid_samples if training.do_valid is not False else 0,
             test_samples=test_samples if training.do_test is not False else 0,
             frozen=frozen,

@@ -65,14 +65,14 @@ class Faults:
 
 @dataclass
 class Report:
-    """What one rank saw of a run. `consumed` and `tokens` tell which data came when."""
+    """What one rank saw of a run."""
 
     steps: list[int] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
     grad_norm: list[float | None] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
     lr: list[float] = field(default_factory=list)
-    tokens: list[str] = field(default_factory=list)
+    tokens: list[list[str]] = field(default_factory=list)  # hash of each sample, by step
     logged: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     evaluated: list[tuple[int, str, dict[str, float]]] = field(default_factory=list)
     state: dict[str, str] = field(default_factory=dict)  # hash of each weight and moment at the end
@@ -151,7 +151,7 @@ def _watched(report: Report, faults: Faults) -> Iterator[None]:
     def steps(inner: Callable[[int], Iterator[StepBatch]]) -> Callable[[int], Iterator[StepBatch]]:
         def watched(consumed: int) -> Iterator[StepBatch]:
             for batch in inner(consumed):
-                report.tokens.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest()[:16])
+                report.tokens.append([digest(sample) for sample in batch.tokens.flatten(0, 1)])
                 masked = batch.step + 1 in faults.all_masked
                 yield dataclasses.replace(batch, mask=torch.zeros_like(batch.mask)) if masked else batch
 

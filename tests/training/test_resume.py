@@ -162,3 +162,31 @@ def test_no_steps_to_train_evaluates_what_is_loaded(tmp_path, data, straight):
     assert report.exit_code == 0 and report.steps == []
     assert [(step, split) for step, split, _ in report.evaluated] == [(3, "validation"), (3, "test")]
     assert report.evaluated[1] == trained.evaluated[-1]
+
+
+@pytest.mark.parametrize(("batch", "layout"), [(4, Layout(dp=2, micro=1)), (2, Layout()), (16, Layout(dp=2, zero=1))])
+def test_a_resumed_run_may_have_another_batch_size(tmp_path, data, straight, batch, layout):
+    """Known-fault 5: the samples go on where they were, each once, whatever batch and data-parallel size are now."""
+    whole, folder = straight
+    reports = run(from_(folder, tmp_path, data, train_batch_size=batch, train_iters=20, exit_interval=6), layout)
+    dp, steps = layout.dp, [report.tokens for report in reports]
+    # Micro-batch m of a rank holds the samples [(m * dp + rank) * micro, ...) of the step.
+    order = [
+        sample
+        for step in zip(*steps, strict=True)
+        for m in range(batch // dp // layout.micro)
+        for rank in range(dp)
+        for sample in step[rank][m * layout.micro : (m + 1) * layout.micro]
+    ]
+    assert [report.error for report in reports] == [""] * dp
+    expected = [sample for step in whole.tokens[3:6] for sample in step]
+    wanted = min(len(expected), 3 * batch)
+    assert order[:wanted] == expected[:wanted] and reports[0].lr == whole.lr[3:6]
+
+
+def test_small_batches_after_large_ones_do_not_run_out_of_samples(tmp_path, data):
+    """96 of an epoch's 146 samples are used; 9 more steps of 8 need 72, although 12 steps of 8 are only 96."""
+    keys = {"data_path": data, "save": str(tmp_path / "save")}
+    assert run({**keys, "train_batch_size": 32, "train_iters": 3})[0].exit_code == 0
+    report = run({**keys, "train_batch_size": 8, "train_iters": 12})[0]
+    assert report.exit_code == 0 and report.steps == list(range(4, 13))
