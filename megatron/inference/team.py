@@ -45,6 +45,11 @@ class Control:
         dist.gather_object(value, values, dst=0, group=self._group)
         return values or []
 
+    def part(self) -> None:
+        """All ranks are here: whoever leaves now is missed by nobody who still reads what it said."""
+        if self._group is not None:
+            dist.barrier(group=self._group)
+
     def on_rank_zero(self, function: Callable[[], T]) -> T:
         """What `function` returns on rank 0, on every rank; a `DeepyError` that it raises is raised on every rank."""
         outcome: Any = None
@@ -55,6 +60,7 @@ class Control:
                 outcome = error
         outcome = self.broadcast(outcome)
         if isinstance(outcome, DeepyError):
+            self.part()
             raise outcome
         return outcome
 
@@ -86,9 +92,11 @@ class Team:
             finally:
                 if not self._broken:  # else the others wait in the middle of a job, and only our end can end them
                     self.control.broadcast(None)
+                    self.control.part()
             return
         while (job := self.control.broadcast(None)) is not None:
             self._work(*job)
+        self.control.part()
 
     def ask(self, name: str, items: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
         """Deal the items to the copies of the model and return their answers in order. On rank 0 only."""
