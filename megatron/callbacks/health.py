@@ -71,7 +71,7 @@ class ReplicaCheck(Callback):
         named = [(n, p) for n, p in trainer.engine.params().items() if wanted(p) and p.numel()]
         if not named or hasattr(named[0][1], "ds_id"):
             return  # ZeRO-3 keeps no replicas
-        sums = torch.stack([p.detach().double().sum() for _, p in named])
+        sums = torch.stack([p.detach().sum(dtype=torch.float64) for _, p in named])
         low, high = sums.clone(), sums.clone()
         dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)

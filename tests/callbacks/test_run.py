@@ -74,3 +74,18 @@ def test_what_is_not_loaded_or_saved_on_request(tmp_path, data):
     assert run({**keys, "train_iters": 3, "save": str(tmp_path / "b"), "no_save_optim": True})[0].exit_code == 0
     refused = run({**keys, "load": str(tmp_path / "b")})[0]
     assert refused.exit_code == 2 and "no_load_optim: true" in refused.error
+
+
+def test_epochs_become_steps(data):
+    """One pass over the training data, in whole batches, reads every sample once."""
+    report = run({"data_path": data, "train_iters": None, "train_epochs": 1, "log_interval": 100})[0]
+    samples = [sample for step in report.tokens for sample in step]
+    assert report.exit_code == 0 and len(report.steps) == 18  # 146 samples in batches of 8
+    assert len(set(samples)) == len(samples) == 18 * 8
+
+
+@pytest.mark.parametrize("off", ["do_valid", "do_test"])
+def test_validation_and_test_can_be_switched_off(data, off):
+    keys = {"data_path": data, "train_iters": 1, "eval_iters": 1, off: False}
+    splits = [split for _, split, _ in run(keys)[0].evaluated]
+    assert splits == (["test"] if off == "do_valid" else ["validation"])
