@@ -30,8 +30,12 @@ def required(draft: Draft) -> None:
         "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "max_position_embeddings",
         "intermediate_size", "expansion_factor", "mlp_multiple_of", "make_vocab_size_divisible_by", "rotary_emb_base",
         "sliding_window_width", "init_method_std", "checkpoint_num_layers", "loss_chunk_size",
-        "mup_base_hidden_size",
+        "mup_base_hidden_size", "mup_init_scale", "mup_embedding_mult", "mup_rp_embedding_mult",
+        "peak_theoretical_tflops",
     )  # fmt: skip
+    for name in ("layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "opt_pos_emb_offset"):
+        if draft[name] < 0:
+            draft.fail(name, f"must not be negative, is {draft[name]}")
     for name in ("attention_dropout", "hidden_dropout"):
         if not 0 <= draft[name] < 1:
             draft.fail(name, f"must be in [0, 1), is {draft[name]}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from megatron.cluster.launch import place
+from megatron.errors import UserError
 from megatron.layers.activations import ACTIVATIONS
 from megatron.layers.attention_backends import ATTENTION_BACKENDS
 from megatron.layers.init import INITS
@@ -14,8 +17,12 @@ from megatron.layers.norms import NORMS
 from megatron.layers.positions import POSITIONS
 from megatron.neox_arguments.arguments import all_keys
 from megatron.neox_arguments.derive import Facts
+from megatron.neox_arguments.load import load
 from megatron.objectives import OBJECTIVES
+from megatron.plan.planner import plan
+from megatron.plan.preflight import check_before_launch
 from megatron.registry import Registry
+from tests.faults.commands import make_folder
 from tests.neox_args.helpers import derived, load_text
 
 pytestmark = pytest.mark.cpu
@@ -57,3 +64,35 @@ def test_a_number_in_quotes_is_a_number(tmp_path: Path) -> None:
     for text in ('lr: "1e-4"\n', "lr: 1e-4\n", "lr: 0.0001\n"):
         assert load_text(tmp_path, text).optimizer.lr == 1e-4
     assert load_text(tmp_path, 'lr: "1e-4"\n', "lr: 1e-4\n").optimizer.lr == 1e-4
+
+
+VALUES = ("0", "-1", "3", "-0.5", "nan", "x", '""', "[]", "[1]", "{a: 1}", "{enabled: true}", "null", "[null]")
+
+
+def test_any_value_of_any_key_is_planned_or_refused_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """65: every key with values of every kind, through the whole dry run: never anything but an answer for the user."""
+    monkeypatch.chdir(make_folder(tmp_path))
+    monkeypatch.setattr(logging.getLogger("deepy"), "disabled", True)
+    env, planned = {"DS_ACCELERATOR": "cpu"}, 0
+    for override in (f"{key}={value}" for key in all_keys() for value in VALUES):
+        try:
+            args = load(["run.yml"], [override])
+            placement = place(args, env, default_hostfile="/no such file")
+            text = plan(args, placement, "train.py")
+            check_before_launch(args, placement, "train.py")
+        except UserError:
+            continue
+        except Exception as error:
+            pytest.fail(f"{override}: {type(error).__name__}: {error}")
+        planned += 1
+        assert "nothing was started" in text, override
+    assert planned > len(all_keys())
+    assert {path.name for path in tmp_path.iterdir()} == {"run.yml", "data"}
+
+
+@pytest.mark.parametrize("key", ["layernorm_epsilon", "rms_norm_epsilon", "opt_pos_emb_offset", "mup_embedding_mult"])
+def test_sizes_that_make_no_sense_name_the_key(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UserError, match=rf"a\.yml:\d+: {key}: must .*, is -1"):
+        derived(tmp_path, **{key: -1})
