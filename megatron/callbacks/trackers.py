@@ -77,16 +77,19 @@ class WeightsAndBiases:
         host = {"base_url": log.wandb_host} if args.is_set("wandb_host") else {}
         if directory is not None:
             Path(directory).mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=log.wandb_project,
-            group=group,
-            name=name,
-            entity=log.wandb_team,
-            config=args.to_dict(),
-            dir=directory,
-            resume="allow",
-            settings=wandb.Settings(**host),
-        )
+        try:
+            self._run = wandb.init(
+                project=log.wandb_project,
+                group=group,
+                name=name,
+                entity=log.wandb_team,
+                config=args.to_dict(),
+                dir=directory,
+                resume="allow",
+                settings=wandb.Settings(**host),
+            )
+        except wandb.errors.Error as error:  # no key, a wrong one, no way to the server
+            raise UserError(f"use_wandb: {error} (WANDB_MODE=offline needs neither a key nor a network)") from error
 
     def write(self, metrics: dict[str, float], step: int) -> None:
         self._run.log(metrics, step=step)

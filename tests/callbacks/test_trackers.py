@@ -110,6 +110,18 @@ def test_wandb_keys_reach_wandb(monkeypatch, keys, rank, expected):
 
 
 @pytest.mark.slow
+def test_wandb_without_a_key_is_a_sentence(monkeypatch, tmp_path):
+    for name, value in {"WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    import wandb
+
+    wandb.teardown()  # its settings are read from the environment once per process
+    with pytest.raises(UserError, match="use_wandb: .*API key.*WANDB_MODE=offline"):
+        WeightsAndBiases(args_of(), str(tmp_path), 0)
+    wandb.teardown()
+
+
 def test_wandb_works_offline(monkeypatch, tmp_path):
     """The real package, without a network: the run lies in a folder, with config and history."""
     monkeypatch.setenv("WANDB_MODE", "offline")
