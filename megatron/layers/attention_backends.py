@@ -213,7 +213,8 @@ def _load_flash() -> Attention:
         from flash_attn import flash_attn_func, flash_attn_varlen_func
     except ImportError as error:
         raise UserError(
-            "attention back-end 'flash' needs the flash-attn package: pip install -r requirements/requirements-flashattention.txt"
+            "attention back-end 'flash' needs the flash-attn package: "
+            "pip install -r requirements/requirements-flashattention.txt"
         ) from error
 
     def flash(
