@@ -15,7 +15,7 @@ def main() -> int:
     from megatron.callbacks.defaults import build_trackers
     from megatron.inference.evaluate import evaluate
     from megatron.neox_arguments.inference import for_inference
-    from megatron.training.setup import shut_down, start_process
+    from megatron.training.setup import run, start_process
 
     process = start_process(paths, overrides, resolved, for_inference)
     trackers = build_trackers(process.args, None, process.state.rank) if process.state.rank == 0 else []
@@ -25,9 +25,7 @@ def main() -> int:
             tracker.write(metrics, step)
             tracker.close()
 
-    code = evaluate(process, report)
-    shut_down()
-    return code
+    return run(process, lambda process: evaluate(process, report))
 
 
 if __name__ == "__main__":

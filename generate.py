@@ -14,12 +14,10 @@ def main() -> int:
     paths, overrides, resolved = parse_rank_command_line(sys.argv[1:])
     from megatron.inference.modes import write_texts
     from megatron.neox_arguments.inference import for_inference
-    from megatron.training.setup import shut_down, start_process
+    from megatron.training.setup import run, start_process
 
     process = start_process(paths, overrides, resolved, for_inference)
-    code = write_texts(process)
-    shut_down()
-    return code
+    return run(process, write_texts)
 
 
 if __name__ == "__main__":

@@ -13,12 +13,10 @@ def main() -> int:
     """Join the job and train."""
     paths, overrides, resolved = parse_rank_command_line(sys.argv[1:])
     from megatron.callbacks.run import train
-    from megatron.training.setup import shut_down, start_process
+    from megatron.training.setup import run, start_process
 
     process = start_process(paths, overrides, resolved)
-    code = train(process)
-    shut_down()
-    return code
+    return run(process, train)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import log
-from megatron.errors import UserError
+from megatron.errors import DeepyError, LostRankError, UserError
 from megatron.model.gpt import gpt_layers
 from megatron.model.pipe import LayerPipe, SequentialModel
 from megatron.mpu.random import seed_everything
@@ -244,6 +244,18 @@ def build_schedule(args: NeoXArgs) -> Callable[[int], float]:
         warmup=args.schedule.warmup,
         style=args.schedule.lr_decay_style,
     )
+
+
+def run(process: Process, work: Callable[[Process], int]) -> int:
+    """Do a rank's work; leave the job in order, also with an error that all ranks agree on. Returns the exit code."""
+    try:
+        code = work(process)
+    except DeepyError as error:
+        if not isinstance(error, LostRankError):  # leaving in order needs everybody
+            shut_down()
+        raise
+    shut_down()
+    return code
 
 
 def shut_down() -> None:
