@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,6 +47,18 @@ def configure(rank: int = 0, level: str = "INFO", file: Path | None = None) -> N
         into.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         root.addHandler(into)
     root.setLevel(wanted if rank == 0 or file is not None else logging.WARNING)
+
+
+@contextmanager
+def only_errors() -> Iterator[None]:
+    """Say nothing below an error meanwhile: for checks whose warnings are said again by what follows."""
+    root = logging.getLogger(_ROOT)
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
 
 
 class Once:

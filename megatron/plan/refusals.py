@@ -13,20 +13,27 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.schedule import schedule_of_continued_run
 from megatron.data.indexed import IndexedDataset
 from megatron.data.manifest import check_tokenizer, read_manifest
+from megatron.log import only_errors
 from megatron.neox_arguments import NeoXArgs
 from megatron.plan.data import data_plan
 from megatron.tokenizer import Tokenizer
 
+_QUICKLY_COUNTED = 100_000_000  # documents: their lengths are summed and hashed at about 1 GB/s
+
 
 def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer) -> None:
     """Every pair of files is whole, was made with this tokenizer as far as a manifest tells (else the run scans the
-    ids), and all of them together are enough."""
-    for path in paths:
-        data = IndexedDataset(path)
-        if read_manifest(data.prefix) is not None:
-            check_tokenizer(data, tokenizer)
-    if args.training.train_iters is not None:  # else counted in epochs, by the data itself
-        data_plan(args)
+    ids), and all of them together are enough (unless counting would take seconds here)."""
+    documents = 0
+    with only_errors():
+        for path in paths:
+            data = IndexedDataset(path)
+            documents += len(data)
+            if read_manifest(data.prefix) is not None:
+                check_tokenizer(data, tokenizer)
+        # A number of epochs is turned into steps by the run, which counts the data for it.
+        if args.training.train_iters is not None and documents <= _QUICKLY_COUNTED:
+            data_plan(args)
 
 
 def check_start(args: NeoXArgs, start: Start) -> None:
