@@ -33,6 +33,7 @@ from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
 from megatron.neox_arguments.differences import differences_for
+from megatron.tokenizer import Fingerprint, Tokenizer
 from megatron.training.callback import Callback
 from megatron.training.setup import Process, build_engine, build_model, build_schedule
 from megatron.training.trainer import Trainer
@@ -50,6 +51,25 @@ class DataOrder(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return self.plan.state()
+
+
+class TokenizerIdentity(Callback):
+    """Carries the tokenizer's fingerprint, so that a run is not continued with ids that mean something else."""
+
+    def __init__(self, tokenizer: Tokenizer, allow: bool) -> None:
+        self.tokenizer = tokenizer
+        self.allow = allow
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.tokenizer.fingerprint().to_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.allow or self.tokenizer.covers(Fingerprint.from_dict(state)):
+            return
+        raise UserError(
+            f"the checkpoint was trained with another tokenizer than {self.tokenizer.describe()}: its tokens have other "
+            "ids. Use the tokenizer of the run, start a new run (another `save`), or set allow_config_changes: true."
+        )
 
 
 def train(process: Process) -> int:
@@ -85,7 +105,8 @@ def train(process: Process) -> int:
         engine = build_engine(process, model)
         # With train_iters 0 there is nothing to train on, only what is loaded to be validated and tested.
         steps = batches.get("train", lambda consumed: iter(()))
-        trainer = Trainer(args, engine, steps, [DataOrder(plan), *callbacks], build_schedule(args))
+        identity = TokenizerIdentity(process.tokenizer, args.checkpoint.allow_config_changes)
+        trainer = Trainer(args, engine, steps, [DataOrder(plan), identity, *callbacks], build_schedule(args))
         with errors_told(trainer):
             trainer.call("start")
             if start.path is not None:

@@ -25,6 +25,7 @@ class TokenizerConfig:
         "SPMTokenizer",
         "CharLevelTokenizer",
         "TiktokenTokenizer",
+        "bytes",
     ] = key("GPT2BPETokenizer", "Tokenizer class.")
     vocab_file: str | None = key(None, "Vocabulary file (tokenizer.json, vocab.json, .model) or name, by class.")
     merge_file: str | None = key(None, "BPE merges file, for the classes that have one.")

@@ -6,8 +6,12 @@ import json
 import re
 
 import pytest
+import tokenizers
 import yaml
 
+from megatron.callbacks.run import TokenizerIdentity
+from megatron.errors import UserError
+from megatron.tokenizer import create_tokenizer
 from tests.training.runs import KEYS, Faults, corpus, run
 from tests.training.tiny import Layout
 
@@ -89,3 +93,20 @@ def test_validation_and_test_can_be_switched_off(data, off):
     keys = {"data_path": data, "train_iters": 1, "eval_iters": 1, off: False}
     splits = [split for _, split, _ in run(keys)[0].evaluated]
     assert splits == (["test"] if off == "do_valid" else ["validation"])
+
+
+def test_a_run_is_not_continued_with_other_token_ids(tmp_path):
+    def tokenizer(*tokens):
+        path = tmp_path / f"{'-'.join(tokens)}.json"
+        ids = {token: i for i, token in enumerate(tokens)}
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token=tokens[0]))
+        made.save(str(path))
+        return create_tokenizer("HFTokenizer", str(path), None)
+
+    saved = TokenizerIdentity(tokenizer("a", "b"), allow=False).state_dict()
+    assert json.loads(json.dumps(saved)) == saved
+    TokenizerIdentity(tokenizer("a", "b"), allow=False).load_state_dict(saved)
+    TokenizerIdentity(tokenizer("a", "b", "c"), allow=False).load_state_dict(saved)  # only added to
+    with pytest.raises(UserError, match="another tokenizer"):
+        TokenizerIdentity(tokenizer("b", "a"), allow=False).load_state_dict(saved)
+    TokenizerIdentity(tokenizer("b", "a"), allow=True).load_state_dict(saved)
