@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cluster.local import JobEnd, exit_code
+from megatron.errors import LostRankError
 from megatron.log import get_logger
 
 logger = get_logger(__name__)
@@ -49,7 +50,10 @@ def record_end(run_folder: Path, since: float, end: JobEnd) -> None:
     it writes nothing.
     """
     status = read_status(run_folder, since)
-    if status is None or end.reason is None or status.get("exit_code") == end.code:
+    if status is None or end.reason is None:
+        return
+    told = status.get("exit_code")
+    if told == end.code and told != LostRankError.exit_code:  # which rank was lost, rank 0 cannot know
         return
     status |= {"state": "failed", "exit_code": end.code, "reason": end.reason}
     temporary = run_folder / f".status.json.{os.getpid()}"
