@@ -16,7 +16,7 @@ import pytest
 from megatron.checkpoint.find import list_checkpoints
 from tests.faults.commands import CONFIG, ROOT, deepy, environment, make_folder
 
-pytestmark = [pytest.mark.cpu, pytest.mark.slow]
+pytestmark = [pytest.mark.cpu, pytest.mark.slow, pytest.mark.timeout(300)]
 
 RUN = ("save=ckpt", "checkpoint_factor=2", "num_gpus=2")
 LARGER = CONFIG.replace("hidden_size: 16", "hidden_size: 64")  # the embedding alone takes 128 KiB
