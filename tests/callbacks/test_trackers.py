@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import pytest
 
@@ -131,5 +132,8 @@ def test_wandb_works_offline(monkeypatch, tmp_path):
     tracker.close()
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     (record,) = run.glob("run-*.wandb")
-    content = record.read_bytes()
-    assert b"train/lm_loss" in content and b"hidden_size" in content and b"mine" in content
+    wanted = (b"train/lm_loss", b"hidden_size", b"mine")
+    deadline = time.monotonic() + 60  # W&B's own process writes the file, and may come to it late
+    while not all(word in record.read_bytes() for word in wanted):
+        assert time.monotonic() < deadline, record.read_bytes()
+        time.sleep(0.1)

@@ -180,7 +180,7 @@ def test_choice_of_the_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_backend("flash", CPU)[0] == "torch"
     assert choose_backend("flash", torch.device("cuda"))[0] == "torch"  # flash-attn is not there
     assert choose_backend("global", CPU, "manual")[0] == "manual"
-    with pytest.raises(UserError, match=r"requirements/flashattention\.txt"):
+    with pytest.raises(UserError, match=r"requirements/requirements-flashattention\.txt"):
         choose_backend("global", CPU, "flash")
     with pytest.raises(UserError, match="attention_backend"):
         choose_backend("global", CPU, "sdpa")

@@ -39,29 +39,33 @@ COVERING = [
 ]
 
 
-def layers_for(keys, layout):
-    """Four blocks where four stages need them, two otherwise."""
-    return {**keys, "num_layers": 4 if layout.pp > 2 else 2}
+def shape_for(layout):
+    """Four blocks where four stages need them, eight heads where four ranks share them; two and four otherwise."""
+    heads = {"num_attention_heads": 8, "num_kv_heads": 4} if layout.tp > 2 else {}
+    return {"num_layers": 4 if layout.pp > 2 else 2, **heads}
 
 
 @functools.cache
-def reference(model, layers):
-    return run_distributed(train, 1, {**MODELS[model], "num_layers": layers}, Layout(micro=8), STEPS)[0]
+def one_rank(model, shape, micro):
+    return run_distributed(train, 1, {**MODELS[model], **dict(shape)}, Layout(micro=micro), STEPS)[0]
 
 
-@functools.cache
-def noise_floor(model, layers):
+def reference(model, layout):
+    return one_rank(model, tuple(shape_for(layout).items()), 8)
+
+
+def noise_floor(model, layout):
     """How far reordered sums alone move the norm: the same run in other micro-batches, on one rank."""
-    other = run_distributed(train, 1, {**MODELS[model], "num_layers": layers}, Layout(micro=1), STEPS)[0]
-    ours = reference(model, layers)["grad_norm"]
+    other = one_rank(model, tuple(shape_for(layout).items()), 1)
+    ours = reference(model, layout)["grad_norm"]
     return max(abs(a - b) / b for a, b in zip(other["grad_norm"], ours, strict=True))
 
 
 def assert_same_curve(model, layout, curves, keys):
-    ours, layers = reference(model, keys["num_layers"]), keys["num_layers"]
+    ours = reference(model, layout)
     assert ours["loss"][-1] < ours["loss"][0], "the reference does not learn"
     assert max(ours["grad_norm"]) > keys["gradient_clipping"], "the clip is never active"
-    tolerance = max(1e-5, 10 * noise_floor(model, layers))
+    tolerance = max(1e-5, 10 * noise_floor(model, layout))
     for rank, curve in enumerate(curves):
         where = f"{layout.name} rank {rank}"
         assert curve["loss"] == pytest.approx(ours["loss"], rel=1e-5), where
@@ -70,7 +74,7 @@ def assert_same_curve(model, layout, curves, keys):
 
 
 def check(model, layout):
-    keys = layers_for(MODELS[model], layout)
+    keys = {**MODELS[model], **shape_for(layout)}
     curves = run_distributed(train, layout.world, keys, layout, STEPS, timeout=180)
     assert_same_curve(model, layout, curves, keys)
 
