@@ -67,8 +67,8 @@ class TokenizerIdentity(Callback):
         if self.allow or self.tokenizer.covers(Fingerprint.from_dict(state)):
             return
         raise UserError(
-            f"the checkpoint was trained with another tokenizer than {self.tokenizer.describe()}: its tokens have other "
-            "ids. Use the tokenizer of the run, start a new run (another `save`), or set allow_config_changes: true."
+            f"the checkpoint was trained with another tokenizer than {self.tokenizer.describe()}: its tokens have "
+            "other ids. Use the tokenizer of the run, start a new run (another `save`), or set allow_config_changes: true."
         )
 
 
