@@ -68,7 +68,8 @@ class TokenizerIdentity(Callback):
             return
         raise UserError(
             f"the checkpoint was trained with another tokenizer than {self.tokenizer.describe()}: its tokens have "
-            "other ids. Use the tokenizer of the run, start a new run (another `save`), or set allow_config_changes: true."
+            "other ids. Use the tokenizer of the run, start a new run (another `save`), or set "
+            "allow_config_changes: true."
         )
 
 
