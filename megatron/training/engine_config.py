@@ -48,7 +48,12 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": _zero(args),
         "fp16": _fp16(args),
-        "bf16": {**(optimizer.bf16 or {}), "enabled": optimizer.precision == "bfloat16"},
+        # Gradients are accumulated by training/engine_update, not in hooks of DeepSpeed's.
+        "bf16": {
+            **(optimizer.bf16 or {}),
+            "enabled": optimizer.precision == "bfloat16",
+            "immediate_grad_update": False,
+        },
         "data_types": {"grad_accum_dtype": _grad_accum_dtype(args)},
         "pipeline": {
             "pipe_partitioned": False,

@@ -66,6 +66,30 @@ class Bf16Gradients:
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
+        optimizer.update_hp_grads = self.accumulate
+
+    @torch.no_grad()
+    def accumulate(self, clear_lp_grads: bool = False) -> None:
+        """Stands in for DeepSpeed's method, after each backward: add the bf16 gradients to the fp32 sums.
+
+        DeepSpeed's makes an fp32 copy of every gradient first, adds it to zeros, and keeps the bf16 gradient for the
+        next backward to be added to after it is zeroed. Here the first micro-batch is written, the others are added,
+        and the bf16 gradients are let go: four passes over all gradients less, and their memory.
+        """
+        outer = self.optimizer
+        rows = zip(outer.bf16_groups, outer.fp32_groups_gradients, outer.fp32_groups_has_gradients, strict=True)
+        for params, sums, started in rows:
+            for i, (p, total) in enumerate(zip(params, sums, strict=True)):
+                if p.grad is None:
+                    if not started[i]:
+                        total.zero_()  # what the step before left there
+                    continue
+                gradient = p.grad.reshape(total.shape)
+                if started[i]:
+                    total.add_(gradient)
+                else:
+                    total.copy_(gradient)
+                started[i], p._hp_grad, p.grad = True, total, None
 
     def pieces(self) -> Iterator[tuple[Tensor, Parameter]]:
         for params, gradients in zip(self.optimizer.bf16_groups, self.optimizer.fp32_groups_gradients, strict=True):
@@ -83,8 +107,7 @@ class Bf16Gradients:
             outer.optimizer.step()
             outer._lazy_init_hp_params_optimizer_state()
             outer.update_lp_params()
-        outer.clear_hp_grads()
-        outer.clear_lp_grads(set_to_none=False)
+        outer.fp32_groups_has_gradients = [[False] * len(params) for params in outer.bf16_groups]
 
 
 class ZeroGradients:

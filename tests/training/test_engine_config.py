@@ -33,7 +33,7 @@ def test_what_is_written_for_a_plain_config():
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": 0},
         "fp16": {"enabled": False},
-        "bf16": {"enabled": False},
+        "bf16": {"enabled": False, "immediate_grad_update": False},
         "data_types": {"grad_accum_dtype": "fp32"},
         "pipeline": {
             "pipe_partitioned": False,
@@ -58,7 +58,7 @@ def test_what_is_written_for_a_plain_config():
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown", True),
         ({"wall_clock_breakdown": True}, "steps_per_print", 10),  # DeepSpeed divides by it
         ({"dump_state": True}, "dump_state", True),
-        ({"precision": "bfloat16"}, "bf16", {"enabled": True}),
+        ({"precision": "bfloat16"}, "bf16", {"enabled": True, "immediate_grad_update": False}),
         ({"precision": "bfloat16"}, "zero_optimization", {"stage": 1}),
         ({"precision": "fp16"}, "zero_optimization", {"stage": 1}),
         ({"precision": "fp16", "fp16": {"loss_scale": 8.0}}, "fp16", {"enabled": True, "loss_scale": 8.0}),
