@@ -32,7 +32,10 @@ def find_prefix(path: str | Path) -> str:
     if "," in path:
         listed = ", ".join(repr(part.strip()) for part in path.split(","))
         raise UserError(f"no dataset {path!r}. Did you mean a list? Write [{listed}].")
-    raise UserError(f"no dataset {path!r} (looked for {path}.bin and {path}.idx). {_nearby(Path(path))}")
+    raise UserError(
+        f"data path: no dataset {path!r} (looked for {path}.bin and {path}.idx). {_nearby(Path(path))} "
+        "Make one with tools/datasets/preprocess_data.py, or with `python prepare_data.py stdlib -d ./data`."
+    )
 
 
 def _candidates(path: str) -> Iterator[str]:

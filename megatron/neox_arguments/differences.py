@@ -82,7 +82,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "vocabulary padding",
         "padded rows take part in the training softmax",
-        "they exist in memory only: not in the loss, norms, samples, counts or exports",
+        "padded rows exist in memory only: not in the loss, norms, samples, counts or exports",
         lambda args: args.tokenizer.padded_vocab_size is not None,
     ),
     Difference(
