@@ -1,7 +1,7 @@
 """Adds up what the steps report and, every `log_interval` steps, turns it into the metrics of spec names.
 
-Losses stay on the device between logs: nothing is read per step, and on an accelerator the values of a
-log are read one step later, when they have long been computed.
+Losses stay on the device between logs, and on an accelerator the values of a log are read one step later, when they
+have long been computed. (The engine itself still waits once a step, to learn whether the gradient is finite.)
 """
 
 from __future__ import annotations
