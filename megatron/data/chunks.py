@@ -16,6 +16,14 @@ BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)
+class Record:
+    """One parsed record, and where it stands (`file:line`, `file` or `file, row n`)."""
+
+    where: str
+    value: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Document:
     """The texts of one record by key, and where it stands (`file:line`, `file` or `file, row n`)."""
 
@@ -37,8 +45,16 @@ class Chunk(ABC):
     nbytes: int
 
     @abstractmethod
+    def records(self, columns: Sequence[str] | None = None) -> Iterator[Record | Fault]:
+        """The records in order, blank lines left out. `columns`: those needed, None for all (others may come too).
+
+        Raises `UserError` when a column that is asked for is in no record of the file and the format can tell.
+        """
+
     def documents(self, keys: Sequence[str]) -> Iterator[Document | Fault]:
-        """The records in order, each with the text of every key."""
+        """The records in order, each with the text of every key; a blank line counts as an empty document."""
+        for record in self.records(keys):
+            yield record if isinstance(record, Fault) else _document(record.where, record.value, keys)
 
 
 @dataclass(frozen=True)
@@ -50,20 +66,22 @@ class LineChunk(Chunk):
     raw: bytes
     nbytes: int
 
+    def records(self, columns: Sequence[str] | None = None) -> Iterator[Record | Fault]:
+        """One record per line that is not blank."""
+        return (parsed for where, line in self._lines() if (parsed := _parse(where, line)) is not None)
+
     def documents(self, keys: Sequence[str]) -> Iterator[Document | Fault]:
         """One document per line; a blank line counts as an empty document."""
-        lines = self.raw.removesuffix(b"\n").split(b"\n")
-        for number, line in enumerate(lines, start=self.first):
-            where = f"{self.path}:{number}"
-            if not line or line.isspace():
+        for where, line in self._lines():
+            record = _parse(where, line)
+            if record is None:
                 yield Document(where, dict.fromkeys(keys, ""))
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                yield Fault(where, f"not valid JSON: {error}")
-                continue
-            yield _document(where, record, keys)
+            else:
+                yield record if isinstance(record, Fault) else _document(where, record.value, keys)
+
+    def _lines(self) -> Iterator[tuple[str, bytes]]:
+        lines = self.raw.removesuffix(b"\n").split(b"\n")
+        return ((f"{self.path}:{number}", line) for number, line in enumerate(lines, start=self.first))
 
 
 @dataclass(frozen=True)
@@ -75,10 +93,10 @@ class RowChunk(Chunk):
     rows: Sequence[Mapping[str, Any]]
     nbytes: int
 
-    def documents(self, keys: Sequence[str]) -> Iterator[Document | Fault]:
-        """One document per row."""
+    def records(self, columns: Sequence[str] | None = None) -> Iterator[Record | Fault]:
+        """One record per row."""
         for number, row in enumerate(self.rows, start=self.first):
-            yield _document(f"{self.path}, row {number}", row, keys)
+            yield _record(f"{self.path}, row {number}", row)
 
 
 @dataclass(frozen=True)
@@ -90,18 +108,19 @@ class RowGroupChunk(Chunk):
     first: int
     nbytes: int
 
-    def documents(self, keys: Sequence[str]) -> Iterator[Document | Fault]:
-        """One document per row."""
+    def records(self, columns: Sequence[str] | None = None) -> Iterator[Record | Fault]:
+        """One record per row."""
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(self.path) as file:
             names = file.schema_arrow.names
-            for key in keys:
+            wanted = None if columns is None else list(columns)
+            for key in wanted or ():
                 if key not in names:
                     raise UserError(f"{self.path}: no column {key!r}.{nearest(key, names)} It has: {', '.join(names)}")
             number = self.first
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=[self.group], columns=list(keys)):
-                yield from RowChunk(self.path, number, batch.to_pylist(), 0).documents(keys)
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=[self.group], columns=wanted):
+                yield from RowChunk(self.path, number, batch.to_pylist(), 0).records()
                 number += batch.num_rows
 
 
@@ -112,8 +131,8 @@ class FilesChunk(Chunk):
     paths: tuple[str, ...]
     nbytes: int
 
-    def documents(self, keys: Sequence[str]) -> Iterator[Document | Fault]:
-        """One document per file, under the key "text"."""
+    def records(self, columns: Sequence[str] | None = None) -> Iterator[Record | Fault]:
+        """One record per file, its content under the key "text"."""
         for path in self.paths:
             try:
                 with open_input(Path(path)) as (file, _):
@@ -121,12 +140,29 @@ class FilesChunk(Chunk):
             except UnicodeDecodeError as error:
                 yield Fault(path, f"not UTF-8: {error}")
                 continue
-            yield _document(path, {"text": text.replace("\r\n", "\n")}, keys)
+            yield Record(path, {"text": text.replace("\r\n", "\n")})
 
 
-def _document(where: str, record: Any, keys: Sequence[str]) -> Document | Fault:
-    if not isinstance(record, Mapping):
-        return Fault(where, f"expected an object with keys, found {_kind(record)}")
+def _parse(where: str, line: bytes) -> Record | Fault | None:
+    """The record of a line of JSON, None for a blank one."""
+    if not line or line.isspace():
+        return None
+    try:
+        value = json.loads(line)
+    except UnicodeDecodeError as error:
+        return Fault(where, f"not UTF-8: {error.reason} at byte {error.start} of the line")
+    except (ValueError, RecursionError) as error:
+        return Fault(where, f"not valid JSON: {error}")
+    return _record(where, value)
+
+
+def _record(where: str, value: Any) -> Record | Fault:
+    if not isinstance(value, Mapping):
+        return Fault(where, f"expected an object with keys, found {_kind(value)}")
+    return Record(where, value)
+
+
+def _document(where: str, record: Mapping[str, Any], keys: Sequence[str]) -> Document | Fault:
     texts = {}
     for key in keys:
         if key not in record:

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
-from megatron.data.chunks import Chunk, Document, Fault, RowChunk
-from megatron.data.encode import EncodeOptions, Encoder, Tally, encode_stream, write_datasets
+from megatron.data.chunks import Chunk, Fault, Record, RowChunk
+from megatron.data.encode import Tally, encode_stream, write_datasets
+from megatron.data.encode_text import EncodeOptions, TextEncoder
 from megatron.data.formats import read_chunks
 from megatron.data.indexed import IndexedDataset
 from megatron.data.manifest import Manifest, check_tokenizer, read_manifest, verify
@@ -43,9 +44,8 @@ def write(
     **options: object,
 ) -> tuple[list[Manifest], Tally]:
     """Tokenise into `<prefix>_<key>_document` with CharLevel unless told otherwise."""
-    encoder = Encoder(tokenizer or create_tokenizer("CharLevelTokenizer"), EncodeOptions(**options))  # type: ignore[arg-type]
-    prefixes = [f"{prefix}_{key}_document" for key in encoder.options.keys]
-    return write_datasets(chunks, encoder, prefixes, workers=workers, source="test")
+    encoder = TextEncoder(tokenizer or create_tokenizer("CharLevelTokenizer"), EncodeOptions(**options))  # type: ignore[arg-type]
+    return write_datasets(chunks, encoder, str(prefix), workers=workers, source="test")
 
 
 def corpus(count: int) -> list[str]:
@@ -105,7 +105,7 @@ class Deadly(Chunk):
 
     nbytes: int = 1
 
-    def documents(self, keys: Sequence[str]) -> Iterator[Document | Fault]:
+    def records(self, columns: Sequence[str] | None = None) -> Iterator[Record | Fault]:
         os.kill(os.getpid(), signal.SIGKILL)
         yield from ()
 
@@ -130,14 +130,15 @@ def test_a_worker_s_error_is_the_caller_s(tmp_path: Path) -> None:
 ORPHANS = """
 import sys, time
 from megatron.data.chunks import Chunk, RowChunk
-from megatron.data.encode import Encoder, EncodeOptions, encode_stream
+from megatron.data.encode import encode_stream
+from megatron.data.encode_text import EncodeOptions, TextEncoder
 from megatron.tokenizer import create_tokenizer
 
 def chunks():
     while True:
         yield RowChunk("memory", 0, [{"text": "a"}], 1)
 
-stream = encode_stream(chunks(), Encoder(create_tokenizer("bytes"), EncodeOptions()), 3)
+stream = encode_stream(chunks(), TextEncoder(create_tokenizer("bytes"), EncodeOptions()), 3)
 next(stream)
 print("ready", flush=True)
 time.sleep(60)
@@ -167,7 +168,7 @@ def test_results_come_in_order_and_few_chunks_wait(tmp_path: Path) -> None:
             taken.append(i)
             yield RowChunk("memory", i, [{"text": chr(65 + i % 26)}], 1)
 
-    stream = encode_stream(chunks(), Encoder(create_tokenizer("bytes"), EncodeOptions()), 2)
+    stream = encode_stream(chunks(), TextEncoder(create_tokenizer("bytes"), EncodeOptions()), 2)
     first = [int(next(stream).ids[0][0]) for _ in range(10)]
     assert first == list(range(65, 75))
     assert len(taken) <= 10 + 2 * (AHEAD_PER_WORKER + 1)
@@ -252,8 +253,8 @@ def test_the_type_counts_added_tokens(tmp_path: Path, added: int, dtype: type) -
 def test_a_missing_eod_is_refused_before_any_data_is_read(tmp_path: Path) -> None:
     tokenizer = create_tokenizer("HFTokenizer", str(write_json(tmp_path / "t.json", byte_level(("<s>",)))))
     with pytest.raises(UserError, match="--append-eod needs an end-of-document token"):
-        Encoder(tokenizer, EncodeOptions(append_eod=True))
-    assert Encoder(tokenizer, EncodeOptions()).eod is None
+        TextEncoder(tokenizer, EncodeOptions(append_eod=True))
+    assert TextEncoder(tokenizer, EncodeOptions()).eod is None
 
 
 def test_an_eod_of_the_tokenizer_s_own_template_is_not_doubled(tmp_path: Path) -> None:

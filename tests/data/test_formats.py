@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data import formats
-from megatron.data.chunks import Document, Fault
+from megatron.data.chunks import Document, Fault, Record
 from megatron.data.formats import find_inputs, read_chunks
 from megatron.errors import UserError
 
@@ -108,6 +108,27 @@ def test_places_are_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [document.where for document in documents(path)] == [f"{path}:{i}" for i in range(1, 1001)]
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_records_are_what_was_written(tmp_path: Path, name: str) -> None:
+    WRITERS[name](tmp_path / name, LINES)
+    records = [record for chunk in read_chunks([tmp_path / name]) for record in chunk.records()]
+    assert all(isinstance(record, Record) for record in records)
+    assert [dict(record.value) for record in records if isinstance(record, Record)] == ROWS
+    assert records[7].where.endswith((f"{name}:8", f"{name}, row 7"))
+    for chunk in read_chunks([tmp_path / name]):
+        assert all(record.value["n"] >= 0 for record in chunk.records(["n"]) if isinstance(record, Record))
+
+
+def test_records_of_lines_leave_blank_ones_out_and_name_faults(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"m": [1]}\n \n[3]\n{"m": {"x": null}}')
+    assert [record for chunk in read_chunks([path]) for record in chunk.records()] == [
+        Record(f"{path}:1", {"m": [1]}),
+        Fault(f"{path}:3", "expected an object with keys, found a list"),
+        Record(f"{path}:4", {"m": {"x": None}}),
+    ]
+
+
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes("\ufeffone\r\ntwo\n".encode())
     with gzip.open(tmp_path / "c.txt.gz", "wt") as file:
@@ -136,7 +157,7 @@ def test_faults_name_line_and_reason(tmp_path: Path) -> None:
         ("a.jsonl:4", "key 'text' holds null, not a s"),
         ("a.jsonl:5", "expected an object with keys, "),
         ("a.jsonl:6", "not valid JSON: Expecting valu"),
-        ("a.jsonl:7", "not valid JSON: 'utf-8' codec "),
+        ("a.jsonl:7", "not UTF-8: invalid start byte "),
     ]
 
 
