@@ -1,21 +1,22 @@
-"""From text to token datasets: a stream of chunks is tokenised, by worker processes if asked, and written in order.
+"""From chunks of a corpus to token datasets: encoded, by worker processes if asked, and written in order.
 
-The bytes written depend on the input, the tokenizer and `EncodeOptions` only, never on the number of workers: chunks
-are cut before they are handed out and their results are taken back in the same order.
+What is made of a chunk is an encoder's affair (`ChunkEncoder`: texts in `encode_text`, chats in `chat`). The bytes
+written depend on the input and the encoder only, never on the number of workers: chunks are cut before they are handed
+out and their results are taken back in the same order.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from megatron.data.chunks import Chunk, Fault
-from megatron.data.indexed import IndexedDatasetBuilder, token_dtype
+from megatron.data.indexed import IndexedDatasetBuilder
 from megatron.data.manifest import Manifest, finalize_with_manifest
 from megatron.data.worker_pool import ordered_map
 from megatron.errors import DeepyError, UserError
@@ -28,22 +29,24 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class EncodeOptions:
-    """What of a record is tokenised and how.
+class Output:
+    """A dataset that an encoder makes.
 
-    `keys`: each makes a dataset of its own. `append_eod`: end every document with the tokenizer's eod. `ftfy`: mend
-    broken Unicode first. `skip_bad`: leave out records that cannot be used and count them, instead of stopping.
+    `suffix`: what follows the prefix in its name (`_text_document`); `dtype`: of the values stored; `key`: the key of
+    the records it was made of; `extra`: what its manifest says beside the counts; `holds_ids`: whether the values are
+    ids of the tokenizer (or labels among them), False for rewards and the like.
     """
 
-    keys: tuple[str, ...] = ("text",)
-    append_eod: bool = False
-    ftfy: bool = False
-    skip_bad: bool = False
+    suffix: str
+    dtype: np.dtype
+    key: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    holds_ids: bool = True
 
 
 @dataclass
 class Tally:
-    """Counts of a piece of the corpus; `tokens`, `documents`, `empty` and `text_bytes` are per key."""
+    """Counts of a piece of the corpus; `documents`, `tokens`, `empty` and `text_bytes` are per output."""
 
     documents: list[int]
     tokens: list[int]
@@ -54,9 +57,9 @@ class Tally:
     nbytes: int = 0
 
     @classmethod
-    def zero(cls, keys: int) -> Tally:
-        """Nothing counted yet."""
-        return cls([0] * keys, [0] * keys, [0] * keys, [0] * keys)
+    def zero(cls, outputs: int, nbytes: int = 0) -> Tally:
+        """Nothing counted yet, of a piece that stands for `nbytes` of the input."""
+        return cls([0] * outputs, [0] * outputs, [0] * outputs, [0] * outputs, nbytes=nbytes)
 
     def add(self, other: Tally) -> None:
         """Count another piece in."""
@@ -66,72 +69,41 @@ class Tally:
         self.first_faults = (self.first_faults + other.first_faults)[:SHOWN_FAULTS]
         self.nbytes += other.nbytes
 
+    def refuse(self, fault: Fault, skip: bool) -> None:
+        """Count a record that cannot be used; unless such are skipped, raise the `UserError` that says where it is."""
+        if not skip:
+            raise UserError(f"{fault.where}: {fault.reason}. (--skip-bad-lines leaves such records out)")
+        self.faults += 1
+        if len(self.first_faults) < SHOWN_FAULTS:
+            self.first_faults.append(fault)
+
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tokenised chunk: per key the ids of its documents back to back and the length of each."""
+    """An encoded chunk: per output the values of its documents back to back and the length of each."""
 
     ids: list[np.ndarray]
     lengths: list[np.ndarray]
     tally: Tally
 
 
-class Encoder:
-    """Tokenises chunks. Made once and sent to every worker."""
+class ChunkEncoder(Protocol):
+    """What turns chunks into values. It is made once and sent to every worker, so it has to pickle.
 
-    def __init__(self, tokenizer: Tokenizer, options: EncodeOptions) -> None:
-        """Raises `UserError` when eod is wanted and the tokenizer has none, or ftfy is wanted and not installed."""
-        self.tokenizer, self.options = tokenizer, options
-        self.dtype = token_dtype(tokenizer.vocab_size)
-        self.eod = tokenizer.require_eod("--append-eod") if options.append_eod else None
-        # A tokenizer whose own template ends a text with eod must not get a second one.
-        if self.eod is not None and tokenizer.tokenize("a")[-1:] == [self.eod]:
-            self.eod = None
-        self._fix: Callable[[str], str] | None = _ftfy() if options.ftfy else None
+    `outputs` says what `encode` gives, in that order; `tokenizer` is the one the manifests name.
+    """
+
+    @property
+    def outputs(self) -> tuple[Output, ...]: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
 
     def encode(self, chunk: Chunk) -> Encoded:
-        """Tokenise the documents of a chunk; blank ones are counted and left out."""
-        keys = self.options.keys
-        tally = Tally.zero(len(keys))
-        tally.nbytes = chunk.nbytes
-        texts: list[list[str]] = [[] for _ in keys]
-        for document in chunk.documents(keys):
-            if isinstance(document, Fault):
-                self._refuse(document, tally)
-                continue
-            for column, key in enumerate(keys):
-                text = document.texts[key]
-                text = self._fix(text) if self._fix else text
-                if not text or text.isspace():
-                    tally.empty[column] += 1
-                else:
-                    texts[column].append(text)
-        ids, lengths = zip(*(self._column(column, tally, index) for index, column in enumerate(texts)))
-        return Encoded(list(ids), list(lengths), tally)
-
-    def _column(self, texts: list[str], tally: Tally, index: int) -> tuple[np.ndarray, np.ndarray]:
-        tail = [] if self.eod is None else [self.eod]
-        rows = []
-        for text, row in zip(texts, self.tokenizer.tokenize_batch(texts)):
-            if row:
-                rows.append(np.array(row + tail, dtype=self.dtype))
-                tally.text_bytes[index] += len(text.encode("utf-8"))
-            else:
-                tally.empty[index] += 1  # nothing left after the tokenizer's normalisation
-        lengths = np.array([len(row) for row in rows], dtype=np.int64)
-        tally.documents[index], tally.tokens[index] = len(rows), int(lengths.sum())
-        return np.concatenate(rows) if rows else np.empty(0, self.dtype), lengths
-
-    def _refuse(self, fault: Fault, tally: Tally) -> None:
-        if not self.options.skip_bad:
-            raise UserError(f"{fault.where}: {fault.reason}. (--skip-bad-lines leaves such records out)")
-        tally.faults += 1
-        if len(tally.first_faults) < SHOWN_FAULTS:
-            tally.first_faults.append(fault)
+        """The values of a chunk. Raises `UserError` for a record that cannot be used (see `Tally.refuse`)."""
 
 
-def encode_stream(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Iterator[Encoded]:
-    """The tokenised chunks, in order. With `workers` > 1 that many processes share them.
+def encode_stream(chunks: Iterable[Chunk], encoder: ChunkEncoder, workers: int) -> Iterator[Encoded]:
+    """The encoded chunks, in order. With `workers` > 1 that many processes share them.
 
     Raises what encoding raises (of the first chunk that fails), and `DeepyError` soon after a worker is lost.
     """
@@ -141,9 +113,9 @@ def encode_stream(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> It
 
 
 class _InWorker:
-    """`Encoder.encode`, for a process that is one of many."""
+    """`ChunkEncoder.encode`, for a process that is one of many."""
 
-    def __init__(self, encoder: Encoder) -> None:
+    def __init__(self, encoder: ChunkEncoder) -> None:
         self.encoder = encoder
 
     def __call__(self, chunk: Chunk) -> Encoded:
@@ -154,51 +126,36 @@ class _InWorker:
 
 def write_datasets(
     chunks: Iterable[Chunk],
-    encoder: Encoder,
-    prefixes: Sequence[str],
+    encoder: ChunkEncoder,
+    prefix: str,
     *,
     workers: int = 1,
     source: Any = None,
     report: Callable[[Tally], None] = lambda tally: None,
 ) -> tuple[list[Manifest], Tally]:
-    """Tokenise `chunks` into one `.bin`/`.idx`/manifest per key (`prefixes`, in the order of the keys).
+    """Encode `chunks` into one `.bin`/`.idx`/manifest per output of the encoder, named `prefix` + its suffix.
 
     All files appear under their names at the end; on any failure what was written is removed. `report` is called with
-    the running totals after every chunk. Raises `UserError` when a key has no document at all.
+    the running totals after every chunk. Raises `UserError` when an output has no document at all.
     """
-    options, total = encoder.options, Tally.zero(len(prefixes))
+    outputs, total = encoder.outputs, Tally.zero(len(encoder.outputs))
     builders: list[IndexedDatasetBuilder] = []
     with ExitStack() as stack:
         for encoded in encode_stream(chunks, encoder, workers):
             total.add(encoded.tally)
             if not builders and any(encoded.tally.documents):  # not earlier: an empty corpus leaves no folder behind
-                builders = [stack.enter_context(IndexedDatasetBuilder(p, encoder.dtype)) for p in prefixes]
+                builders = [stack.enter_context(IndexedDatasetBuilder(prefix + o.suffix, o.dtype)) for o in outputs]
             for builder, ids, lengths in zip(builders, encoded.ids, encoded.lengths):
                 _append(builder, ids, lengths)
             report(total)
         _name_faults(total)
-        for key, documents, empty in zip(options.keys, total.documents, total.empty):
+        for output, documents, empty in zip(outputs, total.documents, total.empty):
             if not documents:
                 bad = f", {total.faults} unusable records" if total.faults else ""
-                raise UserError(f"no document to write for key {key!r}: {empty} empty ones{bad}. Nothing was written.")
-        manifests = [
-            finalize_with_manifest(
-                builder,
-                tokenizer=encoder.tokenizer.fingerprint(),
-                source=source,
-                extra={
-                    "key": key,
-                    "tokenizer_type": encoder.tokenizer.name,
-                    "eod": encoder.tokenizer.eod,
-                    "append_eod": options.append_eod,
-                    "ftfy": options.ftfy,
-                    "empty_documents": total.empty[index],
-                    "bad_records": total.faults,
-                    "text_bytes": total.text_bytes[index],
-                },
-            )
-            for index, (key, builder) in enumerate(zip(options.keys, builders))
-        ]
+                raise UserError(
+                    f"no document to write for key {output.key!r}: {empty} empty ones{bad}. Nothing was written."
+                )
+        manifests = [_finish(builder, i, encoder, source, total) for i, builder in enumerate(builders)]
     return manifests, total
 
 
@@ -209,16 +166,22 @@ def _append(builder: IndexedDatasetBuilder, ids: np.ndarray, lengths: np.ndarray
         raise DeepyError(f"cannot write {builder.prefix}: {error.strerror}. Nothing was written.") from error
 
 
+def _finish(builder: IndexedDatasetBuilder, index: int, encoder: ChunkEncoder, source: Any, total: Tally) -> Manifest:
+    output, tokenizer = encoder.outputs[index], encoder.tokenizer
+    counts = {
+        "key": output.key,
+        "tokenizer_type": tokenizer.name,
+        "eod": tokenizer.eod,
+        "empty_documents": total.empty[index],
+        "bad_records": total.faults,
+        "text_bytes": total.text_bytes[index],
+    }
+    fingerprint = tokenizer.fingerprint() if output.holds_ids else None
+    return finalize_with_manifest(builder, tokenizer=fingerprint, source=source, extra={**counts, **output.extra})
+
+
 def _name_faults(total: Tally) -> None:
     for fault in total.first_faults:
         logger.warning(f"left out {fault.where}: {fault.reason}")
     if total.faults > len(total.first_faults):
         logger.warning(f"... and {total.faults - len(total.first_faults)} more")
-
-
-def _ftfy() -> Callable[[str], str]:
-    try:
-        from ftfy import fix_text
-    except ImportError as error:
-        raise UserError("--ftfy needs ftfy: pip install -r requirements/requirements.txt") from error
-    return fix_text

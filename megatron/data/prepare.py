@@ -12,8 +12,9 @@ from typing import Any
 
 from megatron.data.chunks import Chunk, Fault
 from megatron.data.corpora import NAMES, hub_chunks, stdlib_files
-from megatron.data.encode import EncodeOptions, Encoder, write_datasets
+from megatron.data.encode import write_datasets
 from megatron.data.encode_progress import EncodeProgress
+from megatron.data.encode_text import EncodeOptions, TextEncoder
 from megatron.data.formats import text_files
 from megatron.data.indexed import IndexedDataset
 from megatron.data.manifest import check_tokenizer
@@ -25,6 +26,7 @@ from megatron.tokenizer.hub import fetch
 from megatron.tokenizer.train import train_bpe
 
 STDLIB_VOCAB = 8192
+SUFFIX = "_text_document"
 
 logger = get_logger(__name__)
 
@@ -69,7 +71,7 @@ def prepare(
     if name not in NAMES:
         raise UserError(f"no corpus is called {name!r}.{nearest(name, list(NAMES))} Known: {', '.join(NAMES)}")
     folder = Path(data_dir) / name
-    prefix = f"{folder / name}_text_document"
+    prefix = str(folder / name)  # of `<prefix>_text_document`
     if name == "stdlib":
         files = stdlib_files(stdlib_root)
         size = sum(path.stat().st_size for path in files)
@@ -85,11 +87,11 @@ def prepare(
     if tokenizer_type == "GPT2BPETokenizer" and not vocab_file and not merge_file:
         vocab_file, merge_file = _gpt2_files(Path(data_dir), force)
     tokenizer = create_tokenizer(tokenizer_type, vocab_file, merge_file)
-    if not force and exists(prefix):
-        _reuse(prefix, tokenizer)
+    if not force and exists(prefix + SUFFIX):
+        _reuse(prefix + SUFFIX, tokenizer)
     else:
         _tokenise(chunks, tokenizer, prefix, total_bytes, source)
-    return Prepared(prefix, tokenizer_type, vocab_file, merge_file)
+    return Prepared(prefix + SUFFIX, tokenizer_type, vocab_file, merge_file)
 
 
 def _train_unless_there(files: list[Path], tokenizer_json: Path, force: bool) -> None:
@@ -120,10 +122,10 @@ def _reuse(prefix: str, tokenizer: Tokenizer) -> None:
 def _tokenise(
     chunks: Iterator[Chunk], tokenizer: Tokenizer, prefix: str, total_bytes: int | None, source: dict[str, Any]
 ) -> None:
-    encoder = Encoder(tokenizer, EncodeOptions(append_eod=True, skip_bad=True))
+    encoder = TextEncoder(tokenizer, EncodeOptions(append_eod=True, skip_bad=True))
     with EncodeProgress(total_bytes) as progress:
-        (manifest,), _ = write_datasets(chunks, encoder, [prefix], source=source, report=progress)
-    logger.info(f"{prefix}: {manifest.documents} documents, {manifest.tokens} tokens")
+        (manifest,), _ = write_datasets(chunks, encoder, prefix, source=source, report=progress)
+    logger.info(f"{prefix}{SUFFIX}: {manifest.documents} documents, {manifest.tokens} tokens")
 
 
 def _gpt2_files(data_dir: Path, force: bool) -> tuple[str, str]:

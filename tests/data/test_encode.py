@@ -44,7 +44,8 @@ def write(
     **options: object,
 ) -> tuple[list[Manifest], Tally]:
     """Tokenise into `<prefix>_<key>_document` with CharLevel unless told otherwise."""
-    encoder = TextEncoder(tokenizer or create_tokenizer("CharLevelTokenizer"), EncodeOptions(**options))  # type: ignore[arg-type]
+    options_ = EncodeOptions(**options)  # type: ignore[arg-type]
+    encoder = TextEncoder(tokenizer or create_tokenizer("CharLevelTokenizer"), options_)
     return write_datasets(chunks, encoder, str(prefix), workers=workers, source="test")
 
 

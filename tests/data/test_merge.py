@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.encode import EncodeOptions, Encoder, write_datasets
+from megatron.data.encode import write_datasets
+from megatron.data.encode_text import EncodeOptions, TextEncoder
 from megatron.data.formats import read_chunks
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.manifest import manifest_path, read_manifest
@@ -21,9 +22,9 @@ pytestmark = pytest.mark.cpu
 
 
 def tokenise(files: list[Path], prefix: Path, kind: str = "CharLevelTokenizer") -> None:
-    encoder = Encoder(create_tokenizer(kind), EncodeOptions(append_eod=True, skip_bad=True))
+    encoder = TextEncoder(create_tokenizer(kind), EncodeOptions(append_eod=True, skip_bad=True))
     source = {"files": [path.name for path in files]}
-    write_datasets(read_chunks(files), encoder, [f"{prefix}_text_document"], source=source)
+    write_datasets(read_chunks(files), encoder, str(prefix), source=source)
 
 
 def test_shards_joined_are_the_bytes_of_one_run(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
-from megatron.data.encode import EncodeOptions, Encoder, write_datasets
+from megatron.data.encode import write_datasets
 from megatron.data.encode_progress import EncodeProgress
+from megatron.data.encode_text import EncodeOptions, TextEncoder
 from megatron.data.formats import find_inputs, read_chunks
 from megatron.errors import UserError, run_cli
 from megatron.tokenizer import TOKENIZERS, create_tokenizer
@@ -84,21 +85,21 @@ def main() -> None:
     paths = find_inputs(args.input)
     tokenizer = create_tokenizer(args.tokenizer_type, args.vocab_file, args.merge_file)
     keys = tuple(args.jsonl_keys)
-    encoder = Encoder(tokenizer, EncodeOptions(keys, args.append_eod, args.ftfy, args.skip_bad_lines))
+    encoder = TextEncoder(tokenizer, EncodeOptions(keys, args.append_eod, args.ftfy, args.skip_bad_lines))
     size = sum(path.stat().st_size for path in paths)
     logger.info(f"input: {len(paths)} files, {size / 1e6:.1f} MB")
     sizes = f"vocabulary {tokenizer.vocab_size}, eod {tokenizer.eod}, ids stored as {encoder.dtype}"
     logger.info(f"tokenizer: {tokenizer.describe()}, {sizes}")
-    prefixes = [f"{args.output_prefix}_{key}_document" for key in keys]
     source = {"files": [path.name for path in paths]}
     with EncodeProgress(size, num_docs=args.num_docs, log_interval=args.log_interval) as progress:
         manifests, total = write_datasets(
-            read_chunks(paths), encoder, prefixes, workers=args.workers, source=source, report=progress
+            read_chunks(paths), encoder, args.output_prefix, workers=args.workers, source=source, report=progress
         )
     if any(total.empty) or total.faults:
         logger.info(f"left out: {sum(total.empty)} empty documents, {total.faults} unusable records")
-    for prefix, manifest in zip(prefixes, manifests):
-        print(f"{prefix}: {manifest.documents} documents, {manifest.tokens} tokens, {manifest.dtype}")
+    for output, manifest in zip(encoder.outputs, manifests):
+        name = args.output_prefix + output.suffix
+        print(f"{name}: {manifest.documents} documents, {manifest.tokens} tokens, {manifest.dtype}")
 
 
 if __name__ == "__main__":
