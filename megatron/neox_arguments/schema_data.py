@@ -83,6 +83,18 @@ class DataConfig:
     use_shared_fs: bool = key(
         True, "All nodes see the same files: the sample index is built once; false: once per node."
     )
+    data_cache_path: str | None = key(
+        None,
+        "Folder for the sample indices, for example when the data's own folder cannot be written "
+        "(default: index_cache beside each token file).",
+        new=True,
+    )
+    npy_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = key(
+        None, "Type of the ids in raw .npy token files, which say nothing about it (default: found out).", new=True
+    )
+    npy_eod: int | None = key(
+        None, "The id that ends a document in .npy token files (default: the tokenizer's end-of-document).", new=True
+    )
 
     # known, not available
     allow_chopped: bool = key(True, "Cut documents that are too long (non-packed).", unavailable=_UNPACKED)
