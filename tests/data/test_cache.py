@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import multiprocessing
 import os
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron.data import build_lock
 from megatron.data import cache as caches
-from megatron.data.cache import IndexCache, content_key, index_folder
+from megatron.data.cache import IndexCache, IndexCaches, content_key, index_folder
 from megatron.data.indexed import IndexedDataset
 from megatron.data.packed import PackedDataset, plan_segments
 from megatron.errors import UserError
@@ -22,8 +25,14 @@ from tests.data.corpus import GOLDEN, write
 pytestmark = pytest.mark.cpu
 
 
-def build_slowly(folder: str, marks: str) -> list[int]:
+def no_flock(*_: object) -> None:
+    raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+
+def build_slowly(folder: str, marks: str, locks: bool = True) -> list[int]:
     """Build (or wait for) one entry, leaving a mark when this process was the one that built."""
+    if not locks:
+        build_lock.fcntl.flock = no_flock  # type: ignore[assignment]
 
     def build() -> dict[str, np.ndarray]:
         (Path(marks) / str(os.getpid())).touch()
@@ -41,14 +50,78 @@ def build_packed(prefix: str, folder: str) -> str:
     return dataset.digest()
 
 
-def test_racing_processes_build_once(tmp_path: Path) -> None:
+def build_forever(folder: str, locks: bool) -> None:
+    """Build one entry without an end, leaving half a temporary folder; `building` says when."""
+    if not locks:
+        build_lock.fcntl.flock = no_flock  # type: ignore[assignment]
+
+    def build() -> dict[str, np.ndarray]:
+        half = Path(folder) / f"race-{'k' * 32}.half.tmp"
+        half.mkdir()
+        (half / "x.npy").write_bytes(b"half")
+        (Path(folder).parent / "building").touch()
+        time.sleep(120)
+        return {}
+
+    IndexCache(folder).arrays("race", "k" * 64, build)
+
+
+@pytest.mark.parametrize("locks", [True, False], ids=["flock", "without flock"])
+def test_racing_processes_build_once(tmp_path: Path, locks: bool) -> None:
     (tmp_path / "marks").mkdir()
     with multiprocessing.get_context("spawn").Pool(3) as pool:
-        arguments = [(str(tmp_path / "cache"), str(tmp_path / "marks"))] * 3
+        arguments = [(str(tmp_path / "cache"), str(tmp_path / "marks"), locks)] * 3
         results = pool.starmap_async(build_slowly, arguments, chunksize=1).get(timeout=60)
     assert results == [[0, 1, 2, 3, 4]] * 3
     assert len(list((tmp_path / "marks").iterdir())) == 1
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [f"race-{'k' * 32}"]
+
+
+@pytest.mark.parametrize("locks", [True, False], ids=["flock", "without flock"])
+def test_a_builder_killed_in_the_middle_hands_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    """kill -9 while it builds: the next process waits for nobody, takes over, and clears up what was left."""
+    folder = tmp_path / "cache"
+    builder = multiprocessing.get_context("spawn").Process(target=build_forever, args=(str(folder), locks))
+    builder.start()
+    try:
+        until = time.monotonic() + 60
+        while not (tmp_path / "building").exists():
+            assert time.monotonic() < until and builder.is_alive()
+            time.sleep(0.02)
+    finally:
+        builder.kill()
+        builder.join()
+    if not locks:
+        monkeypatch.setattr(build_lock.fcntl, "flock", no_flock)
+        monkeypatch.setattr(build_lock, "SILENCE", 0.3)
+    found = IndexCache(folder).arrays("race", "k" * 64, lambda: {"x": np.arange(4)})
+    assert found["x"].tolist() == [0, 1, 2, 3]
+    assert [path.name for path in folder.iterdir()] == [f"race-{'k' * 32}"]
+
+
+def test_a_living_builder_without_flock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence is measured from touch to touch, not from the start of the build."""
+    monkeypatch.setattr(build_lock.fcntl, "flock", no_flock)
+    monkeypatch.setattr(build_lock, "BEAT", 0.05)
+    monkeypatch.setattr(build_lock, "SILENCE", 0.5)
+    order: list[str] = []
+
+    def slowly() -> dict[str, np.ndarray]:
+        order.append("built")
+        time.sleep(1.5)
+        return {"x": np.arange(2)}
+
+    threads = [
+        threading.Thread(target=lambda: IndexCache(tmp_path).arrays("x", "a" * 64, slowly), daemon=True)
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert order == ["built"]
 
 
 def test_separate_folders_hold_the_same(tmp_path: Path) -> None:
@@ -115,8 +188,47 @@ def test_without_locks_the_result_is_the_same(tmp_path: Path, monkeypatch: pytes
     def unsupported(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(caches.fcntl, "flock", unsupported)
+    monkeypatch.setattr(build_lock.fcntl, "flock", unsupported)
     assert IndexCache(tmp_path).arrays("x", "a" * 64, lambda: {"x": np.arange(3)})["x"].tolist() == [0, 1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == [f"x-{'a' * 32}"]
+
+
+def test_a_lost_answer_to_the_rename_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS may report that the source is gone although the first try renamed it."""
+    rename = os.rename
+
+    def twice(source: str | Path, target: str | Path) -> None:
+        rename(source, target)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    monkeypatch.setattr(caches.os, "rename", twice)
+    assert IndexCache(tmp_path).arrays("x", "a" * 64, lambda: {"x": np.arange(3)})["x"].tolist() == [0, 1, 2]
+
+
+def test_a_folder_that_refuses_the_files_only_when_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """NFS with root squash says yes to access() and no to mkdir()."""
+
+    def refused(**_: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(caches.tempfile, "mkdtemp", refused)
+    logging.getLogger("deepy").propagate = True
+    with caplog.at_level(logging.WARNING):
+        found = IndexCache(tmp_path).arrays("x", "a" * 64, lambda: {"x": np.arange(3)})
+    assert found["x"].tolist() == [0, 1, 2]
+    assert "data_cache_path" in caplog.text
+
+
+def test_entries_say_what_was_built_and_what_was_found(tmp_path: Path) -> None:
+    caches_of_run = IndexCaches(tmp_path / "elsewhere")
+    for prefix in ("a/x", "b/x", "a/x"):
+        key = content_key({"prefix": prefix})
+        caches_of_run.of(tmp_path / prefix).arrays("x", key, lambda: {"x": np.arange(3)})
+    assert [entry.built for entry in caches_of_run.entries] == [True, True, False]
+    assert [entry.bytes for entry in caches_of_run.entries] == [24] * 3
+    assert {entry.path.parent for entry in caches_of_run.entries if entry.path} == {tmp_path / "elsewhere"}
 
 
 def test_key_is_content() -> None:
@@ -135,6 +247,12 @@ def test_key_is_content() -> None:
 def test_folder_beside_the_data(tmp_path: Path) -> None:
     assert index_folder(tmp_path / "x") == tmp_path / "index_cache"
     assert index_folder(tmp_path / "x", shared=False).name == f"index_cache.{os.uname().nodename}"
+
+
+def test_folder_elsewhere(tmp_path: Path) -> None:
+    assert index_folder("/data/x", root=tmp_path) == tmp_path
+    own = index_folder("/data/x", shared=False, root=tmp_path / "c")
+    assert own == tmp_path / f"c.{os.uname().nodename}"
 
 
 def test_a_changed_split_or_corpus_never_meets_old_indices(tmp_path: Path) -> None:
