@@ -74,6 +74,8 @@ def fill(arrays: StepArrays, micro: int, row: int, sample: Sample, rules: Collat
         labels = sample.labels[1:]
         arrays.mask[at] = labels >= 0
         arrays.targets[at] = np.maximum(labels, 0)
+    if sample.length is not None:
+        mask_row(arrays.mask[at], sample.starts, sample.length)
     if rules.eod_mask_loss:
         arrays.mask[at][inputs == rules.eod] = 0
     if arrays.doc_ids is not None:
@@ -83,20 +85,39 @@ def fill(arrays: StepArrays, micro: int, row: int, sample: Sample, rules: Collat
         arrays.positions[at] = counter - np.maximum.accumulate(np.where(begins, counter, 0))
 
 
+def mask_row(mask: np.ndarray, starts: np.ndarray | None, length: int) -> None:
+    """No loss in a row of whole documents where the target is padding or the first token of a document.
+
+    Position i predicts token i + 1, so the last token of every document predicts nothing. The same targets are trained
+    however documents are put together, and also when each stands alone.
+
+    Args:
+        mask: float32 `[s]`, changed in place.
+        starts: where documents begin in `[0, s + 1)`.
+        length: real tokens of the row.
+    """
+    mask[length - 1 :] = 0
+    if starts is not None:
+        mask[starts[starts > 0] - 1] = 0
+
+
 def document_begins(sample: Sample, eod: int | None) -> np.ndarray:
     """bool `[s]`: which inputs are the first of a document (or of the sample).
 
     The dataset's own borders count, so data without end-of-document tokens works. In plain text the token after an
     end-of-document begins a document as well, for data whose items hold several. Not where there are labels: chat
-    templates end every turn with that token, and the turns of a chat belong together.
+    templates end every turn with that token, and the turns of a chat belong together. Padding is one document, also
+    where its id is that of end-of-document.
     """
     inputs = sample.tokens[:-1]
     begins = np.zeros(len(inputs), dtype=bool)
     begins[:1] = True
     if sample.starts is not None:
         begins[sample.starts[sample.starts < len(inputs)]] = True
+    real = len(inputs) if sample.length is None else min(sample.length, len(inputs))
     if eod is not None and (sample.labels is None or sample.starts is None):
-        begins[1:] |= inputs[:-1] == eod
+        begins[1:real] |= inputs[: real - 1] == eod
+    begins[real : real + 1] = True
     return begins
 
 

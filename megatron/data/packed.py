@@ -19,26 +19,17 @@ further segment with its own shuffle. The past stays as it was, and no token rep
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from megatron.data.cache import Arrays, IndexCache, content_key
 from megatron.data.index_builders import INT32_MAX, build_sample_index
 from megatron.data.indexed import IndexedDataset
-from megatron.data.sample import Sample
+from megatron.data.packing import Packing, Segment, fresh_seed
+from megatron.data.sample import Piece, Provenance, Sample
 from megatron.errors import UserError
 
 INDEX_VERSION = 1  # part of every cache key: raise it when the arrays change
-
-
-@dataclass(frozen=True)
-class Segment:
-    """One shuffled run through whole epochs of the documents: `samples` of them, drawn with `seed`."""
-
-    epochs: int
-    samples: int
-    seed: int
 
 
 def epochs_needed(tokens: int, seq_length: int, samples: int) -> int:
@@ -67,9 +58,7 @@ def plan_segments(
     if frozen and missing <= 0:
         return tuple(frozen)
     epochs = epochs_needed(tokens, seq_length, missing)
-    # The first segment is GPT-NeoX's; later ones only need to be shuffled in another way.
-    fresh = (seed + 7919 * len(frozen)) % 2**32
-    return (*frozen, Segment(epochs, samples_in(tokens, seq_length, epochs), fresh))
+    return (*frozen, Segment(epochs, samples_in(tokens, seq_length, epochs), fresh_seed(seed, len(frozen))))
 
 
 class PackedDataset:
@@ -126,6 +115,14 @@ class PackedDataset:
 
     def __getitem__(self, index: int) -> Sample:
         """Sample `index`: `[seq_length + 1]` tokens, int64, and where documents begin in it."""
+        return self._read(self._pieces(index))
+
+    def locate(self, index: int) -> Provenance:
+        """The documents that sample `index` is made of."""
+        return Provenance((self.data.prefix,), index, tuple(Piece(*piece) for piece in self._pieces(index)))
+
+    def _pieces(self, index: int) -> list[tuple[int, int, int]]:
+        """(document, offset, length) of the pieces of sample `index`."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.data.prefix}: sample {index} of {len(self)}")
         which = int(np.searchsorted(self._ends, index, side="right"))
@@ -140,7 +137,7 @@ class PackedDataset:
             stop = end + 1 if position == last else int(self.data.sizes[document])
             if stop > start:
                 pieces.append((document, start, stop - start))
-        return self._read(pieces)
+        return pieces
 
     def _read(self, pieces: list[tuple[int, int, int]]) -> Sample:
         tokens = np.empty(self.seq_length + 1, dtype=np.int64)
@@ -154,6 +151,43 @@ class PackedDataset:
                 starts.append(at)
             at += length
         return Sample(tokens, np.asarray(starts, dtype=np.int64), labels)
+
+
+class Packed(Packing):
+    """`pack_impl: packed` for the documents of one source. Nothing is too long here and nothing is skipped."""
+
+    @property
+    def key(self) -> str:
+        return packed_key(self.data, self.documents, self.seq_length)
+
+    @property
+    def tokens(self) -> int:
+        first, end = self.documents
+        return int(self.data.sizes[first:end].sum(dtype=np.int64))
+
+    def samples_per_epoch(self, epochs: int = 1) -> int:
+        return samples_in(self.tokens, self.seq_length, epochs)
+
+    def epochs(self, samples: int) -> float:
+        return samples * self.seq_length / self.tokens if self.tokens else 0.0
+
+    def plan(
+        self, samples: int, seed: int, frozen: Sequence[Segment] = (), what: str = "the data"
+    ) -> tuple[Segment, ...]:
+        return plan_segments(self.tokens, self.seq_length, samples, seed, frozen, what)
+
+    def dataset(
+        self, segments: Sequence[Segment], cache: IndexCache | None = None, name: str = "data"
+    ) -> PackedDataset:
+        return PackedDataset(
+            self.data,
+            seq_length=self.seq_length,
+            segments=segments,
+            documents=self.documents,
+            labels=self.labels,
+            cache=cache,
+            name=name,
+        )
 
 
 def packed_key(data: IndexedDataset, documents: tuple[int, int], seq_length: int) -> str:
