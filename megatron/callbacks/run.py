@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron.callbacks.data_setup import DataOrder, build_batches, frozen_order, plan_data, with_epochs
 from megatron.callbacks.defaults import default_callbacks
 from megatron.callbacks.run_folder import read_heartbeat, run_folder, write_status
 from megatron.callbacks.stopping import STOP_BY_SIGNAL
-from megatron.checkpoint.agreement import gather, together
+from megatron.checkpoint.agreement import together
 from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.find import Start, decide_start
 from megatron.checkpoint.folder import recover
@@ -20,18 +21,12 @@ from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.manifest import Manifest, git_revision
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.schedule import schedule_of_continued_run
-from megatron.data.batch import StepBatch
-from megatron.data.build import DataPlan, Datasets, epoch_samples, plan_datasets
-from megatron.data.collate import CollateRules
-from megatron.data.loader import StepLoader
-from megatron.data.mixture import SampleSource
-from megatron.data.splits import sample_counts
 from megatron.errors import DeepyError, StopRequested, UserError
 from megatron.log import get_logger
 from megatron.mpu.sharding import count_parameters
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
+from megatron.neox_arguments.derive import check_device, check_trainable
 from megatron.neox_arguments.differences import differences_for
 from megatron.tokenizer import Fingerprint, Tokenizer
 from megatron.training.callback import Callback
@@ -39,18 +34,6 @@ from megatron.training.setup import Process, build_engine, build_model, build_sc
 from megatron.training.trainer import Trainer
 
 logger = get_logger(__name__)
-
-Batches = Callable[[int], Iterator[StepBatch]]
-
-
-class DataOrder(Callback):
-    """Carries the frozen sample order of the run in its checkpoints (data/build)."""
-
-    def __init__(self, plan: DataPlan) -> None:
-        self.plan = plan
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.plan.state()
 
 
 class TokenizerIdentity(Callback):
@@ -125,15 +108,6 @@ def train(process: Process) -> int:
             raise DeepyError(f"stopped by a signal at iteration {trainer.step}; {kept}")
         raise StopRequested(f"stopped at iteration {trainer.step} with everything saved; the same command goes on")
     return 0
-
-
-def with_epochs(args: NeoXArgs) -> NeoXArgs:
-    """`train_epochs` turned into `train_iters`, which needs the size of the data."""
-    if args.training.train_iters is not None or not args.training.train_epochs:
-        return args
-    samples = epoch_samples(args.data, args.model.seq_length)
-    facts = Facts(num_devices=args.parallel.world_size, epoch_samples=samples)
-    return derive(args, facts)
 
 
 def with_schedule(args: NeoXArgs, saved: dict[str, Any], start: Start) -> NeoXArgs:
@@ -219,109 +193,6 @@ def save_lock(args: NeoXArgs, state: ParallelState) -> Iterator[None]:
     finally:
         if lock is not None:
             lock.release()
-
-
-def frozen_order(start: Start) -> dict[str, Any] | None:
-    """The sample order kept in the checkpoint that is continued; a finetune start makes its own."""
-    if start.path is None or not start.load_optim:
-        return None
-    from megatron.checkpoint.reader import CheckpointReader
-
-    client = CheckpointReader(start.path).state()["client"]
-    return client.get("callbacks", {}).get(DataOrder.__name__)
-
-
-def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None, done: tuple[int, int]) -> DataPlan:
-    """Open and count the data, refuse tokens of another tokenizer, print the table.
-
-    Args:
-        frozen: sample order of the run that goes on.
-        done: steps taken and samples consumed by it so far; its batches may have been larger than those to come.
-    """
-    training = args.training
-    train_samples, valid_samples, test_samples = sample_counts(
-        train_iters=training.train_iters,
-        eval_interval=training.eval_interval,
-        eval_iters=training.eval_iters,
-        train_batch_size=training.train_batch_size,
-    )
-    with together("opening the data", process.state):
-        plan = plan_datasets(
-            args.data,
-            seq_length=args.model.seq_length,
-            seed=training.seed,
-            train_samples=max(train_samples, done[1] + train_samples - done[0] * training.train_batch_size),
-            valid_samples=valid_samples if training.do_valid is not False else 0,
-            test_samples=test_samples if training.do_test is not False else 0,
-            frozen=frozen,
-        )
-        if process.state.rank == 0:
-            plan.check_tokenizer(process.tokenizer)
-    if process.state.rank == 0:
-        tokenizer, masked = process.tokenizer, args.model.intra_document_masking
-        logger.info(f"tokenizer {tokenizer.describe()}: {tokenizer.vocab_size} tokens, end of document {tokenizer.eod}")
-        logger.info(
-            f"samples of {args.model.seq_length} inputs and as many targets, the same shifted by one token; attention "
-            + ("stays inside a document" if masked else "crosses documents (intra_document_masking: true stops it)")
-        )
-        logger.info("data   documents       tokens  weight      samples   epochs  source")
-        for row in plan.table():
-            logger.info(
-                f"{row.role:5s} {row.documents:10d} {row.tokens:12d} {row.weight:7.3f} {row.samples:12d} "
-                f"{row.epochs:8.2f}  {row.prefix}"
-            )
-    return plan
-
-
-def build_batches(args: NeoXArgs, process: Process, plan: DataPlan) -> dict[str, Batches]:
-    """`batches[role](consumed)` for train, valid and test. Index arrays are built here, once per file system."""
-    first, shared = process.state.rank == 0, args.data.use_shared_fs
-    with together("building the sample index", process.state):
-        if first:
-            datasets = plan.build(mmap_warmup=args.data.mmap_warmup, use_shared_fs=shared)
-    with together("reading the sample index", process.state):
-        if not first:
-            datasets = plan.build(mmap_warmup=False, use_shared_fs=shared)
-    if datasets.train is None and args.training.train_iters:
-        raise UserError("there is no training data: check data_path and split, or train_data_paths")
-    agree_on_data(datasets, process.state, args.data.use_shared_fs)
-    rules = CollateRules(
-        seq_length=args.model.seq_length,
-        eod=process.tokenizer.eod,
-        eod_mask_loss=args.data.eod_mask_loss,
-        intra_document_masking=args.model.intra_document_masking,
-        vocab_size=process.tokenizer.vocab_size,
-    )
-
-    def loader(dataset: SampleSource) -> StepLoader:
-        return StepLoader(
-            dataset,
-            micro_batch=args.training.train_micro_batch_size_per_gpu,
-            gas=args.training.gradient_accumulation_steps,
-            rules=rules,
-            dp_rank=process.state.dp_rank,
-            dp_size=process.state.dp_size,
-            num_workers=args.data.num_workers,
-            pin_memory=process.state.device.type == "cuda",
-        )
-
-    found = {"train": datasets.train, "valid": datasets.valid, "test": datasets.test}
-    return {role: loader(dataset).steps for role, dataset in found.items() if dataset is not None}
-
-
-def agree_on_data(datasets: Datasets, state: ParallelState, shared: bool) -> None:
-    """Raise `UserError` on every rank when one of them would read other samples, as with an old copy on one node.
-
-    Index arrays are compared where each node has its own; in a shared folder they are the same files.
-    """
-    digests = gather(datasets.digest(arrays=not shared), state)
-    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if others:
-        shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
-        raise UserError(
-            f"rank {shown} read other data than rank 0: the .bin/.idx files of a data path (or the index caches beside "
-            "them) differ between nodes. Copy the same files to every node and remove their index_cache folders."
-        )
 
 
 def restore(trainer: Trainer, start: Start) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.callbacks.run import agree_on_data
+from megatron.callbacks.data_setup import agree_on_data
 from megatron.data.build import build_datasets
 from megatron.errors import UserError
 from megatron.mpu.state import ParallelState
