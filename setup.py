@@ -10,13 +10,14 @@ try:
 
     extensions = [
         Pybind11Extension(
-            "megatron.data.index_builders._native",
-            ["megatron/data/index_builders/native.cpp"],
+            f"megatron.data.index_builders.{module}",
+            [f"megatron/data/index_builders/{source}"],
             cxx_std=17,
             # No fused multiply-add: blending must round as numpy does, on every processor.
             extra_compile_args=["-O3", "-ffp-contract=off"],
             optional=True,
         )
+        for module, source in (("_native", "native.cpp"), ("_packing", "packing.cpp"))
     ]
 except ImportError:
     extensions = []
