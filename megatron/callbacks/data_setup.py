@@ -96,13 +96,13 @@ def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None, d
 
 def build_batches(args: NeoXArgs, process: Process, plan: DataPlan) -> dict[str, Batches]:
     """`batches[role](consumed)` for train, valid and test. Index arrays are built here, once per file system."""
-    first, shared = process.state.rank == 0, args.data.use_shared_fs
+    first = process.state.rank == 0
     with together("building the sample index", process.state):
         if first:
-            datasets = plan.build(mmap_warmup=args.data.mmap_warmup, use_shared_fs=shared)
+            datasets = plan.build(mmap_warmup=args.data.mmap_warmup)
     with together("reading the sample index", process.state):
         if not first:
-            datasets = plan.build(mmap_warmup=False, use_shared_fs=shared)
+            datasets = plan.build(mmap_warmup=False)
     if datasets.train is None and args.training.train_iters:
         raise UserError("there is no training data: check data_path and split, or train_data_paths")
     agree_on_data(datasets, process.state, args.data.use_shared_fs)

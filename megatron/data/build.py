@@ -10,11 +10,11 @@ when the run is made longer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.data.cache import IndexCache, content_key, index_folder
+from megatron.data.cache import IndexCaches, content_key
 from megatron.data.manifest import check_tokenizer
 from megatron.data.mixture import Mixture, SampleSource, samples_to_ask
 from megatron.data.packed import PackedDataset, Segment, packed_key, plan_segments, samples_in
@@ -81,10 +81,11 @@ class Datasets:
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What a run will read. A role without data or samples is absent from `roles`."""
+    """What a run will read. A role without data or samples is absent from `roles`; `caches` keep its index arrays."""
 
     seq_length: int
     roles: Mapping[str, RolePlan]
+    caches: IndexCaches = field(default_factory=IndexCaches, compare=False)
 
     def table(self) -> list[SourceRow]:
         """One row per role and source."""
@@ -111,16 +112,15 @@ class DataPlan:
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Refuse data that another tokenizer made; see `manifest.check_tokenizer`."""
         once = Once(get_logger(__name__))
-        planned = [source.source.data for role in self.roles.values() for source in role.sources]
+        planned = [part for role in self.roles.values() for source in role.sources for part in source.source.data.parts]
         for data in {data.prefix: data for data in planned}.values():
             check_tokenizer(data, tokenizer, once)
 
-    def build(self, *, mmap_warmup: bool = False, use_shared_fs: bool = True) -> Datasets:
+    def build(self, *, mmap_warmup: bool = False) -> Datasets:
         """Make or find the index arrays. Any number of processes may call this at the same time.
 
         Args:
             mmap_warmup: read the token files once now.
-            use_shared_fs: false gives each node its own index cache.
         """
         built: dict[str, SampleSource] = {}
         for name, role in self.roles.items():
@@ -129,11 +129,11 @@ class DataPlan:
             for planned in drawn:
                 if mmap_warmup:
                     planned.source.data.warm_up()
-                datasets.append(_packed(planned, self.seq_length, use_shared_fs))
+                datasets.append(_packed(planned, self.seq_length, self.caches))
             if len(datasets) == 1:
                 built[name] = datasets[0]
                 continue
-            cache = IndexCache(index_folder(drawn[0].source.data.prefix, use_shared_fs))
+            cache = self.caches.of(drawn[0].source.data.prefix)
             weights = [planned.source.weight for planned in drawn]
             built[name] = Mixture(datasets, weights, role.samples, cache)
         return Datasets(self, **built)
@@ -164,8 +164,8 @@ def plan_datasets(
     if data.pack_impl != "packed":
         raise UserError(f"pack_impl: {data.pack_impl} is not available yet; use packed.")
     wanted = dict(zip(NAMES, (train_samples, valid_samples, test_samples), strict=True))
-    roles = {}
-    for name, sources in find_sources(data, [name for name in NAMES if wanted[name] > 0]).items():
+    roles, caches = {}, IndexCaches(data.data_cache_path, data.use_shared_fs)
+    for name, sources in find_sources(data, [name for name in NAMES if wanted[name] > 0], caches).items():
         keys = [packed_key(source.data, source.documents, seq_length) for source in sources]
         kept = _frozen_segments(name, sources, keys, frozen)
         planned = []
@@ -178,13 +178,13 @@ def plan_datasets(
             planned.append(SourcePlan(source, key, segments))
         if planned:
             roles[name] = RolePlan(wanted[name], tuple(planned))
-    return DataPlan(seq_length, roles)
+    return DataPlan(seq_length, roles, caches)
 
 
 def build_datasets(data: DataConfig, **counts: Any) -> Datasets:
     """`plan_datasets` with the same arguments, then `DataPlan.build` with what the data keys say about it."""
     plan = plan_datasets(data, **counts)
-    return plan.build(mmap_warmup=data.mmap_warmup, use_shared_fs=data.use_shared_fs)
+    return plan.build(mmap_warmup=data.mmap_warmup)
 
 
 def epoch_samples(data: DataConfig, seq_length: int, epochs: int = 1) -> int:
@@ -192,7 +192,7 @@ def epoch_samples(data: DataConfig, seq_length: int, epochs: int = 1) -> int:
     return sum(samples_in(source.tokens, seq_length, epochs) for source in find_sources(data, ["train"])["train"])
 
 
-def _packed(planned: SourcePlan, seq_length: int, shared: bool) -> PackedDataset:
+def _packed(planned: SourcePlan, seq_length: int, caches: IndexCaches) -> PackedDataset:
     source = planned.source
     return PackedDataset(
         source.data,
@@ -200,7 +200,7 @@ def _packed(planned: SourcePlan, seq_length: int, shared: bool) -> PackedDataset
         segments=planned.segments,
         documents=source.documents,
         labels=source.labels,
-        cache=IndexCache(index_folder(source.data.prefix, shared)),
+        cache=caches.of(source.data.prefix),
         name=Path(source.data.prefix).name,
     )
 

@@ -80,7 +80,7 @@ class IndexedDataset:
                 f"{idx_path}: the header promises {items} items and a document index of {docs}, "
                 f"so {expected} bytes, but the file has {found}. It is incomplete or damaged: write the dataset again."
             )
-        buffer = _map(idx_path)
+        buffer = map_file(idx_path)
         at = HEADER.size
         self.sizes: np.ndarray = np.frombuffer(buffer, "<i4", items, at)
         self.pointers: np.ndarray = np.frombuffer(buffer, "<i8", items, at + 4 * items)
@@ -93,7 +93,7 @@ class IndexedDataset:
                 f"{bin_path}: the index {idx_path.name} describes {last} bytes of tokens, but the file has {found}. "
                 "It is incomplete, or the two files do not belong together."
             )
-        self._bin = np.frombuffer(_map(bin_path), np.uint8) if last else np.empty(0, np.uint8)
+        self._bin = np.frombuffer(map_file(bin_path), np.uint8) if last else np.empty(0, np.uint8)
 
     def warm_up(self) -> None:
         """Read the whole token file once."""
@@ -111,6 +111,11 @@ class IndexedDataset:
     def __setstate__(self, state: dict) -> None:
         self.prefix = state["prefix"]
         self._open()
+
+    @property
+    def parts(self) -> list[IndexedDataset]:
+        """The datasets that this one is joined from: itself, unless a data path is a glob."""
+        return [self]
 
     @property
     def num_documents(self) -> int:
@@ -171,7 +176,8 @@ def _resolve_dtype(code: int, sizes: np.ndarray, bin_bytes: int) -> np.dtype:
     return DTYPES[code]
 
 
-def _map(path: Path) -> mmap.mmap:
+def map_file(path: Path) -> mmap.mmap:
+    """A file that is not empty, mapped for reading."""
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 

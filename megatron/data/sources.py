@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.data.cache import IndexCaches
 from megatron.data.indexed import IndexedDataset
 from megatron.data.mixture import normalize_weights, weights_by_documents
 from megatron.data.packed import check_labels
 from megatron.data.splits import NAMES, parse_split, split_bounds
+from megatron.data.token_files import TokenFiles
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.neox_arguments.schema_data import DataConfig
@@ -35,19 +37,20 @@ class Source:
         return int(self.data.sizes[first:end].sum(dtype="int64"))
 
 
-def find_sources(data: DataConfig, names: Sequence[str]) -> dict[str, list[Source]]:
-    """The sources of each role in `names`.
+def find_sources(data: DataConfig, names: Sequence[str], caches: IndexCaches | None = None) -> dict[str, list[Source]]:
+    """The sources of each role in `names`. `caches` keep what has to be found by reading whole token files.
 
     A role for which there is no data gets an empty list and a warning, as GPT-NeoX trains on without it; training
     itself must have data (`UserError`).
     """
     lists = {name: getattr(data, f"{name}_data_paths") for name in NAMES}
+    files = TokenFiles.of(data, caches)
     if data.data_path is not None:
         given = [f"{name}_data_paths" for name in NAMES if lists[name]]
         if given:
             raise UserError(f"data_path and {given[0]} are both set: use one file with `split`, or separate lists.")
-        return _split_sources(data, names)
-    found = {name: _listed_sources(data, name) if lists[name] else [] for name in names}
+        return _split_sources(data, names, files)
+    found = {name: _listed_sources(data, name, files) if lists[name] else [] for name in names}
     if "train" in found and not found["train"]:
         raise UserError("no training data: set data_path or train_data_paths.")
     for name, sources in found.items():
@@ -56,8 +59,9 @@ def find_sources(data: DataConfig, names: Sequence[str]) -> dict[str, list[Sourc
     return found
 
 
-def _split_sources(data: DataConfig, names: Sequence[str]) -> dict[str, list[Source]]:
-    dataset = IndexedDataset(data.data_path)
+def _split_sources(data: DataConfig, names: Sequence[str], files: TokenFiles) -> dict[str, list[Source]]:
+    assert data.data_path is not None
+    dataset = files.open(data.data_path)
     bounds, shares = split_bounds(data.split, len(dataset)), parse_split(data.split)
     found: dict[str, list[Source]] = {}
     for name in names:
@@ -75,9 +79,9 @@ def _split_sources(data: DataConfig, names: Sequence[str]) -> dict[str, list[Sou
     return found
 
 
-def _listed_sources(data: DataConfig, name: str) -> list[Source]:
+def _listed_sources(data: DataConfig, name: str, files: TokenFiles) -> list[Source]:
     paths = getattr(data, f"{name}_data_paths")
-    datasets = [IndexedDataset(path) for path in paths]
+    datasets = [files.open(path) for path in paths]
     key = f"{name}_data_weights"
     if data.weight_by_num_documents:
         weights = weights_by_documents([len(dataset) for dataset in datasets], data.weighted_sampler_alpha)
@@ -88,7 +92,7 @@ def _listed_sources(data: DataConfig, name: str) -> list[Source]:
         raise UserError(f"{name}_label_data_paths has {len(label_paths)} entries for {len(paths)} data paths.")
     sources = []
     for dataset, weight, label_path in zip(datasets, weights, label_paths, strict=True):
-        labels = IndexedDataset(label_path) if label_path is not None else None
+        labels = files.open_labels(label_path, dataset) if label_path is not None else None
         if labels is not None:
             check_labels(dataset, labels)
         sources.append(Source(dataset, (0, len(dataset)), weight, labels))
