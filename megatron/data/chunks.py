@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +16,19 @@ from megatron.data.compression import open_input
 from megatron.errors import UserError, nearest
 
 BATCH_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two chunks at which reading can go on: `file` counts the files (or parts of files) read.
+
+    In that file `offset` is where the next chunk starts, as the file's reader counts (bytes of content, rows, groups of
+    rows), and `number` the number of its first record.
+    """
+
+    file: int = 0
+    offset: int = 0
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,9 @@ class Fault:
     where: str
     reason: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "where", exact_place(self.where))
+
 
 class Chunk(ABC):
     """A run of records of one file. `nbytes` is the share of the file on disk it stands for (progress only)."""
@@ -59,12 +78,13 @@ class Chunk(ABC):
 
 @dataclass(frozen=True)
 class LineChunk(Chunk):
-    """Whole lines of JSON; `first` is the number of the first one, counted from 1."""
+    """Whole lines of JSON; `first` is the number of the first one, counted from 1 at byte `origin` of the file."""
 
     path: str
     first: int
     raw: bytes
     nbytes: int
+    origin: int = 0
 
     def records(self, columns: Sequence[str] | None = None) -> Iterator[Record | Fault]:
         """One record per line that is not blank."""
@@ -81,7 +101,8 @@ class LineChunk(Chunk):
 
     def _lines(self) -> Iterator[tuple[str, bytes]]:
         lines = self.raw.removesuffix(b"\n").split(b"\n")
-        return ((f"{self.path}:{number}", line) for number, line in enumerate(lines, start=self.first))
+        places = (place_of_line(self.path, number, self.origin) for number in itertools.count(self.first))
+        return zip(places, lines)
 
 
 @dataclass(frozen=True)
@@ -101,27 +122,47 @@ class RowChunk(Chunk):
 
 @dataclass(frozen=True)
 class RowGroupChunk(Chunk):
-    """One row group of a parquet file, read where the chunk is used; only the columns asked for are."""
+    """Rows of one row group of a parquet file, read where the chunk is used; only the columns asked for are.
+
+    `first` is the number of the group's first row; of its rows those from `start` on are meant, `rows` of them (None:
+    all).
+    """
 
     path: str
     group: int
     first: int
     nbytes: int
+    start: int = 0
+    rows: int | None = None
 
     def records(self, columns: Sequence[str] | None = None) -> Iterator[Record | Fault]:
         """One record per row."""
+        import pyarrow
         import pyarrow.parquet as pq
 
-        with pq.ParquetFile(self.path) as file:
-            names = file.schema_arrow.names
-            wanted = None if columns is None else list(columns)
-            for key in wanted or ():
-                if key not in names:
-                    raise UserError(f"{self.path}: no column {key!r}.{nearest(key, names)} It has: {', '.join(names)}")
-            number = self.first
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=[self.group], columns=wanted):
-                yield from RowChunk(self.path, number, batch.to_pylist(), 0).records()
-                number += batch.num_rows
+        try:
+            with pq.ParquetFile(self.path) as file:
+                wanted = self._known(columns, file.schema_arrow.names)
+                yield from self._rows(file.iter_batches(BATCH_ROWS, row_groups=[self.group], columns=wanted))
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{self.path}: row group {self.group} cannot be read: {error}") from error
+
+    def _rows(self, batches: Iterator[Any]) -> Iterator[Record | Fault]:
+        at, stop = 0, None if self.rows is None else self.start + self.rows
+        for batch in batches:
+            if stop is not None and at >= stop:
+                return
+            low, high = max(self.start - at, 0), batch.num_rows if stop is None else stop - at
+            if low < batch.num_rows:
+                part = batch.slice(low, high - low)
+                yield from RowChunk(self.path, self.first + at + low, part.to_pylist(), 0).records()
+            at += batch.num_rows
+
+    def _known(self, columns: Sequence[str] | None, names: list[str]) -> list[str] | None:
+        for key in columns or ():
+            if key not in names:
+                raise UserError(f"{self.path}: no column {key!r}.{nearest(key, names)} It has: {', '.join(names)}")
+        return None if columns is None else list(columns)
 
 
 @dataclass(frozen=True)
@@ -141,6 +182,31 @@ class FilesChunk(Chunk):
                 yield Fault(path, f"not UTF-8: {error}")
                 continue
             yield Record(path, {"text": text.replace("\r\n", "\n")})
+
+
+_FROM_BYTE = re.compile(r"(?P<path>.*):(?P<number>\d+) \(counted from byte (?P<origin>\d+)\)", re.DOTALL)
+
+
+def place_of_line(path: str, number: int, origin: int = 0) -> str:
+    """`file:line`; for lines counted from the middle of a file, which nobody has counted up to there, that says so."""
+    return f"{path}:{number} (counted from byte {origin})" if origin else f"{path}:{number}"
+
+
+def exact_place(where: str) -> str:
+    """`file:line`, from the start of the file, of a `place_of_line`; any other place as it is."""
+    match = _FROM_BYTE.fullmatch(where)
+    if match is None:
+        return where
+    return f"{match['path']}:{int(match['number']) + _lines_before(match['path'], int(match['origin']))}"
+
+
+@functools.lru_cache(maxsize=16)  # a process reads from the middle of very few files
+def _lines_before(path: str, origin: int) -> int:
+    lines, left = 0, origin
+    with open(path, "rb") as file:
+        while left and (block := file.read(min(left, 1 << 22))):
+            lines, left = lines + block.count(b"\n"), left - len(block)
+    return lines
 
 
 def _parse(where: str, line: bytes) -> Record | Fault | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,8 +17,10 @@ import numpy as np
 from megatron.data.chunks import Chunk, Fault
 from megatron.data.indexed import IndexedDatasetBuilder
 from megatron.data.manifest import Manifest, finalize_with_manifest
+from megatron.data.partial import PARTIAL, WriteError
+from megatron.data.resume import Journal
 from megatron.data.worker_pool import ordered_map
-from megatron.errors import DeepyError, UserError
+from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.tokenizer import Tokenizer
 
@@ -60,6 +61,11 @@ class Tally:
     def zero(cls, outputs: int, nbytes: int = 0) -> Tally:
         """Nothing counted yet, of a piece that stands for `nbytes` of the input."""
         return cls([0] * outputs, [0] * outputs, [0] * outputs, [0] * outputs, nbytes=nbytes)
+
+    @classmethod
+    def restored(cls, raw: Mapping[str, Any]) -> Tally:
+        """From what `dataclasses.asdict` made of one."""
+        return cls(**{**raw, "first_faults": [Fault(**fault) for fault in raw["first_faults"]]})
 
     def add(self, other: Tally) -> None:
         """Count another piece in."""
@@ -132,41 +138,109 @@ def write_datasets(
     workers: int = 1,
     source: Any = None,
     report: Callable[[Tally], None] = lambda tally: None,
+    journal: Journal | None = None,
+    shard: Mapping[str, Any] | None = None,
 ) -> tuple[list[Manifest], Tally]:
     """Encode `chunks` into one `.bin`/`.idx`/manifest per output of the encoder, named `prefix` + its suffix.
 
-    All files appear under their names at the end; on any failure what was written is removed. `report` is called with
-    the running totals after every chunk. Raises `UserError` when an output has no document at all.
+    All files appear under their names at the end. On any failure what was written is removed, unless `journal` (whose
+    `watch` the chunks then come from) has noted how to continue it. `report` is called with the running totals after
+    every chunk. Raises `UserError` when an output has no document at all, which is allowed only when the datasets are a
+    `shard` of larger ones (then: what their manifests say of that).
     """
-    outputs, total = encoder.outputs, Tally.zero(len(encoder.outputs))
-    builders: list[IndexedDatasetBuilder] = []
-    with ExitStack() as stack:
+    with _Files(encoder, prefix, journal) as files:
+        total = files.earlier
         for encoded in encode_stream(chunks, encoder, workers):
             total.add(encoded.tally)
-            if not builders and any(encoded.tally.documents):  # not earlier: an empty corpus leaves no folder behind
-                builders = [stack.enter_context(IndexedDatasetBuilder(prefix + o.suffix, o.dtype)) for o in outputs]
-            for builder, ids, lengths in zip(builders, encoded.ids, encoded.lengths):
-                _append(builder, ids, lengths)
+            files.add(encoded, total)
             report(total)
         _name_faults(total)
-        for output, documents, empty in zip(outputs, total.documents, total.empty):
+        if shard is None:
+            files.require_documents(total)
+        manifests = files.publish(total, source, {} if shard is None else {"shard": dict(shard)})
+    return manifests, total
+
+
+class _Files:
+    """The datasets being written: all of them appear, or none, and then what is left can be continued or is removed."""
+
+    def __init__(self, encoder: ChunkEncoder, prefix: str, journal: Journal | None) -> None:
+        self.encoder, self.prefix, self.journal = encoder, prefix, journal
+        self.builders: list[IndexedDatasetBuilder] = []
+        self.earlier = Tally.zero(len(encoder.outputs))
+        if journal and journal.saved:
+            self.earlier = Tally.restored(journal.saved.counts)
+
+    def __enter__(self) -> _Files:
+        try:
+            if self.journal and self.journal.saved:
+                self._open()
+        except BaseException:
+            self._let_go(keep=True)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        keep = bool(error and self.journal and self.journal.saved)
+        self._let_go(keep)
+        if isinstance(error, WriteError):
+            kept = "Make room and run the same command again: it goes on from what is done." if keep else ""
+            raise WriteError(f"{error} {kept or 'Nothing was written.'}") from error
+        if keep:
+            logger.warning(f"what is done is kept in {self.prefix}*{PARTIAL}: the same command goes on from there")
+
+    def add(self, encoded: Encoded, total: Tally) -> None:
+        """Append an encoded chunk; `total` has it counted in."""
+        if not self.builders and any(encoded.tally.documents):  # not earlier: an empty corpus leaves no folder behind
+            self._open()
+        for builder, ids, lengths in zip(self.builders, encoded.ids, encoded.lengths):
+            builder.add_documents(ids, lengths)
+        if self.journal:
+            self.journal.advance(total, self.builders)
+
+    def require_documents(self, total: Tally) -> None:
+        """Raise `UserError`, with nothing left behind, when there is nothing to write."""
+        for output, documents, empty in zip(self.encoder.outputs, total.documents, total.empty):
             if not documents:
+                if self.journal:
+                    self.journal.remove()
                 bad = f", {total.faults} unusable records" if total.faults else ""
                 raise UserError(
                     f"no document to write for key {output.key!r}: {empty} empty ones{bad}. Nothing was written."
                 )
-        manifests = [_finish(builder, i, encoder, source, total) for i, builder in enumerate(builders)]
-    return manifests, total
+
+    def publish(self, total: Tally, source: Any, extra: Mapping[str, Any]) -> list[Manifest]:
+        """Finish the files, those that are still to be made included, and give them their names."""
+        if not self.builders:
+            self._open()
+        for builder in self.builders:
+            builder.finish()  # a disk that is full by now shows before any file has its name
+        if self.journal:
+            self.journal.complete(total, self.builders)
+        manifests = [_finish(builder, i, self.encoder, source, total, extra) for i, builder in enumerate(self.builders)]
+        if self.journal:
+            self.journal.remove()
+        return manifests
+
+    def _open(self) -> None:
+        for index, output in enumerate(self.encoder.outputs):
+            name = self.prefix + output.suffix
+            builder = self.journal.builder(index, name, output.dtype) if self.journal else None
+            self.builders.append(builder or IndexedDatasetBuilder(name, output.dtype))
+
+    def _let_go(self, keep: bool) -> None:
+        for builder in self.builders:
+            builder.close() if keep else builder.abort()
 
 
-def _append(builder: IndexedDatasetBuilder, ids: np.ndarray, lengths: np.ndarray) -> None:
-    try:
-        builder.add_documents(ids, lengths)
-    except OSError as error:  # a full disk is nobody's bug
-        raise DeepyError(f"cannot write {builder.prefix}: {error.strerror}. Nothing was written.") from error
-
-
-def _finish(builder: IndexedDatasetBuilder, index: int, encoder: ChunkEncoder, source: Any, total: Tally) -> Manifest:
+def _finish(
+    builder: IndexedDatasetBuilder,
+    index: int,
+    encoder: ChunkEncoder,
+    source: Any,
+    total: Tally,
+    more: Mapping[str, Any],
+) -> Manifest:
     output, tokenizer = encoder.outputs[index], encoder.tokenizer
     counts = {
         "key": output.key,
@@ -177,7 +251,9 @@ def _finish(builder: IndexedDatasetBuilder, index: int, encoder: ChunkEncoder, s
         "text_bytes": total.text_bytes[index],
     }
     fingerprint = tokenizer.fingerprint() if output.holds_ids else None
-    return finalize_with_manifest(builder, tokenizer=fingerprint, source=source, extra={**counts, **output.extra})
+    return finalize_with_manifest(
+        builder, tokenizer=fingerprint, source=source, extra={**counts, **output.extra, **more}
+    )
 
 
 def _name_faults(total: Tally) -> None:

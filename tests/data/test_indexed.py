@@ -101,7 +101,7 @@ def test_documents_of_several_items_and_append(tmp_path: Path) -> None:
     assert both.pointers.tolist() == [0, 4, 6, 8, 10]
     with IndexedDatasetBuilder(tmp_path / "c", np.int32) as builder, pytest.raises(UserError, match="uint16.*int32"):
         builder.append(tmp_path / "a")
-    assert not list(tmp_path.glob("*.tmp*"))
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_a_failed_writer_leaves_nothing_and_keeps_the_old_dataset(tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_large_id_round_trips(tmp_path: Path) -> None:
 def test_byte_offsets_beyond_2_gib(tmp_path: Path) -> None:
     """Only the index is written: the sizes are claimed, the tokens a sparse file."""
     with IndexedDatasetBuilder(tmp_path / "x", np.uint16) as builder:
-        builder._sizes.extend([2**30, 2**30, 5])
-        builder._doc_idx.extend([1, 2, 3])
+        builder._add_sizes(np.array([2**30, 2**30, 5]))
+        builder._end_documents(np.array([1, 2, 3]))
         builder._bin.truncate(2 * (2**31 + 5))
         builder._bin.seek(2 * 2**31)
         builder._bin.write(struct.pack("<5H", 1, 2, 3, 4, 5))

@@ -127,7 +127,7 @@ def feed(end: int, megabytes: int) -> None:
 
 def wait_for_temporary_files(folder: Path) -> None:
     deadline = time.monotonic() + 20
-    while not list(folder.glob("*.tmp.bin")):
+    while not list(folder.glob("*.bin.partial")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
