@@ -1,10 +1,16 @@
-"""The registry of `pack_impl`."""
+"""The registry of `pack_impl`. What a packing offers is in packing.py; documentation/packing.md says which to take."""
 
 from __future__ import annotations
 
+from megatron.data.best_fit import BestFit
+from megatron.data.overflow import PackUntilOverflow
 from megatron.data.packed import Packed
 from megatron.data.packing import Packing
+from megatron.data.unpacked import Unpacked
 from megatron.registry import Registry
 
 PACKINGS: Registry[type[Packing]] = Registry("pack_impl")
 PACKINGS.register("packed")(Packed)
+PACKINGS.register("pack_until_overflow")(PackUntilOverflow)
+PACKINGS.register("unpacked")(Unpacked)
+PACKINGS.register("best_fit")(BestFit)

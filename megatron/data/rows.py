@@ -1,0 +1,191 @@
+"""Packings of whole documents: a sample is a row of documents, and padding where none fits any more.
+
+Common to pack_until_overflow, unpacked and best_fit. Rows hold at most seq_length + 1 tokens; see `Sample` for what is
+trained in them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from megatron.data.cache import Arrays, content_key
+from megatron.data.indexed import IndexedDataset
+from megatron.data.packing import Packing, Segment, fresh_seed
+from megatron.data.sample import IGNORE, Piece, Provenance, Sample
+from megatron.data.usable import LeftOut, Pieces, whole_pieces, without_silent
+from megatron.errors import UserError
+
+
+class WholeDocuments(Packing):
+    """What the packings of whole documents have in common: which documents they use, and their key."""
+
+    kind: ClassVar[str]
+    version: ClassVar[int] = 1  # part of every cache key: raise it when the arrays change
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row holds."""
+        return self.seq_length + 1
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """int32 `[documents]`, of the range."""
+        first, end = self.documents
+        return self.data.sizes[first:end]
+
+    def _cut(self) -> tuple[Pieces, LeftOut]:
+        return whole_pieces(self.sizes, self.documents[0], self.capacity, self.allow_chopped)
+
+    @cached_property
+    def _used(self) -> tuple[Pieces, LeftOut]:
+        pieces, left_out = self._cut()
+        pieces, silent = without_silent(pieces, self.labels, self.cache, Path(self.data.prefix).name)
+        return pieces, replace(left_out, silent=silent)
+
+    @property
+    def pieces(self) -> Pieces:
+        """What can be put into rows."""
+        return self._used[0]
+
+    @property
+    def left_out(self) -> LeftOut:
+        return self._used[1]
+
+    @cached_property
+    def key(self) -> str:
+        first, end = self.documents
+        described = {"kind": self.kind, "version": self.version, "documents": [first, end]}
+        described |= {"seq_length": self.seq_length, "allow_chopped": self.allow_chopped}
+        decided = [np.packbits(self.pieces.lengths > 0)] if self.labels is not None else []
+        return content_key(described, self.sizes, *decided)
+
+    def notes(self) -> list[str]:
+        out, said = self.left_out, []
+        if out.too_long:
+            said.append(
+                f"{out.too_long} documents of more than {self.limit} are left out (allow_chopped: true cuts them)"
+            )
+        if out.cut:
+            said.append(self._cut_note())
+        if out.silent:
+            why = "less than two tokens, or all labels -100" if self.labels is not None else "less than two tokens"
+            said.append(f"{out.silent} documents train nothing ({why}) and are left out")
+        return said
+
+    @property
+    def limit(self) -> str:
+        """What a row holds, in words."""
+        return f"{self.capacity} tokens (seq_length + 1)"
+
+    def _cut_note(self) -> str:
+        out = self.left_out
+        return f"{out.cut} documents are cut to {self.limit}, which loses {out.cut_tokens} tokens"
+
+    def check_any(self, what: str) -> None:
+        """Raise `UserError` when no document can be used."""
+        if not np.any(self.pieces.lengths):
+            why = "; ".join(self.notes()) or "there are none"
+            raise UserError(f"{what}: no document can be trained on with pack_impl {self.kind}: {why}.")
+
+    def plan(
+        self, samples: int, seed: int, frozen: Sequence[Segment] = (), what: str = "the data"
+    ) -> tuple[Segment, ...]:
+        self.check_any(what)
+        missing = samples - sum(segment.samples for segment in frozen)
+        if frozen and missing <= 0:
+            return tuple(frozen)
+        return (*frozen, self.segment(max(missing, 1), fresh_seed(seed, len(frozen))))
+
+    def segment(self, samples: int, seed: int) -> Segment:
+        """A segment of at least `samples` samples."""
+        return Segment(0, samples, seed)
+
+    def arrays_key(self, segments: Sequence[Segment]) -> str:
+        """Hash of what the index arrays of some segments depend on."""
+        described = [[segment.epochs, segment.samples, segment.seed] for segment in segments]
+        return content_key({"data": self.key, "segments": described})
+
+
+class Rows(ABC):
+    """The samples of a packing of whole documents, read by number.
+
+    Args:
+        data, labels: the tokens and their labels.
+        capacity: tokens per row, padding included.
+        samples: how many there are.
+        key: hash of what their order depends on.
+        arrays: index arrays, for `digest`.
+
+    Indices outside `[0, len)` raise `IndexError`; nothing wraps around.
+    """
+
+    def __init__(
+        self,
+        data: IndexedDataset,
+        labels: IndexedDataset | None,
+        *,
+        capacity: int,
+        samples: int,
+        key: str,
+        arrays: Arrays,
+    ) -> None:
+        self.data, self.labels, self.capacity, self.samples, self.key = data, labels, capacity, samples, key
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def digest(self) -> str:
+        """Hash of the index arrays themselves, for ranks to compare what they built. Reads all of them."""
+        return content_key({"data": self.key}, *self.arrays.values())
+
+    def __getitem__(self, index: int) -> Sample:
+        """Sample `index`: `[seq_length + 1]` tokens, int64, of which `length` are real."""
+        tokens = np.zeros(self.capacity, dtype=np.int64)
+        labels = np.full(self.capacity, IGNORE, dtype=np.int64) if self.labels is not None else None
+        starts, at = [], 0
+        for document, offset, length in self._checked(index):
+            tokens[at : at + length] = self.data.get(document, offset, length)
+            if self.labels is not None and labels is not None:
+                labels[at : at + length] = self.labels.get(document, offset, length)
+            starts.append(at)
+            at += length
+        return Sample(tokens, np.asarray(starts, dtype=np.int64), labels, at)
+
+    def locate(self, index: int) -> Provenance:
+        """The documents of sample `index`."""
+        return Provenance((self.data.prefix,), index, tuple(Piece(*piece) for piece in self._checked(index)))
+
+    def _checked(self, index: int) -> list[tuple[int, int, int]]:
+        if not 0 <= index < self.samples:
+            raise IndexError(f"{self.data.prefix}: sample {index} of {self.samples}")
+        return self.pieces(index)
+
+    def _wholes(self, documents: np.ndarray) -> list[tuple[int, int, int]]:
+        """Documents from their first token on, as many tokens as fit."""
+        lengths = np.minimum(self.data.sizes[documents], self.capacity)
+        return [(d, 0, length) for d, length in zip(documents.tolist(), lengths.tolist(), strict=True)]
+
+    @abstractmethod
+    def pieces(self, index: int) -> list[tuple[int, int, int]]:
+        """(document, offset, length) of what is in sample `index`."""
+
+
+def shuffled_segments(segments: Sequence[Segment], first: np.random.RandomState) -> np.ndarray:
+    """Rows in reading order: each segment's own, counted through, shuffled; the first segment's with `first`.
+
+    int64 `[samples]`, as GPT-NeoX shuffles them.
+    """
+    out, before = np.arange(sum(segment.samples for segment in segments), dtype=np.int64), 0
+    for number, segment in enumerate(segments):
+        rng = first if number == 0 else np.random.RandomState(segment.seed)
+        rng.shuffle(out[before : before + segment.samples])
+        before += segment.samples
+    return out
