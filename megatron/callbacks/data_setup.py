@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.callbacks.data_plan import data_plan
 from megatron.callbacks.evaluator import Batches
 from megatron.checkpoint.agreement import gather, together
 from megatron.checkpoint.find import Start
-from megatron.data.build import DataPlan, Datasets, epoch_samples, plan_datasets
+from megatron.data.build import DataPlan, Datasets
 from megatron.data.collate import CollateRules
 from megatron.data.loader import StepLoader
 from megatron.data.mixture import SampleSource
-from megatron.data.splits import sample_counts
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.derive import Facts, derive
 from megatron.training.callback import Callback
 from megatron.training.setup import Process
 
@@ -31,15 +30,6 @@ class DataOrder(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return self.plan.state()
-
-
-def with_epochs(args: NeoXArgs) -> NeoXArgs:
-    """`train_epochs` turned into `train_iters`, which needs the size of the data."""
-    if args.training.train_iters is not None or not args.training.train_epochs:
-        return args
-    samples = epoch_samples(args.data, args.model.seq_length)
-    facts = Facts(num_devices=args.parallel.world_size, epoch_samples=samples)
-    return derive(args, facts)
 
 
 def frozen_order(start: Start) -> dict[str, Any] | None:
@@ -59,23 +49,8 @@ def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None, d
         frozen: sample order of the run that goes on.
         done: steps taken and samples consumed by it so far; its batches may have been larger than those to come.
     """
-    training = args.training
-    train_samples, valid_samples, test_samples = sample_counts(
-        train_iters=training.train_iters,
-        eval_interval=training.eval_interval,
-        eval_iters=training.eval_iters,
-        train_batch_size=training.train_batch_size,
-    )
     with together("opening the data", process.state):
-        plan = plan_datasets(
-            args.data,
-            seq_length=args.model.seq_length,
-            seed=training.seed,
-            train_samples=max(train_samples, done[1] + train_samples - done[0] * training.train_batch_size),
-            valid_samples=valid_samples if training.do_valid is not False else 0,
-            test_samples=test_samples if training.do_test is not False else 0,
-            frozen=frozen,
-        )
+        plan = data_plan(args, process.tokenizer, frozen, done)
         if process.state.rank == 0:
             plan.check_tokenizer(process.tokenizer)
     if process.state.rank == 0:

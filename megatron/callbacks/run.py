@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.callbacks.data_setup import DataOrder, build_batches, frozen_order, plan_data, with_epochs
+from megatron.callbacks.data_plan import with_epochs
+from megatron.callbacks.data_setup import DataOrder, build_batches, frozen_order, plan_data
 from megatron.callbacks.defaults import default_callbacks
 from megatron.callbacks.run_folder import read_heartbeat, run_folder, write_status
 from megatron.callbacks.stopping import STOP_BY_SIGNAL
@@ -58,7 +59,7 @@ class TokenizerIdentity(Callback):
 
 def train(process: Process) -> int:
     """Train as configured and return the exit code. The same call on every rank."""
-    args, state = with_epochs(process.args), process.state
+    args, state = with_epochs(process.args, process.tokenizer), process.state
     check_trainable(args)
     check_device(args, state.device.type == "cuda")
     if state.rank == 0 and args.logging.git_hash is None:

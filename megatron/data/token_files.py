@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron.data.cache import IndexCaches
@@ -63,6 +63,11 @@ def open_tokens(
 ) -> IndexedDataset:
     """The tokens at a data path of any kind; see `TokenFiles`."""
     return TokenFiles(eod, dtype, caches if caches is not None else IndexCaches()).open(path)
+
+
+def with_eod(data: DataConfig, eod: int) -> DataConfig:
+    """The data keys of a run whose tokenizer ends documents with `eod`, which `npy_eod` overrules."""
+    return replace(data, npy_eod=eod) if data.npy_eod is None else data
 
 
 def is_glob(path: str | Path) -> bool:

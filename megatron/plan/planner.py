@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from megatron.callbacks.data_plan import with_epochs
 from megatron.cluster.launch import Placement
-from megatron.data.build import epoch_samples
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, derive
@@ -25,8 +25,7 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | 
     args = derive(args, Facts(num_devices=placement.world_size))
     found = preflight(args, kind)
     tokenizer, vocab_size = found.tokenizer, found.tokenizer.vocab_size
-    passes = epoch_samples(args.data, args.model.seq_length) if args.training.train_epochs is not None else None
-    args = derive(args, Facts(vocab_size, placement.world_size, epoch_samples=passes))
+    args = with_epochs(derive(args, Facts(vocab_size, placement.world_size)), tokenizer)
     stages, held = stage_sizes(args, vocab_size)
     memory = [
         estimate(

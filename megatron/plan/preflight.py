@@ -10,8 +10,8 @@ from pathlib import Path
 
 from megatron.checkpoint.find import Start, decide_start
 from megatron.cluster.launch import Placement
-from megatron.data.prefixes import find_prefix
 from megatron.data.splits import NAMES
+from megatron.data.token_files import find_files
 from megatron.inference.inputs import check_requests, checkpoint_folder
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
@@ -56,7 +56,7 @@ def preflight(args: NeoXArgs, kind: str) -> Found:
     if kind == "train":
         check_trainable(args)
         for path in _data_paths(args):
-            find_prefix(path)
+            find_files(path)
     found = Found(build_tokenizer(args.tokenizer), _start(args, kind))
     if isinstance(found.start, Start):
         check_data(args, _data_paths(args), found.tokenizer)

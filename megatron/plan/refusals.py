@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron.callbacks.data_plan import data_plan
 from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.find import Start
 from megatron.checkpoint.lock import refuse_if_held
@@ -13,9 +14,9 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.schedule import schedule_of_continued_run
 from megatron.data.indexed import IndexedDataset
 from megatron.data.manifest import check_tokenizer, read_manifest
+from megatron.data.token_files import find_files
 from megatron.log import only_errors
 from megatron.neox_arguments import NeoXArgs
-from megatron.plan.data import data_plan
 from megatron.tokenizer import Tokenizer
 
 _QUICKLY_COUNTED = 100_000_000  # documents: their lengths are summed and hashed at about 1 GB/s
@@ -23,17 +24,20 @@ _QUICKLY_COUNTED = 100_000_000  # documents: their lengths are summed and hashed
 
 def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer) -> None:
     """Every pair of files is whole, was made with this tokenizer as far as a manifest tells (else the run scans the
-    ids), and all of them together are enough (unless counting would take seconds here)."""
+    ids), and all of them together are enough (unless counting would take seconds here, as in .npy files)."""
     documents = 0
     with only_errors():
-        for path in paths:
+        for path in (found for given in paths for found in find_files(given)):
+            if path.endswith(".npy"):
+                documents += _QUICKLY_COUNTED
+                continue
             data = IndexedDataset(path)
             documents += len(data)
             if read_manifest(data.prefix) is not None:
                 check_tokenizer(data, tokenizer)
         # A number of epochs is turned into steps by the run, which counts the data for it.
-        if args.training.train_iters is not None and documents <= _QUICKLY_COUNTED:
-            data_plan(args)
+        if args.training.train_iters is not None and documents < _QUICKLY_COUNTED:
+            data_plan(args, tokenizer)
 
 
 def check_start(args: NeoXArgs, start: Start) -> None:
