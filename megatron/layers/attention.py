@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.layers.attention_backends import choose_backend
+from megatron.layers.attention_backends import Task, choose_backend
+from megatron.layers.documents import Documents, Need
 from megatron.layers.dropout import sharded_rng
 from megatron.layers.init import build_init
 from megatron.layers.kv_cache import LayerCache
@@ -37,7 +38,7 @@ class SelfAttention(nn.Module):
 
     `kind`: the layer's entry of attention_config ("flash" prefers flash-attn). `window`: how many earlier tokens are
     visible (None = all). `rotary`: the position module, shared by all layers.
-    `backend` is the name of the attention back-end in use.
+    `choice`: the attention back-end in use and why.
     """
 
     def __init__(
@@ -75,7 +76,17 @@ class SelfAttention(nn.Module):
         if slopes is not None:
             mine = slopes(model)[state.tp_rank * self.heads : (state.tp_rank + 1) * self.heads]
             self.slopes = mine.to(state.device)  # not a buffer: it stays fp32 when an engine casts the model
-        self.backend, self.attend = choose_backend(kind, state.device, model.attention_backend)
+        task = Task(
+            state.device,
+            kind,
+            documents=model.intra_document_masking,
+            window=window is not None,
+            alibi=slopes is not None,
+            dropout=model.attention_dropout > 0,
+            head_dim=d,
+        )
+        self.choice = choose_backend(task, model.attention_backend)
+        self.attend = self.choice.backend.attend
 
     def _build_qk_norms(self, model: ModelConfig) -> None:
         self.qk_layernorm: nn.Module | None = None
@@ -89,18 +100,23 @@ class SelfAttention(nn.Module):
             self.q_norm = SplitRMSNorm(self.heads * tp * self.d, eps=eps, state=self.state)
             self.k_norm = SplitRMSNorm(self.kv_heads * tp * self.d, eps=eps, state=self.state)
 
+    def document_need(self) -> Need:
+        """What this layer reads of packed documents; layers with equal needs share it."""
+        return self.choice.backend.form_for(self.query_key_value.weight), self.window
+
     def forward(
         self,
         x: Tensor,
         positions: Tensor,
-        doc_ids: Tensor | None = None,
+        documents: Documents | Tensor | None = None,
         cache: LayerCache | None = None,
         *,
         entered: bool = False,
         reduce: bool = True,
     ) -> Tensor:
-        """x [t, h] ([t/tp, h] under sequence parallelism), positions and doc_ids [b, s] -> the shape of x.
+        """x [t, h] ([t/tp, h] under sequence parallelism), positions [b, s] -> the shape of x.
 
+        `documents`: of the micro-batch, ready for `document_need()`; or just their numbers [b, s].
         `entered` and `reduce=False` as in mpu.layers: the caller has entered / leaves the tensor-parallel region, and
         then adds `dense`'s bias.
         """
@@ -108,7 +124,9 @@ class SelfAttention(nn.Module):
         start = None
         if cache is not None:
             k, v = cache.append(k, v)
-            start, doc_ids = cache.start, None  # a row of generation is one document
+            start, documents = cache.start, None  # a row of generation is one document
+        if isinstance(documents, Tensor):
+            documents = Documents(documents)
         dropout = self.dropout if self.training else 0.0
         with sharded_rng(dropout, self.state):
             out = self.attend(
@@ -117,7 +135,7 @@ class SelfAttention(nn.Module):
                 v,
                 causal=True,
                 window=self.window,
-                doc_ids=doc_ids,
+                documents=documents,
                 scale=self.scale,
                 dropout=dropout,
                 slopes=self.slopes,

@@ -17,12 +17,13 @@ forward reads no attribute that differs from layer to layer, so torch.compile ma
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from megatron.errors import UserError
 from megatron.layers.attention import MIXERS
+from megatron.layers.documents import Documents
 from megatron.layers.dropout import hidden_dropout
 from megatron.layers.kv_cache import LayerCache
 from megatron.layers.mlp import MLPS
@@ -64,19 +65,21 @@ class TransformerBlock(nn.Module):
             self.post_feedforward_layernorm = build_norm(model, state)
 
     def forward(self, carry: tuple[Tensor, ...], cache: LayerCache | None = None) -> tuple[Tensor, ...]:
-        """(hidden [t, h] or [t/tp, h], positions [b, s][, doc_ids [b, s]]) -> the same, hidden changed.
+        """(hidden [t, h] or [t/tp, h], positions [b, s][, documents or their numbers]) -> the same, hidden changed.
 
         `cache` holds earlier tokens' keys and values (inference); it grows by s.
         """
         hidden, positions, *rest = carry
-        doc_ids = rest[0] if rest else None
+        documents = rest[0] if rest else None
         if cache is not None:
-            return (self.residual(hidden, positions, doc_ids, cache), *carry[1:])
-        return (recomputed(self.residual, self.recompute, hidden, positions, doc_ids), *carry[1:])
+            return (self.residual(hidden, positions, documents, cache), *carry[1:])
+        return (recomputed(self.residual, self.recompute, hidden, positions, documents), *carry[1:])
 
-    def residual(self, x: Tensor, positions: Tensor, doc_ids: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+    def residual(
+        self, x: Tensor, positions: Tensor, documents: Documents | Tensor | None, cache: LayerCache | None = None
+    ) -> Tensor:
         """The block's function on the hidden states alone."""
-        where = (positions, doc_ids, cache)
+        where = (positions, documents, cache)
         if self.form in ("parallel", "tied"):
             return x + self._drop(self._parallel(x, where))
         if self.form == "olmo":
@@ -85,7 +88,7 @@ class TransformerBlock(nn.Module):
         x = x + self._drop(self.attention(self.input_layernorm(x), *where))
         return x + self._drop(self.mlp(self.post_attention_layernorm(x)))
 
-    def _parallel(self, x: Tensor, where: tuple[Tensor, Tensor | None, LayerCache | None]) -> Tensor:
+    def _parallel(self, x: Tensor, where: tuple[Any, ...]) -> Tensor:
         normed = self.input_layernorm(x)
         if self.form == "tied":
             # One input for both: enter the tensor-parallel region once.

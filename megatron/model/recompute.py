@@ -19,15 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megatron.errors import UserError
+from megatron.layers import attention_packed  # defines the operator below
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
 POLICIES = ("none", "full", "selective")
 
+assert attention_packed
 _aten = torch.ops.aten
 # Dear to compute, and the rest of a block follows from them cheaply.
 SAVED_OPERATORS = frozenset(
@@ -39,6 +42,8 @@ SAVED_OPERATORS = frozenset(
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._flash_attention_forward.default,
+        torch.ops.deepy.packed_attention.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         torch.ops._c10d_functional.all_reduce.default,
     }
@@ -69,8 +74,13 @@ class Recompute:
         return self.policy != "none"
 
 
+# Operators that exist only once something imported them; the object itself would have to be imported too.
+SAVED_NAMES = frozenset({"torch_attn::_varlen_attn"})
+
+
 def _keep_or_recompute(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = operator in SAVED_OPERATORS or (isinstance(operator, OpOverload) and operator.name() in SAVED_NAMES)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def recomputed(function: Callable[..., Any], policy: str, *args: Tensor) -> Any:

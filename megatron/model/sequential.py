@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.layers.attention import SelfAttention
+from megatron.layers.documents import Documents
 from megatron.layers.kv_cache import KVCache
 from megatron.log import get_logger
 from megatron.model.block import TransformerBlock
@@ -33,12 +34,33 @@ def run_layers(layers: Sequence[nn.Module], carry: Any, recompute: Recompute, ca
         for layer in layers:
             carry = layer(carry, cache[next(slots)]) if getattr(layer, "uses_cache", False) else layer(carry)
         return carry
+    carry = share_documents(layers, carry)
     for chunk in _chunks(layers, recompute):
         if len(chunk) == 1:
             carry = chunk[0](carry)
         else:
             carry = (recomputed(_through(chunk), recompute.policy, *carry), *carry[1:])
-    return carry
+    return numbers_only(carry)
+
+
+def share_documents(layers: Sequence[nn.Module], carry: Any) -> Any:
+    """(hidden or tokens, positions, document numbers) -> the same with the numbers made into what `layers` read.
+
+    Here, once for all of them, and not in a block: it depends on the data, which a compiled graph must not, and it
+    would be computed again with every block that activation checkpointing recomputes.
+    """
+    if len(carry) < 3 or isinstance(carry[2], Documents):
+        return carry
+    parts = (layer.attention for layer in layers if isinstance(layer, TransformerBlock))
+    needs = {part.document_need() for part in parts if isinstance(part, SelfAttention)}
+    return (*carry[:2], Documents.of(carry[2], needs), *carry[3:])
+
+
+def numbers_only(carry: Any) -> Any:
+    """The inverse, for the next stage: only tensors travel between stages. Anything else (`LMOutput`) as it is."""
+    if not isinstance(carry, tuple):
+        return carry
+    return tuple(x.ids if isinstance(x, Documents) else x for x in carry)
 
 
 def _chunks(layers: Sequence[nn.Module], recompute: Recompute) -> list[list[nn.Module]]:
@@ -64,7 +86,7 @@ def _through(chunk: list[nn.Module]) -> Any:
 
 def log_backends(module: nn.Module, state: ParallelState) -> None:
     """Rank 0 says which attention back-ends its layers use."""
-    names = sorted({part.backend for part in module.modules() if isinstance(part, SelfAttention)})
+    names = sorted({str(part.choice) for part in module.modules() if isinstance(part, SelfAttention)})
     if state.rank == 0:
         logger.info(f"attention back-end: {', '.join(names)}")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.errors import UserError
-from megatron.neox_arguments import rules_data, rules_model, rules_parallel, rules_train
+from megatron.neox_arguments import rules_data, rules_mixture, rules_model, rules_parallel, rules_train
 from megatron.neox_arguments.arguments import NeoXArgs
 from megatron.neox_arguments.draft import Draft, Facts
 
@@ -36,8 +36,13 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     rules_train.zero,
     rules_train.communication_type,
     rules_train.engine_limits,
+    rules_mixture.named_mixture,
     rules_data.data_paths,
     rules_train.length,
+    rules_mixture.train_weights,
+    rules_mixture.per_source,
+    rules_mixture.valid_sets,
+    rules_mixture.budgets,
     rules_train.schedule,
     rules_train.checkpoints,
     rules_train.evaluation,
@@ -61,7 +66,7 @@ def check_trainable(args: NeoXArgs) -> None:
     if args.training.train_iters is None and args.training.train_epochs is None:
         raise UserError("set train_iters (or train_epochs): how long to train")
     if args.data.data_path is None and args.data.train_data_paths is None:
-        raise UserError("set data_path, or train_data_paths: what to train on")
+        raise UserError("set data_path, train_data_paths or mixture: what to train on")
 
 
 def check_device(args: NeoXArgs, on_gpu: bool) -> None:
@@ -70,7 +75,7 @@ def check_device(args: NeoXArgs, on_gpu: bool) -> None:
         return
     if args.optimizer.precision == "fp16":
         raise UserError("precision: fp16 needs a GPU; on a CPU use precision=bfloat16 or precision=fp32")
-    if args.model.attention_backend in ("flash", "flex"):
+    if args.model.attention_backend in ("flash", "flex", "cudnn"):
         raise UserError(
             f"attention_backend: {args.model.attention_backend} cannot train on a CPU; use attention_backend=auto"
         )

@@ -134,9 +134,10 @@ class ModelConfig:
         " num_layers kinds. 'global' and 'flash' are full causal attention, 'local' is a sliding window. Resolved to"
         " one kind per layer.",
     )
-    attention_backend: Literal["auto", "torch", "flash", "flex", "manual"] = key(
+    attention_backend: Literal["auto", "torch", "cudnn", "varlen", "flash", "flex", "manual"] = key(
         "auto",
-        "Attention implementation: auto picks the best exact one for the device; the one used is logged.",
+        "Attention implementation: auto picks the best exact one for the device and the task; the one used is logged."
+        " varlen runs packed documents one by one (intra_document_masking), cudnn is torch's with cuDNN's kernel first.",
         new=True,
     )
     sliding_window_width: int | None = key(

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.layers.attention_backends import ATTENTION_BACKENDS, choose_backend, document_bounds
+from megatron.layers.attention_backends import ATTENTION_BACKENDS, Task, choose_backend
 from megatron.layers.attention_masks import Visibility
+from megatron.layers.documents import Documents, document_bounds
 from megatron.layers.positions import alibi_slopes
 
 pytestmark = pytest.mark.cpu
@@ -44,14 +45,17 @@ def _visible(rules: dict[str, Any], row: int, i: int, j: int) -> bool:
     seen = j <= i or not rules["causal"]
     if rules.get("window") is not None:
         seen &= abs(i - j) <= rules["window"]
-    if rules.get("doc_ids") is not None:
-        seen &= bool(rules["doc_ids"][row, i] == rules["doc_ids"][row, j])
+    if rules.get("documents") is not None:
+        ids = rules["documents"].ids
+        seen &= bool(ids[row, i] == ids[row, j])
     if rules.get("key_start") is not None:
         seen &= j >= int(rules["key_start"][row])
     return seen
 
 
-DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [4, 4, 5, 5, 5, 6, 6]])
+IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [4, 4, 5, 5, 5, 6, 6]])
+NUMBERS = Documents(IDS)
+READY = Documents.of(IDS, {(form, w) for form in ("bounds", "mask", "blocks") for w in (None, 1, 3)})
 RULES: list[dict[str, Any]] = [
     {"causal": True},
     {"causal": False},
@@ -59,10 +63,11 @@ RULES: list[dict[str, Any]] = [
     {"causal": True, "window": 0},
     {"causal": True, "window": 100},
     {"causal": False, "window": 1},
-    {"causal": True, "doc_ids": DOCUMENTS},
-    {"causal": True, "doc_ids": DOCUMENTS, "window": 1},
+    {"causal": True, "documents": NUMBERS},
+    {"causal": True, "documents": READY},
+    {"causal": True, "documents": READY, "window": 1},
     {"causal": True, "slopes": torch.tensor(alibi_slopes(N))},
-    {"causal": True, "slopes": torch.tensor(alibi_slopes(N)), "doc_ids": DOCUMENTS, "window": 3},
+    {"causal": True, "slopes": torch.tensor(alibi_slopes(N)), "documents": READY, "window": 3},
     {"causal": True, "key_start": torch.tensor([0, 3])},
 ]
 
@@ -75,7 +80,7 @@ def _inputs(kv_heads: int, s_k: int = S) -> tuple[Tensor, Tensor, Tensor]:
     return q[:, s_k - S :], k, v
 
 
-@pytest.mark.parametrize("backend", ["torch", "manual"])
+@pytest.mark.parametrize("backend", ["torch", "varlen", "manual"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("rules", RULES, ids=lambda rules: "+".join(rules))
 def test_formula_and_gradients(backend: str, kv_heads: int, rules: dict[str, Any]) -> None:
@@ -93,7 +98,9 @@ def test_formula_and_gradients(backend: str, kv_heads: int, rules: dict[str, Any
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("rules", [RULES[1], RULES[7], RULES[9], RULES[10]], ids=lambda rules: "+".join(rules))
+@pytest.mark.parametrize(
+    "rules", [RULES[1], RULES[6], RULES[8], RULES[10], RULES[11]], ids=lambda rules: "+".join(rules)
+)
 def test_flex(rules: dict[str, Any]) -> None:
     """Forward only: on a CPU torch has no backward for FlexAttention, and we say so."""
     rules = {**rules, "scale": 0.3}
@@ -105,7 +112,7 @@ def test_flex(rules: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("backend", ["torch", "manual", "flex"])
+@pytest.mark.parametrize("backend", ["torch", "varlen", "manual", "flex"])
 @pytest.mark.parametrize("rules", [{}, {"window": 2}, {"key_start": torch.tensor([1, 4])}], ids=str)
 def test_fewer_queries_than_keys_are_the_last_ones(backend: str, rules: dict[str, Any]) -> None:
     q, k, v = _inputs(2, s_k=S + 5)
@@ -114,15 +121,17 @@ def test_fewer_queries_than_keys_are_the_last_ones(backend: str, rules: dict[str
     assert (out - _reference(q.double(), k.double(), v.double(), rules)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("backend", ["torch", "manual"])
-def test_other_documents_change_nothing_at_all(backend: str) -> None:
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("backend", ["torch", "varlen", "manual", "flex"])
+@pytest.mark.parametrize("documents", [NUMBERS, READY], ids=["numbers", "ready"])
+def test_other_documents_change_nothing_at_all(backend: str, documents: Documents) -> None:
     attend = ATTENTION_BACKENDS[backend]()
     q, k, v = _inputs(2)
-    before = attend(q, k, v, causal=True, doc_ids=DOCUMENTS, scale=0.3)
+    before = attend(q, k, v, causal=True, documents=documents, scale=0.3)
     k, v = k.clone(), v.clone()
     k[0, :3] *= 50  # all of row 0's first document
     v[0, :3] += 1000
-    after = attend(q, k, v, causal=True, doc_ids=DOCUMENTS, scale=0.3)
+    after = attend(q, k, v, causal=True, documents=documents, scale=0.3)
     assert torch.equal(before[0, 3:], after[0, 3:])
     assert torch.equal(before[1], after[1])
     assert not torch.equal(before[0, :3], after[0, :3])
@@ -167,32 +176,64 @@ def test_scores_are_taken_in_fp32_for_half_inputs() -> None:
 def test_sdpa_keeps_the_fused_kernel() -> None:
     """No back-end degradation: plain causal attention, grouped heads included, runs on the CPU's flash kernel."""
     for kv_heads in (4, 2):
-        for rules in ({}, {"doc_ids": DOCUMENTS}, {"window": 2}):
+        for rules in ({}, {"documents": READY}, {"window": 2}):
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 ATTENTION_BACKENDS["torch"]()(*_inputs(kv_heads), causal=True, scale=0.3, **rules)
             names = {event.key for event in profile.key_averages()}
             assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
 
 
+GPU = torch.device("cuda")
+
+
 def test_choice_of_the_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert choose_backend("global", CPU)[0] == "torch"
-    assert choose_backend("flash", CPU)[0] == "torch"
-    assert choose_backend("flash", torch.device("cuda"))[0] == "torch"  # flash-attn is not there
-    assert choose_backend("global", CPU, "manual")[0] == "manual"
-    with pytest.raises(UserError, match=r"requirements/requirements-flashattention\.txt"):
-        choose_backend("global", CPU, "flash")
-    with pytest.raises(UserError, match="attention_backend"):
-        choose_backend("global", CPU, "sdpa")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert str(choose_backend(Task(CPU))) == "torch"
+    assert str(choose_backend(Task(CPU, "flash"))) == "torch (flash-attn needs a GPU)"
+    assert choose_backend(Task(CPU, documents=True)).name == "varlen"
+    assert choose_backend(Task(CPU, documents=True, alibi=True)).name == "varlen"
+    assert choose_backend(Task(CPU, documents=True, dropout=True)).name == "torch"
+    assert choose_backend(Task(CPU), "manual").name == "manual"
+    assert choose_backend(Task(GPU)).name == "torch"
+    without = choose_backend(Task(GPU, "flash"))  # flash-attn is not there
+    assert without.name == "torch" and "requirements/requirements-flashattention.txt" in str(without)
+    assert choose_backend(Task(GPU, "flash", documents=True)).name == "varlen"
+    assert "no ALiBi" in str(choose_backend(Task(GPU, documents=True, alibi=True)))
+    assert choose_backend(Task(GPU, documents=True, alibi=True)).name == "flex"
+    assert choose_backend(Task(GPU, documents=True, dropout=True)).name == "torch"
+    assert choose_backend(Task(GPU, documents=True, head_dim=20)).name == "flex"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    assert choose_backend(Task(GPU, documents=True)).name == "flex"
 
 
-def test_flex_has_no_dropout() -> None:
+REFUSED = [
+    (Task(CPU), "flash", r"requirements/requirements-flashattention\.txt"),
+    (Task(CPU), "sdpa", "attention_backend"),
+    (Task(CPU), "cudnn", "attention_backend: cudnn cannot be used: cuDNN needs a GPU; auto takes one that can"),
+    (Task(CPU, dropout=True), "varlen", "attention_dropout is not 0"),
+    (Task(GPU, documents=True, alibi=True), "varlen", "on a GPU varlen has no ALiBi"),
+    (Task(GPU, dropout=True), "flex", "attention_dropout is not 0"),
+]
+
+
+@pytest.mark.parametrize(("task", "wanted", "message"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_a_named_back_end_that_cannot_is_refused(
+    task: Task, wanted: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(UserError, match=message):
+        choose_backend(task, wanted)
+
+
+@pytest.mark.parametrize("backend", ["flex", "varlen"])
+def test_no_dropout(backend: str) -> None:
     with pytest.raises(UserError, match="attention_dropout"):
-        ATTENTION_BACKENDS["flex"]()(*_inputs(2), causal=True, scale=1.0, dropout=0.1)
+        ATTENTION_BACKENDS[backend]()(*_inputs(2), causal=True, scale=1.0, dropout=0.1, documents=READY)
 
 
 def test_document_bounds() -> None:
-    bounds, longest = document_bounds(DOCUMENTS)
+    bounds, longest = document_bounds(IDS)
     assert bounds.tolist() == [0, 3, 7, 9, 12, 14]
     assert bounds.dtype == torch.int32
     assert longest == 4

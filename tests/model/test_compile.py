@@ -30,6 +30,11 @@ FORMS: list[dict[str, Any]] = [
     {"pos_emb": "learned"},
     {"sliding_window_width": 5},
     {"intra_document_masking": True},
+    {"intra_document_masking": True, "attention_backend": "torch"},
+    {"intra_document_masking": True, "attention_backend": "manual", "sliding_window_width": 5},
+    {"intra_document_masking": True, "pos_emb": "alibi", "sliding_window_width": 5},
+    {"intra_document_masking": True, "checkpoint_policy": "full"},
+    {"intra_document_masking": True, "checkpoint_policy": "selective"},
     {"use_mup": True, "mup_base_hidden_size": 16},
     {"attention_backend": "manual"},
     {"hidden_dropout": 0.1, "attention_dropout": 0.1},
@@ -50,9 +55,10 @@ def test_one_graph_serves_all_blocks_and_steps(changes: dict[str, Any]) -> None:
     for layer in network.sequential:
         if isinstance(layer, TransformerBlock):
             layer.compile(backend=counter, fullgraph=True)
-    for step in range(2):
+    for step in range(3):
         tokens, positions, targets = batch(seed=step)
-        doc_ids = [(positions >= 7).long()] if changes.get("intra_document_masking") else []
+        # Other numbers of documents, and other lengths, in each step.
+        doc_ids = [positions // (7 - 3 * step)] if changes.get("intra_document_masking") else []
         network((tokens, positions, *doc_ids), (targets, torch.ones(targets.shape), torch.tensor(0.1))).backward()
     assert counter.frame_count == 1
 
@@ -67,7 +73,17 @@ def test_a_second_kind_of_layer_costs_one_more_graph() -> None:
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("changes", [{}, {"checkpoint_policy": "full"}, {"checkpoint_policy": "selective"}], ids=str)
+SAME: list[dict[str, Any]] = [
+    {},
+    {"checkpoint_policy": "full"},
+    {"checkpoint_policy": "selective"},
+    {"intra_document_masking": True},
+    {"intra_document_masking": True, "attention_backend": "torch", "checkpoint_policy": "selective"},
+    {"intra_document_masking": True, "pos_emb": "alibi", "checkpoint_policy": "selective"},
+]
+
+
+@pytest.mark.parametrize("changes", SAME, ids=str)
 def test_compiled_blocks_compute_the_same(changes: dict[str, Any]) -> None:
     tokens, positions, targets = batch()
     labels = (targets, torch.ones(targets.shape), torch.tensor(1 / targets.numel()))
@@ -77,7 +93,8 @@ def test_compiled_blocks_compute_the_same(changes: dict[str, Any]) -> None:
         if compiled:
             for layer in network.sequential[1:3]:
                 layer.compile(backend="aot_eager", fullgraph=True)
-        network((tokens, positions), labels).backward()
+        doc_ids = [positions // 7] if changes.get("intra_document_masking") else []
+        network((tokens, positions, *doc_ids), labels).backward()
         gradients.append([p.grad for p in network.parameters()])
     for eager, traced in zip(*gradients, strict=True):
         assert torch.allclose(eager, traced, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,88 @@
+"""What an attention back-end is, and the table of them.
+
+Legend: b batch, s queries, s_k keys, n query heads, n_kv key/value heads (n a multiple of n_kv: grouped queries, head
+i uses key head i // (n / n_kv)), d head dim. All tensors are [b, s, n, d] with any strides, the last one 1.
+
+All back-ends take the softmax in fp32, which is what `attention_softmax_in_fp32` and `apply_query_key_layer_scaling` (a
+division by the layer number undone inside the softmax) ask for: both keys change nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.layers.documents import Documents, Form
+from megatron.registry import Registry
+
+
+class Attention(Protocol):
+    """softmax(q kᵀ · scale + mask) v."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        window: int | None = None,
+        documents: Documents | None = None,
+        scale: float,
+        dropout: float = 0.0,
+        slopes: Tensor | None = None,
+        key_start: Tensor | None = None,
+    ) -> Tensor:
+        """q [b, s, n, d], k and v [b, s_k, n_kv, d] -> [b, s, n, d]. See `Visibility` for the masking arguments;
+        `slopes` fp32 [n] are ALiBi's; `dropout` is the probability now (0 outside training)."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a layer will ask of its back-end.
+
+    * `kind`: the layer's entry of attention_config; "flash" asks for flash-attn where it is installed.
+    * `documents`: intra_document_masking; `window`: a sliding one; `alibi`: slopes on the scores; `dropout` of weights.
+    """
+
+    device: torch.device
+    kind: str = "global"
+    documents: bool = False
+    window: bool = False
+    alibi: bool = False
+    dropout: bool = False
+    head_dim: int = 64
+
+
+def _no_obstacle(task: Task) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`attend` and what it reads of packed documents.
+
+    * `form` of `Documents` it wants; `cuda_fp32_form`: in fp32 on a GPU, where some kernels do not exist.
+    * `obstacle(task)`: why it cannot do the task (the key and what to do), None if it can.
+    """
+
+    attend: Attention
+    form: Form = "mask"
+    cuda_fp32_form: Form | None = None
+    obstacle: Callable[[Task], str | None] = _no_obstacle
+
+    def form_for(self, weight: Tensor) -> Form:
+        """The form for a layer with this weight."""
+        return self.cuda_fp32_form or self.form if weight.is_cuda and weight.dtype == torch.float32 else self.form
+
+    def __call__(self, *args: Tensor, **options: object) -> Tensor:
+        return self.attend(*args, **options)  # type: ignore[arg-type]
+
+
+# An entry is a loader: it imports what it needs and returns the back-end, or raises a `UserError` that names the
+# missing package and the requirements file.
+ATTENTION_BACKENDS: Registry[Callable[[], Backend]] = Registry("attention_backend")

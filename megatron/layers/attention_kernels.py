@@ -1,0 +1,196 @@
+"""Attention by kernels made for packed documents: variable lengths, FlexAttention, the flash-attn package.
+
+Legend: b batch, s queries, s_k keys, t = b·s, n query heads, n_kv key/value heads, d head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.errors import UserError
+from megatron.layers.attention_contract import ATTENTION_BACKENDS, Backend, Task
+from megatron.layers.attention_packed import gpu_kernel, packed_attention
+from megatron.layers.attention_sdpa import torch_sdpa
+from megatron.layers.documents import Documents, document_bounds
+
+
+def _no_dropout(task: Task, name: str) -> str | None:
+    return f"{name} has no dropout, and attention_dropout is not 0" if task.dropout else None
+
+
+def varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    window: int | None = None,
+    documents: Documents | None = None,
+    scale: float,
+    dropout: float = 0.0,
+    slopes: Tensor | None = None,
+    key_start: Tensor | None = None,
+) -> Tensor:
+    """Each document by itself. Without documents, in fp32 on a GPU and with a cache it is torch's SDPA."""
+    if documents is None or documents.bounds is None or key_start is not None or not causal:
+        return torch_sdpa(
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            documents=documents,
+            scale=scale,
+            dropout=dropout,
+            slopes=slopes,
+            key_start=key_start,
+        )
+    if dropout > 0.0:
+        raise UserError("attention_dropout: varlen has no dropout; use the torch back-end or set it to 0")
+    bounds, w = documents.bounds, -1 if window is None else window
+    rows = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    if not q.is_cuda:
+        return packed_attention(*rows, bounds, scale, w, slopes)[0].view(q.shape)
+    if slopes is not None:
+        raise UserError("pos_emb: on a GPU varlen has no ALiBi; use the flex or torch back-end")
+    assert documents.reach is not None
+    longest = documents.reach.shape[0]
+    out = gpu_kernel()(*rows, bounds, bounds, longest, longest, scale=scale, window_size=(w, 0))
+    return out.view(q.shape)
+
+
+def _varlen_obstacle(task: Task) -> str | None:
+    if task.device.type != "cuda":
+        return _no_dropout(task, "varlen")
+    if task.alibi:
+        return "on a GPU varlen has no ALiBi (pos_emb: alibi)"
+    if task.head_dim % 8 or task.head_dim > 256:
+        return f"varlen wants heads of a multiple of 8 and at most 256 wide, not {task.head_dim}"
+    if torch.cuda.get_device_capability(task.device) < (8, 0):
+        return "varlen needs a GPU of compute capability 8.0 or newer"
+    try:
+        gpu_kernel()
+    except UserError as error:
+        return str(error)
+    return _no_dropout(task, "varlen")
+
+
+@ATTENTION_BACKENDS.register("varlen")
+def _load_varlen() -> Backend:
+    """torch's variable-length attention; on a CPU our own operator of that kind."""
+    return Backend(varlen, form="bounds", cuda_fp32_form="mask", obstacle=_varlen_obstacle)
+
+
+@ATTENTION_BACKENDS.register("flex")
+def _load_flex() -> Backend:
+    """torch's FlexAttention: windows and documents skip whole blocks. Compiled on a GPU; no dropout."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def flex(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        window: int | None = None,
+        documents: Documents | None = None,
+        scale: float,
+        dropout: float = 0.0,
+        slopes: Tensor | None = None,
+        key_start: Tensor | None = None,
+    ) -> Tensor:
+        if dropout > 0.0:
+            raise UserError("attention_dropout: FlexAttention has no dropout; use the torch back-end or set it to 0")
+        if not q.is_cuda and torch.is_grad_enabled() and q.requires_grad:
+            raise UserError(
+                "attention_backend: 'flex' cannot train on a CPU (torch has no backward there); use 'torch'"
+            )
+        b, s, s_k = q.shape[0], q.shape[1], k.shape[1]
+        shift = s_k - s
+        ids = None if documents is None else documents.ids
+
+        def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            distance = query + shift - key
+            seen = distance >= 0 if causal else distance == distance
+            if window is not None:
+                seen = seen & (distance <= window) & (distance >= -window)
+            if ids is not None:
+                seen = seen & (ids[batch, query] == ids[batch, key])
+            if key_start is not None:
+                seen = (seen & (key >= key_start[batch])) | (distance == 0)
+            return seen
+
+        def alibi(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + slopes[head] * (key - query - shift)
+
+        blocks = None
+        if documents is not None and causal and key_start is None:
+            blocks = documents.blocks.get(window)
+        if blocks is None:
+            blocks = create_block_mask(visible, b, None, s, s_k, device=q.device)
+        out = (compiled if q.is_cuda else flex_attention)(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            score_mod=None if slopes is None else alibi,
+            block_mask=blocks,
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        return out.transpose(1, 2)
+
+    return Backend(flex, form="blocks", obstacle=lambda task: _no_dropout(task, "flex"))
+
+
+@ATTENTION_BACKENDS.register("flash")
+def _load_flash() -> Backend:
+    """The flash-attn package: bf16/fp16 on a GPU, windows and ALiBi in the kernel, documents as variable lengths."""
+    try:
+        from flash_attn import flash_attn_func, flash_attn_varlen_func
+    except ImportError as error:
+        raise UserError(
+            "attention back-end 'flash' needs the flash-attn package: "
+            "pip install -r requirements/requirements-flashattention.txt"
+        ) from error
+
+    def flash(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        window: int | None = None,
+        documents: Documents | None = None,
+        scale: float,
+        dropout: float = 0.0,
+        slopes: Tensor | None = None,
+        key_start: Tensor | None = None,
+    ) -> Tensor:
+        if key_start is not None or q.dtype == torch.float32:
+            rules = {"causal": causal, "window": window, "documents": documents, "key_start": key_start}
+            return torch_sdpa(q, k, v, **rules, scale=scale, dropout=dropout, slopes=slopes)
+        w = -1 if window is None else window
+        options = {
+            "dropout_p": dropout,
+            "softmax_scale": scale,
+            "causal": causal,
+            "window_size": (w, 0 if causal else w),
+            "alibi_slopes": slopes,
+        }
+        if documents is None:
+            return flash_attn_func(q, k, v, **options)
+        if documents.bounds is not None and documents.reach is not None:
+            bounds, longest = documents.bounds, documents.reach.shape[0]
+        else:
+            bounds, longest = document_bounds(documents.ids)
+        rows = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+        return flash_attn_varlen_func(*rows, bounds, bounds, longest, longest, **options).view_as(q)
+
+    return Backend(flash, form="bounds", cuda_fp32_form="mask", obstacle=_flash_obstacle)
+
+
+def _flash_obstacle(task: Task) -> str | None:
+    return None if task.device.type == "cuda" else "flash-attn needs a GPU"

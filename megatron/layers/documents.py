@@ -1,0 +1,88 @@
+"""The packed documents of one micro-batch, in the forms that attention back-ends read.
+
+Legend: b batch, s sequence, t = b·s, N documents of the micro-batch (a document that goes on in the next row counts
+again there).
+
+Every layer of a stage masks alike, so what follows from the document numbers is made once per micro-batch, before the
+first block and outside any compiled graph, and travels beside the hidden states in place of the numbers. Between
+pipeline stages only the numbers travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.layers.attention_masks import Visibility
+
+Form = Literal["mask", "bounds", "blocks"]
+Need = tuple[Form, int | None]  # a form, for layers with this sliding window
+
+# The longest document is rounded up to whole tiles of an attention kernel: fewer distinct numbers, the same work.
+TILE = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """`ids` [b, s] int64, equal inside a document. A back-end whose form is missing works from the numbers.
+
+    * `bounds` int32 [N + 1]: where each document starts among the t tokens, then t.
+    * `reach`: a tensor without content, as long as the longest document. A length, unlike a number, may change from
+      step to step without torch.compile making a new graph.
+    * `masks`: by sliding window, bool [b, 1, s, s], True = visible. `blocks`: the same for FlexAttention.
+    """
+
+    ids: Tensor
+    bounds: Tensor | None = None
+    reach: Tensor | None = None
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    blocks: dict[int | None, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, ids: Tensor, needs: Collection[Need]) -> Documents:
+        """From document numbers [b, s], ready for layers with these needs. Call it outside compiled code."""
+        bounds = reach = None
+        if any(form == "bounds" for form, _ in needs):
+            bounds, longest = document_bounds(ids)
+            reach = bounds.new_empty(1).expand(-(-longest // TILE) * TILE)
+            _may_change_length(bounds, reach)
+        s, device = ids.shape[1], ids.device
+        masks = {w: Visibility(window=w, doc_ids=ids).mask(s, s, device) for form, w in needs if form == "mask"}
+        blocks = {w: block_mask(ids, w) for form, w in needs if form == "blocks"}
+        return cls(ids, bounds, reach, masks, blocks)
+
+
+def document_bounds(ids: Tensor) -> tuple[Tensor, int]:
+    """ids [b, s] -> (int32 starts of each run of equal numbers among the b·s tokens, then b·s; the longest run).
+
+    A row always starts a new run. Reads from the device, once.
+    """
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    bounds = F.pad(starts.flatten().nonzero().flatten().int(), (0, 1), value=ids.numel())
+    return bounds, int(bounds.diff().max())
+
+
+def _may_change_length(*tensors: Tensor) -> None:
+    from torch._dynamo import maybe_mark_dynamic  # imported by torch.optim in any case, too slow for everybody else
+
+    for tensor in tensors:
+        maybe_mark_dynamic(tensor, 0)
+
+
+def block_mask(ids: Tensor, window: int | None) -> Any:
+    """FlexAttention's blocks for causal attention inside documents [b, s]."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (query >= key) & (ids[batch, query] == ids[batch, key])
+        return seen if window is None else seen & (query - key <= window)
+
+    b, s = ids.shape
+    # Compiled, it never holds the [s, s] numbers that the blocks are counted from.
+    return create_block_mask(visible, b, None, s, s, device=ids.device, _compile=ids.is_cuda)
