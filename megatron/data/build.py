@@ -17,7 +17,8 @@ from typing import Any
 from megatron.data.cache import IndexCaches, content_key
 from megatron.data.manifest import check_tokenizer
 from megatron.data.mixture import Mixture, SampleSource, samples_to_ask
-from megatron.data.packed import PackedDataset, Segment, packed_key, plan_segments, samples_in
+from megatron.data.packing import PackedSource, Packing, Segment
+from megatron.data.packings import PACKINGS
 from megatron.data.sources import Source, find_sources
 from megatron.data.splits import NAMES
 from megatron.errors import UserError
@@ -30,10 +31,10 @@ STATE_VERSION = 1
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """A source and the segments of its sample order; `key` is a hash of what that order depends on."""
+    """A source, the way it is packed and the segments of its sample order."""
 
     source: Source
-    key: str
+    packing: Packing
     segments: tuple[Segment, ...]
 
 
@@ -91,12 +92,23 @@ class DataPlan:
         """One row per role and source."""
         rows = []
         for name, role in self.roles.items():
-            for source in (planned.source for planned in role.sources):
+            for planned in role.sources:
+                source = planned.source
                 samples, tokens = round(role.samples * source.weight), source.tokens
-                epochs = samples * self.seq_length / tokens if tokens else 0.0
+                epochs = planned.packing.epochs(samples) if samples else 0.0
                 row = (source.data.prefix, source.num_documents, tokens, source.weight, samples, epochs)
                 rows.append(SourceRow(name, *row))
         return rows
+
+    def notes(self) -> list[str]:
+        """What to know about documents that are left out, cut or padded, one line each."""
+        planned = [(name, source) for name, role in self.roles.items() for source in role.sources]
+        return [
+            f"{source.source.data.prefix} ({name}): {note}"
+            for name, source in planned
+            if source.source.weight > 0
+            for note in source.packing.notes()
+        ]
 
     def state(self) -> dict[str, Any]:
         """JSON-able record of the sample order, for checkpoints."""
@@ -104,7 +116,12 @@ class DataPlan:
         def record(planned: SourcePlan) -> dict[str, Any]:
             source = planned.source
             segments = [asdict(segment) for segment in planned.segments]
-            return {"prefix": source.data.prefix, "key": planned.key, "weight": source.weight, "segments": segments}
+            return {
+                "prefix": source.data.prefix,
+                "key": planned.packing.key,
+                "weight": source.weight,
+                "segments": segments,
+            }
 
         roles = {name: [record(planned) for planned in role.sources] for name, role in self.roles.items()}
         return {"version": STATE_VERSION, "roles": roles}
@@ -129,7 +146,7 @@ class DataPlan:
             for planned in drawn:
                 if mmap_warmup:
                     planned.source.data.warm_up()
-                datasets.append(_packed(planned, self.seq_length, self.caches))
+                datasets.append(_packed(planned, self.caches))
             if len(datasets) == 1:
                 built[name] = datasets[0]
                 continue
@@ -161,21 +178,19 @@ def plan_datasets(
     Raises `UserError`: files missing or damaged, too few tokens, weights that do not fit, data that changed since the
     checkpoint.
     """
-    if data.pack_impl != "packed":
-        raise UserError(f"pack_impl: {data.pack_impl} is not available yet; use packed.")
     wanted = dict(zip(NAMES, (train_samples, valid_samples, test_samples), strict=True))
     roles, caches = {}, IndexCaches(data.data_cache_path, data.use_shared_fs)
     for name, sources in find_sources(data, [name for name in NAMES if wanted[name] > 0], caches).items():
-        keys = [packed_key(source.data, source.documents, seq_length) for source in sources]
-        kept = _frozen_segments(name, sources, keys, frozen)
+        packings = [packing_of(data, source, seq_length, caches) for source in sources]
+        kept = _frozen_segments(name, sources, [packing.key for packing in packings], frozen)
         planned = []
-        for source, key, segments in zip(sources, keys, kept, strict=True):
+        for source, packing, segments in zip(sources, packings, kept, strict=True):
             # NeoX asks a source of a list for half a percent more, also when it is the only one.
             asked = wanted[name] if data.data_path is not None else samples_to_ask(wanted[name], source.weight)
             what = f"{source.data.prefix} ({name}, {source.num_documents} documents)"
             if source.weight > 0:
-                segments = plan_segments(source.tokens, seq_length, asked, seed, segments, what)
-            planned.append(SourcePlan(source, key, segments))
+                segments = packing.plan(asked, seed, segments, what)
+            planned.append(SourcePlan(source, packing, segments))
         if planned:
             roles[name] = RolePlan(wanted[name], tuple(planned))
     return DataPlan(seq_length, roles, caches)
@@ -189,20 +204,26 @@ def build_datasets(data: DataConfig, **counts: Any) -> Datasets:
 
 def epoch_samples(data: DataConfig, seq_length: int, epochs: int = 1) -> int:
     """Training samples in `epochs` passes over all training data: what `train_epochs` is counted in."""
-    return sum(samples_in(source.tokens, seq_length, epochs) for source in find_sources(data, ["train"])["train"])
+    caches = IndexCaches(data.data_cache_path, data.use_shared_fs)
+    sources = find_sources(data, ["train"], caches)["train"]
+    return sum(packing_of(data, source, seq_length, caches).samples_per_epoch(epochs) for source in sources)
 
 
-def _packed(planned: SourcePlan, seq_length: int, caches: IndexCaches) -> PackedDataset:
-    source = planned.source
-    return PackedDataset(
+def packing_of(data: DataConfig, source: Source, seq_length: int, caches: IndexCaches) -> Packing:
+    """The packing that a config asks for, bound to the documents of a source."""
+    return PACKINGS[data.pack_impl](
         source.data,
         seq_length=seq_length,
-        segments=planned.segments,
         documents=source.documents,
         labels=source.labels,
+        allow_chopped=data.allow_chopped,
         cache=caches.of(source.data.prefix),
-        name=Path(source.data.prefix).name,
     )
+
+
+def _packed(planned: SourcePlan, caches: IndexCaches) -> PackedSource:
+    prefix = planned.source.data.prefix
+    return planned.packing.dataset(planned.segments, caches.of(prefix), Path(prefix).name)
 
 
 def _frozen_segments(
@@ -221,8 +242,8 @@ def _frozen_segments(
         where = f"{source.data.prefix} ({name})"
         if old["key"] != key:
             raise UserError(
-                f"{where}: documents, their range or seq_length changed since the checkpoint (it was {old['prefix']}), "
-                f"so its samples would come in another order. {remedy}"
+                f"{where}: documents, their range, their labels, pack_impl or seq_length changed since the checkpoint "
+                f"(it was {old['prefix']}), so its samples would come in another order. {remedy}"
             )
         if abs(old["weight"] - source.weight) > 1e-12:
             raise UserError(f"{where}: weight {old['weight']:.6g} in the checkpoint, {source.weight:.6g} now. {remedy}")
