@@ -11,7 +11,6 @@ _REWARDS = "reward data is not available yet; train_impl must be normal"
 _PAIRS = "preference pairs are not available yet; use train_data_paths with train_impl: normal"
 _ONLINE = "online data is not available; use data_path or train_data_paths"
 _ASCENT = "gradient ascent unlearning is not available yet; train on the retain data alone"
-_UNPACKED = "only pack_impl: packed is available yet"
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,17 @@ class DataConfig:
         unavailable={"cached": "convert the files to mmap with tools/datasets"},
         differs="infer works",
     )
-    pack_impl: Literal["packed", "pack_until_overflow", "unpacked"] = key(
+    pack_impl: Literal["packed", "pack_until_overflow", "unpacked", "best_fit"] = key(
         "packed",
-        "How documents become samples: packed is one stream cut every seq_length tokens.",
-        unavailable={"pack_until_overflow": _UNPACKED, "unpacked": _UNPACKED},
+        "How documents become samples: packed is one stream cut every seq_length tokens. The others keep documents "
+        "whole: pack_until_overflow joins them in a shuffled order while they fit, unpacked takes one per sample, "
+        "best_fit joins those that leave the least padding (documentation/packing.md).",
+        differs="documents are kept to their split, no token of the next document is read, best_fit is new",
+    )
+    allow_chopped: bool = key(
+        True,
+        "Documents longer than seq_length + 1 tokens are cut to it (best_fit: into several pieces); false: left out. "
+        "packed cuts everywhere.",
     )
     dataset_impl: Literal["gpt2", "pairwise", "online"] = key(
         "gpt2", "Kind of samples.", unavailable={"pairwise": _PAIRS, "online": _ONLINE}
@@ -97,7 +103,6 @@ class DataConfig:
     )
 
     # known, not available
-    allow_chopped: bool = key(True, "Cut documents that are too long (non-packed).", unavailable=_UNPACKED)
     train_reward_data_paths: tuple[str, ...] | None = key(None, "Rewards of the training data.", unavailable=_REWARDS)
     valid_reward_data_paths: tuple[str, ...] | None = key(None, "Rewards of the validation data.", unavailable=_REWARDS)
     test_reward_data_paths: tuple[str, ...] | None = key(None, "Rewards of the test data.", unavailable=_REWARDS)

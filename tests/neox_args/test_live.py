@@ -40,7 +40,7 @@ RULED: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 # One value is possible, so there is nothing to read.
-FIXED = {"deepspeed", "output_layer_parallelism", "data_impl", "pack_impl", "dataset_impl"}
+FIXED = {"deepspeed", "output_layer_parallelism", "data_impl", "dataset_impl"}
 
 
 @pytest.mark.parametrize("name", RULED)
