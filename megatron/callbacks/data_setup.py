@@ -66,6 +66,8 @@ def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None, d
                 f"{row.role:5s} {row.documents:10d} {row.tokens:12d} {row.weight:7.3f} {row.samples:12d} "
                 f"{row.epochs:8.2f}  {row.prefix}"
             )
+        for note in plan.notes():
+            logger.info(note)
     return plan
 
 
