@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from typing import Any
@@ -21,11 +22,20 @@ class EncodeProgress:
         total_bytes: size of the input on disk, None when unknown.
         num_docs: expected number of documents; the share done and the time left go by it when it is given.
         log_interval: smallest number of documents between two updates.
+        earlier: what an earlier run had done that this one continues: done, but not in this one's time.
     """
 
-    def __init__(self, total_bytes: int | None, *, num_docs: int | None = None, log_interval: int = 100) -> None:
+    def __init__(
+        self,
+        total_bytes: int | None,
+        *,
+        num_docs: int | None = None,
+        log_interval: int = 100,
+        earlier: Tally | None = None,
+    ) -> None:
         self._goal, self._by_docs = (num_docs, True) if num_docs else (total_bytes, False)
         self._interval = log_interval
+        self._earlier = copy.deepcopy(earlier) if earlier else Tally.zero(1)
         self._start = self._shown_at = time.monotonic()
         self._shown_docs = 0
         self._tally: Tally | None = None
@@ -67,14 +77,16 @@ class EncodeProgress:
     def _share(self, done: int) -> str:
         if not self._goal or not done:
             return ""
-        left = self._seconds() * max(self._goal - done, 0) / done
+        before = max(self._earlier.documents) if self._by_docs else self._earlier.nbytes
+        left = self._seconds() * max(self._goal - done, 0) / max(done - before, 1)
         return f"{100 * min(done / self._goal, 1):.0f} %, ETA {_clock(left)}, "
 
     def _rates(self, tally: Tally) -> str:
-        docs, seconds = max(tally.documents), self._seconds()
+        docs, seconds, earlier = max(tally.documents), self._seconds(), self._earlier
         return (
-            f"{docs} docs ({docs / seconds:.0f} docs/s), {tally.nbytes / seconds / 1e6:.1f} MB/s, "
-            f"{sum(tally.tokens) / seconds:.2e} tokens/s"
+            f"{docs} docs ({(docs - max(earlier.documents)) / seconds:.0f} docs/s), "
+            f"{(tally.nbytes - earlier.nbytes) / seconds / 1e6:.1f} MB/s, "
+            f"{(sum(tally.tokens) - sum(earlier.tokens)) / seconds:.2e} tokens/s"
         )
 
 

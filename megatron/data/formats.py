@@ -39,6 +39,11 @@ class Part:
     start: int = 0
     stop: int | None = None
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file on disk that are meant."""
+        return (self.path.stat().st_size if self.stop is None else self.stop) - self.start
+
     def holds(self, at: float) -> bool:
         """Whether a record that starts at byte `at` is meant."""
         return self.start <= at and (self.stop is None or at < self.stop)
@@ -246,9 +251,9 @@ def read_parts(parts: Sequence[Part], begin: Position = START) -> Iterator[Cut]:
         indices = list(group)
         if texts:
             done = indices[0]
-            for chunk in text_files(parts[index].path for index in indices):
-                done += len(chunk.paths)
-                yield chunk, Position(done)
+            for files in text_files(parts[index].path for index in indices):
+                done += len(files.paths)
+                yield files, Position(done)
             continue
         for index in indices:
             reader = READERS[kind_of(parts[index].path)]

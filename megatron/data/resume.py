@@ -53,7 +53,7 @@ class Journal:
 
     def __init__(self, prefix: str, identity: Mapping[str, Any], every: float, *, restart: bool = False) -> None:
         self.prefix, self.path = prefix, Path(f"{prefix}.resume{PARTIAL}")
-        self._identity = {name: _digest(value) for name, value in identity.items()}
+        self._identity = {name: digest(value) for name, value in identity.items()}
         self._every, self._last = every, time.monotonic()
         self._ends: deque[Position] = deque()
         if restart:
@@ -138,7 +138,8 @@ class Journal:
         return earlier.get(name) == self._identity.get(name)
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """A fingerprint of JSON-able values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -38,9 +38,11 @@ def test_the_command_of_neox_users(tmp_path: Path, corpus: Path) -> None:
         *("--merge-file", merges, "--dataset-impl", "mmap", "--tokenizer-type", "GPT2BPETokenizer"),
         *("--append-eod", "--workers", 2, "--num-docs", 50, "--log-interval", 10, "--jsonl-keys", "text", "title"),
     )
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
-        f"c_{key}_document.{end}" for key in ("text", "title") for end in ("bin", "idx", "manifest.json")
-    )
+    datasets = [f"c_{key}_document.{end}" for key in ("text", "title") for end in ("bin", "idx", "manifest.json")]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([*datasets, "c_metadata.json"])
+    metadata = json.loads((tmp_path / "out" / "c_metadata.json").read_text())
+    assert metadata["document_counts"] == {"c_text_document": 50, "c_title_document": 50}
+    assert metadata["output_files"] == datasets
     texts, titles = (IndexedDataset(tmp_path / "out" / f"c_{key}_document") for key in ("text", "title"))
     assert len(texts) == len(titles) == 50
     assert titles.get(7).tolist()[-1] == 264

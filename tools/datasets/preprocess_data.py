@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -10,10 +11,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
-from megatron.data.encode import write_datasets
-from megatron.data.encode_progress import EncodeProgress
+from megatron.data.corpus_job import add_job_arguments, job_options, tokenise_files, write_metadata
 from megatron.data.encode_text import EncodeOptions, TextEncoder
-from megatron.data.formats import find_inputs, read_chunks
+from megatron.data.formats import find_inputs
 from megatron.errors import UserError, run_cli
 from megatron.tokenizer import TOKENIZERS, create_tokenizer
 
@@ -31,12 +31,19 @@ examples:
   python tools/datasets/preprocess_data.py --input qa.parquet --jsonl-keys question answer --output-prefix data/qa \\
       --tokenizer-type HFTokenizer --vocab-file tokenizer.json --append-eod
 
+  # shared out among the 16 tasks of a SLURM job, then joined
+  srun -n 16 python tools/datasets/preprocess_data.py --shard auto --input corpus.jsonl --output-prefix shards/corpus \\
+      --tokenizer-type HFTokenizer --vocab-file tokenizer.json --append-eod --workers 32
+  python tools/datasets/merge_datasets.py --input shards --output-prefix data/corpus
+
 input:   .jsonl .ndjson .json .txt (one document per file), also as .gz .zst .xz .bz2; .parquet .arrow;
          files, comma-joined lists, globs (quoted) and folders
 output:  <output-prefix>_<key>_document.bin, .idx and .manifest.json. In the run's YAML:
          "data_path": "<output-prefix>_text_document"
          Empty documents are left out and counted; nothing appears before all is done; order and bytes do not depend
-         on --workers.
+         on --workers or the number of shards. <output-prefix>_metadata.json: arguments, counts, seconds.
+stopped: a run that was killed leaves <output-prefix>*.partial; the same command goes on from there (--restart: anew)
+guide:   documentation/tokenizing.md
 """
 
 
@@ -49,7 +56,6 @@ def parse_args() -> argparse.Namespace:
     group = parser.add_argument_group("input")
     group.add_argument("--input", required=True, nargs="+", metavar="A[,B...]", help="files, lists, globs or folders")
     group.add_argument("--jsonl-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (default: text)")
-    group.add_argument("--num-docs", type=int, metavar="N", help="expected number of documents (for the display only)")
     group.add_argument("--skip-bad-lines", action="store_true", help="leave unusable records out, and count them")
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=f"one of {types}")
@@ -62,14 +68,10 @@ def parse_args() -> argparse.Namespace:
     group.add_argument(
         "--dataset-impl", default="mmap", choices=["lazy", "cached", "mmap"], help="mmap is the one kept"
     )
-    group = parser.add_argument_group("running")
-    group.add_argument("--workers", type=int, default=1, metavar="N", help="processes (1: this one, on all its cores)")
-    group.add_argument("--log-interval", type=int, default=100, metavar="N", help="documents between progress updates")
+    add_job_arguments(parser)
     args = parser.parse_args()
     if args.dataset_impl != "mmap":
         raise UserError(f"--dataset-impl {args.dataset_impl}: training reads only mmap datasets; leave the flag out")
-    if args.workers < 1:
-        raise UserError(f"--workers {args.workers}: give at least 1")
     if len(set(args.jsonl_keys)) < len(args.jsonl_keys):
         raise UserError(f"--jsonl-keys {' '.join(args.jsonl_keys)}: a key is given twice")
     return args
@@ -82,24 +84,16 @@ def main() -> None:
     # Leaving by an exception is what removes temporary files.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     logger = log.get_logger("preprocess_data")
+    options = job_options(args, os.environ)
     paths = find_inputs(args.input)
     tokenizer = create_tokenizer(args.tokenizer_type, args.vocab_file, args.merge_file)
     keys = tuple(args.jsonl_keys)
     encoder = TextEncoder(tokenizer, EncodeOptions(keys, args.append_eod, args.ftfy, args.skip_bad_lines))
-    size = sum(path.stat().st_size for path in paths)
-    logger.info(f"input: {len(paths)} files, {size / 1e6:.1f} MB")
     sizes = f"vocabulary {tokenizer.vocab_size}, eod {tokenizer.eod}, ids stored as {encoder.dtype}"
     logger.info(f"tokenizer: {tokenizer.describe()}, {sizes}")
-    source = {"files": [path.name for path in paths]}
-    with EncodeProgress(size, num_docs=args.num_docs, log_interval=args.log_interval) as progress:
-        manifests, total = write_datasets(
-            read_chunks(paths), encoder, args.output_prefix, workers=args.workers, source=source, report=progress
-        )
-    if any(total.empty) or total.faults:
-        logger.info(f"left out: {sum(total.empty)} empty documents, {total.faults} unusable records")
-    for output, manifest in zip(encoder.outputs, manifests):
-        name = args.output_prefix + output.suffix
-        print(f"{name}: {manifest.documents} documents, {manifest.tokens} tokens, {manifest.dtype}")
+    result = tokenise_files(paths, encoder, args.output_prefix, options, settings={}, skip_bad=args.skip_bad_lines)
+    write_metadata(args.output_prefix + (options.shard.name if options.shard else ""), vars(args), result)
+    print(result.summary())
 
 
 if __name__ == "__main__":
