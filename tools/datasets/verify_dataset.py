@@ -1,0 +1,52 @@
+"""Check token datasets: sizes, pointers, document index, range of the ids, checksum of the index, labels beside them.
+
+python tools/datasets/verify_dataset.py data/stdlib/stdlib_text_document
+python tools/datasets/verify_dataset.py 'data/*_document' --full
+python tools/datasets/verify_dataset.py 'olmo/part-*.npy' --npy-eod 100257 --vocab-size 100278 --full
+
+One line per dataset and per fault. Exit code 0: all are whole. 2: one is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import log
+from megatron.data.cache import IndexCaches
+from megatron.data.token_files import TokenFiles
+from megatron.data.verify import verify_path
+from megatron.errors import UserError, run_cli
+
+
+def main() -> None:
+    """Look at every path; the faults of all are shown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="prefix of a dataset, a .npy file, or a glob")
+    parser.add_argument("--full", action="store_true", help="look at every token and label, not at a sample")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="ids must be below N (default: from the manifest)")
+    parser.add_argument("--npy-eod", type=int, metavar="ID", help="the id that ends a document in .npy files")
+    parser.add_argument("--npy-dtype", metavar="TYPE", help="type of the ids in .npy files without header")
+    parser.add_argument("--data-cache-path", metavar="DIR", help="where document borders of .npy files are kept")
+    args = parser.parse_args()
+    log.configure()
+    files = TokenFiles(args.npy_eod, args.npy_dtype, IndexCaches(args.data_cache_path))
+    reports = [
+        report
+        for path in args.paths
+        for report in verify_path(path, full=args.full, vocab_size=args.vocab_size, files=files)
+    ]
+    for report in reports:
+        print(f"{report.path}: {report.facts or 'not readable'}{'' if report.faults else ': whole'}")
+        for fault in report.faults:
+            print(f"  FAULT {fault}")
+    bad = sum(bool(report.faults) for report in reports)
+    if bad:
+        raise UserError(f"{bad} of {len(reports)} datasets {'is' if bad == 1 else 'are'} not whole (see above).")
+
+
+if __name__ == "__main__":
+    run_cli(main)
