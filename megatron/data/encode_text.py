@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.data.chunks import Chunk, Fault
+from megatron.data.chunks import Chunk, Document, Fault
 from megatron.data.encode import Encoded, Output, Tally
 from megatron.data.indexed import token_dtype
-from megatron.errors import UserError
-from megatron.tokenizer import Tokenizer
+from megatron.errors import DeepyError, UserError
+from megatron.tokenizer import Ragged, Tokenizer, choose_encoder
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,33 @@ class TextEncoder:
         return Encoded(list(ids), list(lengths), tally)
 
     def _column(self, texts: list[str], tally: Tally, index: int) -> tuple[np.ndarray, np.ndarray]:
-        tail = [] if self.eod is None else [self.eod]
-        rows = []
-        for text, row in zip(texts, self.tokenizer.tokenize_batch(texts)):
-            if row:
-                rows.append(np.array(row + tail, dtype=self.dtype))
-                tally.text_bytes[index] += len(text.encode("utf-8"))
-            else:
-                tally.empty[index] += 1  # nothing left after the tokenizer's normalisation
-        lengths = np.array([len(row) for row in rows], dtype=np.int64)
-        tally.documents[index], tally.tokens[index] = len(rows), int(lengths.sum())
-        return np.concatenate(rows) if rows else np.empty(0, self.dtype), lengths
+        rows = self.tokenizer.encode_batch(texts)
+        lengths = rows.lengths
+        if len(rows.ids) and int(rows.ids.max()) >= self.tokenizer.vocab_size:  # 16 bits would wrap it silently
+            raise DeepyError(f"{self.tokenizer.describe()}: id {rows.ids.max()} is outside its own vocabulary")
+        if not lengths.all():  # nothing left of a text after the tokenizer's normalisation
+            texts = [text for text, length in zip(texts, lengths) if length]
+            tally.empty[index] += len(lengths) - len(texts)
+            lengths = lengths[lengths > 0]
+        rows = Ragged(rows.ids.astype(self.dtype, copy=False), lengths)
+        if self.eod is not None:
+            rows = rows.framed((), (self.eod,))
+        tally.text_bytes[index] += sum(len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts)
+        tally.documents[index], tally.tokens[index] = len(texts), len(rows.ids)
+        return rows.ids, rows.lengths
+
+
+def take_fast_encoder(encoder: TextEncoder, chunks: Iterable[Chunk], wanted: str = "auto") -> Iterator[Chunk]:
+    """Let the encoder's tokenizer use the fastest exact way (`choose_encoder`), tried on the first texts of `chunks`.
+
+    Returns all of the chunks. Raises `UserError` when `wanted` cannot be had.
+    """
+    chunks = iter(chunks)
+    first = list(itertools.islice(chunks, 1))
+    documents = (document for chunk in first for document in chunk.documents(encoder.options.keys))
+    texts = (text for document in documents if isinstance(document, Document) for text in document.texts.values())
+    choose_encoder(encoder.tokenizer, wanted, texts)
+    return itertools.chain(first, chunks)
 
 
 def _ftfy() -> Callable[[str], str]:

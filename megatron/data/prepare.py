@@ -14,7 +14,7 @@ from megatron.data.chunks import Chunk, Fault
 from megatron.data.corpora import NAMES, hub_chunks, stdlib_files
 from megatron.data.encode import write_datasets
 from megatron.data.encode_progress import EncodeProgress
-from megatron.data.encode_text import EncodeOptions, TextEncoder
+from megatron.data.encode_text import EncodeOptions, TextEncoder, take_fast_encoder
 from megatron.data.formats import text_files
 from megatron.data.indexed import IndexedDataset
 from megatron.data.manifest import check_tokenizer
@@ -124,6 +124,7 @@ def _tokenise(
 ) -> None:
     encoder = TextEncoder(tokenizer, EncodeOptions(append_eod=True, skip_bad=True))
     with EncodeProgress(total_bytes) as progress:
+        chunks = take_fast_encoder(encoder, chunks)
         (manifest,), _ = write_datasets(chunks, encoder, prefix, source=source, report=progress)
     logger.info(f"{prefix}{SUFFIX}: {manifest.documents} documents, {manifest.tokens} tokens")
 

@@ -2,6 +2,8 @@
 
 from megatron.tokenizer.base import TOKENIZERS, Tokenizer
 from megatron.tokenizer.build import build_tokenizer, create_tokenizer
+from megatron.tokenizer.exact import choose_encoder
 from megatron.tokenizer.fingerprint import Fingerprint
+from megatron.tokenizer.ragged import Ragged
 
-__all__ = ["TOKENIZERS", "Fingerprint", "Tokenizer", "build_tokenizer", "create_tokenizer"]
+__all__ = ["TOKENIZERS", "Fingerprint", "Ragged", "Tokenizer", "build_tokenizer", "choose_encoder", "create_tokenizer"]

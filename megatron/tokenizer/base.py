@@ -7,10 +7,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 from megatron.errors import UserError
 from megatron.registry import Registry
+from megatron.tokenizer.fast import Recipe
 from megatron.tokenizer.fingerprint import Fingerprint
+from megatron.tokenizer.ragged import Ragged
+
+
+class Encodes(Protocol):
+    """Something that turns texts into ids in a tokenizer's stead."""
+
+    name: str
+
+    def encode(self, texts: Sequence[str]) -> Ragged: ...
 
 
 class Tokenizer(ABC):
@@ -23,6 +34,7 @@ class Tokenizer(ABC):
     name: str
     eod: int | None = None
     pad: int | None = None
+    fast: Encodes | None = None  # what `exact.choose_encoder` found to give the same ids in less time
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
@@ -43,6 +55,18 @@ class Tokenizer(ABC):
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`tokenize` for many texts; faster where the library can."""
         return [self.tokenize(text) for text in texts]
+
+    def encode_batch(self, texts: Sequence[str]) -> Ragged:
+        """The ids of `tokenize_batch` without Python integers, by the fast encoder when one was chosen."""
+        return self.fast.encode(texts) if self.fast is not None else self.encode_exactly(texts)
+
+    def encode_exactly(self, texts: Sequence[str]) -> Ragged:
+        """`encode_batch` by the tokenizer's own library."""
+        return Ragged.of(self.tokenize_batch(texts))
+
+    def recipe(self) -> Recipe | None:
+        """What other libraries need to do the same work, None when they cannot."""
+        return None
 
     @property
     def vocab_size(self) -> int:
@@ -107,10 +131,3 @@ def required_file(path: str | None, key: str, tokenizer_type: str, what: str) ->
     if not found.exists():
         raise UserError(f"{key}: no such file: {path} ({tokenizer_type} needs {what})")
     return found
-
-
-def byte_alphabet() -> dict[int, str]:
-    """GPT-2's map from byte to printable character: itself when printable Latin-1, else U+0100 and up in byte order."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte if byte in printable else 0x100 + hidden.index(byte)) for byte in range(256)}

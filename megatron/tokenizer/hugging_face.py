@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.errors import UserError
 from megatron.tokenizer.base import TOKENIZERS, Tokenizer, required_file
+from megatron.tokenizer.fast import Recipe
 from megatron.tokenizer.hub import fetch
 
 if TYPE_CHECKING:
@@ -46,6 +47,16 @@ class LibraryTokenizer(Tokenizer):
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`tokenize` for many texts, on all cores of the process and without computing offsets."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts))]
+
+    def recipe(self) -> Recipe | None:
+        """Its tokenizer.json, and the ids that the template puts around a text (None for a template that does more)."""
+        bare, whole = (self.backend.encode("a", add_special_tokens=template).ids for template in (False, True))
+        starts = range(len(whole) - len(bare) + 1)
+        at = next((i for i in starts if whole[i : i + len(bare)] == bare), None)
+        if at is None:
+            return None
+        added = tuple(token.content for token in self.backend.get_added_tokens_decoder().values())
+        return Recipe(self.backend.to_str(), tuple(whole[:at]), tuple(whole[at + len(bare) :]), added)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of `ids`; ids outside the vocabulary are left out."""

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.tokenizer.base import TOKENIZERS, Tokenizer, byte_alphabet
+import numpy as np
+
+from megatron.tokenizer.alphabet import byte_alphabet
+from megatron.tokenizer.base import TOKENIZERS, Tokenizer
+from megatron.tokenizer.ragged import Ragged
 
 
 class CharLevelTokenizer(Tokenizer):
@@ -23,6 +27,10 @@ class CharLevelTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         """The UTF-8 bytes of `text`."""
         return list(text.encode("utf-8"))
+
+    def encode_exactly(self, texts: Sequence[str]) -> Ragged:
+        """The UTF-8 bytes of each text."""
+        return _bytes_of(texts)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Decode bytes (invalid sequences become U+FFFD); eod, pad and ids that are no byte are left out."""
@@ -48,6 +56,10 @@ class ByteTokenizer(Tokenizer):
         """The UTF-8 bytes of `text`."""
         return list(text.encode("utf-8"))
 
+    def encode_exactly(self, texts: Sequence[str]) -> Ragged:
+        """The UTF-8 bytes of each text."""
+        return _bytes_of(texts)
+
     def detokenize(self, ids: Sequence[int]) -> str:
         """Decode bytes (invalid sequences become U+FFFD); eod and pad are left out."""
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
@@ -59,6 +71,12 @@ class ByteTokenizer(Tokenizer):
     def files(self) -> dict[str, Path]:
         """None."""
         return {}
+
+
+def _bytes_of(texts: Sequence[str]) -> Ragged:
+    encoded = [text.encode("utf-8") for text in texts]
+    lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+    return Ragged(np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32), lengths)
 
 
 @TOKENIZERS.register("CharLevelTokenizer")

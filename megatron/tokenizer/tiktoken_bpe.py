@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.errors import UserError
-from megatron.tokenizer.base import TOKENIZERS, Tokenizer, byte_alphabet
+from megatron.tokenizer.alphabet import byte_alphabet
+from megatron.tokenizer.base import TOKENIZERS, Tokenizer
+from megatron.tokenizer.ragged import Ragged
 
 if TYPE_CHECKING:
     import tiktoken
@@ -29,6 +31,10 @@ class TiktokenTokenizer(Tokenizer):
     def tokenize(self, text: str) -> list[int]:
         """The ids of `text`."""
         return self.encoding.encode(text, allowed_special="all")
+
+    def encode_exactly(self, texts: Sequence[str]) -> Ragged:
+        """The ids of each text."""
+        return Ragged.joined([self.encoding.encode_to_numpy(text, allowed_special="all") for text in texts])
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of `ids`; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary are left out."""

@@ -1,0 +1,133 @@
+"""Choosing the encoder that does a tokenizer's work: the fastest one that gives the very same ids.
+
+An encoder is believed after it agreed with the tokenizer's own library on a fixed hostile set and on a sample of the
+input, and it is asked again now and then while it runs. There is no list of files for which one is known to be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from megatron.errors import DeepyError, UserError
+from megatron.log import get_logger
+from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.fast import FAST, FastEncoder
+from megatron.tokenizer.probes import hostile_texts
+from megatron.tokenizer.ragged import Ragged
+
+AUTO, OWN = "auto", "tokenizers"
+ORDER = ("gigatoken", "fastokens", "tiktoken")  # fastest first
+CHOICES = (AUTO, OWN, *ORDER)
+REQUIREMENTS = "requirements/requirements-fast-tokenizers.txt"
+SAMPLE_CHARACTERS = 1 << 17  # of the input: the tokenizer's own library needs 50 ms for them
+AUDIT_EVERY = 32 << 20  # characters between two texts that are encoded twice
+AUDIT_CHARACTERS = 1 << 13
+
+logger = get_logger(__name__)
+
+
+class ProvenEncoder:
+    """A fast encoder that stood the test, and stands it again on a piece of text every `AUDIT_EVERY` characters.
+
+    Raises `DeepyError` when it gives other ids after all: what it made of earlier texts cannot be trusted either.
+    """
+
+    def __init__(self, encoder: FastEncoder, own: Callable[[Sequence[str]], Ragged]) -> None:
+        """`own` gives the ids that are right."""
+        self.name, self._encoder, self._own, self._characters = encoder.name, encoder, own, 0
+
+    def encode(self, texts: Sequence[str]) -> Ragged:
+        """The ids of each text."""
+        self._characters += sum(map(len, texts))
+        if self._characters >= AUDIT_EVERY:
+            piece = [texts[self._characters % len(texts)][:AUDIT_CHARACTERS]]
+            self._characters = 0
+            if problem := difference(piece, self._own(piece), self._encoder.encode(piece)):
+                raise DeepyError(f"{self.name} {problem}. Give --encoder {OWN}, and report the text.")
+        return self._encoder.encode(texts)
+
+
+def choose_encoder(tokenizer: Tokenizer, wanted: str = AUTO, sample: Iterable[str] = ()) -> str:
+    """Let `tokenizer.encode_batch` use the fastest encoder that is exact for it; returns its name, which is logged.
+
+    Args:
+        wanted: `auto`, `tokenizers` (the tokenizer's own library, whatever it is called), or another of `CHOICES` to
+            insist on.
+        sample: texts of the input; the first 128 thousand characters are tried.
+
+    Raises `UserError` when the one insisted on is not installed, cannot do this tokenizer, or gives other ids.
+    """
+    if wanted not in CHOICES:
+        raise UserError(f"--encoder {wanted}: choose one of {', '.join(CHOICES)}")
+    tokenizer.fast = None
+    recipe = tokenizer.recipe() if wanted != OWN else None
+    if recipe is None:
+        if wanted not in (AUTO, OWN):
+            raise UserError(f"--encoder {wanted} works from a tokenizer.json; {tokenizer.name} has none: leave it out")
+        return OWN
+    texts = [*hostile_texts(recipe.added, tokenizer.detokenize, tokenizer.vocab_size), *_first(sample)]
+    right = tokenizer.encode_batch(texts)
+    refused = {}
+    for name in ORDER if wanted == AUTO else (wanted,):
+        encoder, reason = _try(lambda name=name: FAST[name](recipe), texts, right)  # type: ignore[misc]
+        if encoder is not None:
+            for other, why in refused.items():
+                logger.info(f"encoder: not {other}: {why}")
+            logger.info(f"encoder: {name}, which gave the ids of {OWN} on {len(texts)} hostile and sampled texts")
+            tokenizer.fast = ProvenEncoder(encoder, tokenizer.encode_exactly)
+            return name
+        refused[name] = reason
+        if wanted != AUTO:
+            raise UserError(f"--encoder {name}: {reason}. Leave it out to use one that is exact.")
+    for other, why in refused.items():
+        logger.info(f"encoder: not {other}: {why}")
+    logger.info(f"encoder: {OWN}")
+    return OWN
+
+
+def difference(texts: Sequence[str], right: Ragged, given: Ragged) -> str | None:
+    """What is wrong with the ids `given` for `texts`, None when they are `right`."""
+    if len(given.lengths) != len(texts):
+        return f"gave {len(given.lengths)} rows for {len(texts)} texts"
+    if np.array_equal(right.lengths, given.lengths) and np.array_equal(right.ids, given.ids):
+        return None
+    for text, one, other in zip(texts, right.rows(), given.rows()):
+        if not np.array_equal(one, other):
+            return _show(text, one, other)
+    return "gave more ids than it said"
+
+
+def _show(text: str, right: np.ndarray, given: np.ndarray) -> str:
+    shared = min(len(right), len(given))
+    differing = np.flatnonzero(right[:shared] != given[:shared])
+    at = int(differing[0]) if len(differing) else shared
+    shown = repr(text if len(text) <= 60 else text[:60] + "...")
+    return f"gives {given[at : at + 4].tolist()} and not {right[at : at + 4].tolist()} as ids {at}.. of {shown}"
+
+
+def _try(make: Callable[[], FastEncoder], texts: list[str], right: Ragged) -> tuple[FastEncoder | None, str]:
+    """An encoder that gives the right ids, or None and the reason."""
+    try:
+        encoder = make()
+        problem = difference(texts, right, encoder.encode(texts))
+    except ImportError:
+        return None, f"it is not installed: pip install -r {REQUIREMENTS}"
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # A panic of a library in Rust arrives as an exception that is no Exception.
+    except BaseException as error:
+        reason = " ".join(str(error).split())
+        return None, reason[:200] or type(error).__name__
+    return (encoder, "") if problem is None else (None, f"it {problem}")
+
+
+def _first(sample: Iterable[str]) -> list[str]:
+    texts, left = [], SAMPLE_CHARACTERS
+    for text in sample:
+        if left <= 0:
+            break
+        texts.append(text[: min(left, 1 << 14)])
+        left -= len(texts[-1])
+    return texts
