@@ -8,7 +8,7 @@ import sys
 
 from megatron import log
 from megatron.cluster.command_line import parse_launcher_command_line
-from megatron.cluster.launch import command_preview, launch, place
+from megatron.cluster.launch import command_preview, launch, place, ranks_of_hostfile
 from megatron.errors import UserError, run_cli
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
@@ -23,6 +23,11 @@ def main() -> int:
     args = config_for(load(line.paths, line.overrides), line.user_script)
     if line.explain:
         print("\n".join(explain(args, key) for key in line.explain))
+        return 0
+    if line.prepare:
+        from megatron.plan.prepare import prepare
+
+        print(prepare(args, ranks_of_hostfile(args, os.environ), line.user_script))
         return 0
     placement = place(args, os.environ)
     if line.dry_run:

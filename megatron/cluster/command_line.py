@@ -43,6 +43,8 @@ examples:
     python deepy.py train.py run.yml optimizer.params.lr=3e-4 zero_optimization.stage=1
   check and plan everything, start nothing:
     python deepy.py train.py run.yml --dry-run
+  check the data and build its sample indices ahead, on a node without GPUs:
+    python deepy.py train.py run.yml --prepare
   where does a value come from and what does it mean?
     python deepy.py train.py run.yml --explain train_batch_size
   tensor parallel 2 x pipeline 2 on four CPU ranks:
@@ -69,6 +71,7 @@ class CommandLine:
     paths: list[str]
     overrides: list[str]
     dry_run: bool = False
+    prepare: bool = False
     explain: tuple[str, ...] = ()
 
 
@@ -96,6 +99,11 @@ def parse_launcher_command_line(argv: Sequence[str]) -> CommandLine:
     parser.add_argument("user_script", help="what every rank runs: train.py, eval.py, generate.py or your own script")
     parser.add_argument("--dry-run", "--dry_run", action="store_true", help="check and plan everything, start nothing")
     parser.add_argument(
+        "--prepare",
+        action="store_true",
+        help="check the data and build its sample indices, start nothing (no GPU needed)",
+    )
+    parser.add_argument(
         "--explain",
         metavar="KEY",
         action="append",
@@ -118,6 +126,7 @@ def parse_launcher_command_line(argv: Sequence[str]) -> CommandLine:
         paths=_config_paths(known.conf_file, known.conf_dir),
         overrides=inline + _flag_overrides(known),
         dry_run=known.dry_run,
+        prepare=known.prepare,
         explain=tuple(known.explain),
     )
 
@@ -141,15 +150,17 @@ def parse_rank_command_line(argv: Sequence[str]) -> tuple[list[str], list[str], 
     )  # DeepSpeed's launcher adds it
     for flag in ("--megatron_config", "--deepspeed_config", "--explain"):
         parser.add_argument(flag, help=argparse.SUPPRESS)
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help=argparse.SUPPRESS)
+    for flag in (("--dry-run", "--dry_run"), ("--prepare",)):
+        parser.add_argument(*flag, action="store_true", help=argparse.SUPPRESS)
     _add_shared_arguments(parser, need_config=False)
     items, inline = _split_overrides(argv)
     known = parser.parse_intermixed_args(items)
     if known.megatron_config or known.deepspeed_config:
         raise UserError("--megatron_config belongs to GPT-NeoX's launcher: start the script with `python deepy.py`")
-    if known.dry_run or known.explain:
+    if known.dry_run or known.explain or known.prepare:
         raise UserError(
-            f"--dry-run and --explain belong to the launcher: python deepy.py {parser.prog} CONF... --dry-run"
+            "--dry-run, --prepare and --explain belong to the launcher: "
+            f"python deepy.py {parser.prog} CONF... --dry-run"
         )
     overrides = inline + _flag_overrides(known)
     paths = _config_paths(known.conf_file, known.conf_dir)

@@ -92,6 +92,12 @@ def place(args: NeoXArgs, env: Mapping[str, str], default_hostfile: str = DEFAUL
     return Placement(resources, world_size, starter, tuple(resources), gpus)
 
 
+def ranks_of_hostfile(args: NeoXArgs, env: Mapping[str, str], default_hostfile: str = DEFAULT_HOSTFILE) -> int | None:
+    """How many ranks a hostfile gives the run; None when there is no hostfile."""
+    found = find_hostfile(args.launcher.hostfile, env, default_hostfile)
+    return place(args, env, default_hostfile).world_size if found is not None else None
+
+
 def _local_ranks(args: NeoXArgs, gpus: int) -> int:
     """Ranks on this machine: as asked for, else its GPUs, else what the layout needs."""
     parallel = args.parallel

@@ -9,6 +9,7 @@ than their content depends on, are never read.
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -49,7 +50,10 @@ def index_folder(prefix: str | Path, shared: bool = True, root: str | Path | Non
 
     With `shared` false (`use_shared_fs: false`) each node has its own folder, whatever the file system.
     """
-    folder = Path(root).expanduser() if root is not None else Path(prefix).resolve().parent / "index_cache"
+    beside = Path(prefix).resolve().parent
+    while glob.has_magic(str(beside)) and not beside.is_dir():  # the data path is a pattern over folders
+        beside = beside.parent
+    folder = Path(root).expanduser() if root is not None else beside / "index_cache"
     return folder if shared else folder.with_name(f"{folder.name}.{os.uname().nodename}")
 
 

@@ -55,22 +55,23 @@ def preflight(args: NeoXArgs, kind: str) -> Found:
     """Check the files that a derived config names, for a run of this kind. Raises the real run's `UserError`."""
     if kind == "train":
         check_trainable(args)
-        for path in _data_paths(args):
+        for path in data_paths(args):
             find_files(path)
     found = Found(build_tokenizer(args.tokenizer), _start(args, kind))
     if isinstance(found.start, Start):
-        check_data(args, _data_paths(args), found.tokenizer)
+        check_data(args, data_paths(args), found.tokenizer)
         check_start(args, found.start)
     else:
         check_requests(args.generation, kind)
     return found
 
 
-def _data_paths(args: NeoXArgs) -> list[str]:
+def data_paths(args: NeoXArgs) -> list[str]:
+    """The data paths of the roles that are active in a derived config."""
     if args.data.data_path is not None:
         return [args.data.data_path]
     active = {"train": args.training.do_train, "valid": args.training.do_valid, "test": args.training.do_test}
-    return [path for role in NAMES if active[role] for path in getattr(args.data, f"{role}_data_paths") or ()]
+    return [path for role in NAMES if active[role] for path in getattr(args.data, f"{role}data_paths") or ()]
 
 
 def _start(args: NeoXArgs, kind: str) -> Start | Path:

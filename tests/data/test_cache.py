@@ -251,6 +251,7 @@ def test_folder_beside_the_data(tmp_path: Path) -> None:
 
 def test_folder_elsewhere(tmp_path: Path) -> None:
     assert index_folder("/data/x", root=tmp_path) == tmp_path
+    assert index_folder(tmp_path / "*" / "part-*.npy") == tmp_path / "index_cache"
     own = index_folder("/data/x", shared=False, root=tmp_path / "c")
     assert own == tmp_path / f"c.{os.uname().nodename}"
 

@@ -1,0 +1,116 @@
+"""`--prepare`: check all data of a run and build its sample indices, without GPUs and without starting ranks.
+
+What the run would do first on its expensive nodes is done here on any node that sees the files. Imports no torch,
+unless the run goes on from a checkpoint, which holds the order of its samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.callbacks.data_plan import data_plan, with_epochs
+from megatron.checkpoint.find import Start, decide_start
+from megatron.checkpoint.manifest import Manifest
+from megatron.data.cache import Entry
+from megatron.data.token_files import TokenFiles, find_files, with_eod
+from megatron.data.verify import Report, verify_path
+from megatron.errors import UserError
+from megatron.log import get_logger
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, check_trainable, derive
+from megatron.plan import sections
+from megatron.plan.preflight import data_paths, kind_of
+from megatron.plan.text import size, table
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+LOGGER = get_logger(__name__)
+
+
+def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
+    """Check the data, build what the run would build, and tell about it.
+
+    Args:
+        args: the loaded config.
+        ranks: how many a hostfile gives the run, None to take what the config says. They need not be here; only the
+            batch size depends on them.
+
+    Raises the `UserError` that the real run would end with, and one for every dataset that is not whole.
+    """
+    if kind_of(user_script) in ("eval", "generate"):
+        raise UserError(f"--prepare builds the sample index of training data, which {user_script} does not use.")
+    sizes = ("global_num_gpus", "num_gpus", "train_batch_size")
+    if ranks is None and not any(args.is_set(name) for name in sizes):
+        LOGGER.warning(
+            "nothing in the config says how many ranks the run has, which decides its batch size and with it the "
+            "length of the index: set global_num_gpus or train_batch_size"
+        )
+    args = derive(args, Facts(num_devices=ranks))
+    check_trainable(args)
+    paths = [one for path in data_paths(args) for one in find_files(path)]
+    tokenizer = build_tokenizer(args.tokenizer)
+    LOGGER.info(f"tokenizer {tokenizer.describe()}: {tokenizer.vocab_size} tokens")
+    _check_files(args, paths, tokenizer)
+    args = with_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)
+    start = decide_start(
+        args.checkpoint.save, args.checkpoint.load, args.checkpoint.iteration, args.checkpoint.finetune
+    )
+    frozen, done = _continued(start)
+    plan = data_plan(args, tokenizer, frozen, done)
+    plan.check_tokenizer(tokenizer)
+    for row in plan.table():
+        LOGGER.info(f"{row.role}: {row.documents:,} documents, {row.tokens:,} tokens in {row.prefix}")
+    plan.build()
+    training = args.training
+    batch = (
+        f"train_batch_size {training.train_batch_size} on {args.parallel.world_size} ranks, "
+        f"{training.train_iters or 0:,} steps, samples of {args.model.seq_length} tokens"
+    )
+    parts = [
+        sections.titled("run", [batch, start.message]),
+        sections.data(plan.table()),
+        _index_section(plan.caches.entries),
+        ["Prepared: the run finds its data as it is here and builds nothing."],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def _check_files(args: NeoXArgs, paths: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Every file is whole, and its ids are in the vocabulary."""
+    files = TokenFiles.of(with_eod(args.data, tokenizer.eod))
+    reports: list[Report] = []
+    for path in dict.fromkeys(paths):
+        LOGGER.info(f"checking {path}")
+        reports += verify_path(path, vocab_size=tokenizer.vocab_size, files=files)
+    faults = [fault for report in reports for fault in report.faults]
+    if faults:
+        raise UserError("\n  ".join(["the data is not whole:", *faults]) if len(faults) > 1 else faults[0])
+
+
+def _continued(start: Start) -> tuple[Mapping[str, Any] | None, tuple[int, int]]:
+    """The sample order of the run that goes on, with the steps and samples that it has behind it."""
+    if start.path is None or not start.load_optim:
+        return None, (0, 0)
+    from megatron.callbacks.data_setup import frozen_order
+
+    saved = Manifest.read(start.path)
+    return frozen_order(start), (saved.step, saved.consumed)
+
+
+def _index_section(entries: Sequence[Entry]) -> list[str]:
+    """Which arrays were built, which were there."""
+    seen: dict[object, Entry] = {}
+    for entry in entries:
+        seen.setdefault(entry.path or entry.name, entry)  # later ones find what the first built
+    rows = [
+        ("built" if entry.built else "found", size(entry.bytes), f"{entry.seconds:.1f} s", str(entry.path))
+        for entry in seen.values()
+        if entry.path is not None
+    ]
+    unwritten = [entry.name for entry in seen.values() if entry.path is None]
+    if unwritten:
+        raise UserError(
+            f"the sample index of {unwritten[0]} could not be kept: its folder cannot be written. "
+            "Set data_cache_path to a folder that this node and the run's can use."
+        )
+    return sections.titled("sample index", table(("", "size", "time", "entry"), rows))
