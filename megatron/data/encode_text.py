@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from megatron.data.chunks import Chunk, Document, Fault
+from megatron.data.chunks import Chunk, Document
 from megatron.data.encode import Encoded, Output, Tally
+from megatron.data.formats import read_chunks
 from megatron.data.indexed import token_dtype
 from megatron.errors import DeepyError, UserError
-from megatron.tokenizer import Ragged, Tokenizer, choose_encoder
+from megatron.tokenizer import Ragged, Tokenizer
+
+SAMPLED_FILES = 8
+SAMPLED_CHARACTERS = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -48,49 +53,52 @@ class TextEncoder:
         """Tokenise the documents of a chunk; blank ones are counted and left out."""
         keys = self.options.keys
         tally = Tally.zero(len(keys), chunk.nbytes)
-        texts: list[list[str]] = [[] for _ in keys]
-        for document in chunk.documents(keys):
-            if isinstance(document, Fault):
-                tally.refuse(document, self.options.skip_bad)
-                continue
-            for column, key in enumerate(keys):
-                text = document.texts[key]
-                text = self._fix(text) if self._fix else text
-                if not text or text.isspace():
-                    tally.empty[column] += 1
-                else:
-                    texts[column].append(text)
-        ids, lengths = zip(*(self._column(column, tally, index) for index, column in enumerate(texts)))
+        columns, faults = chunk.columns(keys)
+        for fault in faults:
+            tally.refuse(fault, self.options.skip_bad)
+        ids, lengths = zip(*(self._column(texts, tally, index) for index, texts in enumerate(columns)))
         return Encoded(list(ids), list(lengths), tally)
 
     def _column(self, texts: list[str], tally: Tally, index: int) -> tuple[np.ndarray, np.ndarray]:
+        given = len(texts)
+        if self._fix:
+            texts = list(map(self._fix, texts))
+        texts = [text for text in texts if text and not text.isspace()]
         rows = self.tokenizer.encode_batch(texts)
         lengths = rows.lengths
         if len(rows.ids) and int(rows.ids.max()) >= self.tokenizer.vocab_size:  # 16 bits would wrap it silently
             raise DeepyError(f"{self.tokenizer.describe()}: id {rows.ids.max()} is outside its own vocabulary")
         if not lengths.all():  # nothing left of a text after the tokenizer's normalisation
             texts = [text for text, length in zip(texts, lengths) if length]
-            tally.empty[index] += len(lengths) - len(texts)
             lengths = lengths[lengths > 0]
         rows = Ragged(rows.ids.astype(self.dtype, copy=False), lengths)
         if self.eod is not None:
             rows = rows.framed((), (self.eod,))
         tally.text_bytes[index] += sum(len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts)
         tally.documents[index], tally.tokens[index] = len(texts), len(rows.ids)
+        tally.empty[index] = given - len(texts)
         return rows.ids, rows.lengths
 
 
-def take_fast_encoder(encoder: TextEncoder, chunks: Iterable[Chunk], wanted: str = "auto") -> Iterator[Chunk]:
-    """Let the encoder's tokenizer use the fastest exact way (`choose_encoder`), tried on the first texts of `chunks`.
+def sample_of_files(paths: Sequence[Path], keys: Sequence[str]) -> Iterator[str]:
+    """Texts from the beginnings of a few files, on which an encoder can be tried (`tokenizer.choose_encoder`).
 
-    Returns all of the chunks. Raises `UserError` when `wanted` cannot be had.
+    Raises `UserError` for a file that cannot be read. Pipes, which can be read only once, are passed over.
     """
-    chunks = iter(chunks)
-    first = list(itertools.islice(chunks, 1))
-    documents = (document for chunk in first for document in chunk.documents(encoder.options.keys))
-    texts = (text for document in documents if isinstance(document, Document) for text in document.texts.values())
-    choose_encoder(encoder.tokenizer, wanted, texts)
-    return itertools.chain(first, chunks)
+    files = [path for path in paths if path.is_file()]
+    for path in files[:: max(len(files) // SAMPLED_FILES, 1)][:SAMPLED_FILES]:
+        left = SAMPLED_CHARACTERS // min(len(files), SAMPLED_FILES)
+        for text in texts_of(itertools.islice(read_chunks([path]), 1), keys):
+            yield text
+            left -= len(text)
+            if left <= 0:
+                break
+
+
+def texts_of(chunks: Iterable[Chunk], keys: Sequence[str] = ("text",)) -> Iterator[str]:
+    """The texts of chunks, unusable records left out."""
+    documents = (document for chunk in chunks for document in chunk.documents(keys))
+    return (text for document in documents if isinstance(document, Document) for text in document.texts.values())
 
 
 def _ftfy() -> Callable[[str], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -10,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.data.chunks import Chunk, Fault
+from megatron.data.chunks import Chunk
 from megatron.data.corpora import NAMES, hub_chunks, stdlib_files
 from megatron.data.encode import write_datasets
 from megatron.data.encode_progress import EncodeProgress
-from megatron.data.encode_text import EncodeOptions, TextEncoder, take_fast_encoder
+from megatron.data.encode_text import EncodeOptions, TextEncoder, texts_of
 from megatron.data.formats import text_files
 from megatron.data.indexed import IndexedDataset
 from megatron.data.manifest import check_tokenizer
 from megatron.data.prefixes import exists
 from megatron.errors import UserError, nearest
 from megatron.log import get_logger
-from megatron.tokenizer import Tokenizer, create_tokenizer
+from megatron.tokenizer import Tokenizer, choose_encoder, create_tokenizer
 from megatron.tokenizer.hub import fetch
 from megatron.tokenizer.train import train_bpe
 
@@ -72,6 +73,7 @@ def prepare(
         raise UserError(f"no corpus is called {name!r}.{nearest(name, list(NAMES))} Known: {', '.join(NAMES)}")
     folder = Path(data_dir) / name
     prefix = str(folder / name)  # of `<prefix>_text_document`
+    chunks: Iterator[Chunk]
     if name == "stdlib":
         files = stdlib_files(stdlib_root)
         size = sum(path.stat().st_size for path in files)
@@ -99,15 +101,8 @@ def _train_unless_there(files: list[Path], tokenizer_json: Path, force: bool) ->
         logger.info(f"tokenizer: {tokenizer_json} is already there")
         return
     logger.info(f"tokenizer: training a byte-level BPE of {STDLIB_VOCAB} entries (about ten seconds)")
-    size = train_bpe(_texts(text_files(files)), STDLIB_VOCAB, tokenizer_json)
+    size = train_bpe(texts_of(text_files(files)), STDLIB_VOCAB, tokenizer_json)
     logger.info(f"tokenizer: {tokenizer_json}, vocabulary {size}")
-
-
-def _texts(chunks: Iterator[Chunk]) -> Iterator[str]:
-    for chunk in chunks:
-        for document in chunk.documents(["text"]):
-            if not isinstance(document, Fault):
-                yield document.texts["text"]
 
 
 def _reuse(prefix: str, tokenizer: Tokenizer) -> None:
@@ -124,8 +119,9 @@ def _tokenise(
 ) -> None:
     encoder = TextEncoder(tokenizer, EncodeOptions(append_eod=True, skip_bad=True))
     with EncodeProgress(total_bytes) as progress:
-        chunks = take_fast_encoder(encoder, chunks)
-        (manifest,), _ = write_datasets(chunks, encoder, prefix, source=source, report=progress)
+        first = list(itertools.islice(chunks, 1))
+        choose_encoder(tokenizer, sample=texts_of(first))
+        (manifest,), _ = write_datasets(itertools.chain(first, chunks), encoder, prefix, source=source, report=progress)
     logger.info(f"{prefix}{SUFFIX}: {manifest.documents} documents, {manifest.tokens} tokens")
 
 
