@@ -12,10 +12,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
 from megatron.data.corpus_job import add_job_arguments, job_options, tokenise_files, write_metadata
-from megatron.data.encode_text import EncodeOptions, TextEncoder
+from megatron.data.encode_text import EncodeOptions, TextEncoder, sample_of_files
 from megatron.data.formats import find_inputs
 from megatron.errors import UserError, run_cli
-from megatron.tokenizer import TOKENIZERS, create_tokenizer
+from megatron.tokenizer import ENCODERS, TOKENIZERS, choose_encoder, create_tokenizer
 
 EXAMPLES = """
 examples:
@@ -61,6 +61,13 @@ def parse_args() -> argparse.Namespace:
     group.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=f"one of {types}")
     group.add_argument("--vocab-file", metavar="PATH", help="tokenizer.json, vocab.json, .model, ... or a folder")
     group.add_argument("--merge-file", metavar="PATH", help="merges.txt of a BPE vocabulary")
+    group.add_argument(
+        "--encoder",
+        default="auto",
+        choices=ENCODERS,
+        help="library that does the work: the fastest that gives the same ids as tokenizers (auto), or this one, "
+        "which is refused when it gives others",
+    )
     group.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
     group.add_argument("--ftfy", action="store_true", help="mend broken Unicode with ftfy first")
     group = parser.add_argument_group("output")
@@ -91,6 +98,7 @@ def main() -> None:
     encoder = TextEncoder(tokenizer, EncodeOptions(keys, args.append_eod, args.ftfy, args.skip_bad_lines))
     sizes = f"vocabulary {tokenizer.vocab_size}, eod {tokenizer.eod}, ids stored as {encoder.dtype}"
     logger.info(f"tokenizer: {tokenizer.describe()}, {sizes}")
+    choose_encoder(tokenizer, args.encoder, sample_of_files(paths, keys))
     result = tokenise_files(paths, encoder, args.output_prefix, options, settings={}, skip_bad=args.skip_bad_lines)
     write_metadata(args.output_prefix + (options.shard.name if options.shard else ""), vars(args), result)
     print(result.summary())
