@@ -56,7 +56,7 @@ def json_lines(part: Part, begin: Position = START) -> Iterator[Cut]:
         origin = _line_start(file, part.start)
         stop = None if part.stop is None else _line_start(file, part.stop)
         offset, number = (begin.offset, begin.number) if begin.offset else (origin, 1)
-        if offset:
+        if offset or stop is not None:  # looking for the borders has moved on
             _go_to(file, offset, by_reading=path.suffix in COMPRESSIONS)
         consumed, parts = position() if offset else 0, list[bytes]()
         while block := file.read(CHUNK_BYTES if stop is None else min(CHUNK_BYTES, stop - offset - _size(parts))):

@@ -1,67 +1,142 @@
-"""Joining datasets (shards of one corpus) into one: tokens, documents and manifest."""
+"""Joining datasets into one: tokens, documents and manifest. Shards of a run become the bytes of one unsharded run."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
-from megatron.data.manifest import Manifest, finalize_with_manifest, read_manifest
+from megatron.data.manifest import Manifest, finalize_with_manifest, verify
+from megatron.data.merge_groups import COMPANIONS, Group
+from megatron.data.partial import WriteError
+from megatron.data.shards import SHARD_NAME
 from megatron.errors import UserError
+from megatron.log import get_logger
 from megatron.tokenizer import Fingerprint
 
 SUMMED = ("empty_documents", "bad_records", "text_bytes")  # counts among a manifest's `extra`
+OPTIONS = ("append_eod", "eod", "ftfy")  # what datasets have to agree on, where they say it
+
+logger = get_logger(__name__)
 
 
-def datasets_in(folder: Path, without: str) -> list[str]:
-    """Prefixes of the datasets in `folder`, numbers in names in numeric order, the dataset `without` left out.
+def merge_datasets(
+    prefixes: Sequence[str], output: str, report: Callable[[int], None] = lambda nbytes: None
+) -> Manifest:
+    """`merge_groups` of one group of datasets that are no shards."""
+    return merge_groups([Group(output, tuple(prefixes))], report)[0]
 
-    Raises `UserError` when there are none, or half of one.
+
+def merge_groups(groups: Sequence[Group], report: Callable[[int], None] = lambda nbytes: None) -> list[Manifest]:
+    """Write the documents of each group's datasets, one dataset after the other, as its `output`.
+
+    All results appear when all are complete, and memory does not grow with the data. A result has a tokenizer
+    fingerprint when all its parts have one. `report` is told of every piece of tokens copied, in bytes.
+
+    Raises `UserError`, before anything is written: a part is damaged or not what its manifest says; types, tokenizers
+    or options differ; shards are of different runs; labels or rewards do not fit the data.
     """
-    if not folder.is_dir():
-        raise UserError(f"--input: {folder} is not a folder")
-    halves = {suffix: {str(path.with_suffix("")) for path in folder.glob(f"*{suffix}")} for suffix in (".bin", ".idx")}
-    for prefix in sorted(halves[".bin"] ^ halves[".idx"]):
-        lacking = ".bin" if prefix in halves[".idx"] else ".idx"
-        raise UserError(f"{prefix}{lacking} is missing: the dataset is incomplete")
-    found = sorted(halves[".idx"] - {str(Path(without))}, key=_natural)
-    if not found:
-        raise UserError(f"--input: no .bin/.idx datasets in {folder}")
-    return found
+    manifests = [[verify(prefix) for prefix in group.prefixes] for group in groups]
+    for group, parts in zip(groups, manifests):
+        _check(group, parts)
+    _check_companions(groups)
+    with ExitStack() as stack:
+        builders = []
+        for group in groups:
+            builder = IndexedDatasetBuilder(group.output, IndexedDataset(group.prefixes[0]).dtype)
+            builders.append(stack.enter_context(builder))
+        try:
+            for group, builder in zip(groups, builders):
+                for prefix in group.prefixes:
+                    builder.append(prefix, report)
+                builder.finish()
+        except WriteError as error:
+            raise WriteError(f"{error} Nothing was written.") from error
+        return [
+            finalize_with_manifest(
+                builder,
+                tokenizer=_common_fingerprint(parts),
+                source=_source(group, parts),
+                extra=_extra(parts),
+            )
+            for group, parts, builder in zip(groups, manifests, builders)
+        ]
 
 
-def merge_datasets(prefixes: Sequence[str], output: str) -> Manifest:
-    """Write the documents of all datasets, one dataset after the other, as `output`; appears when it is complete.
+def _check(group: Group, parts: Sequence[Manifest | None]) -> None:
+    datasets = [IndexedDataset(prefix) for prefix in group.prefixes]
+    first = datasets[0]
+    for data in datasets:
+        if data.dtype != first.dtype:
+            raise UserError(
+                f"{data.prefix} stores {data.dtype}, but {first.prefix} {first.dtype}: they cannot be merged"
+            )
+    if not any(len(data) for data in datasets):
+        raise UserError(f"no document in any part of {group.output}. Nothing was written.")
+    known = [(prefix, part) for prefix, part in zip(group.prefixes, parts) if part is not None]
+    without = [prefix for prefix, part in zip(group.prefixes, parts) if part is None]
+    if without:
+        logger.warning(f"{without[0]} has no manifest, so the result will not say which tokenizer made it")
+    for prefix, part in known:
+        beside, other = known[0]
+        if part.tokenizer and other.tokenizer and part.tokenizer != other.tokenizer:
+            raise UserError(f"{prefix} and {beside} were made with different tokenizers: they cannot be merged")
+        for option in OPTIONS:
+            if part.extra.get(option) != other.extra.get(option):
+                raise UserError(
+                    f"{prefix} and {beside} were made with different options ({option}: {part.extra.get(option)} and "
+                    f"{other.extra.get(option)}): they cannot be merged"
+                )
+        if group.shards:
+            _check_shard(prefix, part, beside, other)
 
-    The result has a tokenizer fingerprint when all parts have one. Raises `UserError` when types or fingerprints
-    differ.
-    """
-    parts = [read_manifest(prefix) for prefix in prefixes]
-    fingerprint = _common_fingerprint(prefixes, parts)
-    with IndexedDatasetBuilder(output, IndexedDataset(prefixes[0]).dtype) as builder:
-        for prefix in prefixes:
-            builder.append(prefix)
-        return finalize_with_manifest(
-            builder, tokenizer=fingerprint, source=_source(prefixes, parts), extra=_extra(parts)
+
+def _check_shard(prefix: str, part: Manifest, beside: str, other: Manifest) -> None:
+    shard, reference = part.extra.get("shard") or {}, other.extra.get("shard") or {}
+    if shard.get("run") != reference.get("run"):
+        raise UserError(
+            f"{prefix} and {beside} are shards of different runs (other input files, options or tokenizer): make them "
+            "with one command"
         )
+    name = SHARD_NAME.search(Path(prefix).name)
+    if name and shard and (int(name["index"]), int(name["count"])) != (shard["index"], shard["count"]):
+        raise UserError(f"{prefix} holds shard {shard['index']} of {shard['count']}: it was renamed")
 
 
-def _common_fingerprint(prefixes: Sequence[str], parts: Sequence[Manifest | None]) -> Fingerprint | None:
-    known = [(prefix, part.tokenizer) for prefix, part in zip(prefixes, parts) if part and part.tokenizer]
-    for prefix, tokenizer in known:
-        if tokenizer != known[0][1]:
-            raise UserError(f"{prefix} and {known[0][0]} were made with different tokenizers: they cannot be merged")
-    return Fingerprint.from_dict(known[0][1]) if len(known) == len(prefixes) else None
+def _check_companions(groups: Sequence[Group]) -> None:
+    by_output = {group.output: group for group in groups}
+    for group in groups:
+        for kind in COMPANIONS:
+            main = by_output.get(group.output.removesuffix(kind) + "_document") if group.output.endswith(kind) else None
+            for prefix, beside in zip(group.prefixes, main.prefixes if main else ()):
+                mine, its = IndexedDataset(prefix), IndexedDataset(beside)
+                fits = len(mine) == len(its) if "reward" in kind else np.array_equal(mine.sizes, its.sizes)
+                if not fits:
+                    raise UserError(
+                        f"{prefix} does not fit {beside}: {len(mine)} items of {mine.num_tokens} values beside "
+                        f"{len(its)} of {its.num_tokens}"
+                    )
 
 
-def _source(prefixes: Sequence[str], parts: Sequence[Manifest | None]) -> Any:
+def _common_fingerprint(parts: Sequence[Manifest | None]) -> Fingerprint | None:
+    first = parts[0]
+    if first is None or first.tokenizer is None or not all(part and part.tokenizer for part in parts):
+        return None
+    return Fingerprint.from_dict(first.tokenizer)
+
+
+def _source(group: Group, parts: Sequence[Manifest | None]) -> Any:
     """What one run over all inputs would have written, when the parts say what their inputs were."""
     sources = [part.source for part in parts if part and isinstance(part.source, dict)]
     if len(sources) == len(parts) and all(set(source) == {"files"} for source in sources):
+        if group.shards:  # each names the files of all
+            return sources[0]
         return {"files": [name for source in sources for name in source["files"]]}
-    return {"merged": [Path(prefix).name for prefix in prefixes]}
+    return {"merged": [Path(prefix).name for prefix in group.prefixes]}
 
 
 def _extra(manifests: Sequence[Manifest | None]) -> dict[str, Any]:
@@ -70,8 +145,5 @@ def _extra(manifests: Sequence[Manifest | None]) -> dict[str, Any]:
     if len(parts) < len(manifests):
         return {}
     extra = {key: value for key, value in parts[0].extra.items() if all(p.extra.get(key) == value for p in parts)}
+    extra.pop("shard", None)
     return extra | {key: sum(p.extra[key] for p in parts) for key in SUMMED if all(key in p.extra for p in parts)}
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

@@ -13,7 +13,8 @@ from megatron.data.encode_text import EncodeOptions, TextEncoder
 from megatron.data.formats import read_chunks
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megatron.data.manifest import manifest_path, read_manifest
-from megatron.data.merge import datasets_in, merge_datasets
+from megatron.data.merge import merge_datasets, merge_groups
+from megatron.data.merge_groups import find_groups
 from megatron.errors import UserError
 from megatron.tokenizer import create_tokenizer
 from tests.data.corpus import write
@@ -25,6 +26,11 @@ def tokenise(files: list[Path], prefix: Path, kind: str = "CharLevelTokenizer") 
     encoder = TextEncoder(create_tokenizer(kind), EncodeOptions(append_eod=True, skip_bad=True))
     source = {"files": [path.name for path in files]}
     write_datasets(read_chunks(files), encoder, str(prefix), source=source)
+
+
+def datasets_in(folder: Path, without: str) -> list[str]:
+    (group,) = find_groups([str(folder)], without or str(folder / "nothing"))
+    return list(group.prefixes)
 
 
 def test_shards_joined_are_the_bytes_of_one_run(tmp_path: Path) -> None:
@@ -63,7 +69,7 @@ def test_different_tokenizers_or_types_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="b_text_document and .*a_text_document were made with different tokenizers"):
         merge_datasets(datasets_in(tmp_path / "in", without=""), str(tmp_path / "out"))
     one, two = write(tmp_path / "x", [[1]], np.uint16), write(tmp_path / "y", [[1]], np.int32)
-    with pytest.raises(UserError, match="stores int32"):
+    with pytest.raises(UserError, match=r"y stores int32, but .*x uint16: they cannot be merged"):
         merge_datasets([one, two], str(tmp_path / "out"))
     assert not list(tmp_path.glob("out*"))
 
@@ -90,7 +96,7 @@ def test_the_result_may_lie_in_the_folder_of_the_parts(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_whole_datasets_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match="absent is not a folder, and there is no dataset"):
         datasets_in(tmp_path / "absent", without="")
     with pytest.raises(UserError, match="no .bin/.idx datasets"):
         datasets_in(tmp_path, without="")

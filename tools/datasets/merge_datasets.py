@@ -1,35 +1,55 @@
-"""Join all `.bin/.idx` datasets of a folder (shards of one corpus) into one.
+"""Join `.bin/.idx` datasets into one: the shards of a corpus, or all datasets of a folder.
 
-    python tools/datasets/merge_datasets.py --input data/shards --output-prefix data/corpus_text_document
+    # what `preprocess_data.py --shard i/16 --output-prefix shards/corpus` made on 16 machines, into
+    # data/corpus_text_document (and a dataset per further key, labels included)
+    python tools/datasets/merge_datasets.py --input shards --output-prefix data/corpus
 
-The shards are taken in the order of their names (numbers in numeric order). Give them the same tokenizer and, if there
-are several kinds (text, labels), a folder each.
+    # any datasets, in the order of their names (numbers in numeric order)
+    python tools/datasets/merge_datasets.py --input data/parts --output-prefix data/corpus_text_document
+    python tools/datasets/merge_datasets.py --input 'data/wiki*_text_document' --output-prefix data/all_text_document
+
+Shards joined are the bytes of one unsharded run. Missing, repeated or mixed shards, different tokenizers, options or
+types are refused. Datasets `X_label_document` and `X_reward_document` beside every `X_document` are joined like these.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
-from megatron.data.merge import datasets_in, merge_datasets
+from megatron.data.byte_progress import ByteProgress
+from megatron.data.corpus_job import check_writable
+from megatron.data.merge import merge_groups
+from megatron.data.merge_groups import find_groups
 from megatron.errors import run_cli
 
 
 def main() -> None:
     """GPT-NeoX's flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", required=True, metavar="DIR", help="folder with the datasets to join")
+    parser.add_argument(
+        "--input", required=True, nargs="+", metavar="DIR", help="folder with the datasets to join; prefixes or globs"
+    )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the result without suffix")
     args = parser.parse_args()
     log.configure()
-    prefixes = datasets_in(Path(args.input), without=args.output_prefix)
-    log.get_logger("merge_datasets").info("joining " + ", ".join(Path(prefix).name for prefix in prefixes))
-    merged = merge_datasets(prefixes, args.output_prefix)
-    print(f"{args.output_prefix}: {merged.documents} documents, {merged.tokens} tokens, {merged.dtype}")
+    # Leaving by an exception is what removes temporary files.
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    groups = find_groups(args.input, args.output_prefix)
+    check_writable(args.output_prefix)
+    logger = log.get_logger("merge_datasets")
+    for group in groups:
+        logger.info(f"{group.output}: joining {', '.join(Path(prefix).name for prefix in group.prefixes)}")
+    size = sum(Path(f"{prefix}.bin").stat().st_size for group in groups for prefix in group.prefixes)
+    with ByteProgress("joining", size) as progress:
+        merged = merge_groups(groups, progress)
+    for group, manifest in zip(groups, merged):
+        print(f"{group.output}: {manifest.documents} documents, {manifest.tokens} tokens, {manifest.dtype}")
 
 
 if __name__ == "__main__":
