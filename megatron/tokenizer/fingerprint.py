@@ -8,9 +8,12 @@ ids, also in gaps) without storing the vocabulary itself.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+HEAD = struct.Struct("<QQ")  # id, bytes of the token
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,7 @@ def _ranges(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
 def _digest(id_map: Mapping[int, str], ranges: Iterable[tuple[int, int]]) -> str:
     digest = hashlib.sha256()
     for first, end in ranges:
-        for i in range(first, end):
-            # Vocabularies may hold lone surrogates; lengths keep neighbouring tokens from running into each other.
-            token = id_map[i].encode("utf-8", "surrogatepass")
-            digest.update(i.to_bytes(8, "little") + len(token).to_bytes(8, "little") + token)
+        # Vocabularies may hold lone surrogates; lengths keep neighbouring tokens from running into each other.
+        tokens = ((i, id_map[i].encode("utf-8", "surrogatepass")) for i in range(first, end))
+        digest.update(b"".join([HEAD.pack(i, len(token)) + token for i, token in tokens]))
     return digest.hexdigest()
