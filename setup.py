@@ -17,7 +17,7 @@ try:
             extra_compile_args=["-O3", "-ffp-contract=off"],
             optional=True,
         )
-        for module, source in (("_native", "native.cpp"), ("_packing", "packing.cpp"))
+        for module, source in (("_native", "native.cpp"), ("_packing", "packing.cpp"), ("_shuffle", "shuffle.cpp"))
     ]
 except ImportError:
     extensions = []

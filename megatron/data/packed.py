@@ -24,6 +24,7 @@ import numpy as np
 
 from megatron.data.cache import Arrays, IndexCache, content_key
 from megatron.data.index_builders import INT32_MAX, build_sample_index
+from megatron.data.index_builders.shuffle import shuffle
 from megatron.data.indexed import IndexedDataset
 from megatron.data.packing import Packing, Segment, fresh_seed
 from megatron.data.sample import Piece, Provenance, Sample
@@ -206,10 +207,10 @@ def packed_index(sizes: np.ndarray, documents: tuple[int, int], seq_length: int,
     first, end = documents
     rng = np.random.RandomState(segment.seed)
     doc_idx = np.tile(np.arange(first, end, dtype=np.int32 if end <= INT32_MAX else np.int64), segment.epochs)
-    rng.shuffle(doc_idx)
+    shuffle(rng, doc_idx)
     sample_idx = build_sample_index(sizes, doc_idx, seq_length, segment.samples)
     shuffle_idx = np.arange(segment.samples, dtype=np.uint32 if segment.samples < 2**32 - 1 else np.int64)
-    rng.shuffle(shuffle_idx)
+    shuffle(rng, shuffle_idx)
     return {"doc_idx": doc_idx, "sample_idx": sample_idx, "shuffle_idx": shuffle_idx}
 
 
