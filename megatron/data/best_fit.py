@@ -25,6 +25,8 @@ from megatron.data.packing import Segment
 from megatron.data.rows import Rows, WholeDocuments
 from megatron.data.usable import LeftOut, Pieces, fragment_pieces
 
+_CHUNK = 1 << 22  # documents counted at a time
+
 
 class BestFit(WholeDocuments):
     """`pack_impl: best_fit` for the documents of one source."""
@@ -38,7 +40,10 @@ class BestFit(WholeDocuments):
 
     @cached_property
     def _histogram(self) -> np.ndarray:
-        return np.bincount(self.pieces.lengths, minlength=self.capacity + 1)
+        lengths, counts = self.pieces.lengths, np.zeros(self.capacity + 1, np.int64)
+        for start in range(0, len(lengths), _CHUNK):  # bincount makes int64 of what it counts
+            counts += np.bincount(lengths[start : start + _CHUNK], minlength=len(counts))
+        return counts
 
     @cached_property
     def patterns(self) -> Patterns:
@@ -49,7 +54,7 @@ class BestFit(WholeDocuments):
     def padding(self) -> float:
         """Share of padding in all samples, 0 to 1."""
         room = self.patterns.rows * self.capacity
-        return 1.0 - int(self.pieces.lengths.sum(dtype=np.int64)) / room if room else 0.0
+        return 1.0 - int(self._histogram @ np.arange(self.capacity + 1)) / room if room else 0.0
 
     def samples_per_epoch(self, epochs: int = 1) -> int:
         return epochs * self.patterns.rows
@@ -70,6 +75,7 @@ class BestFit(WholeDocuments):
             return best_fit_index(self.pieces, self._histogram, self.patterns, segments)
 
         arrays = (cache or self.cache).arrays(f"{name}-best-fit", self.arrays_key(segments), build)
+        self._forget()
         samples = sum(segment.samples for segment in segments)
         return BestFitRows(self.data, self.labels, capacity=self.capacity, samples=samples, key=self.key, arrays=arrays)
 

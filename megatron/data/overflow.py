@@ -49,6 +49,7 @@ class PackUntilOverflow(WholeDocuments):
             return overflow_index(self.pieces.lengths, self.documents[0], self.capacity, segments)
 
         arrays = (cache or self.cache).arrays(f"{name}-overflow", self.arrays_key(segments), build)
+        self._forget()
         samples = sum(segment.samples for segment in segments)
         return OverflowRows(
             self.data, self.labels, capacity=self.capacity, samples=samples, key=self.key, arrays=arrays

@@ -54,9 +54,14 @@ class WholeDocuments(Packing):
         """What can be put into rows."""
         return self._used[0]
 
-    @property
+    @cached_property
     def left_out(self) -> LeftOut:
         return self._used[1]
+
+    def _forget(self) -> None:
+        """Let go of the array over all documents, once the index arrays are there. What is small stays known."""
+        assert self.key and self.left_out is not None
+        self.__dict__.pop("_used", None)
 
     @cached_property
     def key(self) -> str:

@@ -32,12 +32,14 @@ class Unpacked(WholeDocuments):
 
     def dataset(self, segments: Sequence[Segment], cache: IndexCache | None = None, name: str = "data") -> UnpackedRows:
         def build() -> Arrays:
-            usable = np.flatnonzero(self.pieces.lengths) + self.documents[0]
             dtype = np.int32 if self.documents[1] <= INT32_MAX else np.int64
+            usable = np.flatnonzero(self.pieces.lengths).astype(dtype)
+            usable += self.documents[0]
             shuffle_idx = shuffled_segments(segments, np.random.RandomState(segments[0].seed))
-            return {"doc_idx": usable.astype(dtype), "shuffle_idx": shuffle_idx}
+            return {"doc_idx": usable, "shuffle_idx": shuffle_idx}
 
         arrays = (cache or self.cache).arrays(f"{name}-unpacked", self.arrays_key(segments), build)
+        self._forget()
         samples = sum(segment.samples for segment in segments)
         return UnpackedRows(
             self.data, self.labels, capacity=self.capacity, samples=samples, key=self.key, arrays=arrays

@@ -51,7 +51,7 @@ def whole_pieces(sizes: np.ndarray, first: int, capacity: int, allow_chopped: bo
     """One piece per document: longer ones lose their end (`allow_chopped`) or are not used."""
     long = sizes > capacity
     count = int(np.count_nonzero(long))
-    lengths = np.minimum(sizes, np.int32(capacity)).astype(np.int32)
+    lengths = np.minimum(sizes, np.int32(capacity)).astype(np.int32, copy=False)
     if count == 0:
         return Pieces(lengths, first), LeftOut()
     if allow_chopped:
