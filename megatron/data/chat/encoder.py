@@ -1,0 +1,300 @@
+"""The encoder of chats: tokens, labels and rewards of the conversations in a corpus."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import processors
+
+from megatron.data.chat.conversation import (
+    BadChat,
+    Conversation,
+    column,
+    common_start,
+    conversation,
+    map_content,
+    map_text,
+    with_prompt,
+)
+from megatron.data.chat.labels import LabelRules, label
+from megatron.data.chat.template import ChatTemplate
+from megatron.data.chat.turns import Rendered, TurnFinder
+from megatron.data.chunks import Chunk, Fault
+from megatron.data.encode import SHOWN_FAULTS, Encoded, Output, Tally
+from megatron.data.indexed import DTYPES, token_dtype
+from megatron.errors import UserError
+from megatron.tokenizer.hugging_face import LibraryTokenizer
+
+INT32, FLOAT32 = DTYPES[4], DTYPES[6]
+CHOSEN, REJECTED = "chosen", "rejected"  # names of the data sets of preference pairs
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """Which conversations of a record are used, and how.
+
+    Attributes:
+        keys: columns with a chat; each makes data sets of its own.
+        prompt_key, completion_key: columns of a prompt and its completion, instead of `keys`.
+        chosen_key, rejected_key: columns of a preference pair, instead of `keys`; `prompt_key` may name the prompt they
+            share.
+        tools_key: column with the functions that may be called; records need not have it.
+        reward_key: column with a number per record; `binary_reward` makes it +1 or -1.
+        roles: whose turns are trained.
+        only_last: train only the last of these turns.
+        no_mask, for_rm, leave_open: see `LabelRules`.
+        parse_arguments: arguments of tool calls that are JSON text become objects.
+        max_length: leave out chats with more tokens.
+        ftfy: mend broken Unicode first.
+        skip_bad: leave out records that cannot be used and count them, instead of stopping.
+    """
+
+    keys: tuple[str, ...] = ("messages",)
+    prompt_key: str | None = None
+    completion_key: str | None = None
+    chosen_key: str | None = None
+    rejected_key: str | None = None
+    tools_key: str = "tools"
+    reward_key: str | None = None
+    binary_reward: bool = False
+    roles: tuple[str, ...] = ("assistant",)
+    only_last: bool = False
+    no_mask: bool = False
+    for_rm: bool = False
+    leave_open: bool = False
+    parse_arguments: bool = False
+    max_length: int | None = None
+    ftfy: bool = False
+    skip_bad: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The conversations of a record, as the data sets are named."""
+        if self.chosen_key:
+            return (CHOSEN, REJECTED)
+        return (self.completion_key,) if self.completion_key else self.keys
+
+    def described(self) -> str:
+        """What is trained, in a few words."""
+        if self.no_mask:
+            return "every token"
+        if self.for_rm:
+            return "nothing but the end, for a reward model"
+        return f"{'the last turn' if self.only_last else 'turns'} of {' and '.join(self.roles)}"
+
+    def said(self) -> dict[str, Any]:
+        """What the manifest says of them."""
+        flags = ("only_last", "no_mask", "for_rm", "leave_open", "max_length", "ftfy")
+        return {"roles": list(self.roles), **{name: getattr(self, name) for name in flags}}
+
+
+@dataclass
+class _Row:
+    """A record on its way: the renderings of its conversations and its reward."""
+
+    where: str
+    rendered: list[Rendered]
+    reward: float | None
+
+
+@dataclass
+class _Columns:
+    """Values of a chunk for one output."""
+
+    values: list[np.ndarray] = field(default_factory=list)
+
+    def joined(self, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+        lengths = np.array([len(value) for value in self.values], dtype=np.int64)
+        return np.concatenate(self.values).astype(dtype) if self.values else np.empty(0, dtype), lengths
+
+
+class ChatEncoder:
+    """Tokenises the chats of chunks; see `encode.ChunkEncoder`.
+
+    The outputs of a record stand at the same item number in all data sets: a record with one conversation that cannot
+    be used is left out of all of them.
+    """
+
+    def __init__(
+        self, tokenizer: LibraryTokenizer, template: ChatTemplate, options: ChatOptions, eos: int | None
+    ) -> None:
+        """`eos`: the id that ends a chat. Raises `UserError` for options that do not go together."""
+        _check(options, eos)
+        self.tokenizer, self.template, self.options = tokenizer, template, options
+        self.rules = LabelRules(eos, options.no_mask, options.for_rm, options.leave_open)
+        # Without its post-processor a byte-level tokenizer reports offsets with the blanks that belong to a token.
+        self._backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
+        self._backend.post_processor = processors.Sequence([])
+        added = [token.content for token in self._backend.get_added_tokens_decoder().values()]
+        self._finder = TurnFinder(
+            template, options.roles, added, only_last=options.only_last, leave_open=options.leave_open
+        )
+        self._fix: Callable[[str], str] | None = _ftfy() if options.ftfy else None
+        said = {**options.said(), "chat_template": template.digest()}
+        self.outputs = _outputs(options, token_dtype(tokenizer.vocab_size), said)
+
+    def encode(self, chunk: Chunk) -> Encoded:
+        """Render, tokenise and label the records of a chunk; those without a message are counted and left out."""
+        tally, columns = Tally.zero(len(self.outputs), chunk.nbytes), [_Columns() for _ in self.outputs]
+        rows = self._rows(chunk, tally)
+        texts = [rendered.text for row in rows for rendered in row.rendered]
+        encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
+        for row in rows:
+            values, nbytes = list[np.ndarray](), list[int]()
+            for rendered in row.rendered:
+                values += self._label(rendered, next(encodings))
+                nbytes += [len(rendered.text.encode()), 0]
+            if row.reward is not None:
+                values.append(np.array([row.reward]))
+                nbytes.append(0)
+            if fault := self._useless(row, values):
+                _leave_out(tally, fault)
+                continue
+            for i, (into, value, size) in enumerate(zip(columns, values, nbytes)):
+                into.values.append(value)
+                tally.documents[i] += 1
+                tally.tokens[i] += len(value) if size else 0  # of the chats: labels and rewards are no more tokens
+                tally.text_bytes[i] += size
+        joined = [into.joined(output.dtype) for into, output in zip(columns, self.outputs)]
+        return Encoded([ids for ids, _ in joined], [lengths for _, lengths in joined], tally)
+
+    def _rows(self, chunk: Chunk, tally: Tally) -> list[_Row]:
+        rows = []
+        for record in chunk.records():
+            if isinstance(record, Fault):
+                tally.refuse(record, self.options.skip_bad)
+                continue
+            try:
+                chats = self._conversations(record.value)
+                if not all(chat.messages for chat in chats):
+                    _leave_out(tally, None)
+                    continue
+                rendered = [self._render(name, chat) for name, chat in zip(self.options.names, chats)]
+                rows.append(_Row(record.where, rendered, self._reward(record.value)))
+            except BadChat as error:
+                tally.refuse(Fault(record.where, str(error)), self.options.skip_bad)
+        return rows
+
+    def _conversations(self, record: Mapping[str, Any]) -> list[Conversation]:
+        options, tools = self.options, record.get(self.options.tools_key)
+        parse = options.parse_arguments
+        if options.chosen_key and options.rejected_key:
+            prompt = column(record, options.prompt_key) if options.prompt_key else None
+            sides = (column(record, options.chosen_key), column(record, options.rejected_key))
+            one, other = (with_prompt(prompt, side, tools, parse_arguments=parse) for side in sides)
+            shared = common_start(one.messages, other.messages)
+            return [replace(chat, prompt=max(chat.prompt, shared)) for chat in (one, other)]
+        if options.prompt_key and options.completion_key:
+            sides = (column(record, options.prompt_key), column(record, options.completion_key))
+            return [with_prompt(*sides, tools, parse_arguments=parse)]
+        return [conversation(column(record, key), tools, parse_arguments=parse) for key in options.keys]
+
+    def _render(self, name: str, chat: Conversation) -> Rendered:
+        if self._fix:
+            chat = map_content(chat, self._fix)
+        try:
+            rendered = self._finder.find(chat)
+            if _is_text(rendered.text):
+                return rendered
+            messages, tools = map_text(chat.messages, _without_surrogates), map_text(chat.tools, _without_surrogates)
+            return self._finder.find(replace(chat, messages=messages, tools=tools))
+        except BadChat as error:
+            raise BadChat(f"key {name!r}: {error}") from error
+
+    def _label(self, rendered: Rendered, encoding: tokenizers.Encoding) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.array(encoding.ids, dtype=np.int64)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        spans = [(turn.start, turn.end) for turn in rendered.turns]
+        return label(rendered.text, ids, offsets, spans, self.rules)
+
+    def _useless(self, row: _Row, values: list[np.ndarray]) -> Fault | None:
+        names = self.options.names
+        for name, tokens, labels in zip(names, values[0::2], values[1::2]):
+            if self.options.max_length is not None and len(tokens) > self.options.max_length:
+                return Fault(row.where, f"key {name!r}: {len(tokens)} tokens, more than --max-length")
+            if not (labels >= 0).any():
+                said = " or ".join(self.options.roles)
+                return Fault(row.where, f"key {name!r}: nothing in it is trained (it has no answer of {said})")
+        return None
+
+    def _reward(self, record: Mapping[str, Any]) -> float | None:
+        key = self.options.reward_key
+        if key is None:
+            return None
+        value = column(record, key)
+        value = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise BadChat(f"key {key!r}: a reward is one finite number per record, found {value!r}")
+        if self.options.binary_reward:
+            return 1.0 if value > 0 else -1.0
+        return float(value)
+
+
+def _leave_out(tally: Tally, why: Fault | None) -> None:
+    """Count a record that is no fault but of no use."""
+    tally.empty[0] += 1
+    if why is not None and len(tally.first_faults) < SHOWN_FAULTS:
+        tally.first_faults.append(why)
+
+
+def _outputs(options: ChatOptions, dtype: np.dtype, said: Mapping[str, Any]) -> tuple[Output, ...]:
+    found = []
+    for name in options.names:
+        found.append(Output(f"_{name}_document", dtype, name, said))
+        found.append(Output(f"_{name}_label_document", INT32, name, {**said, "labels": True}))
+    if options.reward_key is not None:
+        kind = INT32 if options.binary_reward else FLOAT32
+        suffix = f"_{options.names[0]}_reward_document"
+        found.append(Output(suffix, kind, options.reward_key, {"binary_reward": options.binary_reward}, False))
+    return tuple(found)
+
+
+def _check(options: ChatOptions, eos: int | None) -> None:
+    if bool(options.chosen_key) != bool(options.rejected_key):
+        raise UserError("a preference pair has two columns: give --chosen-key and --rejected-key")
+    if options.completion_key and not options.prompt_key:
+        raise UserError("--completion-key needs --prompt-key")
+    if options.prompt_key and not options.completion_key and not options.chosen_key:
+        raise UserError("--prompt-key needs --completion-key, or --chosen-key and --rejected-key")
+    if options.binary_reward and not options.reward_key:
+        raise UserError("--binary-reward needs --reward-key")
+    if options.reward_key and len(options.names) > 1:
+        raise UserError("--reward-key goes with one chat per record, not with several keys or preference pairs")
+    if options.no_mask and options.for_rm:
+        raise UserError("--no-mask trains everything, --for-rm nothing but the end: give one of them")
+    if options.leave_open and options.for_rm:
+        raise UserError("--for-rm reads the reward at the end of a chat, --continue-final-message leaves it open")
+    if options.for_rm and eos is None:
+        raise UserError("--for-rm reads the reward at the end-of-sequence token, and this tokenizer names none")
+    names = options.names
+    if len(set(names)) < len(names):
+        raise UserError(f"--jsonl-keys {' '.join(names)}: a key is given twice")
+    for name in names:
+        if f"{name}_label" in names or f"{name}_reward" in names:
+            raise UserError(f"--jsonl-keys {' '.join(names)}: the names of {name}'s companion data sets are taken")
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _without_surrogates(text: str) -> str:
+    """JSON escapes can spell half a UTF-16 pair, which no tokenizer takes: U+FFFD instead."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _ftfy() -> Callable[[str], str]:
+    try:
+        from ftfy import fix_text
+    except ImportError as error:
+        raise UserError("--ftfy needs ftfy: pip install -r requirements/requirements.txt") from error
+    return fix_text

@@ -1,0 +1,189 @@
+"""Tokenise chats into `.bin`/`.idx` datasets, with labels that train what the model says and nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import log
+from megatron.data.chat.columns import Columns, find_columns
+from megatron.data.chat.encoder import ChatEncoder, ChatOptions
+from megatron.data.chat.source import chat_tokenizer, tokenizer_folder
+from megatron.data.chat.template import load_template
+from megatron.data.corpus_job import Result, add_job_arguments, job_options, tokenise_files, write_metadata
+from megatron.data.formats import find_inputs
+from megatron.data.indexed import IndexedDataset
+from megatron.data.spans import bracketed
+from megatron.errors import UserError, run_cli
+from megatron.tokenizer import Tokenizer
+
+EXAMPLES = """
+examples:
+  # chats under "messages" (found by itself): data/chats_messages_document and data/chats_messages_label_document
+  python tools/datasets/preprocess_data_with_chat_template.py --input chats.jsonl --output-prefix data/chats \\
+      --tokenizer-path models/my-tokenizer --workers 8
+
+  # prompt and answer in two columns of a parquet file
+  python tools/datasets/preprocess_data_with_chat_template.py --input qa.parquet --prompt-key question \\
+      --completion-key answer --output-prefix data/qa --tokenizer-path models/my-tokenizer
+
+  # preference pairs: data/pairs_chosen_document, data/pairs_chosen_label_document, the same for rejected
+  python tools/datasets/preprocess_data_with_chat_template.py --input pairs.jsonl --chosen-key chosen \\
+      --rejected-key rejected --output-prefix data/pairs --tokenizer-path models/my-tokenizer
+
+  # a template of your own for a tokenizer that has none
+  python tools/datasets/preprocess_data_with_chat_template.py --input chats.jsonl --output-prefix data/chats \\
+      --tokenizer-path models/base --chat-template chatml.jinja
+
+output:  <output-prefix>_<key>_document           tokens of the rendered chats
+         <output-prefix>_<key>_label_document     the same where trained, -100 elsewhere
+         <output-prefix>_<key>_reward_document    with --reward-key: one number per chat
+         In the run's YAML: "train_data_paths": ["<output-prefix>_<key>_document"],
+                            "train_label_data_paths": ["<output-prefix>_<key>_label_document"]
+guide:   documentation/chat_data.md
+"""
+
+
+def parse_args() -> argparse.Namespace:
+    """GPT-NeoX's flags, and those for other shapes of data."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    group = parser.add_argument_group("input")
+    group.add_argument("--input", required=True, nargs="+", metavar="A[,B...]", help="files, lists, globs or folders")
+    group.add_argument(
+        "--jsonl-keys", nargs="+", metavar="KEY", help="columns with chats (default: found in the first record)"
+    )
+    group.add_argument("--prompt-key", metavar="KEY", help="column of a prompt: text, or messages")
+    group.add_argument("--completion-key", metavar="KEY", help="column of its completion: text, or messages")
+    group.add_argument("--chosen-key", "--chosen", metavar="KEY", help="column of the better chat of a pair")
+    group.add_argument("--rejected-key", "--rejected", metavar="KEY", help="column of the worse chat of a pair")
+    group.add_argument("--tools-key", default="tools", metavar="KEY", help="column of JSON schemas of tools (tools)")
+    group.add_argument("--reward-key", metavar="KEY", help="column with a reward per chat")
+    group.add_argument("--binary-reward", action="store_true", help="rewards become +1 (above zero) or -1")
+    group.add_argument("--skip-bad-lines", action="store_true", help="leave unusable records out, and count them")
+    group.add_argument("--max-length", type=int, metavar="N", help="leave out chats of more than N tokens")
+    group = parser.add_argument_group("what is trained")
+    group.add_argument(
+        "--generation-role",
+        nargs="+",
+        default=["assistant"],
+        metavar="ROLE",
+        help="whose turns are trained (assistant)",
+    )
+    group.add_argument("--only-last", action="store_true", help="train only the last of these turns")
+    group.add_argument("--no-mask", action="store_true", help="train every token")
+    group.add_argument("--for-rm", action="store_true", help="for a reward model: train nothing but the end")
+    group.add_argument(
+        "--continue-final-message", action="store_true", help="leave the last message open: without an end of turn"
+    )
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument("--tokenizer-path", required=True, metavar="PATH", help="Hugging Face folder, or a Hub name")
+    group.add_argument("--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's own)")
+    group.add_argument(
+        "--template-kwargs", metavar="JSON", help="variables for it, such as '{\"enable_thinking\": false}'"
+    )
+    group.add_argument(
+        "--parse-tool-arguments", action="store_true", help="arguments of tool calls are JSON text: make them objects"
+    )
+    group.add_argument("--ftfy", action="store_true", help="mend broken Unicode with ftfy first")
+    group = parser.add_argument_group("output")
+    group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path without suffix")
+    group.add_argument(
+        "--dataset-impl", default="mmap", choices=["lazy", "cached", "mmap"], help="mmap is the one kept"
+    )
+    add_job_arguments(parser)
+    args = parser.parse_args()
+    if args.dataset_impl != "mmap":
+        raise UserError(f"--dataset-impl {args.dataset_impl}: training reads only mmap datasets; leave the flag out")
+    if args.max_length is not None and args.max_length < 1:
+        raise UserError(f"--max-length {args.max_length}: give at least 1")
+    return args
+
+
+def chat_options(args: argparse.Namespace, columns: Columns) -> ChatOptions:
+    """What the flags say, with the columns that were found."""
+    return ChatOptions(
+        **asdict(columns),
+        tools_key=args.tools_key,
+        reward_key=args.reward_key,
+        binary_reward=args.binary_reward,
+        roles=tuple(args.generation_role),
+        only_last=args.only_last,
+        no_mask=args.no_mask,
+        for_rm=args.for_rm,
+        leave_open=args.continue_final_message,
+        parse_arguments=args.parse_tool_arguments,
+        max_length=args.max_length,
+        ftfy=args.ftfy,
+        skip_bad=args.skip_bad_lines,
+    )
+
+
+def template_variables(text: str | None) -> dict[str, Any]:
+    """The object that `--template-kwargs` spells."""
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"--template-kwargs {text}: not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"--template-kwargs {text}: not a JSON object")
+    return found
+
+
+def tell(result: Result, names: Sequence[str], tokenizer: Tokenizer) -> None:
+    """The first chat with its trained parts in brackets, and how much of each data set is trained."""
+    logger = log.get_logger("preprocess_data_with_chat_template")
+    print(result.summary())
+    prefixes = [name for name in result.datasets if name.endswith("_label_document")]
+    for name, prefix in zip(names, prefixes):
+        labels = IndexedDataset(prefix)
+        data = IndexedDataset(prefix.removesuffix("_label_document") + "_document")
+        shown = bracketed(tokenizer, data.get(0), labels.get(0))
+        logger.info(f"first of {name} (⟦trained⟧):\n{shown}")
+        step = 1 << 22
+        values = labels.tokens
+        trained = sum(int((values[at : at + step] >= 0).sum()) for at in range(0, len(values), step))
+        print(f"{prefix}: {trained} of {len(values)} tokens trained ({100 * trained / len(values):.1f} %)")
+
+
+def main() -> None:
+    """Check everything, then tokenise."""
+    args = parse_args()
+    log.configure()
+    # Leaving by an exception is what removes temporary files.
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    logger = log.get_logger("preprocess_data_with_chat_template")
+    job = job_options(args, os.environ)
+    paths = find_inputs(args.input)
+    columns = find_columns(
+        paths, args.jsonl_keys, args.prompt_key, args.completion_key, args.chosen_key, args.rejected_key
+    )
+    options = chat_options(args, columns)
+    tokenizer = chat_tokenizer(args.tokenizer_path)
+    template = load_template(
+        tokenizer_folder(args.tokenizer_path), args.chat_template, template_variables(args.template_kwargs)
+    )
+    eos = template.eos_id(tokenizer)
+    encoder = ChatEncoder(tokenizer, template, options, eos)
+    logger.info(f"tokenizer: {tokenizer.describe()}, vocabulary {tokenizer.vocab_size}, end of a chat {eos}")
+    logger.info(f"chats: {columns.described()}; trained: {options.described()}")
+    settings = {**asdict(options), "chat_template": template.digest(), "eos": eos}
+    result = tokenise_files(paths, encoder, args.output_prefix, job, settings=settings, skip_bad=args.skip_bad_lines)
+    write_metadata(args.output_prefix + (job.shard.name if job.shard else ""), vars(args), result)
+    tell(result, options.names, tokenizer)
+
+
+if __name__ == "__main__":
+    run_cli(main)
