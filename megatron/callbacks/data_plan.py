@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.data.build import DataPlan, epoch_samples, plan_datasets
+from megatron.data.phases import Progress
 from megatron.data.splits import sample_counts
 from megatron.data.token_files import with_eod
 from megatron.neox_arguments import NeoXArgs
@@ -51,5 +52,7 @@ def data_plan(
         train_samples=train_samples if training.do_train is not False else 0,
         valid_samples=valid_samples if training.do_valid is not False else 0,
         test_samples=test_samples if training.do_test is not False else 0,
+        set_samples=test_samples if training.do_valid is not False else 0,  # each validation set, every time
+        progress=Progress(training.train_batch_size, *done),
         frozen=frozen,
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.callbacks.data_plan import data_plan
-from megatron.callbacks.evaluator import Batches
+from megatron.callbacks.data_table import data_lines
+from megatron.callbacks.evaluator import Batches, NamedSet
 from megatron.checkpoint.agreement import gather, together
 from megatron.checkpoint.find import Start
-from megatron.data.build import DataPlan, Datasets
+from megatron.data.build import SET, DataPlan, Datasets
 from megatron.data.collate import CollateRules
 from megatron.data.loader import StepLoader
 from megatron.data.mixture import SampleSource
@@ -60,19 +61,15 @@ def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None, d
             f"samples of {args.model.seq_length} inputs and as many targets, the same shifted by one token; attention "
             + ("stays inside a document" if masked else "crosses documents (intra_document_masking: true stops it)")
         )
-        logger.info("data   documents       tokens  weight      samples   epochs  source")
-        for row in plan.table():
-            logger.info(
-                f"{row.role:5s} {row.documents:10d} {row.tokens:12d} {row.weight:7.3f} {row.samples:12d} "
-                f"{row.epochs:8.2f}  {row.prefix}"
-            )
+        for line in data_lines(plan.table()):
+            logger.info(line)
         for note in plan.notes():
             logger.info(note)
     return plan
 
 
 def build_batches(args: NeoXArgs, process: Process, plan: DataPlan) -> dict[str, Batches]:
-    """`batches[role](consumed)` for train, valid and test. Index arrays are built here, once per file system."""
+    """`batches[role](consumed)` for the roles of the plan. Index arrays are built here, once per file system."""
     first = process.state.rank == 0
     with together("building the sample index", process.state):
         if first:
@@ -81,7 +78,7 @@ def build_batches(args: NeoXArgs, process: Process, plan: DataPlan) -> dict[str,
         if not first:
             datasets = plan.build(mmap_warmup=False)
     if datasets.train is None and args.training.train_iters:
-        raise UserError("there is no training data: check data_path and split, or train_data_paths")
+        raise UserError("there is no training data: check data_path and split, or train_data_paths, or mixture")
     agree_on_data(datasets, process.state, args.data.use_shared_fs)
     rules = CollateRules(
         seq_length=args.model.seq_length,
@@ -103,8 +100,12 @@ def build_batches(args: NeoXArgs, process: Process, plan: DataPlan) -> dict[str,
             pin_memory=process.state.device.type == "cuda",
         )
 
-    found = {"train": datasets.train, "valid": datasets.valid, "test": datasets.test}
-    return {role: loader(dataset).steps for role, dataset in found.items() if dataset is not None}
+    return {role: loader(dataset).steps for role, dataset in datasets.by_role().items()}
+
+
+def named_sets(plan: DataPlan, batches: dict[str, Batches]) -> list[NamedSet]:
+    """The validation sets with names, ready to be evaluated."""
+    return [NamedSet(one.name, one.tags, one.steps, batches[f"{SET}{one.name}"]) for one in plan.sets]
 
 
 def agree_on_data(datasets: Datasets, state: ParallelState, shared: bool) -> None:

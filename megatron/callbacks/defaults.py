@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.callbacks.checkpointer import Checkpointer
 from megatron.callbacks.console import Console
-from megatron.callbacks.evaluator import Batches, Evaluator
+from megatron.callbacks.evaluator import Batches, Evaluator, NamedSet
 from megatron.callbacks.flops import Flops, device_peak
 from megatron.callbacks.health import ReplicaCheck, SkippedSteps
 from megatron.callbacks.meter import Meter
@@ -33,7 +34,12 @@ def step_flops(args: NeoXArgs, state: ParallelState, vocab_size: int) -> Flops:
 
 
 def default_callbacks(
-    args: NeoXArgs, state: ParallelState, vocab_size: int, valid: Batches | None, test: Batches | None
+    args: NeoXArgs,
+    state: ParallelState,
+    vocab_size: int,
+    valid: Batches | None,
+    test: Batches | None,
+    sets: Sequence[NamedSet] = (),
 ) -> list[Callback]:
     """All callbacks in the order in which their hooks run. The same on every rank but for who writes.
 
@@ -50,7 +56,7 @@ def default_callbacks(
         meter,
         ReplicaCheck(training.replica_check_interval),
         ExitInterval(training.exit_interval or 0),
-        Evaluator(training.eval_interval, training.eval_iters, valid, test),
+        Evaluator(training.eval_interval, training.eval_iters, valid, test, sets),
     ]
     if args.checkpoint.save:
         callbacks.append(Checkpointer(Path(args.checkpoint.save), config_texts(args), health))

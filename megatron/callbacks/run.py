@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.callbacks.data_plan import with_epochs
-from megatron.callbacks.data_setup import DataOrder, build_batches, frozen_order, plan_data
+from megatron.callbacks.data_setup import DataOrder, build_batches, frozen_order, named_sets, plan_data
 from megatron.callbacks.defaults import default_callbacks
 from megatron.callbacks.run_folder import read_heartbeat, run_folder, write_status
 from megatron.callbacks.stopping import STOP_BY_SIGNAL
@@ -84,8 +84,9 @@ def train(process: Process) -> int:
         process = Process(args, state, process.tokenizer)
         model = build_model(process, None if start.path is not None else args.training.seed)
         logger.info(f"parameters: {count_parameters(model, state):,}")
+        sets = named_sets(plan, batches)
         callbacks = default_callbacks(
-            args, state, process.tokenizer.vocab_size, batches.get("valid"), batches.get("test")
+            args, state, process.tokenizer.vocab_size, batches.get("valid"), batches.get("test"), sets
         )
         engine = build_engine(process, model)
         # With train_iters 0 there is nothing to train on, only what is loaded to be validated and tested.

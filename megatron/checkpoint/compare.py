@@ -2,6 +2,8 @@
 
 Architecture, tokenizer and data order decide what the saved numbers mean; changing them is refused unless asked for
 (`allow_config_changes: true`). Everything else (learning rate, batch size, layout, ...) may change and is printed.
+Which sources are mixed, and how, may change for the time to come: the record of the data order in the checkpoint
+(data/frozen) knows what is past.
 """
 
 from __future__ import annotations
@@ -51,11 +53,6 @@ DATA_ORDER = (
     "seq_length",
     "data_path",
     "split",
-    "train_data_paths",
-    "train_data_weights",
-    "train_label_data_paths",
-    "weight_by_num_documents",
-    "weighted_sampler_alpha",
     "pack_impl",
     "dataset_impl",
 )

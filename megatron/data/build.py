@@ -4,127 +4,144 @@
 at start. `DataPlan.build` then makes the index arrays, or finds them in the cache.
 
 The plan's `state()` belongs into every checkpoint and comes back as `frozen`: it keeps the order of a run's samples
-when the run is made longer.
+when the run is made longer, or is given other data for the time to come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.data.cache import IndexCaches, content_key
+from megatron.data.frozen import read_state, write_state
 from megatron.data.manifest import check_tokenizer
-from megatron.data.mixture import Mixture, SampleSource, samples_to_ask
-from megatron.data.packing import PackedSource, Packing, Segment
-from megatron.data.packings import PACKINGS
-from megatron.data.sources import Source, find_sources
+from megatron.data.mixture import Mixture, SampleSource
+from megatron.data.packing import PackedSource
+from megatron.data.padded import Padded
+from megatron.data.phases import Progress
+from megatron.data.role_plan import RolePlan, RolePlanner, SourcePlan, packing_of
+from megatron.data.sources import find_sources
 from megatron.data.splits import NAMES
-from megatron.errors import UserError
 from megatron.log import Once, get_logger
 from megatron.neox_arguments.schema_data import DataConfig
 from megatron.tokenizer.base import Tokenizer
 
-STATE_VERSION = 1
-
-
-@dataclass(frozen=True)
-class SourcePlan:
-    """A source, the way it is packed and the segments of its sample order."""
-
-    source: Source
-    packing: Packing
-    segments: tuple[Segment, ...]
-
-
-@dataclass(frozen=True)
-class RolePlan:
-    """The sources of one role (train, valid or test) and how many samples the run wants from them together."""
-
-    samples: int
-    sources: tuple[SourcePlan, ...]
+SET = "valid/"  # before the name of a validation set, where roles have names
 
 
 @dataclass(frozen=True)
 class SourceRow:
-    """A line of the table at start. `samples` is what the run draws, `epochs` how often that reads the source."""
+    """A line of the table at start.
+
+    Attributes:
+        role: train, valid, test, or `valid/` and the name of a validation set.
+        samples, epochs: what the run draws, and how often that reads the source.
+        weight: over the whole run; `weights`: in each phase, which begin at `steps`.
+    """
 
     role: str
+    name: str
     prefix: str
     documents: int
     tokens: int
     weight: float
+    weights: tuple[float, ...]
+    steps: tuple[int, ...]
     samples: int
     epochs: float
 
 
 @dataclass(frozen=True)
+class SetPlan:
+    """How a validation set is evaluated: its first `samples` samples in `steps` batches, the same every time."""
+
+    name: str
+    tags: tuple[str, ...]
+    samples: int
+    steps: int
+
+
+@dataclass(frozen=True)
 class Datasets:
-    """The datasets of a run; None for a role without data or samples."""
+    """The datasets of a run; None for a role without data or samples. `valid_sets` are those with names."""
 
     plan: DataPlan
     train: SampleSource | None = None
     valid: SampleSource | None = None
     test: SampleSource | None = None
+    valid_sets: Mapping[str, SampleSource] = field(default_factory=dict)
+
+    def by_role(self) -> dict[str, SampleSource]:
+        """All that there is, by the names of `DataPlan.roles`."""
+        roles = {"train": self.train, "valid": self.valid, "test": self.test}
+        there = {name: dataset for name, dataset in roles.items() if dataset is not None}
+        return there | {f"{SET}{name}": dataset for name, dataset in self.valid_sets.items()}
 
     def digest(self, arrays: bool = False) -> str:
         """Hash of the order of all samples, for ranks to compare. With `arrays` of the index arrays themselves, which
         are read for it; else of what they are made from (sizes, ranges, seeds, weights)."""
         roles = self.plan.state()["roles"]
-        for sources in roles.values():
-            for source in sources:
+        for role in roles.values():
+            for source in role["sources"]:
                 del source["prefix"]  # the data may lie elsewhere on another node
-        built = {"train": self.train, "valid": self.valid, "test": self.test}
-        found = {name: dataset.digest() for name, dataset in built.items() if arrays and dataset is not None}
+        found = {name: dataset.digest() for name, dataset in self.by_role().items()} if arrays else {}
         return content_key({"roles": roles, "arrays": found})
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What a run will read. A role without data or samples is absent from `roles`; `caches` keep its index arrays."""
+    """What a run will read.
+
+    Attributes:
+        seq_length: inputs per sample.
+        batch: samples per step.
+        roles: train, valid, test, and `valid/<name>` for each of `sets`. What has no data or samples is absent.
+        sets: the validation sets with names.
+        caches: keep the index arrays.
+    """
 
     seq_length: int
+    batch: int
     roles: Mapping[str, RolePlan]
+    sets: tuple[SetPlan, ...] = ()
     caches: IndexCaches = field(default_factory=IndexCaches, compare=False)
 
     def table(self) -> list[SourceRow]:
         """One row per role and source."""
         rows = []
         for name, role in self.roles.items():
-            for planned in role.sources:
+            for planned, drawn in zip(role.sources, role.draws(), strict=True):
                 source = planned.source
-                samples, tokens = round(role.samples * source.weight), source.tokens
-                epochs = planned.packing.epochs(samples) if samples else 0.0
-                row = (source.data.prefix, source.num_documents, tokens, source.weight, samples, epochs)
-                rows.append(SourceRow(name, *row))
+                rows.append(
+                    SourceRow(
+                        role=name,
+                        name=source.name,
+                        prefix=source.data.prefix,
+                        documents=source.num_documents,
+                        tokens=source.tokens,
+                        weight=drawn.weight,
+                        weights=drawn.weights,
+                        steps=tuple(phase.step for phase in role.reached),
+                        samples=drawn.samples,
+                        epochs=drawn.epochs,
+                    )
+                )
         return rows
 
     def notes(self) -> list[str]:
         """What to know about documents that are left out, cut or padded, one line each."""
-        planned = [(name, source) for name, role in self.roles.items() for source in role.sources]
+        planned = [(name, role.sources[d]) for name, role in self.roles.items() for d in role.drawn]
         return [
             f"{source.source.data.prefix} ({name}): {note}"
             for name, source in planned
-            if source.source.weight > 0
             for note in source.packing.notes()
         ]
 
     def state(self) -> dict[str, Any]:
         """JSON-able record of the sample order, for checkpoints."""
-
-        def record(planned: SourcePlan) -> dict[str, Any]:
-            source = planned.source
-            segments = [asdict(segment) for segment in planned.segments]
-            return {
-                "prefix": source.data.prefix,
-                "key": planned.packing.key,
-                "weight": source.weight,
-                "segments": segments,
-            }
-
-        roles = {name: [record(planned) for planned in role.sources] for name, role in self.roles.items()}
-        return {"version": STATE_VERSION, "roles": roles}
+        return write_state({name: role.record() for name, role in self.roles.items()})
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Refuse data that another tokenizer made; see `manifest.check_tokenizer`."""
@@ -139,21 +156,27 @@ class DataPlan:
         Args:
             mmap_warmup: read the token files once now.
         """
-        built: dict[str, SampleSource] = {}
-        for name, role in self.roles.items():
-            drawn = [planned for planned in role.sources if planned.source.weight > 0]
-            datasets = []
-            for planned in drawn:
-                if mmap_warmup:
-                    planned.source.data.warm_up()
-                datasets.append(_packed(planned, self.caches))
-            if len(datasets) == 1:
-                built[name] = datasets[0]
-                continue
-            cache = self.caches.of(drawn[0].source.data.prefix)
-            weights = [planned.source.weight for planned in drawn]
-            built[name] = Mixture(datasets, weights, role.samples, cache)
-        return Datasets(self, **built)
+        built = {name: self._build(role, mmap_warmup) for name, role in self.roles.items()}
+        sets = {
+            one.name: Padded(built.pop(f"{SET}{one.name}"), one.samples, one.steps * self.batch) for one in self.sets
+        }
+        return Datasets(self, **built, valid_sets=sets)
+
+    def _build(self, role: RolePlan, mmap_warmup: bool) -> SampleSource:
+        drawn = role.drawn
+        if mmap_warmup:
+            for d in drawn:
+                role.sources[d].source.data.warm_up()
+        datasets = [_packed(role.sources[d], self.caches) for d in drawn]
+        if len(datasets) == 1:
+            return datasets[0]
+        return Mixture(
+            datasets,
+            [phase.only(drawn) for phase in role.reached],
+            role.samples,
+            self.caches.of(role.sources[drawn[0]].source.data.prefix),
+            [role.sources[d].source.name for d in drawn],
+        )
 
 
 def plan_datasets(
@@ -164,6 +187,8 @@ def plan_datasets(
     train_samples: int,
     valid_samples: int = 0,
     test_samples: int = 0,
+    set_samples: int = 0,
+    progress: Progress | None = None,
     frozen: Mapping[str, Any] | None = None,
 ) -> DataPlan:
     """Open, divide and count the data of a run.
@@ -173,27 +198,29 @@ def plan_datasets(
         seq_length: tokens per sample.
         seed: of the shuffles. What is frozen keeps the seed it had.
         train_samples, valid_samples, test_samples: over the whole run, from its first step on.
+        set_samples: of each validation set with a name, in every evaluation; 0 leaves them out.
+        progress: samples per step and what the run has done; by default a step of one sample at the beginning.
         frozen: `DataPlan.state()` of the checkpoint that is continued.
 
-    Raises `UserError`: files missing or damaged, too few tokens, weights that do not fit, data that changed since the
-    checkpoint.
+    Raises `UserError`: files missing or damaged, too few tokens, weights that do not fit, caps that do not let the data
+    last, data or weights that changed where the run has been.
     """
+    caches, progress = IndexCaches(data.data_cache_path, data.use_shared_fs), progress or Progress()
     wanted = dict(zip(NAMES, (train_samples, valid_samples, test_samples), strict=True))
-    roles, caches = {}, IndexCaches(data.data_cache_path, data.use_shared_fs)
-    for name, sources in find_sources(data, [name for name in NAMES if wanted[name] > 0], caches).items():
-        packings = [packing_of(data, source, seq_length, caches) for source in sources]
-        kept = _frozen_segments(name, sources, [packing.key for packing in packings], frozen)
-        planned = []
-        for source, packing, segments in zip(sources, packings, kept, strict=True):
-            # NeoX asks a source of a list for half a percent more, also when it is the only one.
-            asked = wanted[name] if data.data_path is not None else samples_to_ask(wanted[name], source.weight)
-            what = f"{source.data.prefix} ({name}, {source.num_documents} documents)"
-            if source.weight > 0:
-                segments = packing.plan(asked, seed, segments, what)
-            planned.append(SourcePlan(source, packing, segments))
-        if planned:
-            roles[name] = RolePlan(wanted[name], tuple(planned))
-    return DataPlan(seq_length, roles, caches)
+    names = [name for name in NAMES if wanted[name] > 0 or (name == "valid" and set_samples > 0)]
+    found = find_sources(data, names, seq_length, caches)
+    planner = RolePlanner(data, seq_length, seed, progress, read_state(frozen), caches)
+    roles: dict[str, RolePlan] = {}
+    for name, sources in found.roles.items():
+        if sources.sources and wanted[name] > 0:
+            plan = planner.training if name == "train" else planner.other
+            roles[name] = plan(name, sources, wanted[name])
+    sets = []
+    for one in found.valid_sets if set_samples > 0 else ():
+        role = planner.once(f"{SET}{one.source.name}", one.source, set_samples)
+        roles[f"{SET}{one.source.name}"] = role
+        sets.append(SetPlan(one.source.name, one.tags, role.samples, -(-role.samples // progress.batch)))
+    return DataPlan(seq_length, progress.batch, roles, tuple(sets), caches)
 
 
 def build_datasets(data: DataConfig, **counts: Any) -> Datasets:
@@ -203,48 +230,13 @@ def build_datasets(data: DataConfig, **counts: Any) -> Datasets:
 
 
 def epoch_samples(data: DataConfig, seq_length: int, epochs: int = 1) -> int:
-    """Training samples in `epochs` passes over all training data: what `train_epochs` is counted in."""
+    """Training samples in `epochs` passes over all data that is trained on: what `train_epochs` is counted in."""
     caches = IndexCaches(data.data_cache_path, data.use_shared_fs)
-    sources = find_sources(data, ["train"], caches)["train"]
-    return sum(packing_of(data, source, seq_length, caches).samples_per_epoch(epochs) for source in sources)
-
-
-def packing_of(data: DataConfig, source: Source, seq_length: int, caches: IndexCaches) -> Packing:
-    """The packing that a config asks for, bound to the documents of a source."""
-    return PACKINGS[data.pack_impl](
-        source.data,
-        seq_length=seq_length,
-        documents=source.documents,
-        labels=source.labels,
-        allow_chopped=data.allow_chopped,
-        cache=caches.of(source.data.prefix),
-    )
+    train = find_sources(data, ["train"], seq_length, caches).roles["train"]
+    drawn = [d for d in range(len(train.sources)) if any(weights[d] > 0 for _, weights in train.weights)]
+    return sum(packing_of(data, train.sources[d], seq_length, caches).samples_per_epoch(epochs) for d in drawn)
 
 
 def _packed(planned: SourcePlan, caches: IndexCaches) -> PackedSource:
     prefix = planned.source.data.prefix
     return planned.packing.dataset(planned.segments, caches.of(prefix), Path(prefix).name)
-
-
-def _frozen_segments(
-    name: str, sources: Sequence[Source], keys: Sequence[str], frozen: Mapping[str, Any] | None
-) -> list[tuple[Segment, ...]]:
-    """The segments each source had in the checkpoint, none for a fresh start. Refuses data that changed since."""
-    saved = (frozen or {}).get("roles", {}).get(name)
-    if saved is None:
-        return [()] * len(sources)
-    if frozen["version"] != STATE_VERSION:
-        raise UserError(f"the checkpoint's data state has version {frozen['version']}, expected {STATE_VERSION}.")
-    remedy = "Continue with the data of the checkpoint, or begin a new order of the data with finetune: true."
-    if len(saved) != len(sources):
-        raise UserError(f"the {name} data had {len(saved)} sources in the checkpoint, now {len(sources)}. {remedy}")
-    for source, key, old in zip(sources, keys, saved, strict=True):
-        where = f"{source.data.prefix} ({name})"
-        if old["key"] != key:
-            raise UserError(
-                f"{where}: documents, their range, their labels, pack_impl or seq_length changed since the checkpoint "
-                f"(it was {old['prefix']}), so its samples would come in another order. {remedy}"
-            )
-        if abs(old["weight"] - source.weight) > 1e-12:
-            raise UserError(f"{where}: weight {old['weight']:.6g} in the checkpoint, {source.weight:.6g} now. {remedy}")
-    return [tuple(Segment(**segment) for segment in old["segments"]) for old in saved]

@@ -1,4 +1,4 @@
-"""Several sources drawn from in given proportions, in GPT-NeoX's order."""
+"""Several sources drawn from in given proportions, in GPT-NeoX's order; the proportions may change over time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ import numpy as np
 
 from megatron.data.cache import IndexCache, content_key
 from megatron.data.index_builders import build_blend
+from megatron.data.phases import Phase, Weights, lengths
+from megatron.data.sample import Provenance
 from megatron.errors import UserError
 
 BLEND_VERSION = 1
 
 
 class SampleSource(Protocol):
-    """What can be drawn from: `len` samples, each read by its number; `digest` is a hash of their order."""
+    """What can be drawn from: `len` samples, each read by its number; `digest` is a hash of their order, `locate` says
+    which documents a sample is made of."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Any: ...
+
+    def locate(self, index: int) -> Provenance: ...
 
     def digest(self) -> str: ...
 
@@ -60,21 +65,25 @@ def samples_to_ask(samples: int, weight: float) -> int:
     return math.ceil(samples * weight * 1.005)
 
 
-class Mixture:
-    """`samples` draws from `sources` in the proportions `weights` (adding up to 1).
+def most_taken(samples: int, weight: float) -> int:
+    """The most that blending takes of a source in `samples` draws: it owes `weight * (samples - 1)` before the last."""
+    if weight <= 0 or samples <= 0:
+        return 0
+    return min(samples, math.floor(weight * (samples - 1) + 1e-9) + 1)
 
-    Draw i is the same however many follow, so a longer mixture continues a shorter one. Indices outside raise
-    `IndexError`; nothing wraps around. `taken` says how many samples each source gives over the whole mixture.
-    """
 
-    def __init__(
-        self, sources: Sequence[SampleSource], weights: Sequence[float], samples: int, cache: IndexCache | None = None
-    ) -> None:
-        if len(sources) != len(weights):
-            raise ValueError(f"{len(sources)} sources but {len(weights)} weights")
-        self.sources, self.weights, self.samples = list(sources), list(weights), samples
+class Blend:
+    """`samples` draws from sources in fixed proportions. Draw i is the same however many follow."""
+
+    def __init__(self, weights: Weights, samples: int, cache: IndexCache) -> None:
+        self.samples = samples
         # A source of weight 0 is owed nothing, but would be taken when the others are owed exactly nothing too.
         self._drawn = [d for d, weight in enumerate(weights) if weight > 0]
+        self.taken = [0] * len(weights)
+        self._source: np.ndarray | None = None
+        if len(self._drawn) == 1:
+            self.taken[self._drawn[0]] = samples
+            return
         active = np.asarray([weights[d] for d in self._drawn], dtype=np.float64)
         active /= np.sum(active)  # GPT-NeoX normalises twice, and the last bit decides ties
 
@@ -84,28 +93,88 @@ class Mixture:
             return {"source": source, "sample": sample, "taken": np.asarray(taken, dtype=np.int64)}
 
         key = content_key({"kind": "blend", "version": BLEND_VERSION, "samples": samples}, active)
-        arrays = (cache or IndexCache(None)).arrays("blend", key, build)
+        arrays = cache.arrays("blend", key, build)
         self._source, self._sample = arrays["source"], arrays["sample"]
-        self.taken = [0] * len(self.sources)
         for d, taken in zip(self._drawn, arrays["taken"], strict=True):
             self.taken[d] = int(taken)
-            if taken > len(self.sources[d]):
-                raise ValueError(f"source {d} has {len(self.sources[d])} samples, but {taken} are drawn from it")
 
-    def locate(self, index: int) -> tuple[int, int]:
+    def draw(self, index: int) -> tuple[int, int]:
+        """The source of draw `index`, and how many draws before it were from that source."""
+        if self._source is None:
+            return self._drawn[0], index
+        return self._drawn[int(self._source[index])], int(self._sample[index])
+
+    def digest(self) -> str:
+        """Hash of the arrays. Reads all of them."""
+        described = {"drawn": self._drawn, "samples": self.samples}
+        return content_key(described, *(() if self._source is None else (self._source, self._sample)))
+
+
+class Mixture:
+    """`samples` draws from `sources`, in the proportions of `phases`.
+
+    In every phase the counting of draws starts again: a source whose weight rises, or that is new, is drawn from at its
+    new rate at once, and owed nothing for the time before. But every source goes on in its own order, so nothing comes
+    twice before its samples are used up. A longer mixture continues a shorter one.
+
+    Indices outside raise `IndexError`; nothing wraps around. `taken` says how many samples each source gives over the
+    whole mixture.
+
+    Args:
+        names: what the sources are called, for `locate`.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[SampleSource],
+        phases: Sequence[Phase],
+        samples: int,
+        cache: IndexCache | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        for phase in phases:
+            if len(sources) != len(phase.weights):
+                raise ValueError(f"{len(sources)} sources but {len(phase.weights)} weights")
+        self.sources, self.samples = list(sources), samples
+        self.names = list(names) if names is not None else [str(d) for d in range(len(sources))]
+        self._firsts: list[int] = []
+        self._blends: list[Blend] = []
+        self._bases: list[list[int]] = []  # samples that each source gave before each phase
+        self.taken = [0] * len(self.sources)
+        for phase, length in zip(phases, lengths(phases, samples), strict=True):
+            if length == 0:
+                continue
+            blend = Blend(phase.weights, length, cache or IndexCache(None))
+            self._firsts.append(phase.first)
+            self._blends.append(blend)
+            self._bases.append(self.taken)
+            self.taken = [before + now for before, now in zip(self.taken, blend.taken, strict=True)]
+        for name, source, taken in zip(self.names, self.sources, self.taken, strict=True):
+            if taken > len(source):
+                raise ValueError(f"source {name} has {len(source)} samples, but {taken} are drawn from it")
+
+    def draw(self, index: int) -> tuple[int, int]:
         """The source of draw `index`, and the number of the sample within that source."""
         if not 0 <= index < self.samples:
             raise IndexError(f"sample {index} of a mixture of {self.samples}")
-        return self._drawn[int(self._source[index])], int(self._sample[index])
+        phase = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        source, count = self._blends[phase].draw(index - self._firsts[phase])
+        return source, self._bases[phase][source] + count
+
+    def locate(self, index: int) -> Provenance:
+        """The source, the number of the sample within it and its documents."""
+        source, sample = self.draw(index)
+        return self.sources[source].locate(sample).within(self.names[source])
 
     def digest(self) -> str:
         """Hash of the index arrays, those of the sources included. Reads all of them."""
         sources = [source.digest() for source in self.sources]
-        return content_key({"sources": sources, "weights": self.weights}, self._source, self._sample)
+        blends = [blend.digest() for blend in self._blends]
+        return content_key({"sources": sources, "firsts": self._firsts, "blends": blends})
 
     def __len__(self) -> int:
         return self.samples
 
     def __getitem__(self, index: int) -> Any:
-        source, sample = self.locate(index)
+        source, sample = self.draw(index)
         return self.sources[source][sample]

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from megatron.errors import UserError, nearest
+from megatron.neox_arguments import mixture_files
 from megatron.neox_arguments.arguments import NeoXArgs, all_keys
 from megatron.neox_arguments.coerce import WrongValue, coerce, thaw
 from megatron.neox_arguments.keys import KeyInfo
@@ -33,9 +34,19 @@ def load(paths: Sequence[str], overrides: Sequence[str] = (), conf_dir: str | No
     that is wrong with the files, the keys or the types of the values.
     """
     entries = _merge([config_path(path, conf_dir) for path in paths])
+    _read_mixture(entries, conf_dir)
     for override in overrides:
         _apply_override(entries, override)
+        _read_mixture(entries, conf_dir)
+    if "mixture" in entries:
+        entries["mixture"] = mixture_files.resolve(entries["mixture"], conf_dir)
     return _build(entries)
+
+
+def _read_mixture(entries: dict[str, Entry], conf_dir: str | None) -> None:
+    """The name of a mixture becomes what its file holds; overrides that follow may reach inside it."""
+    if "mixture" in entries:
+        entries["mixture"] = mixture_files.read_named(entries["mixture"], conf_dir)
 
 
 def _merge(paths: list[str]) -> dict[str, Entry]:

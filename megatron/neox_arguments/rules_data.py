@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.errors import UserError, nearest
 from megatron.neox_arguments.draft import Draft
+from megatron.neox_arguments.rules_mixture import has_valid_sets
 
 _ROLES = ("train", "valid", "test")
 
@@ -18,10 +19,14 @@ def data_paths(draft: Draft) -> None:
     elif lists and "train_data_paths" not in lists:
         draft.fail(lists[0], "is set without train_data_paths")
     for role in _ROLES:
-        _weights(draft, role)
+        _paths(draft, role)
+        if role != "train":  # those of training may change over time: rules_mixture
+            _weights(draft, role)
         _labels(draft, role)
     if lists and draft["eval_iters"] > 0:
         missing = [role for role in _ROLES[1:] if not draft[f"{role}_data_paths"]]
+        if has_valid_sets(draft):
+            missing = []  # then it is plain that this run is validated in its own way
         if missing:
             draft.note(
                 f"no {' and no '.join(missing)} data: {', '.join(f'{role}_data_paths' for role in missing)} not set"
@@ -38,11 +43,14 @@ def _no_comma(draft: Draft, name: str, path: str) -> None:
         draft.fail(name, f"{path!r} has a comma: did you mean a list? train_data_paths: [{items}]")
 
 
+def _paths(draft: Draft, role: str) -> None:
+    for path in draft[f"{role}_data_paths"] or ():
+        _no_comma(draft, f"{role}_data_paths", path)
+
+
 def _weights(draft: Draft, role: str) -> None:
     paths, name = draft[f"{role}_data_paths"], f"{role}_data_weights"
     weights = draft[name]
-    for path in paths or ():
-        _no_comma(draft, f"{role}_data_paths", path)
     if weights is None:
         return
     if paths is None:
@@ -58,7 +66,8 @@ def _weights(draft: Draft, role: str) -> None:
 def _labels(draft: Draft, role: str) -> None:
     paths, name = draft[f"{role}_data_paths"], f"{role}_label_data_paths"
     for path in draft[name] or ():
-        _no_comma(draft, name, path)
+        if path is not None:
+            _no_comma(draft, name, path)
     if draft[name] is not None and len(draft[name]) != len(paths or ()):
         draft.fail(name, f"has {len(draft[name])} paths for {len(paths or ())} {role}_data_paths; give one for each")
 

@@ -8,6 +8,7 @@ from megatron.errors import nearest
 from megatron.neox_arguments.arguments import SET_BY_PROGRAM, all_keys
 from megatron.neox_arguments.draft import Draft
 from megatron.neox_arguments.nested import dtype_name
+from megatron.neox_arguments.rules_mixture import has_valid_sets
 from megatron.neox_arguments.rules_parallel import stages
 
 _LION_BETAS = (0.9, 0.99)
@@ -229,7 +230,7 @@ def evaluation(draft: Draft) -> None:
     trains = bool(draft["train_iters"] or draft["train_epochs"])
     found = {
         "do_train": trains and (one_path or draft["train_data_paths"] is not None),
-        "do_valid": evaluates and (one_path or draft["valid_data_paths"] is not None),
+        "do_valid": evaluates and (one_path or draft["valid_data_paths"] is not None or has_valid_sets(draft)),
         "do_test": evaluates and (one_path or draft["test_data_paths"] is not None),
     }
     if draft.given("do_train") is False and found["do_train"]:

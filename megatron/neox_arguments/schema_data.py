@@ -1,9 +1,11 @@
 """The keys about text and tokens: `args.tokenizer` and `args.data`."""
 
+# ruff: noqa: RUF009  (key() returns a dataclass field)
+
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.neox_arguments.keys import key
 
@@ -52,16 +54,68 @@ class DataConfig:
     train_data_paths: tuple[str, ...] | None = key(None, "Token files to train on, mixed by train_data_weights.")
     valid_data_paths: tuple[str, ...] | None = key(None, "Token files to validate on.")
     test_data_paths: tuple[str, ...] | None = key(None, "Token files to test on.")
-    train_data_weights: tuple[float, ...] | None = key(None, "Mixture weights of train_data_paths (default: equal).")
+    train_data_weights: tuple[float, ...] | tuple[tuple[int, tuple[float, ...]], ...] | None = key(
+        None,
+        "Mixture weights of train_data_paths (default: equal), or of each phase: [[0, weights], [step, weights], ...]. "
+        "A source that is 0 throughout is a validation set.",
+    )
     valid_data_weights: tuple[float, ...] | None = key(None, "Mixture weights of valid_data_paths (default: equal).")
     test_data_weights: tuple[float, ...] | None = key(None, "Mixture weights of test_data_paths (default: equal).")
-    train_label_data_paths: tuple[str, ...] | None = key(
-        None, "Labels of train_data_paths, token by token: -100 is not trained."
+    train_label_data_paths: tuple[str | None, ...] | None = key(
+        None, "Labels of train_data_paths, token by token: -100 is not trained; null: that source has none."
     )
-    valid_label_data_paths: tuple[str, ...] | None = key(None, "Labels of valid_data_paths.")
-    test_label_data_paths: tuple[str, ...] | None = key(None, "Labels of test_data_paths.")
+    valid_label_data_paths: tuple[str | None, ...] | None = key(None, "Labels of valid_data_paths.")
+    test_label_data_paths: tuple[str | None, ...] | None = key(None, "Labels of test_data_paths.")
     weight_by_num_documents: bool = key(False, "Take the mixture weights from the document counts.")
     weighted_sampler_alpha: float = key(1.0, "Exponent of weight_by_num_documents; below 1 favours small sources.")
+    mixture: str | dict[str, Any] | None = key(
+        None,
+        "Sources, weights and validation sets by name, or the name of a file with them (documentation/mixtures.md). "
+        "Fills in the keys about training data.",
+        new=True,
+    )
+    data_root: str | None = key(
+        None, "Folder that relative data paths start from (default: the current one).", new=True
+    )
+    train_data_names: tuple[str, ...] | None = key(
+        None, "Names of train_data_paths in tables, messages and metrics (default: those of the files).", new=True
+    )
+    train_data_max_epochs: float | tuple[float | None, ...] | None = key(
+        None,
+        "Cap on the epochs of each source of training, one number or one per source; such a source is read epoch by "
+        "epoch. A run that needs more is refused before it starts.",
+        new=True,
+    )
+    train_data_on_cap: Literal["error", "redistribute"] = key(
+        "error",
+        "What to do about a source that train_data_max_epochs does not let last: refuse the run, or lower its weight "
+        "and share the rest among the other sources.",
+        new=True,
+    )
+    train_data_max_tokens: int | tuple[int | None, ...] | None = key(
+        None, "Use only the first documents of each source of training, at most so many tokens.", new=True
+    )
+    train_data_holdout: int | tuple[int | None, ...] | None = key(
+        None,
+        "Hold the last documents of each source of training, at least so many samples, out as a validation set of its "
+        "name.",
+        new=True,
+    )
+    target_budget: int | None = key(
+        None,
+        "Simulated epoching: tokens of the large run that this small one stands for. Every source of training is cut "
+        "to experiment_budget / target_budget of its tokens, so that it repeats as often as there.",
+        new=True,
+    )
+    experiment_budget: int | None = key(
+        None, "Tokens of this run, for target_budget (default: train_iters x batch x sequence).", new=True
+    )
+    valid_sets: dict[str, Any] | None = key(
+        None,
+        "Validation sets by name: {name: path} or {name: {path, labels, tags}}. Each is evaluated for itself, on the "
+        "same samples every time, as validation/<name>/lm_loss, and the sets of a tag together.",
+        new=True,
+    )
     data_impl: Literal["infer", "mmap", "cached"] = key(
         "infer",
         "Format of the token files; infer finds out.",

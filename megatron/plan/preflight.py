@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron.checkpoint.find import Start, decide_start
 from megatron.cluster.launch import Placement
+from megatron.data.sources import named_paths
 from megatron.data.splits import NAMES
 from megatron.data.token_files import find_files
 from megatron.inference.inputs import check_requests, checkpoint_folder
@@ -68,10 +69,8 @@ def preflight(args: NeoXArgs, kind: str) -> Found:
 
 def data_paths(args: NeoXArgs) -> list[str]:
     """The data paths of the roles that are active in a derived config."""
-    if args.data.data_path is not None:
-        return [args.data.data_path]
     active = {"train": args.training.do_train, "valid": args.training.do_valid, "test": args.training.do_test}
-    return [path for role in NAMES if active[role] for path in getattr(args.data, f"{role}data_paths") or ()]
+    return named_paths(args.data, [role for role in NAMES if active[role]])
 
 
 def _start(args: NeoXArgs, kind: str) -> Start | Path:

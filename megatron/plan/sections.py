@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.callbacks.data_table import HEAD, data_cells, phase_lines
 from megatron.checkpoint.find import Start
 from megatron.cluster.launch import Placement
 from megatron.data.build import SourceRow
@@ -129,12 +130,8 @@ def steps(args: NeoXArgs, vocab_size: int) -> list[str]:
 
 
 def data(found: Sequence[SourceRow]) -> list[str]:
-    """Tokens and epochs per source."""
-    rows = [
-        (s.role, s.prefix, f"{s.documents:,}", f"{s.tokens:,}", f"{s.weight:.4g}", f"{s.samples:,}", f"{s.epochs:.3g}")
-        for s in found
-    ]
-    return titled("data", table(("role", "source", "documents", "tokens", "weight", "samples used", "epochs"), rows))
+    """What each source has, and what the run takes of it."""
+    return titled("data", [*table(HEAD, data_cells(found)), *phase_lines(found)])
 
 
 def checkpoints(begin: Start | Path, saves: SavePlan | None, folder: str | None) -> list[str]:

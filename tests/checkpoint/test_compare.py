@@ -11,7 +11,7 @@ SAVED = {
     "hidden_size": 16,
     "attention_config": ["global", "global"],
     "tokenizer_type": "HFTokenizer",
-    "train_data_paths": ["a"],
+    "data_path": "a",
     "lr": 1e-3,
     "train_batch_size": 8,
     "optimizer_type": "adam",
@@ -29,7 +29,7 @@ def test_tuples_and_lists_are_the_same_and_new_keys_are_no_change():
     [
         ("hidden_size", 32, "architecture"),
         ("tokenizer_type", "CharLevelTokenizer", "tokenizer"),
-        ("train_data_paths", ["a", "b"], "data order"),
+        ("data_path", "b", "data order"),
         ("optimizer_type", "sgd", "optimizer"),
     ],
 )
@@ -49,7 +49,7 @@ def test_other_changes_are_said():
 
 
 def test_finetuning_takes_new_data_and_optimizer_but_not_another_architecture():
-    now = {**SAVED, "train_data_paths": ["b"], "optimizer_type": "sgd"}
+    now = {**SAVED, "data_path": "b", "optimizer_type": "sgd"}
     assert len(check_config(SAVED, now, finetune=True)) == 2
     with pytest.raises(UserError, match="architecture: hidden_size"):
         check_config(SAVED, {**now, "hidden_size": 8}, finetune=True)

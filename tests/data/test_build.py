@@ -16,6 +16,7 @@ import pytest
 from megatron.data.build import build_datasets, epoch_samples, plan_datasets
 from megatron.data.indexed import IndexedDataset
 from megatron.data.packed import PackedDataset, plan_segments
+from megatron.data.phases import Progress
 from megatron.errors import UserError
 from megatron.neox_arguments.schema_data import DataConfig
 from tests.data.corpus import GOLDEN, write
@@ -146,16 +147,16 @@ def test_no_token_comes_again_before_the_first_segment_is_used_up(tmp_path: Path
 def test_data_that_changed_since_the_checkpoint_is_refused(tmp_path: Path) -> None:
     paths = (numbered(tmp_path / "a", 1), numbered(tmp_path / "b", 100))
     config = DataConfig(train_data_paths=paths, train_data_weights=(3.0, 1.0))
-    counts = {"seq_length": 4, "seed": 5, "train_samples": 40}
+    counts = {"seq_length": 4, "seed": 5, "train_samples": 40, "progress": Progress(1, 10, 10)}
     state = plan_datasets(config, **counts).state()
-    with pytest.raises(UserError, match=r"2 sources in the checkpoint, now 1.*finetune"):
+    with pytest.raises(UserError, match=r"b: is no longer among the 1 sources(.|\n)*weight 0 (.|\n)*finetune"):
         plan_datasets(DataConfig(train_data_paths=paths[:1]), frozen=state, **counts)
-    with pytest.raises(UserError, match="weight 0.75 in the checkpoint, 0.5 now"):
+    with pytest.raises(UserError, match=r"steps 0 to 9: a 0.75 in the checkpoint, 0.5 now, b 0.25 .*, 0.5 now"):
         plan_datasets(replace(config, train_data_weights=(1.0, 1.0)), frozen=state, **counts)
     with pytest.raises(UserError, match="changed since the checkpoint"):
         plan_datasets(config, frozen=state, **{**counts, "seq_length": 5})
     numbered(tmp_path / "a", 1, 31)
-    with pytest.raises(UserError, match=r"a \(train\): documents"):
+    with pytest.raises(UserError, match=r"a: documents, their range"):
         plan_datasets(config, frozen=state, **counts)
 
 

@@ -18,6 +18,7 @@ from megatron.data.loader import StepLoader
 from megatron.data.mixture import Mixture
 from megatron.data.order import rank_samples
 from megatron.data.packed import PackedDataset, plan_segments
+from megatron.data.phases import Phase
 from megatron.data.sample import Sample
 from megatron.errors import UserError
 from tests.data.corpus import write
@@ -131,7 +132,7 @@ def corpus(folder: Path) -> Mixture:
         documents = [rng.randint(1, 500, rng.randint(1, 30)).tolist() for _ in range(40)]
         data = IndexedDataset(write(folder / name, documents))
         sources.append(PackedDataset(data, seq_length=4, segments=plan_segments(data.num_tokens, 4, 60, 5)))
-    return Mixture(sources, [0.7, 0.3], 64)
+    return Mixture(sources, [Phase.constant([0.7, 0.3])], 64)
 
 
 @pytest.mark.parametrize(

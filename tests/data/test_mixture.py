@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.data.cache import IndexCache
 from megatron.data.mixture import Mixture, normalize_weights, samples_to_ask, weights_by_documents
+from megatron.data.phases import Phase
 from megatron.errors import UserError
 
 pytestmark = pytest.mark.cpu
@@ -31,9 +32,13 @@ class Numbers:
         return self.name, index
 
 
+def constant(*weights: float) -> list[Phase]:
+    return [Phase.constant(weights)]
+
+
 def test_golden_draws() -> None:
-    mixture = Mixture([Numbers("a", 20), Numbers("b", 20)], [0.89, 0.11], 20)
-    assert [mixture.locate(i)[0] for i in range(20)] == [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1]
+    mixture = Mixture([Numbers("a", 20), Numbers("b", 20)], constant(0.89, 0.11), 20)
+    assert [mixture.draw(i)[0] for i in range(20)] == [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1]
     assert mixture[10] == ("b", 1)
     assert mixture[11] == ("a", 9)
     assert mixture.taken == [17, 3]
@@ -54,7 +59,7 @@ def test_a_source_never_gives_more_than_it_was_asked_for(raw: list[float], sampl
     weights = normalize_weights(raw, len(raw), "train_data_weights")
     assert sum(weights) == pytest.approx(1)
     asked = [samples_to_ask(samples, weight) for weight in weights]
-    mixture = Mixture([Numbers(str(d), count) for d, count in enumerate(asked)], weights, samples)
+    mixture = Mixture([Numbers(str(d), count) for d, count in enumerate(asked)], constant(*weights), samples)
     assert sum(mixture.taken) == samples
     seen = {mixture[i] for i in range(samples)}
     assert len(seen) == samples  # nothing twice
@@ -63,19 +68,19 @@ def test_a_source_never_gives_more_than_it_was_asked_for(raw: list[float], sampl
 def test_a_longer_mixture_continues_a_shorter_one() -> None:
     weights = normalize_weights([3, 2, 2], 3, "w")
     sources = [Numbers(name, 100) for name in "abc"]
-    short, long = Mixture(sources, weights, 30), Mixture(sources, weights, 100)
+    short, long = Mixture(sources, constant(*weights), 30), Mixture(sources, constant(*weights), 100)
     assert [short[i] for i in range(30)] == [long[i] for i in range(30)]
 
 
 def test_weight_zero_is_never_drawn() -> None:
-    mixture = Mixture([Numbers("a", 0), Numbers("b", 5), Numbers("c", 5)], [0.0, 0.5, 0.5], 10)
+    mixture = Mixture([Numbers("a", 0), Numbers("b", 5), Numbers("c", 5)], constant(0.0, 0.5, 0.5), 10)
     assert mixture.taken == [0, 5, 5]
     assert {mixture[i][0] for i in range(10)} == {"b", "c"}
 
 
 def test_too_short_a_source_is_an_error_at_start() -> None:
-    with pytest.raises(ValueError, match="has 3 samples, but 5"):
-        Mixture([Numbers("a", 3), Numbers("b", 9)], [0.5, 0.5], 10)
+    with pytest.raises(ValueError, match="source 0 has 3 samples, but 5"):
+        Mixture([Numbers("a", 3), Numbers("b", 9)], constant(0.5, 0.5), 10)
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], [0.0, 0.0], [1.0, -1.0], [float("nan"), 1.0]])
@@ -90,8 +95,8 @@ def test_default_weights_are_equal() -> None:
 
 def test_the_blend_is_kept(tmp_path: Path) -> None:
     sources = [Numbers("a", 50), Numbers("b", 50)]
-    first = Mixture(sources, [0.5, 0.5], 40, IndexCache(tmp_path))
-    again = Mixture(sources, [0.5, 0.5], 40, IndexCache(tmp_path))
-    assert isinstance(again._source, np.memmap)
+    first = Mixture(sources, constant(0.5, 0.5), 40, IndexCache(tmp_path))
+    again = Mixture(sources, constant(0.5, 0.5), 40, IndexCache(tmp_path))
+    assert isinstance(again._blends[0]._source, np.memmap)
     assert [first[i] for i in range(40)] == [again[i] for i in range(40)]
     assert again.taken == [20, 20]

@@ -33,6 +33,7 @@ RULED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "fp32_allreduce": (True, {}, "communication_data_type"),
     "lr_decay_fraction": (0.5, {}, "lr_decay_iters"),
     "sample_input_file": ("x", {}, "text_gen_type"),
+    "mixture": ({"sources": {"a": "x"}}, {}, "train_data_paths"),
     "eval_iters": (0, {"data_path": "x"}, "do_valid"),
     "num_gpus": (2, {}, "data_parallel_size"),
     "global_num_gpus": (2, {}, "data_parallel_size"),

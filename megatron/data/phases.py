@@ -1,0 +1,114 @@
+"""Weights that change over time: a run is a row of phases, each with the weights of all sources.
+
+People write phases in steps; samples are counted in samples. `Progress` turns the one into the other: what a run has
+behind it may have been taken in batches of another size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+Weights = tuple[float, ...]
+
+_SAME = 1e-12  # weights that differ by less were written in two ways
+
+
+@dataclass(frozen=True)
+class Phase:
+    """From one sample of a run on, sources are drawn in other proportions.
+
+    Attributes:
+        step: the step it begins with.
+        first: samples that are consumed before it.
+        weights: one per source, adding up to 1; 0 draws nothing.
+        asked: what the configuration says; `weights` differs where a used-up source is made up for by others (caps).
+    """
+
+    step: int
+    first: int
+    weights: Weights
+    asked: Weights
+
+    @staticmethod
+    def constant(weights: Sequence[float]) -> Phase:
+        """One for a whole run."""
+        return Phase(0, 0, tuple(weights), tuple(weights))
+
+    def only(self, sources: Sequence[int]) -> Phase:
+        """The same for a choice of the sources."""
+        weights, asked = (tuple(of[d] for d in sources) for of in (self.weights, self.asked))
+        return replace(self, weights=weights, asked=asked)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: `consumed` samples in its first `steps` steps; every later step takes `batch`."""
+
+    batch: int = 1
+    steps: int = 0
+    consumed: int = 0
+
+    def samples_at(self, step: int) -> int:
+        """Samples consumed before `step`. For steps of the past this is exact when the batch never changed."""
+        return max(0, self.consumed + (step - self.steps) * self.batch) if step else 0
+
+    def step_at(self, samples: int) -> int:
+        """The last step of which no more than `samples` samples are consumed before it."""
+        return max(0, self.steps + (samples - self.consumed) // self.batch)
+
+
+def alike(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two lists of weights say the same."""
+    return all(abs(a - b) <= _SAME for a, b in zip(one, other, strict=True))
+
+
+def begin(wanted: Sequence[tuple[int, Weights]], progress: Progress) -> tuple[Phase, ...]:
+    """The phases of a fresh run from (step, weights) pairs; a border at which nothing changes is none."""
+    return _appended((), wanted, progress)
+
+
+def go_on(past: Sequence[Phase], wanted: Sequence[tuple[int, Weights]], progress: Progress) -> tuple[Phase, ...]:
+    """The phases of a continued run: its `past` as it was, then what is wanted from `progress.steps` on."""
+    begun = tuple(phase for phase in past if phase.step < progress.steps)
+    return _appended(begun, [pair for pair in wanted if pair[0] >= progress.steps], progress)
+
+
+def _appended(
+    phases: tuple[Phase, ...], wanted: Sequence[tuple[int, Weights]], progress: Progress
+) -> tuple[Phase, ...]:
+    for step, weights in wanted:
+        if not phases or not alike(weights, phases[-1].asked):
+            phases = (*phases, Phase(step, progress.samples_at(step), weights, weights))
+    return phases
+
+
+def steps_and_weights(phases: Sequence[Phase]) -> list[tuple[int, Weights]]:
+    """What was asked for, as (step, weights) pairs that differ from one to the next."""
+    pairs: list[tuple[int, Weights]] = []
+    for phase in phases:
+        if not pairs or not alike(phase.asked, pairs[-1][1]):
+            pairs.append((phase.step, phase.asked))
+    return pairs
+
+
+def before(wanted: Sequence[tuple[int, Weights]], step: int) -> list[tuple[int, Weights]]:
+    """The part of (step, weights) pairs that lies before `step`, without borders at which nothing changes."""
+    pairs: list[tuple[int, Weights]] = []
+    for start, weights in wanted:
+        if start < step and not (pairs and alike(weights, pairs[-1][1])):
+            pairs.append((start, weights))
+    return pairs
+
+
+def lengths(phases: Sequence[Phase], samples: int) -> list[int]:
+    """Samples in each phase of a run of `samples`; phases that it does not reach have 0."""
+    ends = [*(phase.first for phase in phases[1:]), samples]
+    return [max(0, min(end, samples) - phase.first) for phase, end in zip(phases, ends, strict=True)]
+
+
+def shares(phases: Sequence[Phase], samples: int) -> list[float]:
+    """Samples of each source in a run of `samples`, as the weights have it (draws are whole numbers around it)."""
+    counts = lengths(phases, samples)
+    sources = range(len(phases[0].weights)) if phases else ()
+    return [sum(n * phase.weights[d] for n, phase in zip(counts, phases, strict=True)) for d in sources]
