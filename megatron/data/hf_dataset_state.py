@@ -1,0 +1,76 @@
+"""`pipeline_results.json`: what a prepared dataset is, and which stages of its preparation are done."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron.log import get_logger
+
+NAME = "pipeline_results.json"
+FORMAT_VERSION = 1
+
+logger = get_logger(__name__)
+
+
+class PipelineState:
+    """The file's content. `results` are the keys of GPT-NeoX's fork and ours; `stages` holds per stage the key of what
+    it was made of and what it gave; `stamps` the digests of local files (`hf_dataset_source.Stamps`).
+
+    Nothing is written before a stage has been done.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Reads what an earlier run left in `folder`; what cannot be read counts as nothing, with a warning."""
+        self.path = folder / NAME
+        self.results: dict[str, Any] = {}
+        earlier = _read(self.path)
+        self.stages: dict[str, dict[str, Any]] = earlier.get("stages", {})
+        self.stamps: dict[str, list[Any]] = earlier.get("stamps", {})
+        self.hub_files: list[str] = earlier.get("hub_files", [])
+        self.request: dict[str, Any] | None = earlier.get("request")
+
+    def done(self, stage: str, key: str) -> dict[str, Any] | None:
+        """What a stage gave, when it was done with that key; else None."""
+        found = self.stages.get(stage)
+        return found if found is not None and found.get("key") == key else None
+
+    def finish(self, stage: str, key: str, **gave: Any) -> dict[str, Any]:
+        """Note that a stage is done, and write the file."""
+        self.stages[stage] = {"key": key, **gave}
+        self.write("started")
+        return self.stages[stage]
+
+    def write(self, status: str, error: str | None = None) -> None:
+        """Write the file when its folder is there (temporary name, then rename)."""
+        if not self.path.parent.is_dir():
+            return
+        said = {"error": error} if error else {}
+        content = {
+            "format_version": FORMAT_VERSION,
+            **self.results,
+            "status": status,
+            **said,
+            "request": self.request,
+            "hub_files": self.hub_files,
+            "stages": self.stages,
+            "stamps": self.stamps,
+        }
+        temp = self.path.with_name(f"{NAME}.{os.getpid()}.tmp")
+        temp.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(temp, self.path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or content.get("format_version") != FORMAT_VERSION:
+        logger.warning(f"{path}: not of this version of the tool; every stage is done anew")
+        return {}
+    return content
