@@ -198,15 +198,20 @@ def _record_batches(pyarrow: Any, source: Any) -> Iterator[tuple[Any, int, int]]
                 low = high
 
 
+def text_file(part: Part, begin: Position = START) -> Iterator[Cut]:
+    """A plain text file, which is one document."""
+    if not begin.offset:
+        yield from ((chunk, Position(0, 1)) for chunk in text_files([part.path]))
+
+
 READERS: dict[str, Callable[[Part, Position], Iterator[Cut]]] = {
     ".jsonl": json_lines,
     ".ndjson": json_lines,
     ".json": json_file,
+    ".txt": text_file,
     ".parquet": parquet,
     ".arrow": arrow,
 }
-TEXT = ".txt"  # many small files make one chunk, so these have no reader of their own
-KINDS = (*list(READERS)[:3], TEXT, *list(READERS)[3:])
 SPLITTABLE = (".jsonl", ".ndjson", ".parquet", ".arrow")
 
 
@@ -221,9 +226,9 @@ def find_inputs(names: Iterable[str]) -> list[Path]:
         for part in [name] if Path(name).exists() else [part for part in name.split(",") if part]:
             found += _expand(part)
     for path in found:
-        if kind_of(path) not in KINDS or (path.suffix in COMPRESSIONS and kind_of(path) in (".parquet", ".arrow")):
+        if kind_of(path) not in READERS or (path.suffix in COMPRESSIONS and kind_of(path) in (".parquet", ".arrow")):
             raise UserError(
-                f"{path}: unknown kind of file. Known: {', '.join(KINDS)}, and all but the last two also compressed "
+                f"{path}: unknown kind of file. Known: {', '.join(READERS)}, and all but the last two also compressed "
                 f"as {', '.join(COMPRESSIONS)}"
             )
     return found
@@ -246,17 +251,17 @@ def read_chunks(paths: Sequence[Path]) -> Iterator[Chunk]:
 
 def read_parts(parts: Sequence[Part], begin: Position = START) -> Iterator[Cut]:
     """The chunks of several parts of files, one after the other, from a position that an earlier reading gave."""
-    kinds = itertools.groupby(range(begin.file, len(parts)), key=lambda index: kind_of(parts[index].path) == TEXT)
-    for texts, group in kinds:
+    # Small text files share chunks, across what would otherwise be readers of one each.
+    kinds = itertools.groupby(range(begin.file, len(parts)), key=lambda index: READERS[kind_of(parts[index].path)])
+    for reader, group in kinds:
         indices = list(group)
-        if texts:
+        if reader is text_file:
             done = indices[0]
             for files in text_files(parts[index].path for index in indices):
                 done += len(files.paths)
                 yield files, Position(done)
             continue
         for index in indices:
-            reader = READERS[kind_of(parts[index].path)]
             for chunk, after in reader(parts[index], begin if index == begin.file else Position()):
                 yield chunk, replace(after, file=index)
 
@@ -264,9 +269,9 @@ def read_parts(parts: Sequence[Part], begin: Position = START) -> Iterator[Cut]:
 def _expand(name: str) -> list[Path]:
     path = Path(name).expanduser()
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and kind_of(file) in KINDS)
+        files = sorted(file for file in path.rglob("*") if file.is_file() and kind_of(file) in READERS)
         if not files:
-            raise UserError(f"{name}: no file of a known kind in this folder. Known: {', '.join(KINDS)}")
+            raise UserError(f"{name}: no file of a known kind in this folder. Known: {', '.join(READERS)}")
         return files
     if path.exists():
         return [path]

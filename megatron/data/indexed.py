@@ -296,15 +296,15 @@ class IndexedDatasetBuilder:
         if other.dtype != self.dtype:
             raise UserError(f"{other.prefix} stores {other.dtype}, but {self.prefix} is written as {self.dtype}.")
         first = self._items
-        for piece in _pieces(other._bin, 1 << 26):
+        for piece in _pieces(other._bin, 1 << 24):
             with self._writing():
                 self._bin.write(piece)
             report(len(piece))
         self._tokens += other.num_tokens
-        for piece in _pieces(other.sizes, 1 << 22):
+        for piece in _pieces(other.sizes, 1 << 20):
             self._add_sizes(piece)
         ends = other.doc_idx[1:] if len(other.doc_idx) > 1 else np.arange(1, len(other) + 1)
-        for piece in _pieces(ends, 1 << 22):
+        for piece in _pieces(ends, 1 << 20):
             self._end_documents(piece + first)
 
     def mark(self) -> Mark:
@@ -401,7 +401,7 @@ class IndexedDatasetBuilder:
     def _write_index(self) -> None:
         """What follows the lengths, and the header before them."""
         self._idx.flush()
-        offset, chunk = 0, 1 << 20
+        offset, chunk = 0, 1 << 16
         with open(self._idx_path, "rb") as lengths:
             lengths.seek(HEADER.size)
             for start in range(0, self._items, chunk):

@@ -181,6 +181,6 @@ def check_id_range(data: IndexedDataset, vocab_size: int) -> None:
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
+        while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -52,6 +53,24 @@ def train_bpe(texts: Iterable[str], vocab_size: int, output: Path, *, normalizer
     finally:
         temp.unlink(missing_ok=True)
     return tokenizer.get_vocab_size()
+
+
+def write_companions(folder: Path) -> list[Path]:
+    """Write what makes a folder with a `train_bpe` tokenizer.json one that `AutoTokenizer` opens: start, end, padding.
+
+    `<|endoftext|>` stands before and after a document, as in GPT-NeoX. Returns the files.
+    """
+    end, padding = SPECIAL_TOKENS
+    tokens = {"bos_token": end, "eos_token": end, "pad_token": padding}
+    # A text comes back as it was; no length is the tokenizer's affair.
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **tokens}
+    written = []
+    for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", tokens)):
+        written.append(folder / name)
+        temp = folder / f"{name}.{os.getpid()}.tmp"
+        temp.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(temp, written[-1])
+    return written
 
 
 class _Counter:

@@ -72,6 +72,9 @@ def test_lists_and_globs(tmp_path: Path, corpus: Path) -> None:
         (["--jsonl-keys", "text", "text"], "a key is given twice"),
         (["--dataset-impl", "lazy"], "only mmap"),
         (["--workers", "0"], "--workers 0"),
+        (["--shard", "4/4"], "--shard 4/4: shards are counted from 0, so the last of 4 is 3/4"),
+        (["--shard", "auto"], "--shard auto: none of RANK"),
+        (["--output-prefix", "{corpus}/c"], "is not a folder"),
         (["--tokenizer-type", "HFTokenizer"], "vocab_file is not set"),
         (["--tokenizer-type", "Chars"], "tokenizer_type: 'Chars' is not known"),
         (["--tokenizer-type", "HFTokenizer", "--vocab-file", "{noeod}"], "--append-eod needs an end-of-document token"),
@@ -84,7 +87,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(tmp_path: Path, corpus: Pat
     (tmp_path / "notes.md").write_text("x")
     write_json(tmp_path / "noeod.json", byte_level(("<s>",)))
     paths = {"absent": "absent.jsonl", "notes": "notes.md", "empty": "empty.jsonl", "noeod": "noeod.json"}
-    given = [flag.format(**{name: tmp_path / file for name, file in paths.items()}) for flag in flags]
+    given = [flag.format(corpus=corpus, **{name: tmp_path / file for name, file in paths.items()}) for flag in flags]
     common = ["--input", corpus, "--tokenizer-type", "bytes", "--append-eod", "--output-prefix", tmp_path / "out" / "c"]
     done = run(TOOL, *common, *given, check=2)
     assert said in done.stderr
@@ -188,15 +191,53 @@ def test_train_tokenize_count_and_merge(tmp_path: Path, corpus: Path) -> None:
         prefix = tmp_path / "parts" / part
         run(TOOL, "--input", corpus, "--output-prefix", prefix, "--tokenizer-type", "HFTokenizer", "--vocab", tokenizer)
     count = "tools/datasets/dataset_token_count.py"
-    one = IndexedDataset(tmp_path / "parts" / "a_text_document").num_tokens
+    data = IndexedDataset(tmp_path / "parts" / "a_text_document")
+    one, size = data.num_tokens, 2 * data.num_tokens + 34 + 12 * 50 + 8 * 51
     prefixes = [tmp_path / "parts" / f"{part}_text_document" for part in "ab"]
-    assert run(count, *prefixes).stdout.splitlines() == [
-        *(f"{prefix}: {one} tokens" for prefix in prefixes),
-        f"total: {2 * one} tokens",
+    lines = [
+        *(f"{prefix}: {one} tokens, 50 documents, uint16, {size} bytes" for prefix in prefixes),
+        f"total: {2 * one} tokens, 100 documents, {2 * size} bytes",
     ]
+    assert run(count, *prefixes).stdout.splitlines() == lines
+    assert run(count, tmp_path / "parts").stdout.splitlines() == lines
+    told = json.loads(run(count, f"{tmp_path}/parts/?_text_document", "--json").stdout)
+    assert told["total"] == {"tokens": 2 * one, "documents": 100, "bytes": 2 * size}
+    row = {"prefix": str(prefixes[1]), "tokens": one, "documents": 50, "dtype": "uint16", "bytes": size}
+    assert told["datasets"][1] == row
     run("tools/datasets/merge_datasets.py", "--input", tmp_path / "parts", "--output-prefix", tmp_path / "whole")
-    assert run(count, tmp_path / "whole.bin").stdout == f"{tmp_path / 'whole.bin'}: {2 * one} tokens\n"
+    assert run(count, tmp_path / "whole.bin").stdout.startswith(f"{tmp_path / 'whole.bin'}: {2 * one} tokens, 100 doc")
     assert "no dataset" in run(count, tmp_path / "absent", check=2).stderr
+    assert "no dataset" in run(count, corpus.parent, check=2).stderr
+
+
+def test_a_trained_tokenizer_is_a_complete_folder(tmp_path: Path, corpus: Path) -> None:
+    from transformers import AutoTokenizer
+
+    train = ("tools/datasets/train_tokenizer.py", "--json_input_dir", corpus, "-v", 300, "--normalizer", "none")
+    for name in ("one", "two"):
+        run(*train, "--tokenizer_output_path", tmp_path / name)
+    names = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    assert {path.name for path in (tmp_path / "one").iterdir()} == names
+    assert all((tmp_path / "one" / n).read_bytes() == (tmp_path / "two" / n).read_bytes() for n in names)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "one")
+    assert (theirs.eos_token, theirs.eos_token_id) == ("<|endoftext|>", 0)
+    assert (theirs.pad_token, theirs.pad_token_id) == ("<|padding|>", 1)
+    text = "hello world 7  \u00e9 hello"
+    assert theirs.decode(theirs(text)["input_ids"]) == text
+    run(
+        *(TOOL, "--input", corpus, "--output-prefix", tmp_path / "c", "--append-eod"),
+        *("--tokenizer-type", "HFTokenizer", "--vocab-file", tmp_path / "one"),
+    )
+    assert IndexedDataset(tmp_path / "c_text_document")[3].tolist() == [*theirs("hello world 3")["input_ids"], 0]
+
+
+def test_a_tokenizer_is_not_trained_on_what_cannot_be_read(tmp_path: Path, corpus: Path) -> None:
+    with corpus.open("a") as file:
+        file.write("{\n")
+    train = ("tools/datasets/train_tokenizer.py", "--json_input_dir", corpus, "--tokenizer_output_path", tmp_path / "t")
+    assert "corpus.jsonl:51: not valid JSON" in run(*train, "-v", 300, check=2).stderr
+    assert not (tmp_path / "t").exists()
+    assert "left out: 1 unusable" in run(*train, "-v", 300, "--skip-bad-lines").stderr
 
 
 def test_prepare_data_says_what_it_cannot_do(tmp_path: Path) -> None:

@@ -1,32 +1,71 @@
-"""Print the number of tokens of each dataset, and their sum.
+"""Count the tokens and documents of datasets, and their sums.
 
-python tools/datasets/dataset_token_count.py data/stdlib/stdlib_text_document data/other_text_document
+    python tools/datasets/dataset_token_count.py data/stdlib/stdlib_text_document data/other_text_document
+    python tools/datasets/dataset_token_count.py data                            # all datasets of a folder
+    python tools/datasets/dataset_token_count.py 'data/*_text_document' --json   # for programs
+
+Only the indices are read.
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
+import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data.indexed import IndexedDataset
-from megatron.errors import run_cli
+from megatron.data.prefixes import exists
+from megatron.errors import UserError, run_cli
+
+COUNTS = ("tokens", "documents", "bytes")
+
+
+def datasets_of(path: str) -> Iterator[str]:
+    """The datasets that a path means: itself, all of a folder, all that a glob matches."""
+    if not exists(path) and Path(path).is_dir():
+        path = str(Path(glob.escape(path)) / "*")
+    elif not glob.has_magic(path):
+        yield path
+        return
+    found = sorted({name[: -len(".idx")] for name in glob.glob(path.removesuffix(".idx") + ".idx")})
+    if not found:
+        raise UserError(f"{path}: no dataset (.bin and .idx) there")
+    yield from found
+
+
+def count(prefix: str) -> dict[str, str | int]:
+    """What one dataset holds; `bytes` of tokens and index together."""
+    data = IndexedDataset(prefix)
+    size = sum(Path(f"{data.prefix}{end}").stat().st_size for end in (".bin", ".idx"))
+    return {
+        "prefix": prefix,
+        "tokens": data.num_tokens,
+        "documents": data.num_documents,
+        "dtype": data.dtype.name,
+        "bytes": size,
+    }
 
 
 def main() -> None:
-    """Read the indices only."""
+    """A line per dataset, or one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="prefix of a dataset (with or without .bin/.idx)")
-    paths = parser.parse_args().paths
-    total = 0
-    for path in paths:
-        tokens = IndexedDataset(path).num_tokens
-        total += tokens
-        print(f"{path}: {tokens} tokens")
-    if len(paths) > 1:
-        print(f"total: {total} tokens")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="prefix (with or without .bin/.idx), folder or glob")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args()
+    rows = [count(prefix) for path in args.paths for prefix in datasets_of(path)]
+    total = {name: sum(int(row[name]) for row in rows) for name in COUNTS}
+    if args.json:
+        print(json.dumps({"datasets": rows, "total": total}, indent=1))
+        return
+    for row in rows:
+        print("{prefix}: {tokens} tokens, {documents} documents, {dtype}, {bytes} bytes".format(**row))
+    if len(rows) > 1:
+        print("total: {tokens} tokens, {documents} documents, {bytes} bytes".format(**total))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Train a byte-level BPE tokenizer on text files and write it as tokenizer.json.
+"""Train a byte-level BPE tokenizer on text files.
 
-    python tools/datasets/train_tokenizer.py --json_input_dir corpus/ --tokenizer_output_path tokenizer.json -v 32000
+    python tools/datasets/train_tokenizer.py --json_input_dir corpus/ --tokenizer_output_path tokenizer -v 32000
 
-Use the result with `--tokenizer-type HFTokenizer --vocab-file tokenizer.json`. Ids 0 and 1 are `<|endoftext|>` and
-`<|padding|>`.
+writes the folder `tokenizer`, which `--tokenizer-type HFTokenizer --vocab-file tokenizer` and
+`transformers.AutoTokenizer` open; a path that ends with `.json` gives that one file. Ids 0 and 1 are `<|endoftext|>`
+(the end of a document) and `<|padding|>`. The same input gives the same file.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,37 +18,59 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
+from megatron.data.byte_progress import ByteProgress
 from megatron.data.chunks import Fault
 from megatron.data.formats import find_inputs, read_chunks
 from megatron.errors import UserError, run_cli
-from megatron.tokenizer.train import NORMALIZERS, train_bpe
+from megatron.tokenizer.train import NORMALIZERS, train_bpe, write_companions
 
 
-def texts(paths: list[Path], key: str) -> Iterator[str]:
-    """The texts of all documents. Raises `UserError` at the first one that cannot be used."""
+def texts(paths: list[Path], key: str, skip_bad: bool, progress: ByteProgress) -> Iterator[str]:
+    """The texts of all documents. Raises `UserError` at the first one that cannot be used, unless such are skipped."""
+    skipped = 0
     for chunk in read_chunks(paths):
         for document in chunk.documents([key]):
-            if isinstance(document, Fault):
-                raise UserError(f"{document.where}: {document.reason}")
-            yield document.texts[key]
+            if not isinstance(document, Fault):
+                yield document.texts[key]
+            elif skip_bad:
+                skipped += 1
+            else:
+                raise UserError(f"{document.where}: {document.reason}. (--skip-bad-lines leaves such records out)")
+        progress(chunk.nbytes)
+    if skipped:
+        log.get_logger("train_tokenizer").warning(f"left out: {skipped} unusable records")
 
 
 def main() -> None:
-    """GPT-NeoX's flags, the key and the normaliser."""
+    """GPT-NeoX's flags, and more."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--json_input_dir", "--json-input-dir", required=True, nargs="+", metavar="PATH", help="folder, files or globs")
-    add("--tokenizer_output_path", "--tokenizer-output-path", required=True, metavar="FILE", help="the tokenizer.json")
+    add(
+        *("--tokenizer_output_path", "--tokenizer-output-path"),
+        required=True,
+        metavar="PATH",
+        help="a folder to write, or a file ...json",
+    )
     add("--tokenizer_type", "--tokenizer-type", default="BPE", choices=["BPE"], help="only byte-level BPE")
     add("-v", "--vocab_size", "--vocab-size", type=int, default=52000, help="entries, with specials (default 52000)")
     add("--jsonl-key", default="text", metavar="KEY", help="key that holds the text (default: text)")
     add("--normalizer", default="nfkc", choices=NORMALIZERS, help="nfkc as GPT-NeoX (default); none keeps text exact")
+    add("--max-docs", type=int, metavar="N", help="train on the first N documents only (default: all)")
+    add("--skip-bad-lines", action="store_true", help="leave unusable records out, and count them")
     args = parser.parse_args()
     log.configure()
     paths = find_inputs(args.json_input_dir)
-    documents = log.progress(texts(paths, args.jsonl_key), what="reading", unit="doc")
-    size = train_bpe(documents, args.vocab_size, Path(args.tokenizer_output_path), normalizer=args.normalizer)
-    print(f"{args.tokenizer_output_path}: vocabulary {size}")
+    output = Path(args.tokenizer_output_path)
+    file = output if output.suffix == ".json" else output / "tokenizer.json"
+    if output.suffix != ".json" and output.exists() and not output.is_dir():
+        raise UserError(f"--tokenizer_output_path {output}: a file; give a folder, or a name that ends with .json")
+    with ByteProgress("reading", sum(path.stat().st_size for path in paths)) as progress:
+        documents = itertools.islice(texts(paths, args.jsonl_key, args.skip_bad_lines, progress), args.max_docs)
+        size = train_bpe(documents, args.vocab_size, file, normalizer=args.normalizer)
+    if output.suffix != ".json":
+        write_companions(output)
+    print(f"{output}: vocabulary {size}")
 
 
 if __name__ == "__main__":
