@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.data.partial import PARTIAL
 from megatron.errors import UserError
 
 # The tokenising tool adds `_<key>_document` to the prefix it is given, and people forget one or the other.
@@ -14,6 +15,11 @@ SUFFIXES = ("_text_document", "_document")
 def exists(prefix: str | Path) -> bool:
     """Whether both files of a dataset are there."""
     return Path(f"{prefix}.idx").is_file() and Path(f"{prefix}.bin").is_file()
+
+
+def unfinished_files(prefix: str | Path) -> list[Path]:
+    """The files of a dataset that is being written, or whose writing was stopped."""
+    return [path for end in (".bin", ".idx") if (path := Path(f"{prefix}{end}{PARTIAL}")).is_file()]
 
 
 def find_prefix(path: str | Path) -> str:
@@ -29,6 +35,12 @@ def find_prefix(path: str | Path) -> str:
         for have, lack in ((".idx", ".bin"), (".bin", ".idx")):
             if Path(f"{prefix}{have}").is_file():
                 raise UserError(f"{prefix}{lack} is missing beside {prefix}{have}: the dataset is incomplete.")
+    for prefix in _candidates(path):
+        if (unfinished := next(iter(unfinished_files(prefix)), None)) is not None:
+            raise UserError(
+                f"the dataset {prefix} is not finished ({unfinished}): what makes it is still at work, or was stopped and "
+                "then goes on when the same command is run again."
+            )
     if "," in path:
         listed = ", ".join(repr(part.strip()) for part in path.split(","))
         raise UserError(f"no dataset {path!r}. Did you mean a list? Write [{listed}].")

@@ -129,6 +129,27 @@ def test_records_of_lines_leave_blank_ones_out_and_name_faults(tmp_path: Path) -
     ]
 
 
+def test_a_large_row_group_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "GROUP_BYTES", 1000)
+    write_parquet(tmp_path / "a.parquet", b"")
+    chunks = list(read_chunks([tmp_path / "a.parquet"]))
+    assert len(chunks) > 20
+    found = [document for chunk in chunks for document in chunk.documents(["text"])]
+    assert [d.texts["text"] for d in found if isinstance(d, Document)] == TEXTS
+    assert [d.where for d in found] == [f"{tmp_path / 'a.parquet'}, row {i}" for i in range(1000)]
+    assert sum(chunk.nbytes for chunk in chunks) == (tmp_path / "a.parquet").stat().st_size
+
+
+def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, b"")
+    raw = bytearray(path.read_bytes())
+    raw[4:2000] = bytes(1996)  # the index at the end is whole
+    path.write_bytes(raw)
+    with pytest.raises(UserError, match=r"a\.parquet: row group 0 cannot be read"):
+        [list(chunk.documents(["text"])) for chunk in read_chunks([path])]
+
+
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes("\ufeffone\r\ntwo\n".encode())
     with gzip.open(tmp_path / "c.txt.gz", "wt") as file:

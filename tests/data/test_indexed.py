@@ -221,6 +221,14 @@ def test_prefix_with_a_suffix_too_many(tmp_path: Path) -> None:
     assert find_prefix(f"{write(tmp_path / 'c', [[1]])}_text_document") == str(tmp_path / "c")
 
 
+def test_an_unfinished_dataset_is_called_that(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "c_text_document", np.uint16) as builder:
+        builder.add_document([1])
+        for given in ("c", "c_text_document"):
+            with pytest.raises(UserError, match=r"c_text_document is not finished \(.*\.bin\.partial\)"):
+                find_prefix(tmp_path / given)
+
+
 def test_missing_prefix_lists_what_is_there(tmp_path: Path) -> None:
     write(tmp_path / "sub" / "wiki_text_document", [[1]])
     with pytest.raises(UserError, match="wiki_text_document"):
