@@ -13,7 +13,8 @@ from megatron.data.chunks import Chunk, Document
 from megatron.data.encode import Encoded, Output, Tally
 from megatron.data.formats import read_chunks
 from megatron.data.indexed import token_dtype
-from megatron.errors import DeepyError, UserError
+from megatron.data.mend import text_mender
+from megatron.errors import DeepyError
 from megatron.tokenizer import Ragged, Tokenizer
 
 SAMPLED_FILES = 8
@@ -47,7 +48,7 @@ class TextEncoder:
         # A tokenizer whose own template ends a text with eod must not get a second one.
         if self.eod is not None and tokenizer.tokenize("a")[-1:] == [self.eod]:
             self.eod = None
-        self._fix: Callable[[str], str] | None = _ftfy() if options.ftfy else None
+        self._fix: Callable[[str], str] | None = text_mender() if options.ftfy else None
 
     def encode(self, chunk: Chunk) -> Encoded:
         """Tokenise the documents of a chunk; blank ones are counted and left out."""
@@ -99,11 +100,3 @@ def texts_of(chunks: Iterable[Chunk], keys: Sequence[str] = ("text",)) -> Iterat
     """The texts of chunks, unusable records left out."""
     documents = (document for chunk in chunks for document in chunk.documents(keys))
     return (text for document in documents if isinstance(document, Document) for text in document.texts.values())
-
-
-def _ftfy() -> Callable[[str], str]:
-    try:
-        from ftfy import fix_text
-    except ImportError as error:
-        raise UserError("--ftfy needs ftfy: pip install -r requirements/requirements.txt") from error
-    return fix_text

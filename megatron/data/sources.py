@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.cache import IndexCaches
+from megatron.data.companions import unused_labels
 from megatron.data.indexed import IndexedDataset
 from megatron.data.mixture import normalize_weights, weights_by_documents
 from megatron.data.packed import check_labels
@@ -105,6 +106,9 @@ def find_sources(
     for name, role in roles.items():
         if not role.sources and data.data_path is None and not (name in ("valid", "test") and sets):
             LOGGER.warning(f"{name}_data_paths is not set, so there is no {name} loss (eval_iters: 0 says the same)")
+    used = [source for role in roles.values() for source in role.sources] + [one.source for one in sets]
+    for sentence in unused_labels((str(source.data.prefix), source.labels is not None) for source in used):
+        LOGGER.warning(sentence)
     return FoundData(roles, sets)
 
 

@@ -27,6 +27,7 @@ from megatron.data.chat.turns import Rendered, TurnFinder
 from megatron.data.chunks import Chunk, Fault
 from megatron.data.encode import SHOWN_FAULTS, Encoded, Output, Tally
 from megatron.data.indexed import DTYPES, token_dtype
+from megatron.data.mend import text_mender
 from megatron.errors import UserError
 from megatron.tokenizer.hugging_face import LibraryTokenizer
 
@@ -134,7 +135,7 @@ class ChatEncoder:
         self._finder = TurnFinder(
             template, options.roles, added, only_last=options.only_last, leave_open=options.leave_open
         )
-        self._fix: Callable[[str], str] | None = _ftfy() if options.ftfy else None
+        self._fix: Callable[[str], str] | None = text_mender() if options.ftfy else None
         said = {**options.said(), "chat_template": template.digest()}
         self.outputs = _outputs(options, token_dtype(tokenizer.vocab_size), said)
 
@@ -290,11 +291,3 @@ def _is_text(text: str) -> bool:
 def _without_surrogates(text: str) -> str:
     """JSON escapes can spell half a UTF-16 pair, which no tokenizer takes: U+FFFD instead."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-def _ftfy() -> Callable[[str], str]:
-    try:
-        from ftfy import fix_text
-    except ImportError as error:
-        raise UserError("--ftfy needs ftfy: pip install -r requirements/requirements.txt") from error
-    return fix_text
