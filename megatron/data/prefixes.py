@@ -38,8 +38,8 @@ def find_prefix(path: str | Path) -> str:
     for prefix in _candidates(path):
         if (unfinished := next(iter(unfinished_files(prefix)), None)) is not None:
             raise UserError(
-                f"the dataset {prefix} is not finished ({unfinished}): what makes it is at work, or was stopped and then goes "
-                "on when the same command is run again."
+                f"the dataset {prefix} is not finished ({unfinished}): what makes it is still at work; or it was "
+                "stopped, and goes on when the same command is run again."
             )
     if "," in path:
         listed = ", ".join(repr(part.strip()) for part in path.split(","))
