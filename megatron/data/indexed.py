@@ -30,6 +30,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.partial import PARTIAL, WriteError, open_alone
+from megatron.data.pieces import FilePieces, map_file
 from megatron.data.prefixes import find_prefix
 from megatron.errors import UserError
 
@@ -95,13 +96,18 @@ class IndexedDataset:
                 f"{bin_path}: the index {idx_path.name} describes {last} bytes of tokens, but the file has {found}. "
                 "It is incomplete, or the two files do not belong together."
             )
-        self._bin = np.frombuffer(map_file(bin_path), np.uint8) if last else np.empty(0, np.uint8)
+        self._content = FilePieces(bin_path, size=last)
+
+    @property
+    def _bin(self) -> np.ndarray:
+        """The bytes of the tokens, to be read from begin to end."""
+        return self._content.whole()
 
     def warm_up(self) -> None:
         """Read the whole token file once."""
-        chunk = 1 << 26
-        for start in range(0, len(self._bin), chunk):
-            self._bin[start : start + chunk : mmap.PAGESIZE].sum()
+        content, chunk = self._bin, 1 << 26
+        for start in range(0, len(content), chunk):
+            content[start : start + chunk : mmap.PAGESIZE].sum()
 
     def __len__(self) -> int:
         """Number of items."""
@@ -127,11 +133,11 @@ class IndexedDataset:
     @property
     def num_tokens(self) -> int:
         """Tokens of all items."""
-        return len(self._bin) // self.dtype.itemsize
+        return self._content.size // self.dtype.itemsize
 
     @property
     def tokens(self) -> np.ndarray:
-        """All tokens back to back, `[num_tokens]`: a read-only view of the file."""
+        """All tokens back to back, `[num_tokens]`: a read-only view of the file, to be read from begin to end."""
         return self._bin.view(self.dtype)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
@@ -148,7 +154,7 @@ class IndexedDataset:
         # Python integers: numpy's 32-bit scalars would wrap beyond 2 GiB.
         width = self.dtype.itemsize
         start = int(self.pointers[index]) + offset * width
-        return self._bin[start : start + length * width].view(self.dtype)
+        return self._content.read(start, length * width).view(self.dtype)
 
     __getitem__ = get
 
@@ -176,12 +182,6 @@ def _resolve_dtype(code: int, sizes: np.ndarray, bin_bytes: int) -> np.dtype:
     if code in SWAPPED_FLOATS and int(sizes.sum(dtype=np.int64)) * SWAPPED_FLOATS[code].itemsize == bin_bytes:
         return SWAPPED_FLOATS[code]
     return DTYPES[code]
-
-
-def map_file(path: Path) -> mmap.mmap:
-    """A file that is not empty, mapped for reading."""
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 @dataclass(frozen=True)

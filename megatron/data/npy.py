@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.cache import Arrays, IndexCache, content_key
-from megatron.data.indexed import MAX_ITEM, IndexedDataset, map_file
+from megatron.data.indexed import MAX_ITEM, IndexedDataset
+from megatron.data.pieces import FilePieces
 from megatron.data.sample import IGNORE
 from megatron.errors import UserError
 from megatron.log import get_logger, progress
@@ -66,7 +67,7 @@ class NpyTokens(IndexedDataset):
 
     def _open(self) -> None:
         path = Path(self.prefix)
-        self._bin, self.dtype = read_npy(path, self._given)
+        self._content, self.dtype = read_npy(path, self._given)
         if self.dtype.kind not in "iu":
             raise UserError(f"{path} holds {self.dtype} values, not token ids.")
         borders = path.with_suffix(".csv.gz")
@@ -81,7 +82,7 @@ class NpyTokens(IndexedDataset):
                 "dtype": self.dtype.str,
                 "borders": _identity(known) if known is not None else self._eod,
             },
-            *(self._bin[at : at + _PROBE] for at in _probes(len(self._bin))),
+            *_probes(self._content),
         )
 
         def build() -> Arrays:
@@ -119,12 +120,12 @@ class MaskLabels(IndexedDataset):
         self.__init__(state["path"], state["data"])  # type: ignore[misc]
 
     def _open(self) -> None:
-        self._bin, found = read_npy(Path(self.prefix), "bool")
+        self._content, found = read_npy(Path(self.prefix), "bool")
         if found.itemsize != 1:
             raise UserError(f"{self.prefix} holds {found} values; a label mask holds one boolean per token.")
-        if len(self._bin) != self._data.num_tokens:
+        if self._content.size != self._data.num_tokens:
             raise UserError(
-                f"{self.prefix} does not go with {self._data.prefix}: {len(self._bin)} booleans for "
+                f"{self.prefix} does not go with {self._data.prefix}: {self._content.size} booleans for "
                 f"{self._data.num_tokens} tokens."
             )
         self.dtype = np.dtype(np.int32)
@@ -132,7 +133,7 @@ class MaskLabels(IndexedDataset):
 
     @property
     def num_tokens(self) -> int:
-        return len(self._bin)
+        return self._content.size
 
     @property
     def tokens(self) -> np.ndarray:
@@ -143,46 +144,44 @@ class MaskLabels(IndexedDataset):
         """Labels `[offset, offset + length)` of item `index`, int32."""
         tokens = self._data.get(index, offset, length)
         start = int(self.pointers[index]) // self._data.dtype.itemsize + offset
-        return np.where(self._bin[start : start + len(tokens)] != 0, tokens.astype(np.int32), np.int32(IGNORE))
+        return np.where(self._content.read(start, len(tokens)) != 0, tokens.astype(np.int32), np.int32(IGNORE))
 
     __getitem__ = get
 
 
-def read_npy(path: Path, dtype: str | None) -> tuple[np.ndarray, np.dtype]:
-    """The bytes of the values in a one-dimensional `.npy` file, memory-mapped, and their type.
+def read_npy(path: Path, dtype: str | None) -> tuple[FilePieces, np.dtype]:
+    """The bytes of the values in a one-dimensional `.npy` file, and their type.
 
     `dtype` is for files without header, None finds it out. Raises `UserError`.
     """
     size = path.stat().st_size
     if size == 0:
         raise UserError(f"{path} is empty.")
-    content = np.frombuffer(map_file(path), np.uint8)
-    if content[: len(MAGIC)].tobytes() == MAGIC:
+    content = FilePieces(path)
+    if content.read(0, len(MAGIC)).tobytes() == MAGIC:
         try:
             values = np.load(path, mmap_mode="r")
         except (ValueError, OSError) as error:
             raise UserError(f"{path}: not a whole .npy file ({error}).") from error
         if values.ndim != 1 or values.dtype.kind not in "iub" or values.dtype.byteorder == ">":
             raise UserError(f"{path} holds {values.dtype} of shape {values.shape}; expected a flat array of ids.")
-        start = values.offset  # type: ignore[attr-defined]
-        return content[start : start + values.nbytes], values.dtype
+        return FilePieces(path, values.offset, values.nbytes), values.dtype  # type: ignore[attr-defined]
     found = np.dtype(dtype).newbyteorder("<") if dtype is not None else raw_dtype(content, path)
     if size % found.itemsize:
         raise UserError(f"{path}: {size} bytes are no whole number of {found.name} ids. It is cut off, or npy_dtype.")
     return content, found
 
 
-def raw_dtype(content: np.ndarray, path: Path) -> np.dtype:
+def raw_dtype(content: FilePieces, path: Path) -> np.dtype:
     """Whether raw ids have 16 or 32 bits. In 32-bit ids every second half is nearly zero; 16-bit ids are not like that.
 
     Raises `UserError` when it cannot be told, as when all ids are small.
     """
-    parts = [content[at : at + _PROBE] for at in _probes(len(content))]
-    halves = np.concatenate([part[: len(part) // 4 * 4].view("<u2").reshape(-1, 2) for part in parts])
+    halves = np.concatenate([part[: len(part) // 4 * 4].view("<u2").reshape(-1, 2) for part in _probes(content)])
     lower, upper = halves.max(axis=0, initial=0).tolist()
-    if upper >= _HIGHEST_HALF and len(content) % 2 == 0:
+    if upper >= _HIGHEST_HALF and content.size % 2 == 0:
         return np.dtype("<u2")
-    if lower >= _HIGHEST_HALF and len(content) % 4 == 0:
+    if lower >= _HIGHEST_HALF and content.size % 4 == 0:
         return np.dtype("<u4")
     raise UserError(f"{path}: its bytes do not tell how wide an id is. Set npy_dtype (uint16 or uint32).")
 
@@ -236,6 +235,7 @@ def _identity(path: Path) -> list[object]:
     return [path.name, stat.st_size, stat.st_mtime_ns]
 
 
-def _probes(size: int) -> list[int]:
-    """Where to look into a file of `size` bytes: begin, middle and end, multiples of 4."""
-    return sorted({0, max(0, size // 2 // 4 * 4), max(0, (size - _PROBE) // 4 * 4)})
+def _probes(content: FilePieces) -> list[np.ndarray]:
+    """Bytes at the begin, in the middle and at the end, from multiples of 4 on."""
+    places = sorted({0, max(0, content.size // 8 * 4), max(0, (content.size - _PROBE) // 4 * 4)})
+    return [content.read(at, min(_PROBE, content.size - at)) for at in places]

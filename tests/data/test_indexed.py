@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder, token_dtype
 from megatron.data.prefixes import find_prefix
+from megatron.data.pieces import FilePieces
 from megatron.errors import UserError
 from tests.data.corpus import GOLDEN, write
 
@@ -165,7 +166,7 @@ def test_sparse_5_gb_file_reads_its_last_document(tmp_path: Path) -> None:
     assert used < 1024
 
 
-def test_warm_up_reads_one_byte_of_every_page(tmp_path: Path) -> None:
+def test_warm_up_reads_one_byte_of_every_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = IndexedDataset(write(tmp_path / "x", [[1] * 10_000]), warmup=True)
 
     class Pages:
@@ -178,7 +179,7 @@ def test_warm_up_reads_one_byte_of_every_page(tmp_path: Path) -> None:
             Pages.seen.extend(range(part.start, min(part.stop, 20_000), part.step))
             return np.zeros(1)
 
-    data._bin = Pages()
+    monkeypatch.setattr(FilePieces, "whole", lambda _: Pages())
     data.warm_up()
     assert Pages.seen == list(range(0, 20_000, mmap.PAGESIZE))
 
