@@ -237,7 +237,7 @@ class DeepSpeedEngine:
             for name in ("tokens", "targets", "mask", "positions", "doc_ids")
             if (tensor := getattr(batch, name)) is not None
         }
-        scale = torch.tensor(weight, dtype=torch.float32, device=device)
+        scale = torch.full((), weight, dtype=torch.float32, device=device)  # a tensor from Python waits for the device
         for i in range(batch.tokens.shape[0]):
             inputs = tuple(on_device[name][i] for name in ("tokens", "positions", "doc_ids") if name in on_device)
             yield inputs, (on_device["targets"][i], on_device["mask"][i], scale)
