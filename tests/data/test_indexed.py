@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder, token_dtype
-from megatron.data.prefixes import find_prefix
 from megatron.data.pieces import FilePieces
+from megatron.data.prefixes import find_prefix
 from megatron.errors import UserError
 from tests.data.corpus import GOLDEN, write
 
