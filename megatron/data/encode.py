@@ -172,12 +172,6 @@ class _Files:
             self.earlier = Tally.restored(journal.saved.counts)
 
     def __enter__(self) -> _Files:
-        try:
-            if self.journal and self.journal.saved:
-                self._open()
-        except BaseException:
-            self._let_go(keep=True)
-            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -191,7 +185,8 @@ class _Files:
 
     def add(self, encoded: Encoded, total: Tally) -> None:
         """Append an encoded chunk; `total` has it counted in."""
-        if not self.builders and any(encoded.tally.documents):  # not earlier: an empty corpus leaves no folder behind
+        # Not earlier: an empty corpus leaves no folder behind, and forked workers would hold the files as well.
+        if not self.builders and any(total.documents):
             self._open()
         for builder, ids, lengths in zip(self.builders, encoded.ids, encoded.lengths):
             builder.add_documents(ids, lengths)
@@ -202,7 +197,9 @@ class _Files:
         """Raise `UserError`, with nothing left behind, when there is nothing to write."""
         for output, documents, empty in zip(self.encoder.outputs, total.documents, total.empty):
             if not documents:
-                if self.journal:
+                if self.journal and self.journal.saved:
+                    if not self.builders:
+                        self._open()  # what the earlier run left, to remove it
                     self.journal.remove()
                 bad = f", {total.faults} unusable records" if total.faults else ""
                 raise UserError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +16,7 @@ from megatron.errors import DeepyError, UserError
 from megatron.log import get_logger
 
 PARTIAL = ".partial"
+PATIENCE = 5.0  # seconds: the workers of a killed process need a moment to notice, and may hold its files until then
 
 logger = get_logger(__name__)
 
@@ -61,7 +63,10 @@ def _open_locked(path: str | Path) -> IO[bytes]:
 
 
 def _lock(handle: int, path: str | Path) -> None:
+    deadline = time.monotonic() + PATIENCE
     try:
+        while not _try_lock(handle) and time.monotonic() < deadline:
+            time.sleep(0.05)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UserError(
@@ -70,3 +75,11 @@ def _lock(handle: int, path: str | Path) -> None:
         ) from error
     except OSError as error:  # some network file systems have no locks
         logger.warning(f"{path} cannot be locked ({error.strerror}): make sure that no other process writes it")
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

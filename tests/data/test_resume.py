@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data import corpus_job, formats, indexed
+from megatron.data import corpus_job, formats, indexed, partial
 from megatron.data.chunks import Chunk
 from megatron.data.corpus_job import JobOptions, tokenise_files
 from megatron.data.encode import Encoded
@@ -293,7 +293,8 @@ def test_a_full_disk_at_the_index_publishes_nothing(tmp_path: Path, monkeypatch:
     assert names(tmp_path / "out") == set()
 
 
-def test_two_writers_of_one_dataset(tmp_path: Path) -> None:
+def test_two_writers_of_one_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial, "PATIENCE", 0.1)
     with IndexedDatasetBuilder(tmp_path / "c", "u2") as builder:
         builder.add_document([1, 2])
         with pytest.raises(UserError, match="another process is writing"):
