@@ -59,6 +59,7 @@ DATA_ORDER = (
 OPTIMIZER = ("optimizer_type",)
 # These speak of this start alone, so a difference says nothing.
 _OF_THE_START = ("load", "iteration", "finetune", "no_load_optim", "no_load_rng", "allow_config_changes", "git_hash")
+_SAID_BY_OTHERS = ("mixture",)  # the keys that it fills in
 _KINDS = {
     **dict.fromkeys(ARCHITECTURE, "architecture"),
     **dict.fromkeys(TOKENIZER, "tokenizer"),
@@ -87,7 +88,7 @@ def compare_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tup
     """
     breaking, others = [], []
     for key, now in current.items():
-        if key not in saved or key in _OF_THE_START:
+        if key not in saved or key in _OF_THE_START or key in _SAID_BY_OTHERS:
             continue
         before, now = _plain(saved[key]), _plain(now)
         if before != now:

@@ -6,6 +6,7 @@ gets as large a weight as its samples allow, evenly over the phase, and the othe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -54,7 +55,8 @@ class Caps:
             most = self.most[d]
             assert most is not None
             largest = max(phase.asked[d] for phase in phases)
-            advice = f"train_data_max_epochs: {taken[d] / self.epoch[d]:.3g}" if self.epoch[d] else "more data"
+            epochs = math.ceil(taken[d] / self.epoch[d] * 1000) / 1000 if self.epoch[d] else None
+            advice = f"train_data_max_epochs: {epochs:g}" if epochs is not None else "more data"
             if sum(1 for count in counts if count) == 1:
                 advice += f", or a weight of at most {most / samples:.4g} (it is {largest:.4g})"
             lines.append(

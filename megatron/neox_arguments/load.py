@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
@@ -34,19 +34,19 @@ def load(paths: Sequence[str], overrides: Sequence[str] = (), conf_dir: str | No
     that is wrong with the files, the keys or the types of the values.
     """
     entries = _merge([config_path(path, conf_dir) for path in paths])
-    _read_mixture(entries, conf_dir)
+    _in_mixture(entries, conf_dir, mixture_files.read_named)
     for override in overrides:
         _apply_override(entries, override)
-        _read_mixture(entries, conf_dir)
-    if "mixture" in entries:
-        entries["mixture"] = mixture_files.resolve(entries["mixture"], conf_dir)
+        if override.startswith(("mixture=", "--mixture=")):  # a name, inside of which others may change something
+            _in_mixture(entries, conf_dir, mixture_files.read_named)
+    _in_mixture(entries, conf_dir, mixture_files.resolve)
     return _build(entries)
 
 
-def _read_mixture(entries: dict[str, Entry], conf_dir: str | None) -> None:
-    """The name of a mixture becomes what its file holds; overrides that follow may reach inside it."""
-    if "mixture" in entries:
-        entries["mixture"] = mixture_files.read_named(entries["mixture"], conf_dir)
+def _in_mixture(entries: dict[str, Entry], conf_dir: str | None, read: Callable[[Entry, str | None], Entry]) -> None:
+    """Put what the files of mixtures hold in the place of their names."""
+    if "mixture" in entries and entries["mixture"].value is not None:
+        entries["mixture"] = read(entries["mixture"], conf_dir)
 
 
 def _merge(paths: list[str]) -> dict[str, Entry]:

@@ -19,10 +19,15 @@ _SHIPPED = os.path.join("configs", "mixtures")
 
 
 def read_named(entry: Entry, conf_dir: str | None = None) -> Entry:
-    """An entry whose value is the name of a mixture file, as the entry in that file; others as they are."""
-    if not isinstance(entry.value, str):
+    """An entry whose value is the name of a mixture file, as the entry in that file; others as they are.
+
+    Sources and sets are written out as mappings, so that an override can reach into each. Raises `UserError`.
+    """
+    if isinstance(entry.value, str):
+        entry = _read(entry.value, entry.where, conf_dir, ())
+    if not isinstance(entry.value, Mapping) or "interpolate" in entry.value:
         return entry
-    return _read(entry.value, entry.where, conf_dir, ())
+    return Entry(parsed(entry).to_value(), entry.where, entry.inside)
 
 
 def resolve(entry: Entry, conf_dir: str | None = None) -> Entry:
