@@ -1,19 +1,18 @@
 #!/usr/bin/env python
-"""Sample index, blending and loading: seconds and peak bytes of the compiled builders, of numpy, and of plain loops.
+"""Sample index, shuffle, blending, loading: seconds and peak bytes of the compiled builders, of numpy, of plain loops.
 
 Contenders of a table take turns in one process, so that a machine that gets slower hits all of them alike; quoted are
 the best wall and CPU seconds of the rounds. Peak bytes are what a call allocates at most at one time (its result
 included), beside the size of the result. Plain loops run on a part and are scaled up, which the table says.
 
     python tools/bench/data.py
-    python tools/bench/data.py --documents 100000000 --tokens 100000000000 --skip-slow
+    python tools/bench/data.py --documents 100000000 --tokens 100000000000 --skip-slow --rounds 1
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -23,8 +22,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from loading import bench_growth, bench_packings, bench_resume
+
 from megatron.data import index_builders
 from megatron.data.index_builders import build_blend, build_sample_index, fallback
+from megatron.data.index_builders.shuffle import shuffle
 from megatron.data.packed import packed_index, plan_segments, samples_in
 
 Contender = tuple[str, Callable[[], object], float]  # name, call, share of the whole that it does
@@ -38,14 +40,23 @@ def main() -> None:
     parser.add_argument("--blend-samples", type=int, default=10_000_000)
     parser.add_argument("--blend-sources", type=int, default=10)
     parser.add_argument("--loader-samples", type=int, default=20_000)
+    parser.add_argument("--growth-samples", type=int, default=100_000)
+    parser.add_argument("--only", nargs="+", choices=("index", "shuffle", "blend", "packings", "growth", "resume"))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--skip-slow", action="store_true", help="leave out the plain loops and numpy's blending")
     args = parser.parse_args()
     if index_builders._native is None:
         print("The compiled builders are missing (python setup.py build_ext --inplace): numpy only.")
-    bench_sample_index(args)
-    bench_blend(args)
-    bench_loader(args)
+    parts = {
+        "index": lambda: bench_sample_index(args),
+        "shuffle": lambda: bench_shuffle(args),
+        "blend": lambda: bench_blend(args),
+        "packings": lambda: bench_packings(args.loader_samples, args.seq_length),
+        "growth": lambda: bench_growth(args.growth_samples),
+        "resume": lambda: bench_resume(args.documents, args.tokens, args.seq_length),
+    }
+    for part in args.only or parts:
+        parts[part]()
 
 
 def bench_sample_index(args: argparse.Namespace) -> None:
@@ -64,8 +75,9 @@ def bench_sample_index(args: argparse.Namespace) -> None:
     for name, module in modules():
         call = with_builders(module, lambda: build_sample_index(sizes, doc_idx, seq, samples))
         contenders.append((f"sample_idx, {name}", call, 1.0))
-    contenders.append(("sample_idx, searchsorted at once", lambda: searchsorted(sizes, doc_idx, seq, samples), 1.0))
     if not args.skip_slow:
+        at_once = lambda: searchsorted(sizes, doc_idx, seq, samples)  # noqa: E731
+        contenders.append(("sample_idx, searchsorted at once", at_once, 1.0))
         part = max(1, samples // 20)
         contenders.append(("sample_idx, plain loop", lambda: plain_walk(sizes, doc_idx, seq, part), part / samples))
     for name, module in modules():
@@ -93,35 +105,13 @@ def bench_blend(args: argparse.Namespace) -> None:
     show(f"Blending: {args.blend_samples:.3g} samples over {args.blend_sources} sources", contenders, args)
 
 
-def bench_loader(args: argparse.Namespace) -> None:
-    """Tokens per second of whole steps, and the time to the first step after a resume near the end."""
-    from megatron.data.collate import CollateRules
-    from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
-    from megatron.data.loader import StepLoader
-    from megatron.data.packed import PackedDataset
-
-    seq, rng = args.seq_length, np.random.RandomState(0)
-    with tempfile.TemporaryDirectory() as folder:
-        with IndexedDatasetBuilder(f"{folder}/x", np.uint16) as builder:
-            lengths = rng.exponential(500, args.loader_samples * seq // 500).astype(np.int64) + 1
-            builder.add_documents(rng.randint(0, 50257, int(lengths.sum())).astype(np.uint16), lengths)
-            builder.finalize()
-        data = IndexedDataset(f"{folder}/x")
-        segments = plan_segments(data.num_tokens, seq, args.loader_samples, 1)
-        dataset = PackedDataset(data, seq_length=seq, segments=segments)
-        print(f"\nLoader: steps of 4 x 8 samples of {seq}, {len(dataset)} samples")
-        for workers in (0, 2):
-            for masking in (False, True):
-                rules = CollateRules(seq, eod=0, intra_document_masking=masking, vocab_size=50257)
-                loader = StepLoader(dataset, micro_batch=8, gas=4, rules=rules, num_workers=workers)
-                start = time.perf_counter()
-                tokens = sum(batch.tokens.numel() for batch in loader.steps())
-                speed = tokens / (time.perf_counter() - start)
-                start = time.perf_counter()
-                next(loader.steps((loader.num_steps() - 1) * 32))
-                resumed = time.perf_counter() - start
-                what = f"{workers} workers, intra_document_masking {str(masking).lower()}"
-                print(f"  {what:46} {speed / 1e6:8.1f} M tokens/s   first step after resume {resumed * 1e3:6.1f} ms")
+def bench_shuffle(args: argparse.Namespace) -> None:
+    array = np.arange(args.documents, dtype=np.int32)
+    contenders: list[Contender] = [
+        ("shuffle, compiled", lambda: shuffle(np.random.RandomState(1), array), 1.0),
+        ("shuffle, numpy's RandomState", lambda: np.random.RandomState(1).shuffle(array), 1.0),
+    ]
+    show(f"Shuffle of {args.documents:.3g} documents (the same order)", contenders, args)
 
 
 def modules() -> list[tuple[str, object]]:
