@@ -13,7 +13,7 @@ import numpy as np
 from megatron.errors import DeepyError, UserError
 from megatron.log import get_logger
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.fast import FAST, FastEncoder
+from megatron.tokenizer.fast import FAST, FastEncoder, Own
 from megatron.tokenizer.probes import hostile_texts
 from megatron.tokenizer.ragged import Ragged
 
@@ -34,7 +34,7 @@ class ProvenEncoder:
     Raises `DeepyError` when it gives other ids after all: what it made of earlier texts cannot be trusted either.
     """
 
-    def __init__(self, encoder: FastEncoder, own: Callable[[Sequence[str]], Ragged]) -> None:
+    def __init__(self, encoder: FastEncoder, own: Own) -> None:
         """`own` gives the ids that are right."""
         self.name, self._encoder, self._own, self._characters = encoder.name, encoder, own, 0
 
@@ -44,9 +44,9 @@ class ProvenEncoder:
         if self._characters >= AUDIT_EVERY:
             piece = [texts[self._characters % len(texts)][:AUDIT_CHARACTERS]]
             self._characters = 0
-            if problem := difference(piece, self._own(piece), self._encoder.encode(piece)):
+            if problem := difference(piece, self._own(piece), self._encoder.encode(piece, self._own)):
                 raise DeepyError(f"{self.name} {problem}. Give --encoder {OWN}, and report the text.")
-        return self._encoder.encode(texts)
+        return self._encoder.encode(texts, self._own)
 
 
 def choose_encoder(tokenizer: Tokenizer, wanted: str = AUTO, sample: Iterable[str] = ()) -> str:
@@ -71,7 +71,7 @@ def choose_encoder(tokenizer: Tokenizer, wanted: str = AUTO, sample: Iterable[st
     right = tokenizer.encode_batch(texts)
     refused = {}
     for name in ORDER if wanted == AUTO else (wanted,):
-        encoder, reason = _try(lambda name=name: FAST[name](recipe), texts, right)  # type: ignore[misc]
+        encoder, reason = _try(lambda name=name: FAST[name](recipe), texts, right, tokenizer.encode_exactly)  # type: ignore[misc]
         if encoder is not None:
             for other, why in refused.items():
                 logger.info(f"encoder: not {other}: {why}")
@@ -107,11 +107,11 @@ def _show(text: str, right: np.ndarray, given: np.ndarray) -> str:
     return f"gives {given[at : at + 4].tolist()} and not {right[at : at + 4].tolist()} as ids {at}.. of {shown}"
 
 
-def _try(make: Callable[[], FastEncoder], texts: list[str], right: Ragged) -> tuple[FastEncoder | None, str]:
+def _try(make: Callable[[], FastEncoder], texts: list[str], right: Ragged, own: Own) -> tuple[FastEncoder | None, str]:
     """An encoder that gives the right ids, or None and the reason."""
     try:
         encoder = make()
-        problem = difference(texts, right, encoder.encode(texts))
+        problem = difference(texts, right, encoder.encode(texts, own))
     except ImportError:
         return None, f"it is not installed: pip install -r {REQUIREMENTS}"
     except (KeyboardInterrupt, SystemExit):

@@ -11,7 +11,7 @@ import itertools
 import json
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,8 +21,13 @@ import numpy as np
 from megatron.registry import Registry
 from megatron.tokenizer.alphabet import byte_alphabet
 from megatron.tokenizer.ragged import Ragged
+from megatron.tokenizer.unicode17 import has_young
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+NO_IDS = np.empty(0, np.uint32)
+
+# From texts to ids, by the tokenizer's own library.
+Own = Callable[[Sequence[str]], Ragged]
 
 
 class UnsuitableError(Exception):
@@ -56,17 +61,25 @@ class FastEncoder(ABC):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.recipe,)
 
-    def encode(self, texts: Sequence[str]) -> Ragged:
-        """The ids of each text."""
-        return self._encode(texts).framed(self.recipe.head, self.recipe.tail)
+    def encode(self, texts: Sequence[str], own: Own) -> Ragged:
+        """The ids of each text. `own` does the texts that this encoder is known to get wrong."""
+        rows, left = self._encode(texts)
+        if left:
+            head, tail = len(self.recipe.head), len(self.recipe.tail)
+            whole = own([texts[i] for i in left]).rows()
+            parts = rows.rows()
+            for i, row in zip(left, whole):
+                parts[i] = row[head : len(row) - tail]
+            rows = Ragged.joined(parts)
+        return rows.framed(self.recipe.head, self.recipe.tail)
 
     @abstractmethod
     def _load(self) -> None:
         """Make the library's own object."""
 
     @abstractmethod
-    def _encode(self, texts: Sequence[str]) -> Ragged:
-        """The ids of each text, without head and tail."""
+    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, list[int]]:
+        """The ids of each text, without head and tail; and the numbers of the texts that are left to another."""
 
 
 FAST: Registry[type[FastEncoder]] = Registry("encoder")
@@ -75,6 +88,9 @@ FAST: Registry[type[FastEncoder]] = Registry("encoder")
 @FAST.register("gigatoken")
 class Gigatoken(FastEncoder):
     """gigatoken, on the calling thread.
+
+    Its tables are those of Unicode 17, the tokenizers library's those of 16 (both measured): texts with characters that
+    are new in 17 are left to that library.
 
     It remembers every word it has met, for ever: 5 GB after 600 MB of words that never repeat, 60 MB after 200 MB of
     manuals (measured). So it starts afresh when the process has grown by `ROOM` since it last did.
@@ -93,16 +109,25 @@ class Gigatoken(FastEncoder):
         self._encoder = load_hf_json(self.recipe.tokenizer_json.encode("utf-8"))
         self._start, self._characters, self._looked_at = resident_bytes(), 0, 0
 
-    def _encode(self, texts: Sequence[str]) -> Ragged:
-        encode = self._encoder.encode
-        ragged = Ragged.joined([encode(text) for text in texts])
+    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, list[int]]:
+        encode, rows, left = self._encoder.encode, [], []
+        for i, text in enumerate(texts):
+            if text.isascii():
+                rows.append(encode(text))
+                continue
+            utf8 = text.encode("utf-8")
+            young = has_young(text, utf8)
+            rows.append(NO_IDS if young else encode(utf8))
+            if young:
+                left.append(i)
+        ragged = Ragged.joined(rows)
         self._characters += sum(map(len, texts))
         if self._characters - self._looked_at >= self.LOOK_EVERY:
             self._looked_at = self._characters
             now = resident_bytes()
             if self._characters >= self.UNSEEN if now is None else now - (self._start or 0) > self.ROOM:
                 self._load()
-        return ragged
+        return ragged, left
 
 
 @FAST.register("fastokens")
@@ -116,9 +141,9 @@ class Fastokens(FastEncoder):
 
         self._encoder = fastokens.Tokenizer.from_json_str(self.recipe.tokenizer_json)
 
-    def _encode(self, texts: Sequence[str]) -> Ragged:
+    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, list[int]]:
         ids, offsets = self._encoder.encode_batch_flat(list(texts))
-        return Ragged(np.frombuffer(ids, "<u4"), np.diff(np.frombuffer(offsets, "<u8").astype(np.int64)))
+        return Ragged(np.frombuffer(ids, "<u4"), np.diff(np.frombuffer(offsets, "<u8").astype(np.int64))), []
 
 
 @FAST.register("tiktoken")
@@ -144,8 +169,8 @@ class Tiktoken(FastEncoder):
             special_tokens=special,
         )
 
-    def _encode(self, texts: Sequence[str]) -> Ragged:
-        return Ragged.joined([self._encoder.encode_to_numpy(text, allowed_special="all") for text in texts])
+    def _encode(self, texts: Sequence[str]) -> tuple[Ragged, list[int]]:
+        return Ragged.joined([self._encoder.encode_to_numpy(text, allowed_special="all") for text in texts]), []
 
 
 def _pattern(pre_tokenizer: dict[str, Any] | None) -> str:
