@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.partial import PARTIAL, WriteError
 from megatron.errors import UserError
 from megatron.log import Once, get_logger
 from megatron.tokenizer.base import Tokenizer
@@ -57,32 +58,39 @@ def finalize_with_manifest(
     extra: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Finish a dataset and write its manifest, which appears before the index makes the dataset visible."""
-    written: list[Manifest] = []
-
-    def publish(index_path: str) -> None:
-        manifest = Manifest(
-            items=builder.num_items,
-            documents=builder.num_documents,
-            tokens=builder.num_tokens,
-            dtype=builder.dtype.name,
-            index_sha256=_sha256(Path(index_path)),
-            tokenizer=tokenizer.to_dict() if tokenizer is not None else None,
-            source=source,
-            extra=dict(extra or {}),
-        )
-        write_manifest(builder.prefix, manifest)
-        written.append(manifest)
-
-    builder.finalize(publish)
-    return written[0]
+    builder.finish()
+    manifest = Manifest(
+        items=builder.num_items,
+        documents=builder.num_documents,
+        tokens=builder.num_tokens,
+        dtype=builder.dtype.name,
+        index_sha256=_sha256(Path(builder.index_path)),
+        tokenizer=tokenizer.to_dict() if tokenizer is not None else None,
+        source=source,
+        extra=dict(extra or {}),
+    )
+    # Written whole while an older dataset of that name is still untouched: from here on there are only renames.
+    temp = _write_temporary(builder.prefix, manifest)
+    try:
+        builder.finalize(lambda index: os.replace(temp, manifest_path(builder.prefix)))
+    finally:
+        temp.unlink(missing_ok=True)
+    return manifest
 
 
 def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
     """Write the manifest of a dataset (temporary name, then rename)."""
-    path = manifest_path(prefix)
-    temp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temp.write_text(json.dumps(asdict(manifest), indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(temp, path)
+    os.replace(_write_temporary(prefix, manifest), manifest_path(prefix))
+
+
+def _write_temporary(prefix: str | Path, manifest: Manifest) -> Path:
+    temp = Path(f"{manifest_path(prefix)}{PARTIAL}")
+    try:
+        temp.write_text(json.dumps(asdict(manifest), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    except OSError as error:
+        temp.unlink(missing_ok=True)
+        raise WriteError(f"cannot write {temp}: {error.strerror or error}.") from error
+    return temp
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:

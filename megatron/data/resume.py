@@ -53,6 +53,7 @@ class Journal:
 
     def __init__(self, prefix: str, identity: Mapping[str, Any], every: float, *, restart: bool = False) -> None:
         self.prefix, self.path = prefix, Path(f"{prefix}.resume{PARTIAL}")
+        self._new = Path(f"{prefix}.resume.new{PARTIAL}")
         self._identity = {name: digest(value) for name, value in identity.items()}
         self._every, self._last = every, time.monotonic()
         self._ends: deque[Position] = deque()
@@ -96,20 +97,20 @@ class Journal:
     def remove(self) -> None:
         """The work is done, or not to be continued."""
         self.path.unlink(missing_ok=True)
+        self._new.unlink(missing_ok=True)  # of a process killed while it saved
         self.saved = None
 
     def _save(self, position: Position, counts: Any, builders: Sequence[IndexedDatasetBuilder], complete: bool) -> None:
         marks = [builder.mark() for builder in builders]
         saved = Saved(position, asdict(counts), marks, complete)
-        temp = self.path.with_name(f"{self.path.name}.new")
         try:
-            with temp.open("w", encoding="utf-8") as file:
+            with self._new.open("w", encoding="utf-8") as file:
                 json.dump({"version": VERSION, "identity": self._identity, **asdict(saved)}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temp, self.path)
+            os.replace(self._new, self.path)
         except OSError as error:
-            temp.unlink(missing_ok=True)
+            self._new.unlink(missing_ok=True)
             raise WriteError(f"cannot write {self.path}: {error.strerror or error}.") from error
         self.saved, self._last = saved, time.monotonic()
 

@@ -12,6 +12,7 @@ import pytest
 
 from megatron.data import manifest as manifests
 from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.partial import WriteError
 from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.fingerprint import Fingerprint
@@ -121,3 +122,21 @@ def test_id_range_is_sampled_over_large_files(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UserError, match="has id 9"):
         manifests.check_id_range(IndexedDataset(tmp_path / "x"), 9)
     manifests.check_id_range(IndexedDataset(tmp_path / "x"), 10)
+
+
+def test_old_data_stays_when_the_manifest_of_the_new_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = made(tmp_path / "x")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    real = Path.write_text
+
+    def full(path: Path, text: str, **options: str) -> int:
+        real(path, text[:100], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(WriteError, match=r"x\.manifest\.json\.partial: No space left on device"):
+        made(tmp_path / "x", {**BASE, 4: "d"})
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert manifests.verify(prefix) is not None
