@@ -72,7 +72,7 @@ class BestFit(WholeDocuments):
 
     def dataset(self, segments: Sequence[Segment], cache: IndexCache | None = None, name: str = "data") -> BestFitRows:
         def build() -> Arrays:
-            return best_fit_index(self.pieces, self._histogram, self.patterns, segments)
+            return best_fit_index(self.pieces, len(self.data), self._histogram, self.patterns, segments)
 
         arrays = (cache or self.cache).arrays(f"{name}-best-fit", self.arrays_key(segments), build)
         self._forget()
@@ -84,49 +84,54 @@ class BestFitRows(Rows):
     """The samples, see the module's docstring."""
 
     def pieces(self, index: int) -> list[tuple[int, int, int]]:
-        row_starts, doc_idx = self.arrays["sample_idx"], self.arrays["doc_idx"]
+        row_starts = self.arrays["sample_idx"]
         epoch = index // (len(row_starts) - 1)
         row = int(self.arrays["shuffle_idx"][index])
         start, end = (row_starts[row : row + 2] + epoch * int(row_starts[-1])).tolist()
-        documents = doc_idx[start:end]
-        if "offset_idx" not in self.arrays:
-            return self._wholes(documents)
-        offsets = self.arrays["offset_idx"][start:end]
+        found = self.arrays["doc_idx"][start:end]
+        # Numbers beyond the data are later parts of long documents.
+        wholes = int(np.searchsorted(found, len(self.data)))
+        later = found[wholes:] - len(self.data)
+        documents, offsets = self.arrays["later_documents"][later], self.arrays["later_offsets"][later]
         lengths = np.minimum(self.data.sizes[documents] - offsets, self.capacity)
-        return list(zip(documents.tolist(), offsets.tolist(), lengths.tolist(), strict=True))
+        parts = zip(documents.tolist(), offsets.tolist(), lengths.tolist(), strict=True)
+        return [*self._wholes(found[:wholes]), *parts]
 
 
-def best_fit_index(pieces: Pieces, histogram: np.ndarray, patterns: Patterns, segments: Sequence[Segment]) -> Arrays:
-    """The arrays of some segments.
+def best_fit_index(
+    pieces: Pieces, items: int, histogram: np.ndarray, patterns: Patterns, segments: Sequence[Segment]
+) -> Arrays:
+    """The arrays of some segments of a dataset of `items` items.
 
-    Returns `doc_idx` int32 (int64 beyond 2^31 items) `[epochs * pieces]`, epoch after epoch and row after row;
-    `sample_idx` int64 `[rows + 1]`, where the rows of an epoch begin among its pieces, the same in each; `shuffle_idx`
-    uint32 or int64 `[epochs * rows]`, the row to read in its epoch; and, when documents are in several pieces,
-    `offset_idx` int32 like `doc_idx`, where in its document each begins.
+    Returns `doc_idx` int32 (int64 beyond 2^31) `[epochs * pieces]`, epoch after epoch and row after row: an item, or
+    `items + k` for later part k of a long one; `later_documents` and `later_offsets`, which item that is part of and
+    where it begins; `sample_idx` int64 `[rows + 1]`, where the rows of an epoch begin among its pieces, the same in
+    each; `shuffle_idx` uint32 or int64 `[epochs * rows]`, the row to read in its epoch.
     """
-    last = pieces.first + len(pieces.lengths) if pieces.documents is None else int(pieces.documents[-1])
     starts = length_starts(histogram)
-    small = max(last, len(pieces.lengths)) <= INT32_MAX
-    sorted_once = by_length(pieces.lengths, starts, np.int32 if small else np.int64)
+    small = items + len(pieces.later_documents) <= INT32_MAX
+    by_size = by_length(pieces.lengths, starts, np.int32 if small else np.int64)
+    by_size += pieces.first
+    # What lies behind the documents of the range is a later part.
+    by_size[by_size >= pieces.first + pieces.documents] += items - pieces.documents - pieces.first
     row_starts, rows = patterns.row_starts(), patterns.rows
-    epochs, count = sum(segment.epochs for segment in segments), len(sorted_once)
-    doc_idx = np.empty(epochs * count, dtype=sorted_once.dtype)
+    epochs, count = sum(segment.epochs for segment in segments), len(by_size)
+    doc_idx = np.empty(epochs * count, dtype=by_size.dtype)
     shuffle_idx = np.empty(epochs * rows, dtype=np.uint32 if rows < 2**32 else np.int64)
-    offset_idx = np.empty(epochs * count, dtype=np.int32) if pieces.offsets is not None else None
     borders = np.unique(starts).tolist()
     drawn = [(segment.seed, number) for segment in segments for number in range(segment.epochs)]
     for epoch, seed in enumerate(drawn):
         rng = np.random.RandomState(seed)
-        order = sorted_once.copy()
         for a, b in pairwise(borders):
-            rng.shuffle(order[a:b])
-        found = fill_patterns(order, starts, patterns.counts, patterns.paths, patterns.sizes, patterns.copies)
-        here = slice(epoch * count, (epoch + 1) * count)
-        doc_idx[here] = found + pieces.first if pieces.documents is None else pieces.documents[found]
-        if offset_idx is not None and pieces.offsets is not None:
-            offset_idx[here] = pieces.offsets[found]
-        permutation = np.arange(rows, dtype=shuffle_idx.dtype)
+            rng.shuffle(by_size[a:b])
+        fill_patterns(by_size, starts, patterns, doc_idx[epoch * count : (epoch + 1) * count])
+        permutation = shuffle_idx[epoch * rows : (epoch + 1) * rows]
+        permutation[:] = np.arange(rows)
         rng.shuffle(permutation)
-        shuffle_idx[epoch * rows : (epoch + 1) * rows] = permutation
-    arrays = {"doc_idx": doc_idx, "sample_idx": row_starts, "shuffle_idx": shuffle_idx}
-    return arrays if offset_idx is None else {**arrays, "offset_idx": offset_idx}
+    return {
+        "doc_idx": doc_idx,
+        "sample_idx": row_starts,
+        "shuffle_idx": shuffle_idx,
+        "later_documents": pieces.later_documents,
+        "later_offsets": pieces.later_offsets,
+    }

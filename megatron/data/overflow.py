@@ -93,7 +93,7 @@ def overflow_index(lengths: np.ndarray, first: int, capacity: int, segments: Seq
         if begun > rows:
             break
     ends = np.concatenate(begins)
-    doc_idx = np.concatenate(passes)[: ends[rows]]
+    doc_idx = (np.concatenate(passes) if len(passes) > 1 else passes[0])[: ends[rows]]
     if first:
         doc_idx = doc_idx + np.asarray(first, dtype=np.int32 if first + len(lengths) <= INT32_MAX else np.int64)
     sample_idx = np.zeros((rows + 1, 2), dtype=np.int32 if max(entries, 2 * (rows + 1)) < INT32_MAX else np.int64)

@@ -34,7 +34,7 @@ class Unpacked(WholeDocuments):
         def build() -> Arrays:
             dtype = np.int32 if self.documents[1] <= INT32_MAX else np.int64
             usable = np.flatnonzero(self.pieces.lengths).astype(dtype)
-            usable += self.documents[0]
+            usable = usable + np.asarray(self.documents[0], dtype) if self.documents[0] else usable
             shuffle_idx = shuffled_segments(segments, np.random.RandomState(segments[0].seed))
             return {"doc_idx": usable, "shuffle_idx": shuffle_idx}
 

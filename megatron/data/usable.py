@@ -7,7 +7,7 @@ trained label is that of the last target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,17 +24,24 @@ CHUNK_PIECES = 1 << 20
 class Pieces:
     """Parts of documents, each at most as long as a sample.
 
+    Piece p is all of item `first + p`, or its first part. Behind those of all documents come the later parts of long
+    ones, in the order of the documents.
+
     Attributes:
-        documents: item numbers `[pieces]`; None: piece p is all, or the first part, of item `first + p`.
-        offsets: int32 `[pieces]`, where each begins in its document; None: all at 0.
-        lengths: int32 `[pieces]`; 0 for a piece that is not used.
-        first: see `documents`.
+        lengths: int32 `[documents + later]`, tokens of each piece; 0 for one that is not used.
+        first: number of the first item.
+        later_documents: `[later]`, the items of the later parts.
+        later_offsets: `[later]`, where in them they begin.
     """
 
     lengths: np.ndarray
-    first: int = 0
-    documents: np.ndarray | None = None
-    offsets: np.ndarray | None = None
+    first: int
+    later_documents: np.ndarray
+    later_offsets: np.ndarray
+
+    @property
+    def documents(self) -> int:
+        return len(self.lengths) - len(self.later_documents)
 
 
 @dataclass(frozen=True)
@@ -50,14 +57,14 @@ class LeftOut:
 def whole_pieces(sizes: np.ndarray, first: int, capacity: int, allow_chopped: bool) -> tuple[Pieces, LeftOut]:
     """One piece per document: longer ones lose their end (`allow_chopped`) or are not used."""
     long = sizes > capacity
-    count = int(np.count_nonzero(long))
-    lengths = np.minimum(sizes, np.int32(capacity)).astype(np.int32, copy=False)
+    count, none = int(np.count_nonzero(long)), np.empty(0, np.int64)
+    pieces = Pieces(np.minimum(sizes, np.int32(capacity)).astype(np.int32, copy=False), first, none, none)
     if count == 0:
-        return Pieces(lengths, first), LeftOut()
+        return pieces, LeftOut()
     if allow_chopped:
-        return Pieces(lengths, first), LeftOut(cut=count, cut_tokens=int((sizes[long] - capacity).sum(dtype=np.int64)))
-    lengths[long] = 0
-    return Pieces(lengths, first), LeftOut(too_long=count)
+        return pieces, LeftOut(cut=count, cut_tokens=int((sizes[long] - capacity).sum(dtype=np.int64)))
+    pieces.lengths[long] = 0
+    return pieces, LeftOut(too_long=count)
 
 
 def fragment_pieces(sizes: np.ndarray, first: int, capacity: int) -> tuple[Pieces, LeftOut]:
@@ -66,18 +73,14 @@ def fragment_pieces(sizes: np.ndarray, first: int, capacity: int) -> tuple[Piece
     The shared token is the last target of one piece and the first input of the next, so every token but the first is
     a target once.
     """
-    if not np.any(sizes > capacity):
-        return whole_pieces(sizes, first, capacity, True)
-    step = capacity - 1
-    parts = np.maximum(1, -(-(sizes.astype(np.int64) - 1) // step))
-    number = np.repeat(np.arange(len(sizes), dtype=np.int64), parts)
-    offsets = (np.arange(len(number)) - np.repeat(np.cumsum(parts) - parts, parts)) * step
-    lengths = np.minimum(sizes[number] - offsets, capacity)
-    documents = number + first
-    if first + len(sizes) <= np.iinfo(np.int32).max:
-        documents = documents.astype(np.int32)
-    pieces = Pieces(lengths.astype(np.int32), first, documents, offsets.astype(np.int32))
-    return pieces, LeftOut(cut=int(np.count_nonzero(sizes > capacity)))
+    long = np.flatnonzero(sizes > capacity)
+    totals, step = sizes[long].astype(np.int64), capacity - 1
+    later = -(-(totals - 1) // step) - 1
+    number = np.arange(int(later.sum())) - np.repeat(np.cumsum(later) - later, later)
+    offsets = (number + 1) * step
+    rest = np.minimum(np.repeat(totals, later) - offsets, capacity).astype(np.int32)
+    lengths = np.concatenate([np.minimum(sizes, np.int32(capacity)), rest], dtype=np.int32)
+    return Pieces(lengths, first, np.repeat(long + first, later), offsets), LeftOut(cut=len(long))
 
 
 def without_silent(pieces: Pieces, labels: IndexedDataset | None, cache: IndexCache, name: str) -> tuple[Pieces, int]:
@@ -92,7 +95,7 @@ def without_silent(pieces: Pieces, labels: IndexedDataset | None, cache: IndexCa
     silent = int(np.count_nonzero(lengths)) - int(np.count_nonzero(trains))
     if silent:
         lengths = np.where(trains, lengths, np.int32(0))
-    return Pieces(lengths, pieces.first, pieces.documents, pieces.offsets), silent
+    return replace(pieces, lengths=lengths), silent
 
 
 def _trains(pieces: Pieces, labels: IndexedDataset, cache: IndexCache, name: str) -> np.ndarray:
@@ -101,8 +104,7 @@ def _trains(pieces: Pieces, labels: IndexedDataset, cache: IndexCache, name: str
         (path if (path := Path(f"{part.prefix}.bin")).exists() else Path(part.prefix)).stat() for part in labels.parts
     ]
     written = {"version": SCAN_VERSION, "labels": [[s.st_size, s.st_mtime_ns] for s in stats], "first": pieces.first}
-    described = [a for a in (pieces.documents, pieces.offsets) if a is not None]
-    key = content_key({"kind": "trained", **written}, pieces.lengths, *described)
+    key = content_key({"kind": "trained", **written}, pieces.lengths, pieces.later_documents, pieces.later_offsets)
 
     def build() -> Arrays:
         return {"trains": np.packbits(scan_labels(pieces, labels))}
@@ -112,19 +114,21 @@ def _trains(pieces: Pieces, labels: IndexedDataset, cache: IndexCache, name: str
 
 def scan_labels(pieces: Pieces, labels: IndexedDataset) -> np.ndarray:
     """bool `[pieces]`: whether a target of the piece, any of its tokens but the first, has a label."""
-    found = np.zeros(len(pieces.lengths), dtype=bool)
+    found, count = np.zeros(len(pieces.lengths), dtype=bool), pieces.documents
     base = 0  # number of the part's first item
     for part in labels.parts:
-        bounds = (base, base + len(part))
-        if pieces.documents is None:
-            first, end = np.clip(np.asarray(bounds) - pieces.first, 0, len(found)).tolist()
-        else:
-            first, end = np.searchsorted(pieces.documents, bounds).tolist()
+        bounds = np.asarray([base, base + len(part)])
+        first, end = np.clip(bounds - pieces.first, 0, count).tolist()
         for a in range(first, end, CHUNK_PIECES):
             b = min(a + CHUNK_PIECES, end)
-            items = np.arange(a, b) + pieces.first if pieces.documents is None else pieces.documents[a:b]
-            offsets = np.zeros(b - a, np.int64) if pieces.offsets is None else pieces.offsets[a:b]
-            found[a:b] = _any_label(part, items - base, offsets, pieces.lengths[a:b])
+            items = np.arange(a, b) + (pieces.first - base)
+            found[a:b] = _any_label(part, items, np.zeros(b - a, np.int64), pieces.lengths[a:b])
+        first, end = np.searchsorted(pieces.later_documents, bounds).tolist()
+        for a in range(first, end, CHUNK_PIECES):
+            b = min(a + CHUNK_PIECES, end)
+            items, offsets = pieces.later_documents[a:b] - base, pieces.later_offsets[a:b]
+            here = slice(count + a, count + b)
+            found[here] = _any_label(part, items, offsets, pieces.lengths[here])
         base += len(part)
     return found
 

@@ -412,8 +412,8 @@ def test_labels_are_read_in_stretches(case: Any, seq: int, chunk: int, chunk_pie
     ):
         for cut in (whole_pieces(data.sizes, 0, seq + 1, True), fragment_pieces(data.sizes, 0, seq + 1)):
             pieces = cut[0]
-            documents = range(len(sizes)) if pieces.documents is None else pieces.documents.tolist()
-            offsets = [0] * len(pieces.lengths) if pieces.offsets is None else pieces.offsets.tolist()
+            documents = [*range(len(sizes)), *pieces.later_documents.tolist()]
+            offsets = [*[0] * len(sizes), *pieces.later_offsets.tolist()]
             expected = [
                 any(masks[d][offset + 1 : offset + length])
                 for d, offset, length in zip(documents, offsets, pieces.lengths.tolist(), strict=True)

@@ -6,6 +6,7 @@ Documents, or pieces of them, are numbered from 0; `lengths` int32 says how many
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Protocol
 
 import numpy as np
 
@@ -15,6 +16,23 @@ try:
     from megatron.data.index_builders import _packing  # type: ignore[attr-defined]
 except ImportError:  # no compiler when the package was installed
     _packing = None
+
+
+class Patterns(Protocol):
+    """Rows filled alike (best_fit_plan.py): pattern g makes `counts[g]` rows; for each k in `[paths[g], paths[g + 1])`
+    its rows hold `copies[k]` pieces of `sizes[k]` tokens."""
+
+    @property
+    def counts(self) -> np.ndarray: ...
+
+    @property
+    def paths(self) -> np.ndarray: ...
+
+    @property
+    def sizes(self) -> np.ndarray: ...
+
+    @property
+    def copies(self) -> np.ndarray: ...
 
 
 def builders() -> ModuleType:
@@ -55,25 +73,12 @@ def by_length(lengths: np.ndarray, starts: np.ndarray, dtype: np.dtype | type) -
     return out
 
 
-def fill_patterns(
-    order: np.ndarray,
-    starts: np.ndarray,
-    counts: np.ndarray,
-    paths: np.ndarray,
-    sizes: np.ndarray,
-    copies: np.ndarray,
-) -> np.ndarray:
-    """The pieces of all rows, row after row.
+def fill_patterns(order: np.ndarray, starts: np.ndarray, patterns: Patterns, out: np.ndarray) -> None:
+    """Fill `out`, like `order`, with the pieces of all rows, row after row; within a row they are ascending.
 
     Args:
         order: int32 or int64, pieces sorted by length; those of a length are taken one after the other.
         starts: see `length_starts`.
-        counts: int64 `[patterns]`, rows of each pattern.
-        paths: int64 `[patterns + 1]`; pattern g is described by entries `[paths[g], paths[g + 1])` of the next two.
-        sizes, copies: int32; so many pieces of that length belong to a row of the pattern.
-
-    Returns an array like `order`; within a row pieces are in ascending order.
+        patterns: how many pieces of which lengths are in a row.
     """
-    out = np.empty_like(order)
-    builders().fill_patterns(order, starts, counts, paths, sizes, copies, out)
-    return out
+    builders().fill_patterns(order, starts, patterns.counts, patterns.paths, patterns.sizes, patterns.copies, out)
