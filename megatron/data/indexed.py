@@ -164,7 +164,7 @@ def _read_header(path: Path) -> tuple[int, int, int]:
     with path.open("rb") as file:
         raw = file.read(HEADER.size)
     if raw.startswith(LEGACY_MAGIC):
-        raise UserError(f"{path}: written in the old 'cached'/'lazy' format. Tokenise the data again (format 'mmap').")
+        raise UserError(f"{path}: the old 'cached'/'lazy' format. Convert it with tools/datasets/convert_dataset.py.")
     if len(raw) < HEADER.size:
         raise UserError(f"{path}: an index is at least {HEADER.size} bytes long, but the file has {len(raw)}.")
     magic, version, code, items, docs = HEADER.unpack(raw)
