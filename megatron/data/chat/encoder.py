@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,11 +75,15 @@ class ChatOptions:
     skip_bad: bool = False
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that conversations are read from; `names` are theirs."""
+        others = (self.chosen_key, self.rejected_key, self.completion_key)
+        return tuple(key for key in others if key) or self.keys
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The conversations of a record, as the data sets are named."""
-        if self.chosen_key:
-            return (CHOSEN, REJECTED)
-        return (self.completion_key,) if self.completion_key else self.keys
+        return (CHOSEN, REJECTED) if self.chosen_key else self.columns
 
     def described(self) -> str:
         """What is trained, in a few words."""
@@ -182,30 +187,30 @@ class ChatEncoder:
         return rows
 
     def _conversations(self, record: Mapping[str, Any]) -> list[Conversation]:
-        options, tools = self.options, record.get(self.options.tools_key)
-        parse = options.parse_arguments
-        if options.chosen_key and options.rejected_key:
-            prompt = column(record, options.prompt_key) if options.prompt_key else None
-            sides = (column(record, options.chosen_key), column(record, options.rejected_key))
-            one, other = (with_prompt(prompt, side, tools, parse_arguments=parse) for side in sides)
-            shared = common_start(one.messages, other.messages)
-            return [replace(chat, prompt=max(chat.prompt, shared)) for chat in (one, other)]
-        if options.prompt_key and options.completion_key:
-            sides = (column(record, options.prompt_key), column(record, options.completion_key))
-            return [with_prompt(*sides, tools, parse_arguments=parse)]
-        return [conversation(column(record, key), tools, parse_arguments=parse) for key in options.keys]
+        options, tools, parse = self.options, record.get(self.options.tools_key), self.options.parse_arguments
+        prompt = column(record, options.prompt_key) if options.prompt_key else None
+        found = []
+        for key in options.columns:
+            value = column(record, key)
+            with _about(key):
+                if options.columns == options.keys:
+                    found.append(conversation(value, tools, parse_arguments=parse))
+                else:
+                    found.append(with_prompt(prompt, value, tools, parse_arguments=parse))
+        if options.chosen_key:  # what both sides have in common is no answer to prefer
+            shared = common_start(*(chat.messages for chat in found))
+            found = [replace(chat, prompt=max(chat.prompt, shared)) for chat in found]
+        return found
 
     def _render(self, name: str, chat: Conversation) -> Rendered:
         if self._fix:
             chat = map_content(chat, self._fix)
-        try:
+        with _about(name):
             rendered = self._finder.find(chat)
             if _is_text(rendered.text):
                 return rendered
             messages, tools = map_text(chat.messages, _without_surrogates), map_text(chat.tools, _without_surrogates)
             return self._finder.find(replace(chat, messages=messages, tools=tools))
-        except BadChat as error:
-            raise BadChat(f"key {name!r}: {error}") from error
 
     def _label(self, rendered: Rendered, encoding: tokenizers.Encoding) -> tuple[np.ndarray, np.ndarray]:
         ids = np.array(encoding.ids, dtype=np.int64)
@@ -234,6 +239,15 @@ class ChatEncoder:
         if self.options.binary_reward:
             return 1.0 if value > 0 else -1.0
         return float(value)
+
+
+@contextmanager
+def _about(key: str) -> Iterator[None]:
+    """Name the key in what is wrong with its chat."""
+    try:
+        yield
+    except BadChat as error:
+        raise BadChat(f"key {key!r}: {error}") from error
 
 
 def _leave_out(tally: Tally, why: Fault | None) -> None:
