@@ -86,17 +86,15 @@ def train_weights(draft: Draft) -> None:
         return
     if paths is None:
         draft.fail(name, "is set without train_data_paths")
-    if not phases:
-        draft.fail(name, "is empty; give one weight per path")
     fault = ascending([step for step, _ in phases])
     if fault:
         draft.fail(name, fault)
     for step, weights in phases:
-        phase = f"the phase from step {step} " if len(phases) > 1 else ""
+        inside = f" in the phase from step {step}" if len(phases) > 1 else ""
         if len(weights) != len(paths):
-            draft.fail(name, f"{phase}has {len(weights)} weights for {len(paths)} train_data_paths")
+            draft.fail(name, f"has {len(weights)} weights for {len(paths)} train_data_paths{inside}")
         if any(weight < 0 for weight in weights) or sum(weights) <= 0:
-            draft.fail(name, f"{phase and phase + ': '}weights must not be negative and not all 0, are {list(weights)}")
+            draft.fail(name, f"weights must not be negative and not all 0, are {list(weights)}{inside}")
     if draft["weight_by_num_documents"]:
         draft.fail("weight_by_num_documents", f"{name} is set too ({draft.source(name)}); keep one of the two")
     late = [step for step, _ in phases if draft["train_iters"] is not None and step >= draft["train_iters"] > 0]

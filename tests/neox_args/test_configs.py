@@ -15,7 +15,8 @@ from tests.neox_args.helpers import load_text
 pytestmark = pytest.mark.cpu
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SHIPPED = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yml"))
+MIXTURES = sorted(path.stem for path in CONFIGS.glob("mixtures/*.yml"))
+SHIPPED = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yml") if path.parent.name != "mixtures")
 
 
 def _model(name: str, vocab: int = 50304) -> NeoXArgs:
@@ -32,6 +33,23 @@ def test_shipped_files_load_and_derive_without_complaint(name: str) -> None:
         done = derive(derive(given), facts)
         assert done.notes == ()
         assert done.training.train_batch_size > 0
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_shipped_mixtures_are_used_in_three_ways(name: str, tmp_path: Path) -> None:
+    """Merged as a file, named by a key, extended: always the same, without complaint."""
+    more = {"overrides": ["eval_iters=0"], "conf_dir": str(CONFIGS)}
+    (tmp_path / "run.yml").write_text(f"extends: [{CONFIGS}/pythia/14M.yml, {CONFIGS}/mixtures/{name}.yml]")
+    given = [
+        derive(load(["pythia/14M.yml", f"mixtures/{name}.yml"], **more)),
+        derive(load(["pythia/14M.yml"], **{**more, "overrides": [f"mixture={name}", "eval_iters=0"]})),
+        derive(load([str(tmp_path / "run.yml")], ["eval_iters=0"])),
+    ]
+    given.append(derive(type(given[0]).from_dict(given[0].to_dict())))
+    for args in given:
+        assert args.data == given[0].data and args.notes == ()
+        assert len(args.data.train_data_paths) == len(args.data.train_data_names) > 1
+        assert args.training.do_train
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "/" in name or name[0].isdigit()])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron.cluster.launch import place
 from megatron.errors import UserError
@@ -18,7 +19,8 @@ from megatron.plan.planner import plan
 pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = sorted(ROOT.glob("configs/**/*.yml"))
+SHIPPED = sorted(path for path in ROOT.glob("configs/**/*.yml") if path.parent.name != "mixtures")
+MIXTURES = sorted(ROOT.glob("configs/mixtures/*.yml"))
 ADDED_TO_OTHERS = {"local_setup.yml", "slurm_local.yml", "text_generation.yml"}
 
 
@@ -165,6 +167,26 @@ def test_every_shipped_config_dry_runs(path: Path, tokens: Callable[..., str], t
     text = dry_run(*given, script=script)
     for title in ("config", "ranks", "model", "stages", "memory", "steps", "data", "checkpoints"):
         assert section(text, title), title
+
+
+@pytest.mark.parametrize("path", MIXTURES, ids=lambda path: path.stem)
+def test_every_shipped_mixture_dry_runs(
+    path: Path, run_config: Path, tokens: Callable[..., str], tmp_path: Path
+) -> None:
+    made = tokens(2000, 100)
+    mixture = yaml.safe_load(path.read_text())["mixture"]
+    named = [*mixture["sources"].values(), *mixture.get("valid_sets", {}).values()]
+    for file in (one if isinstance(one, str) else one["path"] for one in named):
+        (tmp_path / "in" / file).parent.mkdir(parents=True, exist_ok=True)
+        for suffix in (".bin", ".idx"):
+            (tmp_path / "in" / f"{file}{suffix}").symlink_to(made + suffix)
+    run_config.write_text(run_config.read_text().replace("data_path:", "# data_path:"))
+    text = dry_run(run_config, path, f"data_root={tmp_path / 'in'}", "train_iters=9900")
+    table = rows(text, "data", "role")
+    assert [row[1] for row in table if row[0] == "train"] == list(mixture["sources"])
+    assert ("weights of train" in text) == isinstance(mixture["weights"], list)
+    sets = [row[0].removeprefix("valid/") for row in table if row[0].startswith("valid/")]
+    assert set(sets) >= set(mixture.get("valid_sets", {}))
 
 
 def test_the_command_is_quick_exits_0_or_2_and_imports_no_torch(run_config: Path) -> None:
