@@ -69,10 +69,11 @@ def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
     parts = [
         sections.titled("run", [batch, start.message]),
         sections.data(plan.table()),
+        sections.titled("documents left out, cut or padded", notes) if (notes := plan.notes()) else [],
         _index_section(plan.caches.entries),
         ["Prepared: the run finds its data as it is here and builds nothing."],
     ]
-    return "\n\n".join("\n".join(part) for part in parts)
+    return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def _check_files(args: NeoXArgs, paths: Sequence[str], tokenizer: Tokenizer) -> None:

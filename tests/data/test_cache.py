@@ -256,6 +256,19 @@ def test_folder_elsewhere(tmp_path: Path) -> None:
     assert own == tmp_path / f"c.{os.uname().nodename}"
 
 
+def test_neox_index_files_are_never_read(tmp_path: Path) -> None:
+    """Known faults D3: `*_indexmap_*.npy` beside the data may be of other data, and is not what decides the order."""
+    prefix = write(tmp_path / "x", GOLDEN)
+    for array in ("doc_idx", "sample_idx", "shuffle_idx"):
+        for name in ("x_train_0", "x_train"):
+            np.save(tmp_path / f"{name}_indexmap_6ns_8sl_1234s_packedpi_{array}.npy", np.zeros(20, np.int32))
+    data = IndexedDataset(prefix)
+    cache = IndexCache(index_folder(prefix))
+    dataset = PackedDataset(data, seq_length=8, segments=plan_segments(36, 8, 6, 1234), cache=cache)
+    assert dataset[0].tokens.tolist() == [10, 10, 10, 10, 20, 21, 22, 23, 24]  # the golden order
+    assert dataset[3].tokens.tolist() == [7, 8, 9, 7, 8, 9, 40, 41, 42]
+
+
 def test_a_changed_split_or_corpus_never_meets_old_indices(tmp_path: Path) -> None:
     """Known faults D3: the same prefix with other content, or another range, builds its own entry."""
     cache = IndexCache(tmp_path / "cache")
