@@ -7,6 +7,7 @@ describe their results alike.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import time
@@ -69,6 +70,7 @@ def tokenise_files(
     *,
     settings: Mapping[str, Any],
     skip_bad: bool,
+    source: Mapping[str, Any] | None = None,
 ) -> Result:
     """Make the datasets `output_prefix` (+ the shard's name) + the suffix of each output of the encoder.
 
@@ -77,6 +79,7 @@ def tokenise_files(
         settings: what else the result depends on, beside files, tokenizer and what the outputs say of themselves;
             JSON-able. A killed run is only continued, and shards are only joined, when these are equal.
         skip_bad: whether the encoder leaves unusable records out.
+        source: what the manifests say of the input (default: the names of the files).
 
     Raises `UserError`: see `write_datasets`, `Shard.parts` and `Journal`; and for an output folder that cannot be
     written to, before anything is read.
@@ -98,7 +101,7 @@ def tokenise_files(
             encoder,
             prefix,
             workers=options.workers,
-            source={"files": [path.name for path in paths]},
+            source={"files": [path.name for path in paths]} if source is None else dict(source),
             report=progress,
             journal=journal,
             shard=_said_of_shard(options.shard, paths, encoder, settings) if options.shard else None,
@@ -140,7 +143,7 @@ def _outputs(encoder: ChunkEncoder) -> list[list[Any]]:
 
 def _tokenizer(encoder: ChunkEncoder) -> list[Any]:
     """The id map, and the content of the files: merges and normalisers are not in the map."""
-    files = {name: digest(path.read_bytes().hex()) for name, path in encoder.tokenizer.files().items()}
+    files = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in encoder.tokenizer.files().items()}
     return [encoder.tokenizer.name, encoder.tokenizer.fingerprint().to_dict(), files]
 
 

@@ -69,7 +69,11 @@ class EncodeProgress:
         from tqdm import tqdm
 
         unit = "doc" if self._by_docs else "B"
-        return tqdm(total=self._goal, desc="tokenising", unit=unit, unit_scale=True, dynamic_ncols=True)
+        options = {"unit": unit, "unit_scale": True, "dynamic_ncols": True, "initial": self._before()}
+        return tqdm(total=self._goal, desc="tokenising", **options)
+
+    def _before(self) -> int:
+        return max(self._earlier.documents) if self._by_docs else self._earlier.nbytes
 
     def _seconds(self) -> float:
         return max(time.monotonic() - self._start, 1e-9)
@@ -77,8 +81,7 @@ class EncodeProgress:
     def _share(self, done: int) -> str:
         if not self._goal or not done:
             return ""
-        before = max(self._earlier.documents) if self._by_docs else self._earlier.nbytes
-        left = self._seconds() * max(self._goal - done, 0) / max(done - before, 1)
+        left = self._seconds() * max(self._goal - done, 0) / max(done - self._before(), 1)
         return f"{100 * min(done / self._goal, 1):.0f} %, ETA {_clock(left)}, "
 
     def _rates(self, tally: Tally) -> str:

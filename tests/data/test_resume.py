@@ -96,6 +96,27 @@ def test_killed_after_every_chunk_and_continued(tmp_path: Path) -> None:
     assert names(tmp_path / "out") == names(tmp_path / "whole")
 
 
+def test_chunks_that_workers_have_ahead_are_not_taken_for_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(rows(400, 1)))
+    tokenise([path], tmp_path / "whole")
+    real = corpus_job.EncodeProgress
+
+    class Killing(real):  # type: ignore[valid-type,misc]
+        left = 2
+
+        def __call__(self, tally: Any) -> None:
+            self.left -= 1
+            if not self.left:
+                raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(corpus_job, "EncodeProgress", Killing)
+        killed([path], tmp_path / "c", 10**9, workers=2)
+    tokenise([path], tmp_path / "c", workers=2)
+    assert same(tmp_path / "c", tmp_path / "whole")
+
+
 @pytest.mark.parametrize("shard", [Shard(0, 3), Shard(1, 3), Shard(2, 3)], ids=str)
 def test_a_shard_is_continued(tmp_path: Path, shard: Shard) -> None:
     paths = write_mixture(tmp_path / "in")
@@ -124,9 +145,10 @@ def test_what_was_written_after_the_last_save_is_written_again(tmp_path: Path) -
     path.write_bytes(lines(rows(400, 1)))
     tokenise([path], tmp_path / "whole")
     killed([path], tmp_path / "c", 4)
-    for file in tmp_path.glob("*.bin.partial"):
-        with file.open("ab") as more:
-            more.write(b"left by a process that was killed between two saves")
+    for file in tmp_path.glob("*.partial"):
+        if "resume" not in file.name:
+            with file.open("ab") as more:
+                more.write(b"left by a process that was killed between two saves" * 10_000)
     tokenise([path], tmp_path / "c")
     assert same(tmp_path / "c", tmp_path / "whole")
 
