@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.callbacks.evaluator import Evaluator, perplexity
+from megatron.callbacks.evaluator import Evaluator, NamedSet, perplexity
 from tests.callbacks.fakes import KEYS, Log, batches, trainer_of
 
 pytestmark = pytest.mark.cpu
@@ -68,6 +68,29 @@ def test_without_iterations_or_data_nothing_is_evaluated():
     trainer = trainer_of([Evaluator(4, 2, None, None)])
     trainer.run()
     assert trainer.engine.evaluated == []
+
+
+def test_named_sets_read_the_same_batches_every_time_and_are_told_for_themselves_and_by_tag():
+    log, sets = Log(), [NamedSet("a", ("x",), 1, batches), NamedSet("b", ("x", "y"), 3, batches)]
+    trainer = trainer_of([Evaluator(4, 2, batches, None, sets), log], train_iters=8)
+    losses = iter([1.0, 1.0, 2.0, 5.0, 5.0, 5.0] * 2)
+    counted = trainer.engine.eval_batch
+    trainer.engine.eval_batch = lambda batch: (counted(batch)[0] * 0 + next(losses) * 32, 32)
+    trainer.run()
+    told = [(step, split, metrics["lm_loss"]) for step, split, metrics in log.evaluated_]
+    one = [("validation", 1), ("validation/a", 2), ("validation/b", 5), ("validation/x", 4.25), ("validation/y", 5)]
+    assert told == [(step, split, loss) for step in (4, 8) for split, loss in one]
+    assert trainer.engine.evaluated == consumed(0) + [0, 0, BATCH, 2 * BATCH] + consumed(1) + [0, 0, BATCH, 2 * BATCH]
+    assert log.evaluated_[3][2]["lm_loss_macro"] == 3.5  # of sets; per token it is 4.25
+
+
+def test_named_sets_without_a_validation_list():
+    log = Log()
+    trainer_of([Evaluator(0, 1, None, None, [NamedSet("a", (), 1, batches)]), log]).run()
+    assert [(step, split) for step, split, _ in log.evaluated_] == [(10, "validation/a")]
+    log = Log()
+    trainer_of([Evaluator(4, 0, None, None, [NamedSet("a", (), 1, batches)]), log]).run()
+    assert log.evaluated_ == []
 
 
 def test_loss_is_per_token_and_perplexity_its_exponential():

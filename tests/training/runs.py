@@ -43,9 +43,10 @@ KEYS: dict[str, Any] = {
 }
 
 
-def corpus(folder: Path) -> str:
+def corpus(folder: Path, seed: int = 7) -> str:
     """Prefix of a data set of short documents, each with its end mark."""
-    rng = np.random.RandomState(7)
+    rng = np.random.RandomState(seed)
+    folder.mkdir(exist_ok=True)
     prefix = folder / "text_document"
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for length in rng.randint(3, 90, 60):
