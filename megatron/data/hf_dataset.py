@@ -8,20 +8,21 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron.data.chunks import Record
 from megatron.data.compression import COMPRESSIONS
-from megatron.data.encode import write_datasets
-from megatron.data.encode_progress import EncodeProgress
-from megatron.data.formats import READERS, read_chunks
-from megatron.data.hf_dataset_columns import Layout, detect
+from megatron.data.corpus_job import JobOptions, tokenise_files, write_metadata
+from megatron.data.formats import READERS
+from megatron.data.hf_dataset_columns import Layout, Unusable, detect
 from megatron.data.hf_dataset_load import BUILDERS, Loader
 from megatron.data.hf_dataset_retry import Backoff
 from megatron.data.hf_dataset_source import Request, Source, Stamps, content_key, sha256_file
-from megatron.data.hf_dataset_stages import Renderer, count, export, name_faults
+from megatron.data.hf_dataset_stages import RenderedChunk, Renderer, count, export, name_faults
 from megatron.data.hf_dataset_state import PipelineState
 from megatron.data.hf_dataset_tokenizer import ChatEncoding, TextEncoding, TokenizerChoice
 from megatron.data.indexed import IndexedDataset
@@ -90,6 +91,7 @@ class _Pipeline:
     def __init__(self, options: PrepareOptions, state: PipelineState, backoff: Backoff) -> None:
         self.options, self.state, self.backoff = options, state, backoff
         self.started = time.monotonic()
+        self.proven = False
         self.prefix = str(options.output_dir / options.output_dir.name)
         self.export_path = options.output_dir / EXPORT_NAME
 
@@ -153,7 +155,7 @@ class _Pipeline:
         options = self.options
         layout = detect(
             source.columns,
-            source.sample(),
+            source.sample,
             join_columns=options.join_columns,
             text_column=options.text_column,
             midtrain=options.midtrain_chat_messages,
@@ -176,6 +178,7 @@ class _Pipeline:
             logger.info(f"[3/5] COUNT done already: {found['token_count']} tokens")
         else:
             logger.info("[3/5] COUNT")
+            self._prove(encoding, source, layout)
             counts = count(self._renderer(source, layout), encoding.encoder(append_eod=False), self.options.num_proc)
             name_faults(counts)
             added = encoding.added() * counts.documents  # no part of the texts
@@ -224,27 +227,29 @@ class _Pipeline:
             logger.info("[5/5] TOKENIZE done already")
         else:
             logger.info(f"[5/5] TOKENIZE {self.prefix}")
-            began = time.monotonic()
-            encoder = encoding.encoder(append_eod=True)
-            with EncodeProgress(self.export_path.stat().st_size) as progress:
-                manifests, _ = write_datasets(
-                    read_chunks([self.export_path]),
-                    encoder,
-                    self.prefix,
-                    workers=self.options.tokenize_workers,
-                    source=dict(source.description),
-                    report=progress,
-                )
+            self._prove(encoding, source, layout)
+            result = tokenise_files(
+                [self.export_path],
+                encoding.encoder(append_eod=True),
+                self.prefix,
+                JobOptions(workers=self.options.tokenize_workers),
+                settings=encoding.describe(),
+                skip_bad=self.options.skip_bad_lines,
+                source=source.description,
+            )
+            write_metadata(self.prefix, asdict(self.options.request), result)
+            first = next(iter(result.datasets.values()))
             found = self.state.finish(
                 "tokenize",
                 key,
-                prefixes=[self.prefix + output.suffix for output in encoder.outputs],
-                documents=manifests[0].documents,
-                tokens=manifests[0].tokens,
-                seconds=round(time.monotonic() - began, 3),
+                prefixes=list(result.datasets),
+                documents=first.documents,
+                tokens=first.tokens,
+                seconds=round(result.seconds, 3),
             )
         data, *labels = found["prefixes"]
         results = {"tokenized": True, "tokenize_time": found["seconds"], "tokens_written": found["tokens"]}
+        results["documents_written"] = found["documents"]
         results |= {"data_path": data, "bin_path": f"{data}.bin", "idx_path": f"{data}.idx"}
         if labels:
             results |= {"label_data_path": labels[0], "label_bin_path": f"{labels[0]}.bin"}
@@ -260,6 +265,22 @@ class _Pipeline:
         if layout.key == "text":
             return TextEncoding(tokenizer)
         return ChatEncoding.of(tokenizer, folder, self.options.chat_template, self.options.skip_bad_lines)
+
+    def _prove(self, encoding: TextEncoding | ChatEncoding, source: Source, layout: Layout) -> None:
+        """Once a run, and only when there is something to tokenise."""
+        if not self.proven:
+            encoding.prove(_first_lines(source, layout))
+            self.proven = True
+
+
+def _first_lines(source: Source, layout: Layout) -> RenderedChunk:
+    """What the first records become in the export."""
+    lines: list[Record] = []
+    for record in source.sample:
+        with suppress(Unusable):
+            if (line := layout.render(record)) is not None:
+                lines.append(Record("", line))
+    return RenderedChunk(lines, 0)
 
 
 def _unchanged(path: Path, found: dict[str, Any]) -> bool:

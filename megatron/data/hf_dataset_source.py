@@ -13,6 +13,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,9 @@ class Source(ABC):
     def records(self, piece: Any, columns: Sequence[str] | None) -> Iterator[Record | Fault]:
         """The records of a piece, with at least the columns named (None: all)."""
 
+    @cached_property
     def sample(self) -> list[Mapping[str, Any]]:
-        """The first records."""
+        """The first records; unusable ones are passed over."""
         found = (record for piece in self.pieces() for record in self.records(piece, None))
         return [r.value for r in itertools.islice(found, SAMPLE_ROWS) if isinstance(r, Record)]
 
@@ -86,7 +88,7 @@ class FilesSource(Source):
         self.paths, self.key, self.description = list(paths), key, description
         self.nbytes, self.documents = sum(path.stat().st_size for path in paths), None
         names: dict[str, None] = {}
-        for record in self.sample():
+        for record in self.sample:
             names |= dict.fromkeys(record)
         self.columns = tuple(names)
 

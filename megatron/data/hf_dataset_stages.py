@@ -106,10 +106,11 @@ class _Counter:
 
     renderer: Renderer
     encoder: ChunkEncoder
+    alone: bool
 
     def __call__(self, piece: Any) -> Counts:
-        # Workers share the cores already; the library reads this name from the C environment.
-        os.putenv("TOKENIZERS_PARALLELISM", "false")
+        if not self.alone:  # workers share the cores already; the library reads this name from the C environment
+            os.putenv("TOKENIZERS_PARALLELISM", "false")
         lines, counts = self.renderer(piece)
         encoded = self.encoder.encode(RenderedChunk(lines, piece.nbytes))
         tally = encoded.tally
@@ -136,7 +137,7 @@ def count(renderer: Renderer, encoder: ChunkEncoder, workers: int) -> Counts:
     """How many documents and tokens the export will have. Raises `UserError` when it would have none."""
     counts = Counts()
     with StageProgress("counting", renderer.source.nbytes) as report:
-        for part in _map(_Counter(renderer, encoder), renderer.source, workers):
+        for part in _map(_Counter(renderer, encoder, workers <= 1), renderer.source, workers):
             counts.add(part)
             report(counts)
     _require_documents(counts, renderer)

@@ -40,6 +40,7 @@ class PipelineState:
     def finish(self, stage: str, key: str, **gave: Any) -> dict[str, Any]:
         """Note that a stage is done, and write the file."""
         self.stages[stage] = {"key": key, **gave}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.write("started")
         return self.stages[stage]
 

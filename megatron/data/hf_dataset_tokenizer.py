@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.data.chat.encoder import ChatEncoder, ChatOptions
 from megatron.data.chat.template import ChatTemplate, load_template
+from megatron.data.chunks import Chunk
 from megatron.data.encode import ChunkEncoder
-from megatron.data.encode_text import EncodeOptions, TextEncoder
+from megatron.data.encode_text import EncodeOptions, TextEncoder, texts_of
 from megatron.data.hf_dataset_retry import Backoff
+from megatron.data.hf_dataset_source import sha256_file
 from megatron.errors import UserError
-from megatron.tokenizer import Tokenizer, create_tokenizer
+from megatron.tokenizer import Tokenizer, choose_encoder, create_tokenizer
 from megatron.tokenizer.hub import require_hub
 from megatron.tokenizer.hugging_face import LibraryTokenizer
 
@@ -84,13 +86,17 @@ class TextEncoding:
 
     tokenizer: Tokenizer
 
+    def prove(self, sample: Chunk) -> None:
+        """Take the fastest encoder that gives the same ids, tried on the first lines of the export too."""
+        choose_encoder(self.tokenizer, sample=texts_of([sample]))
+
     def encoder(self, append_eod: bool) -> ChunkEncoder:
         """`append_eod` ends every document with eod. Raises `UserError` when the tokenizer has none."""
         return TextEncoder(self.tokenizer, EncodeOptions(("text",), append_eod=append_eod))
 
     def describe(self) -> dict[str, Any]:
         """What the ids depend on, beside the text."""
-        return {"tokenizer": self.tokenizer.fingerprint().to_dict(), "eod": self.tokenizer.eod}
+        return {"tokenizer": _identity(self.tokenizer), "eod": self.tokenizer.eod}
 
     def added(self) -> int:
         """How many tokens the tokenizer's own template adds to every text (a begin token)."""
@@ -111,9 +117,10 @@ class ChatEncoding:
         """`chosen`: `--chat-template`. Raises `UserError` when there is no chat template."""
         assert isinstance(tokenizer, LibraryTokenizer), "HFTokenizer is one"
         template = load_template(folder, chosen)
-        # A chat ends with what its tokenizer calls eos; a base tokenizer ends documents with eod.
-        named = tokenizer.backend.token_to_id(template.tokens.get("eos_token", ""))
-        return cls(tokenizer, template, tokenizer.eod if named is None else named, skip_bad)
+        return cls(tokenizer, template, template.eos_id(tokenizer), skip_bad)
+
+    def prove(self, sample: Chunk) -> None:
+        """Chats need offsets, which only the library itself gives."""
 
     def encoder(self, append_eod: bool) -> ChunkEncoder:
         """The template says how a chat ends, counted or written."""
@@ -122,8 +129,8 @@ class ChatEncoding:
     def describe(self) -> dict[str, Any]:
         """What the ids and labels depend on, beside the chat."""
         return {
-            "tokenizer": self.tokenizer.fingerprint().to_dict(),
-            "template": asdict(self.template),
+            "tokenizer": _identity(self.tokenizer),
+            "template": self.template.digest(),
             "eos": self.eos,
             "skip_bad": self.skip_bad,
         }
@@ -131,3 +138,9 @@ class ChatEncoding:
     def added(self) -> int:
         """Nothing: all tokens are the template's."""
         return 0
+
+
+def _identity(tokenizer: Tokenizer) -> list[Any]:
+    """The id map, and the content of the files: merges and normalisers are not in the map."""
+    files = {name: sha256_file(path) for name, path in tokenizer.files().items()}
+    return [tokenizer.fingerprint().to_dict(), files]

@@ -243,6 +243,8 @@ def test_results_file(tmp_path: Path, prepare: Prepare) -> None:
     assert (stored["bin_path"], stored["idx_path"]) == (f"{prefix}.bin", f"{prefix}.idx")
     manifest = read_manifest(prefix)
     assert manifest is not None
+    metadata = json.loads((tmp_path / "out" / "out_metadata.json").read_text())  # as of preprocess_data.py
+    assert metadata["total_tokens"] == results["tokens_written"]
     assert manifest.source == {"dataset": "a.jsonl", "split": "train", "files": ["a.jsonl"]}
 
 
@@ -297,6 +299,15 @@ def test_what_changed_is_done_again(tmp_path: Path, tokenizer: Path, prepare: Pr
     assert stages.redone() == {"tokenize"}
     keep.append((out / "out_text_document.bin").open())
 
+    from tokenizers import normalizers
+
+    other = byte_level(added=["hello world"])
+    other.normalizer = normalizers.Lowercase()  # the ids mean what they did, but texts get others
+    other.save(str(tokenizer))
+    prepare(path)
+    assert stages.redone() == {"tokenize"}
+    keep.append((out / "out_text_document.bin").open())
+
     with (out / "dataset.jsonl").open("a") as file:  # somebody's hand
         file.write('{"text": "x"}\n')
     assert prepare(path)["num_documents"] == len(ROWS)
@@ -330,7 +341,7 @@ def test_a_failed_stage_leaves_the_ones_before_it(
         raise DeepyError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(hf_dataset, "write_datasets", fail)
+        patch.setattr(hf_dataset, "tokenise_files", fail)
         with pytest.raises(DeepyError):
             prepare(path)
     stored = json.loads((tmp_path / "out" / "pipeline_results.json").read_text())
