@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.build_lock import build_lock
+from megatron.data.pieces import too_many_open
 from megatron.errors import UserError
 from megatron.log import Once, get_logger
 
@@ -219,6 +220,8 @@ def _load(entry: Path, key: str) -> Arrays:
             for name, array in arrays.items()
         )
     except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and (told := too_many_open(entry, error)) is not None:
+            raise told from error
         raise UserError(f"{entry} is damaged ({error}). Remove that folder; it will be built again.") from error
     if not right:
         raise UserError(f"{entry} does not hold what its name says. Remove that folder; it will be built again.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import mmap
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -50,11 +51,25 @@ def map_file(path: Path) -> mmap.mmap:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        if error.errno == errno.EMFILE:
-            raise UserError(
-                f"{path}: this process has too many files open. Raise the limit: ulimit -n 65536."
-            ) from error
+        if (told := too_many_open(path, error)) is not None:
+            raise told from error
         raise
+
+
+def too_many_open(path: Path, error: OSError) -> UserError | None:
+    """What to tell when a file cannot be opened because so many are; None when that is not the reason."""
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return None
+    return UserError(f"{path}: this process has too many files open. Raise the limit: ulimit -n 65536.")
+
+
+def allow_open_files(more: int) -> None:
+    """Raise this process's own limit of open files, as far as it may, when `more` are about to be opened."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = more + 512  # for everything else
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def _view(mapped: mmap.mmap | None) -> np.ndarray:

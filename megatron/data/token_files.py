@@ -10,9 +10,12 @@ from megatron.data.cache import IndexCaches
 from megatron.data.indexed import IndexedDataset
 from megatron.data.joined import JoinedTokens
 from megatron.data.npy import MaskLabels, NpyTokens
+from megatron.data.pieces import allow_open_files
 from megatron.data.prefixes import find_prefix
 from megatron.errors import UserError
 from megatron.neox_arguments.schema_data import DataConfig
+
+_FILES_EACH = 4  # open files of a dataset: its index or the arrays of its documents, its tokens
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class TokenFiles:
     def open(self, path: str | Path) -> IndexedDataset:
         """The dataset at `path`. Raises `UserError`."""
         found = find_files(path)
+        allow_open_files(_FILES_EACH * len(found))
         parts = [self._open_one(one) for one in found]
         return parts[0] if not is_glob(path) else JoinedTokens(parts, str(path))
 

@@ -7,7 +7,6 @@ import json
 import logging
 import multiprocessing
 import os
-import threading
 import time
 from pathlib import Path
 
@@ -101,27 +100,35 @@ def test_a_builder_killed_in_the_middle_hands_over(
     assert [path.name for path in folder.iterdir()] == [f"race-{'k' * 32}"]
 
 
-def test_a_living_builder_without_flock_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silence is measured from touch to touch, not from the start of the build."""
+def test_without_flock_a_builder_is_dead_when_it_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence counts from touch to touch on the waiter's clock: however long a build takes, whatever the file says."""
+    now = [0.0]
+    monkeypatch.setattr(build_lock.time, "monotonic", lambda: now[0])
+    beat = tmp_path / "x.beat"
+    watch, other = build_lock._Watch(beat), build_lock._Watch(beat)
+    assert watch.acquire() and not other.acquire()
+    for k in range(10):  # touched, by a machine whose clock is years off
+        now[0] += build_lock.SILENCE - 1
+        os.utime(beat, (k + 1, k + 1))
+        assert not other.acquire()
+    now[0] += build_lock.SILENCE - 1
+    assert not other.acquire()
+    now[0] += 2
+    assert not other.acquire()  # found dead and removed now
+    assert other.acquire() and not watch.acquire()
+    assert [path.name for path in tmp_path.iterdir()] == ["x.beat"]
+
+
+def test_without_flock_the_holder_touches_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_lock.fcntl, "flock", no_flock)
-    monkeypatch.setattr(build_lock, "BEAT", 0.05)
-    monkeypatch.setattr(build_lock, "SILENCE", 0.5)
-    order: list[str] = []
-
-    def slowly() -> dict[str, np.ndarray]:
-        order.append("built")
-        time.sleep(1.5)
-        return {"x": np.arange(2)}
-
-    threads = [
-        threading.Thread(target=lambda: IndexCache(tmp_path).arrays("x", "a" * 64, slowly), daemon=True)
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    assert order == ["built"]
+    monkeypatch.setattr(build_lock, "BEAT", 0.01)
+    seen: set[int] = set()
+    with build_lock.build_lock(tmp_path / "x.lock", lambda: False, "x") as held:
+        until = time.monotonic() + 60
+        while len(seen) < 3 and time.monotonic() < until:
+            seen.add((tmp_path / "x.beat").stat().st_mtime_ns)
+    assert held and len(seen) == 3
+    assert not (tmp_path / "x.beat").exists()
 
 
 def test_separate_folders_hold_the_same(tmp_path: Path) -> None:

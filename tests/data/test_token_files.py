@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import logging
+import multiprocessing
 import pickle
+import resource
 from itertools import chain
 from pathlib import Path
 
@@ -158,6 +161,26 @@ def test_a_glob_joins_files_in_the_order_of_their_names(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
         data.get(4)
     data.warm_up()
+
+
+def many_files(folder: str) -> int:
+    """Open 60 files with room for 40."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return len(open_tokens(f"{folder}/*.npy", eod=EOD, dtype="uint16"))
+
+
+def test_more_files_than_the_limit_of_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for k in range(60):
+        raw(tmp_path / f"{k:02}.npy", DOCUMENTS[:2])
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(many_files, (str(tmp_path),)) == 120
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("megatron.data.cache.np.load", full)
+    with pytest.raises(UserError, match="ulimit -n"):  # and not: the cache is damaged
+        open_tokens(tmp_path / "00.npy", eod=EOD, dtype="uint16")
 
 
 def test_a_glob_of_indexed_datasets(tmp_path: Path) -> None:
