@@ -189,11 +189,12 @@ class ChatEncoder:
     def _conversations(self, record: Mapping[str, Any]) -> list[Conversation]:
         options, tools, parse = self.options, record.get(self.options.tools_key), self.options.parse_arguments
         prompt = column(record, options.prompt_key) if options.prompt_key else None
+        whole = not (options.chosen_key or options.completion_key)
         found = []
         for key in options.columns:
             value = column(record, key)
             with _about(key):
-                if options.columns == options.keys:
+                if whole:
                     found.append(conversation(value, tools, parse_arguments=parse))
                 else:
                     found.append(with_prompt(prompt, value, tools, parse_arguments=parse))

@@ -42,9 +42,13 @@ def chat_tokenizer(path: str) -> LibraryTokenizer:
     Raises `UserError` for a folder without tokenizer.json.
     """
     folder, local = tokenizer_folder(path), Path(path).expanduser()
+    if not local.is_file() and not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        raise UserError(
+            f"--tokenizer-path {path}: no tokenizer.json in it. transformers makes one of most tokenizers: "
+            f"AutoTokenizer.from_pretrained({path!r}).save_pretrained('some-folder')"
+        )
     found: Tokenizer = create_tokenizer("HFTokenizer", str(local if local.is_file() else folder))
-    if not isinstance(found, LibraryTokenizer):
-        raise UserError(f"--tokenizer-path {path}: needs a tokenizer.json")
+    assert isinstance(found, LibraryTokenizer), "HFTokenizer is one"
     return found
 
 
