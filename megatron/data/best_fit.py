@@ -50,17 +50,8 @@ class BestFit(WholeDocuments):
         """The rows of every epoch, by the lengths in them."""
         return best_fit_patterns(self._histogram, self.capacity)
 
-    @property
-    def padding(self) -> float:
-        """Share of padding in all samples, 0 to 1."""
-        room = self.patterns.rows * self.capacity
-        return 1.0 - int(self._histogram @ np.arange(self.capacity + 1)) / room if room else 0.0
-
     def samples_per_epoch(self, epochs: int = 1) -> int:
         return epochs * self.patterns.rows
-
-    def notes(self) -> list[str]:
-        return [*super().notes(), f"an epoch is {self.patterns.rows} samples, {self.padding:.2%} of them padding"]
 
     def _cut_note(self) -> str:
         return f"{self.left_out.cut} documents of more than {self.limit} are read in several pieces"

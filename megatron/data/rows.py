@@ -58,10 +58,22 @@ class WholeDocuments(Packing):
     def left_out(self) -> LeftOut:
         return self._used[1]
 
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens that are read in a pass."""
+        return int(self.pieces.lengths.sum(dtype=np.int64))
+
+    @property
+    def padding(self) -> float:
+        """Share of padding in the samples of a pass, 0 to 1."""
+        room = self.samples_per_epoch() * self.capacity
+        return max(0.0, 1.0 - self.tokens / room) if room else 0.0
+
     def _forget(self) -> None:
         """Let go of the array over all documents, once the index arrays are there. What is small stays known."""
-        assert self.key and self.left_out is not None
-        self.__dict__.pop("_used", None)
+        if "_used" in self.__dict__:
+            _ = self.key, self.left_out, self.tokens
+            del self.__dict__["_used"]
 
     @cached_property
     def key(self) -> str:
@@ -82,6 +94,8 @@ class WholeDocuments(Packing):
         if out.silent:
             why = "less than two tokens, or all labels -100" if self.labels is not None else "less than two tokens"
             said.append(f"{out.silent} documents train nothing ({why}) and are left out")
+        if rows := self.samples_per_epoch():
+            said.append(f"an epoch is {rows} samples, {self.padding:.2%} of them padding")
         return said
 
     @property

@@ -442,10 +442,13 @@ def test_what_is_left_out_is_counted_and_said(tmp_path: Path) -> None:
     assert packing("pack_until_overflow", data, 8, allow_chopped=False).notes() == [
         "1 documents of more than 9 tokens (seq_length + 1) are left out (allow_chopped: true cuts them)",
         "1 documents train nothing (less than two tokens) and are left out",
+        "an epoch is 2 samples, 27.78% of them padding",
     ]
-    assert packing("unpacked", data, 8).notes()[0] == (
-        "1 documents are cut to 9 tokens (seq_length + 1), which loses 3 tokens"
-    )
+    assert packing("unpacked", data, 8).notes() == [
+        "1 documents are cut to 9 tokens (seq_length + 1), which loses 3 tokens",
+        "1 documents train nothing (less than two tokens) and are left out",
+        "an epoch is 3 samples, 18.52% of them padding",
+    ]
     assert packing("best_fit", data, 8).notes() == [
         "1 documents of more than 9 tokens (seq_length + 1) are read in several pieces",
         "1 documents train nothing (less than two tokens) and are left out",

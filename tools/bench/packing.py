@@ -2,8 +2,8 @@
 """Padding, losses and speed of every `pack_impl`, on lengths like those of chats and of web pages.
 
 Lengths are synthetic. Padding and the tokens that are cut off are counted over an epoch. Building is the sample index
-of an epoch, from the lengths to the arrays, in CPU seconds, with the most memory the process ever held; each packing has a process of
-its own. Loading is what the loader makes of a token file, in real tokens (without padding).
+of an epoch, from the lengths to the arrays, in CPU seconds, with the most memory the process ever held; each packing
+has a process of its own. Loading is what the loader makes of a token file, in real tokens (without padding).
 
     python tools/bench/packing.py
     python tools/bench/packing.py --documents 100000000 --seq-length 8192 --no-loading
@@ -84,14 +84,13 @@ def measure(like: str, name: str, args: argparse.Namespace) -> list[str]:
     dataset = packing.dataset(packing.plan(rows, 1234))
     seconds = time.process_time() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    room, tokens, cut = rows * (args.seq_length + 1), int(data.sizes.sum(dtype=np.int64)), 0
-    real = room
-    if name != "packed":
-        capacity = args.seq_length + 1
-        kept = int(np.minimum(data.sizes, capacity).sum(dtype=np.int64))
-        real, cut = (kept, tokens - kept) if name != "best_fit" else (round(room * (1 - packing.padding)), 0)
+    padding, tokens = getattr(packing, "padding", 0.0), int(data.sizes.sum(dtype=np.int64))
+    long = (
+        data.sizes[data.sizes > args.seq_length + 1] if name in ("pack_until_overflow", "unpacked") else data.sizes[:0]
+    )
+    cut = int((long - (args.seq_length + 1)).sum(dtype=np.int64))
     del dataset
-    cells = [like, name, str(rows), f"{1 - real / room:.2%}", f"{cut / tokens:.1%}", f"{seconds:.1f}", f"{peak:.0f}"]
+    cells = [like, name, str(rows), f"{padding:.2%}", f"{cut / tokens:.1%}", f"{seconds:.1f}", f"{peak:.0f}"]
     return cells if args.no_loading else [*cells, *load(like, name, args)]
 
 
