@@ -146,7 +146,7 @@ class DataPlan:
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Refuse data that another tokenizer made; see `manifest.check_tokenizer`."""
         once = Once(get_logger(__name__))
-        planned = [part for role in self.roles.values() for source in role.sources for part in source.source.data.parts]
+        planned = [source.source.data for role in self.roles.values() for source in role.sources]
         for data in {data.prefix: data for data in planned}.values():
             check_tokenizer(data, tokenizer, once)
 

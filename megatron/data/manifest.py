@@ -140,23 +140,33 @@ def check_tokenizer(data: IndexedDataset, tokenizer: Tokenizer, once: Once | Non
     Without a fingerprint: one warning, and an error when an id lies outside the vocabulary.
     """
     once = once or Once(get_logger(__name__))
-    manifest = read_manifest(data.prefix)
-    if manifest is not None and manifest.tokenizer is not None:
-        try:
-            fingerprint = Fingerprint.from_dict(manifest.tokenizer)
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{manifest_path(data.prefix)}: unreadable tokenizer fingerprint ({error!r})") from error
-        if not tokenizer.covers(fingerprint):
-            raise UserError(
-                f"{data.prefix} was made with another tokenizer than this run's {tokenizer.describe()} (their ids mean "
-                "different tokens). Set tokenizer_type/vocab_file to the one that made the data, or tokenise it again."
-            )
-        _compare_eod(data.prefix, manifest, tokenizer, once)
+    unknown = [part for part in data.parts if not _says_its_tokenizer(part.prefix, tokenizer, once)]
+    if not unknown:
         return
+    which = data.prefix if len(data.parts) == 1 else f"{data.prefix} ({len(unknown)} files of it)"
     once.warning(
-        f"{data.prefix} has no manifest, so nothing shows which tokenizer made it; only the range of its ids is checked"
+        f"{which} has no manifest, so nothing shows which tokenizer made it; only the range of its ids is checked"
     )
-    check_id_range(data, tokenizer.vocab_size)
+    for part in unknown:
+        check_id_range(part, tokenizer.vocab_size, SCAN_BYTES // len(unknown))
+
+
+def _says_its_tokenizer(prefix: str, tokenizer: Tokenizer, once: Once) -> bool:
+    """Whether a fingerprint is there; it has to fit the tokenizer."""
+    manifest = read_manifest(prefix)
+    if manifest is None or manifest.tokenizer is None:
+        return False
+    try:
+        fingerprint = Fingerprint.from_dict(manifest.tokenizer)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{manifest_path(prefix)}: unreadable tokenizer fingerprint ({error!r})") from error
+    if not tokenizer.covers(fingerprint):
+        raise UserError(
+            f"{prefix} was made with another tokenizer than this run's {tokenizer.describe()} (their ids mean "
+            "different tokens). Set tokenizer_type/vocab_file to the one that made the data, or tokenise it again."
+        )
+    _compare_eod(prefix, manifest, tokenizer, once)
+    return True
 
 
 def _compare_eod(prefix: str, manifest: Manifest, tokenizer: Tokenizer, once: Once) -> None:
@@ -169,13 +179,13 @@ def _compare_eod(prefix: str, manifest: Manifest, tokenizer: Tokenizer, once: On
         )
 
 
-def check_id_range(data: IndexedDataset, vocab_size: int) -> None:
-    """Raise `UserError` when an id lies outside `[0, vocab_size)`; large files are sampled evenly."""
+def check_id_range(data: IndexedDataset, vocab_size: int, most: int | None = None) -> None:
+    """Raise `UserError` when an id lies outside `[0, vocab_size)`; large files are sampled evenly, `most` bytes."""
     if data.dtype.kind not in "iu":
         raise UserError(f"{data.prefix} holds {data.dtype} values, not token ids.")
     tokens, piece = data.tokens, 1 << 20
     pieces = max(1, -(-len(tokens) // piece))
-    step = max(1, pieces * piece * data.dtype.itemsize // SCAN_BYTES)
+    step = max(1, pieces * piece * data.dtype.itemsize // max(1, SCAN_BYTES if most is None else most))
     for start in [*range(0, pieces, step), pieces - 1]:
         part = tokens[start * piece : (start + 1) * piece]
         if part.size and (int(part.max()) >= vocab_size or int(part.min()) < 0):

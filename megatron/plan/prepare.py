@@ -12,7 +12,7 @@ from typing import Any
 from megatron.callbacks.data_plan import data_plan, with_epochs
 from megatron.checkpoint.find import Start, decide_start
 from megatron.checkpoint.manifest import Manifest
-from megatron.data.cache import Entry
+from megatron.data.cache import Entry, IndexCaches
 from megatron.data.token_files import TokenFiles, find_files, with_eod
 from megatron.data.verify import Report, verify_path
 from megatron.errors import UserError
@@ -50,7 +50,7 @@ def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
     paths = [one for path in data_paths(args) for one in find_files(path)]
     tokenizer = build_tokenizer(args.tokenizer)
     LOGGER.info(f"tokenizer {tokenizer.describe()}: {tokenizer.vocab_size} tokens")
-    _check_files(args, paths, tokenizer)
+    checked = _check_files(args, paths, tokenizer)
     args = with_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)
     start = decide_start(
         args.checkpoint.save, args.checkpoint.load, args.checkpoint.iteration, args.checkpoint.finetune
@@ -70,14 +70,14 @@ def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
         sections.titled("run", [batch, start.message]),
         sections.data(plan.table()),
         sections.titled("documents left out, cut or padded", notes) if (notes := plan.notes()) else [],
-        _index_section(plan.caches.entries),
+        _index_section([*checked.entries, *plan.caches.entries]),
         ["Prepared: the run finds its data as it is here and builds nothing."],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def _check_files(args: NeoXArgs, paths: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Every file is whole, and its ids are in the vocabulary."""
+def _check_files(args: NeoXArgs, paths: Sequence[str], tokenizer: Tokenizer) -> IndexCaches:
+    """Every file is whole, and its ids are in the vocabulary. Returns the caches that opening them took."""
     files = TokenFiles.of(with_eod(args.data, tokenizer.eod))
     reports: list[Report] = []
     for path in dict.fromkeys(paths):
@@ -86,6 +86,7 @@ def _check_files(args: NeoXArgs, paths: Sequence[str], tokenizer: Tokenizer) -> 
     faults = [fault for report in reports for fault in report.faults]
     if faults:
         raise UserError("\n  ".join(["the data is not whole:", *faults]) if len(faults) > 1 else faults[0])
+    return files.caches
 
 
 def _continued(start: Start) -> tuple[Mapping[str, Any] | None, tuple[int, int]]:

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from megatron.data import npy
 from megatron.data.build import build_datasets, plan_datasets
 from megatron.data.cache import IndexCaches
+from megatron.data.manifest import check_tokenizer
 from megatron.data.token_files import TokenFiles, open_tokens
 from megatron.errors import UserError
-from megatron.neox_arguments.schema_data import DataConfig
+from megatron.neox_arguments.schema_data import DataConfig, TokenizerConfig
+from megatron.tokenizer import build_tokenizer
 from tests.data.corpus import GOLDEN, write
 
 pytestmark = pytest.mark.cpu
@@ -161,6 +163,22 @@ def test_a_glob_joins_files_in_the_order_of_their_names(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
         data.get(4)
     data.warm_up()
+
+
+def test_a_glob_without_manifests_is_one_warning_and_all_ids_are_looked_at(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("deepy").propagate = True
+    for k in range(3):
+        raw(tmp_path / f"{k}.npy", [[1, 2, 30 + k, 0]])
+    data = open_tokens(tmp_path / "*.npy", eod=0, dtype="uint16")
+    tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="CharLevelTokenizer"))
+    with caplog.at_level(logging.WARNING):
+        check_tokenizer(data, tokenizer)
+    assert [record.message.count("(3 files of it) has no manifest") for record in caplog.records] == [1]
+    raw(tmp_path / "2.npy", [[1, 2, 60_000, 0]])
+    with pytest.raises(UserError, match=r"2\.npy: token 2 has id 60000"):
+        check_tokenizer(open_tokens(tmp_path / "*.npy", eod=0, dtype="uint16"), tokenizer)
 
 
 def many_files(folder: str) -> int:

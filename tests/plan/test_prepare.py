@@ -92,7 +92,8 @@ def test_npy_data(run_config: Path, tmp_path: Path) -> None:
         documents.tofile(folder / f"part-{part}.npy")
     files = f"data_path={folder}/part-*.npy"
     text = prepared(run_config, files, "npy_dtype=uint16")
-    assert "part-0-documents-" in text and "part-*.npy" in text
+    assert text.count("part-*.npy-packed-") == 3 and "part-0-documents-" in text
+    assert len([line for line in text.splitlines() if line.startswith("  built")]) == 5
     assert [row.split()[2] for row in text.splitlines() if row.startswith("  train ")] == ["160"]
     assert "built " not in prepared(run_config, files)  # the type is found out too
 
