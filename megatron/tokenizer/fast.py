@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import mmap
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import numpy as np
 from megatron.registry import Registry
 from megatron.tokenizer.alphabet import byte_alphabet
 from megatron.tokenizer.ragged import Ragged
-from megatron.tokenizer.unicode17 import has_young
+from megatron.tokenizer.young import NEW_IN_17, NORMALIZED_ANEW, Characters
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 NO_IDS = np.empty(0, np.uint32)
@@ -89,8 +90,8 @@ FAST: Registry[type[FastEncoder]] = Registry("encoder")
 class Gigatoken(FastEncoder):
     """gigatoken, on the calling thread.
 
-    Its tables are those of Unicode 17, the tokenizers library's those of 16 (both measured): texts with characters that
-    are new in 17 are left to that library.
+    Its tables are those of Unicode 17; the tokenizers library has those of 16, and older ones for normalisation. Texts
+    with characters that are in one of them only are left to that library.
 
     It remembers every word it has met, for ever: 5 GB after 600 MB of words that never repeat, 60 MB after 200 MB of
     manuals (measured). So it starts afresh when the process has grown by `ROOM` since it last did.
@@ -107,6 +108,8 @@ class Gigatoken(FastEncoder):
 
         self._encoder: Any = None  # the old one goes first: never two in memory
         self._encoder = load_hf_json(self.recipe.tokenizer_json.encode("utf-8"))
+        plain = re.search(r'"normalizer"\s*:\s*null', self.recipe.tokenizer_json) is not None
+        self._young = Characters(NEW_IN_17 if plain else NEW_IN_17 + NORMALIZED_ANEW)
         self._start, self._characters, self._looked_at = resident_bytes(), 0, 0
 
     def _encode(self, texts: Sequence[str]) -> tuple[Ragged, list[int]]:
@@ -116,7 +119,7 @@ class Gigatoken(FastEncoder):
                 rows.append(encode(text))
                 continue
             utf8 = text.encode("utf-8")
-            young = has_young(text, utf8)
+            young = self._young.occur_in(text, utf8)
             rows.append(NO_IDS if young else encode(utf8))
             if young:
                 left.append(i)

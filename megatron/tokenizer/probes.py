@@ -22,7 +22,8 @@ SCRIPTS = (
     "Ġ Ċ ĉ Ā ▁ ▁▁a <0x0A> <0xFF> <unk> <s> </s> <pad> [UNK] [MASK] ## ##ing <|endoftext|> <|im_start|> <|",
     "https://user@example.org:8080/a/b_c?d=e&f=%20#g me.too@mail.example C:\\Users\\x ~/.config aGVsbG8gd29ybGQ=",
     "iPhone McDonald XMLHttpRequest snake_case kebab-case SCREAMING_CASE ÀÉÎ àéî ǄǅǆǇ aA1Bb2 ABCdef ABc",
-    "\U000105d2\u0307\U000105da\u0307 \U00011382\U000113c9 \U00016d63\U00016d67\U00016d67 a\u0344 \u0f71\u0f72 \u1100\u1161\u11a8",
+    "\U000105d2\u0307\U000105da\u0307 \U00011382\U000113c9 \U00016d63\U00016d67\U00016d67",
+    "a\u0344 \u0f71\u0f72 \u1100\u1161\u11a8",
     "\n\n\n", "   ", "\t", " a", "a ", " a ", "\na\n", "", "a", "'", "\u00e9", "\u4e2d", "\U0001f600",
 )  # fmt: skip
 LONG = ("a", "ab", "=", "é", "中", "🤖", "'s", "9", "\u0301", "aB", ".\n", "x ", "a\u200d")

@@ -19,7 +19,10 @@ from tokenizers import (
     trainers,
 )
 
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 O200K = "|".join(
     (
@@ -34,8 +37,8 @@ O200K = "|".join(
 )
 SPECIAL = ("<|endoftext|>", "<|padding|>")
 OTHER_SCRIPTS = (
-    "Die Größe der Straße, naïve café; Ελληνικά και κυριλλица, 中文测试没有空格。日本語のテキスト 한국어 हिन्दी العربية 🤖👍🏽 "
-    "I'll you're HE'S don't we've 1234567 3.14   \n\n\t x == y != z;\r\n"
+    "Die Größe der Straße, naïve café; Ελληνικά και κυριλλица, 中文测试没有空格。日本語のテキスト 한국어 हिन्दी العربية "
+    "🤖👍🏽 I'll you're HE'S don't we've 1234567 3.14   \n\n\t x == y != z;\r\n"
 )
 
 
@@ -218,9 +221,5 @@ def _as_ordinary(tokenizer: Tokenizer, keep: tuple[str, ...]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(content))
 
 
-ZOO: dict[str, Callable[[], Tokenizer]] = {
-    make.__name__: make
-    for make in (
-        gpt2, neox, llama3, qwen2, normalized, o200k, llama2, metaspace, stripping, prefix_space, digits, lowercase, wordpiece, unigram
-    )
-}  # fmt: skip
+KINDS = (gpt2, neox, llama3, qwen2, normalized, o200k, llama2, metaspace, stripping, prefix_space, digits, lowercase)
+ZOO: dict[str, Callable[[], Tokenizer]] = {make.__name__: make for make in (*KINDS, wordpiece, unigram)}
