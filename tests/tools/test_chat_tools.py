@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +16,8 @@ from megatron.data.indexed import IndexedDataset
 from megatron.errors import UserError
 from tests.data.chat.chats import THREE, say
 from tests.data.chat.templates import CHATML, write_folder
-from tests.tokenizer.vocabularies import write_gpt2
-from tests.tools.command import run
+from tests.tokenizer.vocabularies import write_gpt2, write_json
+from tests.tools.command import ROOT, run
 from tools.datasets import preprocess_data_with_chat_template as chat_tool
 
 pytestmark = pytest.mark.cpu
@@ -189,3 +191,39 @@ def test_masked_texts(tmp_path: Path) -> None:
     assert len(IndexedDataset(tmp_path / "out" / "m_text_document")) == 1
     done = run(*command, "--jsonl-keys", "text", "text_label", check=2)
     assert "text_label is the name of the labels of text" in done.stderr
+
+
+GUIDE = (ROOT / "documentation" / "chat_data.md").read_text(encoding="utf-8")
+
+
+def test_the_guide_names_flags_that_exist() -> None:
+    sources = [ROOT / TOOL, ROOT / MASK, ROOT / "megatron" / "data" / "corpus_job.py"]
+    known = set(re.findall(r'"(--[a-z-]+)"', "".join(path.read_text(encoding="utf-8") for path in sources)))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", GUIDE))
+    assert len(named) > 15
+    assert named <= known
+
+
+def test_the_commands_of_the_guide(tmp_path: Path) -> None:
+    """Word for word, in a folder that looks like the repository."""
+    for name in ("tools", "megatron"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    write_json(tmp_path / "data" / "stdlib" / "tokenizer.json")
+    jsonl(tmp_path / "pairs.jsonl", {"chosen": TWO, "rejected": say(("user", "q"), ("assistant", "b"))})
+    jsonl(tmp_path / "qa.jsonl", {"text": "Question: a Answer: b"})
+    blocks = re.findall(r"```\n(.*?)```", GUIDE, flags=re.DOTALL)
+    commands = [block for block in blocks if "python tools/datasets/" in block]
+    assert len(commands) == 3
+    script = "set -e\n" + "".join(commands).replace("python tools/", f"{sys.executable} tools/")
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "⟦4.<|endoftext|>⟧\n<|user|>\nAnd twice that?\n<|assistant|>\n⟦8.<|endoftext|>⟧" in done.stderr
+    for name in (
+        "chats_messages",
+        "chats_messages_label",
+        "pairs_chosen",
+        "pairs_rejected_label",
+        "qa_text",
+        "qa_label",
+    ):
+        assert len(IndexedDataset(tmp_path / "data" / f"{name}_document")) > 0

@@ -16,10 +16,13 @@ from typing import Any
 
 from megatron.data.chat.conversation import BadChat, Conversation
 from megatron.errors import UserError, nearest
-from megatron.tokenizer import Tokenizer
+from megatron.log import get_logger
+from megatron.tokenizer import Tokenizer, create_tokenizer
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+logger = get_logger(__name__)
+
 TOOL_USE = "tool_use"  # the name under which some tokenizers keep a second template for chats with tools
 
 
@@ -110,6 +113,8 @@ def load_template(folder: Path, choice: str | None = None, extra: Mapping[str, A
     missing = [name for name in NAMED_TOKENS if name not in tokens and re.search(rf"\b{name}\b", template.source)]
     if missing or "eos_token" not in tokens:
         tokens = {**_tokens_by_class(folder), **tokens}
+    if "eos_token" in missing and "eos_token" not in tokens:
+        tokens["eos_token"] = _end_of_document(folder)  # else the template would silently write nothing for it
     return replace(template, tokens=tokens, extra=dict(extra or {}))
 
 
@@ -173,6 +178,14 @@ def _tokens_by_class(folder: Path) -> dict[str, str]:
     except Exception:
         return {}
     return {key: str(value) for key, value in tokens.items() if isinstance(value, str)}
+
+
+def _end_of_document(folder: Path) -> str:
+    """The text of the end-of-document token, for a template that speaks of an eos which no file names."""
+    tokenizer = create_tokenizer("HFTokenizer", str(folder))
+    token = tokenizer.id_map()[tokenizer.require_eod("the chat template (eos_token)")]
+    logger.info(f"eos_token of the chat template: {token} (no file beside tokenizer.json names one)")
+    return token
 
 
 def read_json(path: Path) -> dict[str, Any]:

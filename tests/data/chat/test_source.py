@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.data.chat.conversation import Conversation
 from megatron.data.chat.source import chat_tokenizer, tokenizer_folder
 from megatron.data.chat.template import load_template
 from megatron.errors import UserError
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.cpu
 
 FROM_HUB = """
 import sys
+from megatron.data.chat.conversation import Conversation
 from megatron.data.chat.source import chat_tokenizer, tokenizer_folder
 from megatron.data.chat.template import load_template
 from megatron.errors import run_cli
@@ -90,3 +92,14 @@ def test_a_tokenizer_that_marks_blanks(tmp_path: Path) -> None:
             runs.append(made.tokenizer.detokenize(found[at:end]).strip())
         at = end
     assert runs == [message["content"].strip() + " </s>" for message in THREE[1::2]]
+
+
+def test_an_eos_that_no_file_names_is_the_end_of_document(tmp_path: Path) -> None:
+    """Not nothing, which is what an undefined name writes."""
+    backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content + eos_token }}")
+    template = load_template(tmp_path, str(tmp_path / "mine.jinja"))
+    assert template.render(Conversation(THREE)) == "Hi there<|endoftext|>"
+    backend(("<s>",)).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"the chat template \(eos_token\) needs an end-of-document token"):
+        load_template(tmp_path, str(tmp_path / "mine.jinja"))
