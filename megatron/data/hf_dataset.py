@@ -248,6 +248,7 @@ class _Pipeline:
                 seconds=round(result.seconds, 3),
             )
         data, *labels = found["prefixes"]
+        self.state.results["vocab_file"] = self.options.vocab_file or str(self._chosen[1])
         results = {"tokenized": True, "tokenize_time": found["seconds"], "tokens_written": found["tokens"]}
         results["documents_written"] = found["documents"]
         results |= {"data_path": data, "bin_path": f"{data}.bin", "idx_path": f"{data}.idx"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,7 +81,12 @@ def test_the_command_of_the_forks_users(tmp_path: Path, tokenizer: Path, local: 
         tool="prepare_hf_dataset.py",
     )
     prefix = "base/corpus_s_train/corpus_s_train_text_document"
-    assert done.stdout.splitlines() == ["20 documents, 50 tokens", f'"train_data_paths": ["{prefix}"],']
+    assert done.stdout.splitlines() == [
+        "20 documents, 50 tokens",
+        f'"train_data_paths": ["{prefix}"],',
+        '"tokenizer_type": "HFTokenizer",',
+        f'"vocab_file": "{tokenizer}",',
+    ]
     assert len(IndexedDataset(tmp_path / prefix)) == 20
     assert [line[:5] for line in done.stderr.splitlines() if line.startswith("[")] == [f"[{i}/5]" for i in range(1, 6)]
 
@@ -115,8 +121,6 @@ def test_stages_are_left_out(tmp_path: Path, tokenizer: Path, local: Command) ->
 def test_bad_input_is_one_message_and_leaves_nothing(
     tmp_path: Path, tokenizer: Path, local: Command, flags: list[str], said: str
 ) -> None:
-    import re
-
     (tmp_path / "corpus.jsonl").write_bytes(LINES)
     write_json(tmp_path / "noeod.json", byte_level(("<s>",)))
     done = local("--dataset", "corpus.jsonl", "--vocab-file", tokenizer, *flags, check=2)
@@ -163,6 +167,38 @@ def test_terminated_in_the_middle_of_the_export(tmp_path: Path, tokenizer: Path,
     assert process.returncode == 128 + signal.SIGTERM
     assert [p.name for p in folder.iterdir()] == ["pipeline_results.json"]
     assert json.loads((folder / "pipeline_results.json").read_text())["status"] == "failed"
+
+
+def test_the_guides_example(tmp_path: Path, local: Command) -> None:
+    """The commands under "Try it here", as written."""
+    guide = (ROOT / "documentation" / "huggingface_datasets.md").read_text(encoding="utf-8")
+    section = guide.split("## Try it here\n")[1].split("\n## ")[0]
+    script = "".join(re.findall(r"```bash\n(.*?)```", section, flags=re.DOTALL))
+    for name in ("tools", "prepare_hf_dataset.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    python = f'python() {{ "{sys.executable}" "$@"; }}\n'
+    done = subprocess.run(
+        ["bash", "-e", "-c", python + script],
+        cwd=tmp_path,
+        env=local.environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = "".join(re.findall(r"```text\n(.*?)```", section, flags=re.DOTALL))
+    assert done.stdout.endswith(shown), done.stdout
+
+
+def test_every_command_of_the_guide_has_flags_that_exist() -> None:
+    guide = (ROOT / "documentation" / "huggingface_datasets.md").read_text(encoding="utf-8")
+    known = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / TOOL).read_text(encoding="utf-8")))
+    code = re.findall(r"```bash\n(.*?)```", guide, flags=re.DOTALL)
+    commands = [c for block in code for c in block.replace("\\\n", " ").splitlines() if "prepare_hf_dataset.py" in c]
+    assert len(commands) > 5
+    for command in commands:
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", command)) <= known, command
 
 
 # ---- the Hub

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -98,11 +99,12 @@ def main() -> None:
         trained = f", {results['trained_tokens']} of them trained" if results["is_messages"] else ""
         print(f"{results['num_documents']} documents, {results['token_count']} tokens{trained}")
     if results.get("tokenized"):
-        lines = {"train_data_paths": [results["data_path"]]}
+        lines: dict[str, str | list[str]] = {"train_data_paths": [results["data_path"]]}
         if "label_data_path" in results:
             lines["train_label_data_paths"] = [results["label_data_path"]]
-        for name, paths in lines.items():
-            print(f'"{name}": ["{paths[0]}"],')
+        lines |= {"tokenizer_type": "HFTokenizer", "vocab_file": results["vocab_file"]}
+        for name, value in lines.items():
+            print(f'"{name}": {json.dumps(value)},')
 
 
 if __name__ == "__main__":
