@@ -362,6 +362,8 @@ class IndexedDatasetBuilder:
     def _writing(self) -> Iterator[None]:
         try:
             yield
+        except WriteError:
+            raise
         except OSError as error:  # a full disk is nobody's bug
             raise WriteError(f"cannot write {self.prefix}: {error.strerror or error}.") from error
 

@@ -21,8 +21,8 @@ PATIENCE = 5.0  # seconds: the workers of a killed process need a moment to noti
 logger = get_logger(__name__)
 
 
-class WriteError(DeepyError):
-    """The file system does not take what is written (disk full, quota, connection lost)."""
+class WriteError(DeepyError, OSError):
+    """The file system does not take what is written (disk full, quota, connection lost); one message, no traceback."""
 
 
 def open_alone(path: str | Path, keep: int | None = None) -> IO[bytes]:
