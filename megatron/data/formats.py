@@ -218,11 +218,14 @@ SPLITTABLE = (".jsonl", ".ndjson", ".parquet", ".arrow")
 def find_inputs(names: Iterable[str]) -> list[Path]:
     """The files that command-line inputs mean: paths, comma-joined lists, globs, folders (every file of a known kind).
 
-    The order given is kept; what a glob or a folder stands for comes sorted by name. Raises `UserError` when a name
-    stands for nothing or a file is of an unknown kind.
+    `@FILE` stands for the inputs that FILE names, one a line. The order given is kept; what a glob or a folder stands
+    for comes sorted by name. Raises `UserError` when a name stands for nothing or a file is of an unknown kind.
     """
     found: list[Path] = []
     for name in names:
+        if name.startswith("@") and not Path(name).exists():
+            found += find_inputs(_listed(Path(name[1:])))
+            continue
         for part in [name] if Path(name).exists() else [part for part in name.split(",") if part]:
             found += _expand(part)
     for path in found:
@@ -232,6 +235,18 @@ def find_inputs(names: Iterable[str]) -> list[Path]:
                 f"as {', '.join(COMPRESSIONS)}"
             )
     return found
+
+
+def _listed(path: Path) -> list[str]:
+    """The lines of a list of files, blank ones and comments left out."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"@{path}: a list of input files, which cannot be read: {error}") from error
+    names = [line for line in lines if line and not line.startswith("#")]
+    if not names:
+        raise UserError(f"@{path}: a list of input files that names none")
+    return names
 
 
 def kind_of(path: Path) -> str:

@@ -218,6 +218,18 @@ def test_damaged_files_are_errors_not_less_data(tmp_path: Path, name: str, damag
         documents(path)
 
 
+def test_a_list_of_files_names_inputs(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl", "c.txt"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "list").write_text(f"# the order is kept\n{tmp_path}/c.txt\n\n{tmp_path}/*.jsonl\n")
+    found = find_inputs([f"@{tmp_path}/list", str(tmp_path / "a.jsonl")])
+    assert [path.name for path in found] == ["c.txt", "a.jsonl", "b.jsonl", "a.jsonl"]
+    (tmp_path / "list").write_text("# nothing\n")
+    for name, said in (("list", "names none"), ("absent", "cannot be read")):
+        with pytest.raises(UserError, match=said):
+            find_inputs([f"@{tmp_path}/{name}"])
+
+
 def test_inputs_are_lists_globs_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("b.jsonl", "a.jsonl", "c.txt", "sub/z.jsonl.zst", "sub/notes.md", "odd,name.txt"):

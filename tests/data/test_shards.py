@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.data.chunks import Document, Fault
-from megatron.data.corpus_job import JobOptions, tokenise_files
+from megatron.data.corpus_job import JobOptions, check_writable, tokenise_files
 from megatron.data.encode_text import EncodeOptions, TextEncoder
 from megatron.data.formats import Part, find_inputs, read_parts
 from megatron.data.indexed import IndexedDataset
@@ -192,3 +193,14 @@ def test_auto_takes_the_launcher_s_rank(env: dict[str, str], shard: Shard) -> No
 def test_an_incomplete_environment_is_refused() -> None:
     with pytest.raises(UserError, match="WORLD_SIZE"):
         parse_shard("auto", {"RANK": "1"})
+
+
+def test_a_folder_that_cannot_be_written_to_is_known_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UserError, match=r"no permission to write in "):
+        tokenise([tmp_path / "absent.jsonl"], tmp_path / "new" / "c")
+    with pytest.raises(UserError, match="a folder; give a name in it too"):
+        check_writable(f"{tmp_path}/")
+    assert not list(tmp_path.iterdir())
