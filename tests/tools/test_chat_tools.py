@@ -170,6 +170,14 @@ def test_shards_join_to_the_unsharded_bytes(tmp_path: Path, tokenizer: Path) -> 
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "joined" / name).read_bytes(), name
 
 
+def test_a_shard_without_a_chat(tmp_path: Path, tokenizer: Path) -> None:
+    source = jsonl(tmp_path / "in.jsonl", {"messages": TWO})
+    done = run(
+        *(TOOL, "--input", source, "--tokenizer-path", tokenizer, "--output-prefix", tmp_path / "c", "--shard", "1/2")
+    )
+    assert "c_shard_00001_of_00002_messages_label_document: 0 documents" in done.stdout
+
+
 def test_masked_texts(tmp_path: Path) -> None:
     vocab, merges = write_gpt2(tmp_path / "gpt2")
     source = jsonl(tmp_path / "in.jsonl", {"text": "hello Answer: world"}, {"text": "hello"})

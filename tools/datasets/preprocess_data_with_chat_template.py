@@ -149,6 +149,8 @@ def tell(result: Result, names: Sequence[str], tokenizer: Tokenizer) -> None:
     prefixes = [name for name in result.datasets if name.endswith("_label_document")]
     for name, prefix in zip(names, prefixes):
         labels = IndexedDataset(prefix)
+        if not len(labels):  # a shard on which no chat fell
+            continue
         data = IndexedDataset(prefix.removesuffix("_label_document") + "_document")
         shown = bracketed(tokenizer, data.get(0), labels.get(0))
         logger.info(f"first of {name} (⟦trained⟧):\n{shown}")
