@@ -166,7 +166,9 @@ class _Pipeline:
         logger.info(f"{', '.join(layout.columns)}: {made_of}{how}")
         is_messages = layout.kind == "messages"
         self.state.results |= {"text_column": ",".join(layout.columns), "is_messages": is_messages}
-        if layout.key == "text" and not is_messages and options.skip_chat_template:
+        if layout.columns == ("text",) and not options.text_column and "messages" in source.columns:
+            logger.info("there is a column messages too: --text-column messages takes the chats")
+        if not is_messages and options.skip_chat_template:
             logger.info("--skip-chat-template has no effect on texts")
         return layout
 

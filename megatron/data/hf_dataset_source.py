@@ -12,18 +12,19 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron.data.chunks import Chunk, Fault, Record
+from megatron.data.chunks import Chunk, Fault, Record, RowGroupChunk
 from megatron.data.formats import kind_of, read_chunks
 from megatron.errors import UserError
 from megatron.log import progress
 
 SAMPLE_ROWS = 64  # records that detection looks at
 PIECE_BYTES = 1 << 22  # how much of a table a worker takes at a time
+GROUP_BYTES = 1 << 24  # how much of a parquet file; less would decode what precedes a piece too often
 HASHED_AT_ONCE = 1 << 22
 
 # Kinds of files that are read as they are. Not .txt: `datasets` makes a record of every line, and so does this tool.
@@ -94,11 +95,23 @@ class FilesSource(Source):
 
     def pieces(self) -> Iterator[Chunk]:
         """Chunks of the files."""
-        return read_chunks(self.paths)
+        return (piece for chunk in read_chunks(self.paths) for piece in _cut(chunk))
 
     def records(self, piece: Chunk, columns: Sequence[str] | None) -> Iterator[Record | Fault]:
         """The records of a chunk."""
         return piece.records(columns)
+
+
+def _cut(chunk: Chunk) -> Iterator[Chunk]:
+    """A large chunk of parquet in several: whole, it would be held as text, in every worker and a few times here."""
+    if not isinstance(chunk, RowGroupChunk) or chunk.rows is None or chunk.nbytes <= GROUP_BYTES:
+        yield chunk
+        return
+    step = max(1, chunk.rows * GROUP_BYTES // chunk.nbytes)
+    for at in range(0, chunk.rows, step):
+        rows = min(step, chunk.rows - at)
+        share = chunk.nbytes * (at + rows) // chunk.rows - chunk.nbytes * at // chunk.rows
+        yield replace(chunk, start=chunk.start + at, rows=rows, nbytes=share)
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,12 @@ class TableSource(Source):
     """A `datasets.Dataset`, which maps its arrow files into memory."""
 
     def __init__(self, table: Any, name: str, key: str, description: Mapping[str, Any], batch_size: int) -> None:
-        """`name` stands in messages; a piece has at most `batch_size` rows."""
+        """`name` stands in messages; a piece has at most `batch_size` rows.
+
+        Columns of images, sounds and the like are dropped: decoding them needs more packages, and they hold no text.
+        """
+        media = [name for name, feature in (table.features or {}).items() if getattr(feature, "decode", False) is True]
+        table = table.remove_columns(media)
         self.table, self.name, self.key, self.description = table, name, key, description
         self.columns, self.documents = tuple(table.column_names), len(table)
         self.nbytes = int(table.data.nbytes * len(table) / max(table.data.num_rows, 1))

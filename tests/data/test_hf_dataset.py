@@ -195,6 +195,34 @@ def test_a_table_is_read_in_pieces_of_bounded_size() -> None:
     assert sum(piece.nbytes for piece in pieces) == source.nbytes
 
 
+def test_large_row_groups_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into pieces that together are the rows, each once, under their own numbers."""
+    from megatron.data import hf_dataset_source
+    from megatron.data.hf_dataset_source import FilesSource
+
+    path = tmp_path / "a.parquet"
+    table().to_parquet(path)
+    whole = FilesSource([path], "key", {})
+    (piece,) = whole.pieces()
+    records = list(whole.records(piece, ["text"]))
+    monkeypatch.setattr(hf_dataset_source, "GROUP_BYTES", path.stat().st_size // 7)
+    pieces = list(whole.pieces())
+    assert len(pieces) >= 7
+    assert sum(piece.nbytes for piece in pieces) == path.stat().st_size
+    assert [record for piece in pieces for record in whole.records(piece, ["text"])] == records
+    assert [r.value["text"] for r in records] == TEXTS
+
+
+def test_columns_of_images_are_no_obstacle(tmp_path: Path, prepare: Prepare) -> None:
+    """Nothing decodes them: the file is no image."""
+    import datasets
+
+    features = datasets.Features({"picture": datasets.Image(), "text": datasets.Value("string")})
+    rows = [{"picture": {"bytes": b"no image", "path": None}, "text": text} for text in TEXTS]
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(tmp_path / "saved")
+    assert prepare(tmp_path / "saved")["num_documents"] == len(TEXTS)
+
+
 def test_half_a_utf16_pair_survives_the_export(tmp_path: Path, prepare: Prepare) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "caf\\u00e9 \\ud83d"}\n')

@@ -67,7 +67,8 @@ def parse_args() -> PrepareOptions:
     group.add_argument("--output-dir", metavar="DIR", help="folder to write (default: named after the dataset)")
     group.add_argument("--output-base", metavar="DIR", default="data", help="where that folder goes (default: data)")
     group = parser.add_argument_group("running")
-    cores = min(16, os.cpu_count() or 1)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = min(16, usable)  # 16 is the fork's
     group.add_argument("--num-proc", type=int, default=cores, metavar="N", help=f"processes (default here: {cores})")
     group.add_argument("--batch-size", type=int, default=10000, metavar="N", help="most rows a process takes at a time")
     group.add_argument(
