@@ -44,7 +44,9 @@ def main() -> None:
     check_writable(args.output_prefix)
     logger = log.get_logger("merge_datasets")
     for group in groups:
-        logger.info(f"{group.output}: joining {', '.join(Path(prefix).name for prefix in group.prefixes)}")
+        names = [Path(prefix).name for prefix in group.prefixes]
+        shown = names if len(names) <= 8 else [*names[:4], "...", *names[-3:]]
+        logger.info(f"{group.output}: joining {len(names)} datasets, {', '.join(shown)}")
     size = sum(Path(f"{prefix}.bin").stat().st_size for group in groups for prefix in group.prefixes)
     with ByteProgress("joining", size) as progress:
         merged = merge_groups(groups, progress)
