@@ -21,6 +21,7 @@ from megatron.data.best_fit_plan import Patterns, best_fit_patterns
 from megatron.data.cache import Arrays, IndexCache
 from megatron.data.index_builders import INT32_MAX
 from megatron.data.index_builders.packing import by_length, fill_patterns, length_starts
+from megatron.data.index_builders.shuffle import shuffle
 from megatron.data.packing import Segment
 from megatron.data.rows import Rows, WholeDocuments
 from megatron.data.usable import LeftOut, Pieces, fragment_pieces
@@ -114,11 +115,11 @@ def best_fit_index(
     for epoch, seed in enumerate(drawn):
         rng = np.random.RandomState(seed)
         for a, b in pairwise(borders):
-            rng.shuffle(by_size[a:b])
+            shuffle(rng, by_size[a:b])
         fill_patterns(by_size, starts, patterns, doc_idx[epoch * count : (epoch + 1) * count])
         permutation = shuffle_idx[epoch * rows : (epoch + 1) * rows]
         permutation[:] = np.arange(rows)
-        rng.shuffle(permutation)
+        shuffle(rng, permutation)
     return {
         "doc_idx": doc_idx,
         "sample_idx": row_starts,

@@ -23,6 +23,7 @@ import numpy as np
 from megatron.data.cache import Arrays, IndexCache
 from megatron.data.index_builders import INT32_MAX
 from megatron.data.index_builders.packing import overflow_pass
+from megatron.data.index_builders.shuffle import shuffle
 from megatron.data.packing import Segment
 from megatron.data.rows import Rows, WholeDocuments, shuffled_segments
 
@@ -37,7 +38,7 @@ class PackUntilOverflow(WholeDocuments):
         if not np.any(self.pieces.lengths):
             return 0
         order = _documents(len(self.pieces.lengths))
-        np.random.RandomState(0).shuffle(order)
+        shuffle(np.random.RandomState(0), order)
         return len(overflow_pass(self.pieces.lengths, order, self.capacity, 0, len(order))[1])
 
     def samples_per_epoch(self, epochs: int = 1) -> int:
@@ -83,7 +84,7 @@ def overflow_index(lengths: np.ndarray, first: int, capacity: int, segments: Seq
     order = _documents(len(lengths))
     passes, begins, entries, begun, running = [], [], 0, 0, 0
     while True:
-        rng.shuffle(order)
+        shuffle(rng, order)
         used = order.copy()
         # One more than the rows asked for: it would begin where the last one ends.
         kept, starts, running = overflow_pass(lengths, used, capacity, running, rows + 1 - begun)

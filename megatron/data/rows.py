@@ -16,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from megatron.data.cache import Arrays, content_key
+from megatron.data.index_builders.shuffle import shuffle
 from megatron.data.indexed import IndexedDataset
 from megatron.data.packing import Packing, Segment, fresh_seed
 from megatron.data.sample import IGNORE, Piece, Provenance, Sample
@@ -205,6 +206,6 @@ def shuffled_segments(segments: Sequence[Segment], first: np.random.RandomState)
     out, before = np.arange(sum(segment.samples for segment in segments), dtype=np.int64), 0
     for number, segment in enumerate(segments):
         rng = first if number == 0 else np.random.RandomState(segment.seed)
-        rng.shuffle(out[before : before + segment.samples])
+        shuffle(rng, out[before : before + segment.samples])
         before += segment.samples
     return out

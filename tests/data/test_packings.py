@@ -171,6 +171,21 @@ def test_orders_are_those_of_neox(case: Any, seq: int, samples: int, seed: int, 
                 assert pieces_of(dataset, i) == expected
 
 
+def test_a_large_order_is_that_of_neox(tmp_path: Path) -> None:
+    """Large enough for the compiled shuffle, and over more than one pass."""
+    sizes = np.random.RandomState(0).randint(2, 40, 6000)
+    data = IndexedDataset(write(tmp_path / "x", [[1] * size for size in sizes.tolist()]))
+    for name in ("pack_until_overflow", "unpacked"):
+        found = packing(name, data, 64)
+        samples = 2 * found.samples_per_epoch() + 10
+        dataset = found.dataset(found.plan(samples, 7))
+        if name == "unpacked":
+            rows, shuffle = neox_unpacked(list(range(6000)), samples, 7)
+        else:
+            rows, shuffle = neox_overflow(sizes.tolist(), set(range(6000)), samples, 64, 7)
+        assert [[d for d, *_ in pieces_of(dataset, i)] for i in range(samples)] == [rows[r] for r in shuffle]
+
+
 @settings(max_examples=80, deadline=None)
 @given(cases(), st.integers(1, 9), st.integers(1, 25), st.integers(0, 99), st.booleans(), st.sampled_from(WHOLE))
 def test_what_holds_for_every_sample(case: Any, seq: int, samples: int, seed: int, chop: bool, name: str) -> None:
