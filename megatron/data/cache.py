@@ -73,12 +73,19 @@ class Entry:
 class IndexCache:
     """Named arrays under one folder; without a folder, or where it cannot be written, they are built in memory.
 
-    `entries` lists what was asked for; caches that are given the same list share it.
+    `entries` lists what was asked for; caches that are given the same list share it. `announce` is told what is going
+    to be built.
     """
 
-    def __init__(self, folder: str | Path | None, entries: list[Entry] | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path | None,
+        entries: list[Entry] | None = None,
+        announce: Callable[[str], None] = LOGGER.debug,
+    ) -> None:
         self.folder = Path(folder) if folder is not None else None
         self.entries: list[Entry] = entries if entries is not None else []
+        self._announce = announce
 
     def arrays(self, name: str, key: str, build: Callable[[], Arrays]) -> Arrays:
         """The arrays of entry `key`, memory-mapped; `build` makes them when no process has yet.
@@ -106,6 +113,7 @@ class IndexCache:
             if held:
                 _remove_abandoned(entry)
             if not _is_there(entry):
+                self._announce(f"building {entry}")
                 arrays = build()
                 if not _publish(entry, key, arrays):
                     return None, True, self._in_memory(lambda: arrays)
@@ -126,15 +134,18 @@ class IndexCaches:
     Args:
         root: one folder for all (`data_cache_path`); by default each dataset's own.
         shared: see `index_folder`.
+
+    `announce` is told of every entry that is going to be built.
     """
 
     def __init__(self, root: str | Path | None = None, shared: bool = True) -> None:
         self.root, self.shared = root, shared
         self.entries: list[Entry] = []
+        self.announce: Callable[[str], None] = LOGGER.debug
 
     def of(self, prefix: str | Path) -> IndexCache:
         """The cache for the dataset at `prefix`."""
-        return IndexCache(index_folder(prefix, self.shared, self.root), self.entries)
+        return IndexCache(index_folder(prefix, self.shared, self.root), self.entries, self.announce)
 
 
 def _is_there(entry: Path) -> bool:

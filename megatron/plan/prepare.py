@@ -6,12 +6,10 @@ unless the run goes on from a checkpoint, which holds the order of its samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from megatron.callbacks.data_plan import data_plan, with_epochs
-from megatron.checkpoint.find import Start, decide_start
-from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.find import decide_start
 from megatron.data.cache import Entry, IndexCaches
 from megatron.data.token_files import TokenFiles, find_files, with_eod
 from megatron.data.verify import Report, verify_path
@@ -20,6 +18,7 @@ from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
 from megatron.plan import sections
+from megatron.plan.data import continued
 from megatron.plan.preflight import data_paths, kind_of
 from megatron.plan.text import size, table
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -55,11 +54,12 @@ def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
     start = decide_start(
         args.checkpoint.save, args.checkpoint.load, args.checkpoint.iteration, args.checkpoint.finetune
     )
-    frozen, done = _continued(start)
+    frozen, done = continued(start)
     plan = data_plan(args, tokenizer, frozen, done)
     plan.check_tokenizer(tokenizer)
     for row in plan.table():
         LOGGER.info(f"{row.role}: {row.documents:,} documents, {row.tokens:,} tokens in {row.prefix}")
+    plan.caches.announce = LOGGER.info
     plan.build()
     training = args.training
     batch = (
@@ -87,16 +87,6 @@ def _check_files(args: NeoXArgs, paths: Sequence[str], tokenizer: Tokenizer) -> 
     if faults:
         raise UserError("\n  ".join(["the data is not whole:", *faults]) if len(faults) > 1 else faults[0])
     return files.caches
-
-
-def _continued(start: Start) -> tuple[Mapping[str, Any] | None, tuple[int, int]]:
-    """The sample order of the run that goes on, with the steps and samples that it has behind it."""
-    if start.path is None or not start.load_optim:
-        return None, (0, 0)
-    from megatron.callbacks.data_setup import frozen_order
-
-    saved = Manifest.read(start.path)
-    return frozen_order(start), (saved.step, saved.consumed)
 
 
 def _index_section(entries: Sequence[Entry]) -> list[str]:

@@ -48,6 +48,7 @@ def test_the_run_builds_nothing_any_more(run_config: Path, tmp_path: Path) -> No
     options = [f"data_cache_path={tmp_path / 'cache'}", "train_iters=2", "eval_interval=1", "log_interval=1"]
     done = deepy(run_config, *options, "--prepare")
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert done.stderr.count("building ") == 3
     assert done.stdout.count("built ") == 3 and done.stdout.rstrip().endswith("builds nothing.")
     made = entries(tmp_path / "cache")
     assert len([name for name in made if name.endswith("meta.json")]) == 3
@@ -56,6 +57,36 @@ def test_the_run_builds_nothing_any_more(run_config: Path, tmp_path: Path) -> No
     assert entries(tmp_path / "cache") == made
     again = deepy(run_config, *options, "--prepare")
     assert again.returncode == 0 and again.stdout.count("found ") == 3 and "built " not in again.stdout
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_is_prepared_as_it_goes_on(run_config: Path, tmp_path: Path) -> None:
+    """Longer than its data were planned for: the past is kept, what is added is built ahead."""
+    options = [
+        f"data_cache_path={tmp_path / 'cache'}",
+        f"save={tmp_path / 'save'}",
+        "eval_iters=0",
+        "train_batch_size=4",
+    ]
+    assert deepy(run_config, *options, "train_iters=2").returncode == 0
+    first = entries(tmp_path / "cache")
+    longer = [*options, "train_iters=2000", "override_lr_scheduler=true"]
+    done = deepy(run_config, *longer, "--prepare")
+    assert done.returncode == 0, done.stderr
+    assert "global_step2" in done.stdout and done.stdout.count("found ") == 1 and done.stdout.count("built ") == 1
+    second = entries(tmp_path / "cache")
+    assert first.items() <= second.items() and len(second) == 2 * len(first)
+    done = deepy(run_config, *longer, "exit_interval=1")
+    assert done.returncode == 0, done.stderr
+    assert "training ends at iteration 3" in done.stderr
+    assert entries(tmp_path / "cache") == second
+
+
+def test_nothing_heavy_is_imported() -> None:
+    check = (
+        "import sys, megatron.plan.prepare; sys.exit(bool({'torch', 'deepspeed', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, timeout=60, check=False).returncode == 0
 
 
 def test_ranks_that_are_not_here(run_config: Path) -> None:
