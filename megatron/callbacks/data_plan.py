@@ -1,6 +1,6 @@
 """What a run reads, worked out from its configuration: the same for ranks, for the dry run and for `--prepare`.
 
-Imports no torch.
+Imports no torch, but to read a checkpoint.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.checkpoint.find import Start
 from megatron.data.build import DataPlan, epoch_samples, plan_datasets
 from megatron.data.phases import Progress
 from megatron.data.splits import sample_counts
@@ -56,3 +57,12 @@ def data_plan(
         progress=Progress(training.train_batch_size, *done),
         frozen=frozen,
     )
+
+
+def frozen_order(start: Start) -> dict[str, Any] | None:
+    """The sample order kept in the checkpoint that is continued; a finetune start makes its own. Imports torch."""
+    if start.path is None or not start.load_optim:
+        return None
+    from megatron.checkpoint.reader import CheckpointReader
+
+    return CheckpointReader(start.path).state()["client"].get("callbacks", {}).get("DataOrder")

@@ -8,7 +8,6 @@ from megatron.callbacks.data_plan import data_plan
 from megatron.callbacks.data_table import data_lines
 from megatron.callbacks.evaluator import Batches, NamedSet
 from megatron.checkpoint.agreement import gather, together
-from megatron.checkpoint.find import Start
 from megatron.data.build import SET, DataPlan, Datasets
 from megatron.data.collate import CollateRules
 from megatron.data.loader import StepLoader
@@ -24,23 +23,13 @@ logger = get_logger(__name__)
 
 
 class DataOrder(Callback):
-    """Carries the frozen sample order of the run in its checkpoints (data/build)."""
+    """Carries the frozen sample order of the run in its checkpoints; `data_plan.frozen_order` finds it by this name."""
 
     def __init__(self, plan: DataPlan) -> None:
         self.plan = plan
 
     def state_dict(self) -> dict[str, Any]:
         return self.plan.state()
-
-
-def frozen_order(start: Start) -> dict[str, Any] | None:
-    """The sample order kept in the checkpoint that is continued; a finetune start makes its own."""
-    if start.path is None or not start.load_optim:
-        return None
-    from megatron.checkpoint.reader import CheckpointReader
-
-    client = CheckpointReader(start.path).state()["client"]
-    return client.get("callbacks", {}).get(DataOrder.__name__)
 
 
 def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None, done: tuple[int, int]) -> DataPlan:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.callbacks.data_plan import with_epochs
-from megatron.callbacks.data_setup import DataOrder, build_batches, frozen_order, named_sets, plan_data
+from megatron.callbacks.data_plan import frozen_order, with_epochs
+from megatron.callbacks.data_setup import DataOrder, build_batches, named_sets, plan_data
 from megatron.callbacks.defaults import default_callbacks
 from megatron.callbacks.run_folder import read_heartbeat, run_folder, write_status
 from megatron.callbacks.stopping import STOP_BY_SIGNAL

@@ -18,7 +18,7 @@ from megatron.data.splits import NAMES, parse_split, split_bounds
 from megatron.data.token_files import TokenFiles
 from megatron.errors import UserError
 from megatron.log import get_logger
-from megatron.neox_arguments.rules_mixture import weight_phases
+from megatron.neox_arguments.mixtures import sets_in_training, weight_phases
 from megatron.neox_arguments.schema_data import DataConfig
 
 LOGGER = get_logger(__name__)
@@ -87,7 +87,9 @@ def find_sources(
         seq_length: in which held-out samples are counted.
         caches: keep what has to be found by reading whole token files.
     """
-    files = TokenFiles.of(data, caches)
+    files, asked = TokenFiles.of(data, caches), names
+    if "valid" in names and "train" not in names and sets_in_training(data.train_data_weights, data.train_data_holdout):
+        names = ("train", *names)
     if data.data_path is not None:
         given = [f"{name}_data_paths" for name in NAMES if getattr(data, f"{name}_data_paths")]
         if given:
@@ -109,7 +111,7 @@ def find_sources(
     used = [source for role in roles.values() for source in role.sources] + [one.source for one in sets]
     for sentence in unused_labels((str(source.data.prefix), source.labels is not None) for source in used):
         LOGGER.warning(sentence)
-    return FoundData(roles, sets)
+    return FoundData({name: role for name, role in roles.items() if name in asked}, sets)
 
 
 def rooted(data: DataConfig, path: str) -> str:

@@ -184,3 +184,25 @@ def interpolate(parts: Sequence[tuple[NamedMixture, float]]) -> NamedMixture:
         weights = {name: math.fsum(share * found.get(name, 0.0) for found, share in now) for name in sources}
         phases.append((step, weights))
     return NamedMixture(sources, phases, sets)
+
+
+def weight_phases(weights: Sequence[Any] | None) -> list[tuple[int, tuple[float, ...]]] | None:
+    """`train_data_weights` as (first step, weights) pairs: constant ones are one pair from step 0."""
+    if weights is None:
+        return None
+    if weights and isinstance(weights[0], (tuple, list)):
+        return [(step, tuple(inner)) for step, inner in weights]
+    return [(0, tuple(weights))]
+
+
+def sets_in_training(weights: Sequence[Any] | None, holdout: Any) -> bool:
+    """Whether sources of training hold validation sets: held-out documents, or all when no phase draws from them.
+
+    Args:
+        weights: `train_data_weights`.
+        holdout: `train_data_holdout`.
+    """
+    if any(holdout) if isinstance(holdout, tuple) else holdout:
+        return True
+    columns = zip(*(inner for _, inner in weight_phases(weights) or ()), strict=False)  # refused elsewhere if unequal
+    return any(not any(column) for column in columns)

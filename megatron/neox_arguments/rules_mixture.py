@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from megatron.errors import UserError
 from megatron.neox_arguments.draft import Draft
 from megatron.neox_arguments.mixture_files import fault_at
-from megatron.neox_arguments.mixtures import SET_KEYS, MixtureFault, NamedMixture, ascending, parse, parse_named
+from megatron.neox_arguments.mixtures import (
+    SET_KEYS,
+    MixtureFault,
+    NamedMixture,
+    ascending,
+    parse,
+    parse_named,
+    sets_in_training,
+    weight_phases,
+)
 
 PER_SOURCE = ("train_data_max_epochs", "train_data_max_tokens", "train_data_holdout")
 _OPTIONS = {
@@ -67,15 +75,6 @@ def _sets(draft: Draft) -> dict[str, dict[str, Any]]:
     except MixtureFault as fault:
         name = f"valid_sets.{fault.place}" if fault.place else "valid_sets"
         draft.fail(name, str(fault))
-
-
-def weight_phases(weights: Sequence[Any] | None) -> list[tuple[int, tuple[float, ...]]] | None:
-    """`train_data_weights` as (first step, weights) pairs: constant ones are one pair from step 0."""
-    if weights is None:
-        return None
-    if weights and isinstance(weights[0], (tuple, list)):
-        return [(step, tuple(inner)) for step, inner in weights]
-    return [(0, tuple(weights))]
 
 
 def train_weights(draft: Draft) -> None:
@@ -160,9 +159,4 @@ def has_valid_sets(draft: Draft) -> bool:
     """Whether named sets are validated on: those of `valid_sets`, held-out parts, sources without any weight."""
     if draft["valid_sets"]:
         return True
-    held = draft["train_data_holdout"]
-    if any(held) if isinstance(held, tuple) else held:
-        return True
-    phases = weight_phases(draft["train_data_weights"])
-    columns = zip(*(weights for _, weights in phases or ()), strict=False)  # unequal lengths are refused elsewhere
-    return any(not any(column) for column in columns)
+    return bool(sets_in_training(draft["train_data_weights"], draft["train_data_holdout"]))

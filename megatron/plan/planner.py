@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.callbacks.data_plan import with_epochs
+from megatron.checkpoint.find import Start
 from megatron.cluster.launch import Placement
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
@@ -45,11 +46,11 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | 
         sections.stages(stages, held),
         sections.memory(args, memory),
     ]
-    if kind == "train":
+    if isinstance(found.start, Start):
         saves = save_plan(args, sum(stage.parameters or 0 for stage in stages))
         parts += [
             sections.steps(args, vocab_size),
-            sections.data(data_table(args, tokenizer)),
+            sections.data(data_table(args, tokenizer, found.start)),
             sections.checkpoints(found.start, saves, args.checkpoint.save),
         ]
     else:

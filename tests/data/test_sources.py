@@ -194,3 +194,12 @@ def test_the_stream_is_the_same_for_every_layout_across_phases(tmp_path: Path, w
             for k, ranks in enumerate(steps, start):
                 got = [row for m in range(gas) for batch in ranks for row in batch.tokens[m].tolist()]
                 assert got == expected[k]
+
+
+def test_sets_among_the_sources_of_training_are_there_without_training(tmp_path: Path) -> None:
+    """`train_iters: 0` validates what is loaded."""
+    paths = (numbered(tmp_path / "a", 1), numbered(tmp_path / "b", 50))
+    data = DataConfig(train_data_paths=paths, train_data_weights=(1.0, 0.0), train_data_holdout=(2, None))
+    plan = plan_of(data, train_samples=0)
+    assert list(plan.roles) == ["valid/a", "valid/b"]
+    assert list(plan_of(data, train_samples=0, set_samples=0).roles) == []
