@@ -139,6 +139,8 @@ def _load_flex() -> Backend:
             block_mask=blocks,
             scale=scale,
             enable_gqa=q.shape[2] != k.shape[2],
+            # Else short sequences get the kernel for decoding, which has no variant for some types.
+            kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
         )
         return out.transpose(1, 2)
 

@@ -108,7 +108,7 @@ def _load_torch() -> Backend:
     return Backend(torch_sdpa)
 
 
-# torch's own order on CUDA is flash, memory-efficient, formula, cuDNN.
+# torch 2.11 takes cuDNN's kernel first on Hopper by itself; other versions and GPUs have other orders.
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,

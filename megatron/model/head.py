@@ -24,6 +24,7 @@ from megatron.mpu.cross_entropy import linear_cross_entropy, weighted_linear_cro
 from megatron.mpu.layers import linear
 from megatron.mpu.sharding import ParamSpec
 from megatron.mpu.state import ParallelState
+from megatron.neox_arguments.formulas import loss_chunk_size
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
@@ -46,6 +47,7 @@ class LMOutput:
     state: ParallelState
     multiplier: float = 1.0
     chunk: int = 512
+    compiled: bool = False  # the loss's element-wise part
 
     def token_loss(self, targets: Tensor) -> Tensor:
         """Cross entropy in nats of every target [b, s] int64 -> [t] fp32, equal on all tensor-parallel ranks."""
@@ -74,7 +76,7 @@ class LMOutput:
         return self.hidden if self.multiplier == 1.0 else self.hidden * self.multiplier
 
     def _options(self) -> dict[str, Any]:
-        return {"vocab_size": self.vocab_size, "state": self.state, "chunk": self.chunk}
+        return {"vocab_size": self.vocab_size, "state": self.state, "chunk": self.chunk, "compiled": self.compiled}
 
 
 class FinalNorm(nn.Module):
@@ -101,7 +103,8 @@ class OutputMatrix(nn.Module):
             "vocab_size": vocab_size,
             "state": state,
             "multiplier": 1.0 / model.mup_width_mult if model.use_mup else 1.0,
-            "chunk": model.loss_chunk_size,
+            "chunk": loss_chunk_size(model, state.device.type == "cuda"),
+            "compiled": False,  # training/compile says when
         }
 
     def forward(self, hidden: Tensor, shape: torch.Size, then: Then | None) -> Any:

@@ -21,9 +21,11 @@ from torch.autograd.function import once_differentiable
 from megatron.errors import UserError
 from megatron.mpu.collectives import all_gather, enter_tensor_parallel
 from megatron.mpu.layers import linear
+from megatron.mpu.loss_kernels import at_least_fp32, logits_gradient, row_sums
+from megatron.mpu.loss_kernels import compiled as kernel
 from megatron.mpu.state import ParallelState
 
-CHUNK = 512  # tokens at a time: 256 to 1024 are equally fast on a CPU, 128 is slower (fewer rows per matrix product)
+CHUNK = 512  # tokens at a time where the caller does not say
 
 
 def linear_cross_entropy(
@@ -35,18 +37,19 @@ def linear_cross_entropy(
     state: ParallelState,
     chunk: int = CHUNK,
     entered: bool = False,
+    compiled: bool = False,
 ) -> Tensor:
     """Loss of every token: hidden [t, h] ([t/tp, h] under sequence parallelism), weight [v/tp, h], targets [t] -> [t].
 
     Losses are in nats, fp32, and equal on all tensor-parallel ranks. Any gradient may flow back into each of them;
     backward computes the logits a second time. For a weighted sum `weighted_linear_cross_entropy` is faster.
-    `entered`: hidden already went through `enter_tensor_parallel`.
+    `entered`: hidden already went through `enter_tensor_parallel`. `compiled`: torch.compile what is no matrix product.
     Raises `UserError` (on a CPU; a device-side assertion elsewhere) for a target outside [0, vocab_size).
     """
     _check_targets(targets, vocab_size)
     if not entered:
         hidden = enter_tensor_parallel(hidden, state)
-    return _PerToken.apply(hidden, weight, targets, vocab_size, state, chunk)
+    return _PerToken.apply(hidden, weight, targets, vocab_size, state, chunk, compiled)
 
 
 def weighted_linear_cross_entropy(
@@ -59,6 +62,7 @@ def weighted_linear_cross_entropy(
     state: ParallelState,
     chunk: int = CHUNK,
     entered: bool = False,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(Σ_i token_weights_i · loss_i, losses [t] without gradient), for token_weights [t] fp32 without gradient.
 
@@ -70,7 +74,7 @@ def weighted_linear_cross_entropy(
         hidden = enter_tensor_parallel(hidden, state)
     # Asked here because inside an autograd.Function grad mode is always off, and needs_input_grad ignores no_grad.
     wanted = (torch.is_grad_enabled() and hidden.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
-    return _Weighted.apply(hidden, weight, targets, token_weights, vocab_size, state, chunk, wanted)
+    return _Weighted.apply(hidden, weight, targets, token_weights, vocab_size, state, chunk, compiled, wanted)
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, state: ParallelState) -> Tensor:
@@ -97,28 +101,39 @@ class _Shard:
     start: int
     rows: int
     state: ParallelState
+    compiled: bool = False
 
     @classmethod
-    def of(cls, local_size: int, vocab_size: int, state: ParallelState) -> _Shard:
+    def of(cls, local_size: int, vocab_size: int, state: ParallelState, compiled: bool = False) -> _Shard:
         start = state.tp_rank * local_size
-        return cls(start, min(max(vocab_size - start, 0), local_size), state)
+        rows = min(max(vocab_size - start, 0), local_size)
+        return cls(start, rows, state, compiled and rows > 0)
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [c, h], weight [v/tp, h] -> this rank's logits [c, rows], at least fp32 but for kernels."""
+        logits = linear(x, weight[: self.rows])
+        return logits if self.compiled else logits.to(at_least_fp32(logits.dtype))
 
     def losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """(losses [c], logsumexp [c]) over the whole vocabulary, from this rank's fp32 logits [c, rows]."""
-        log_sum = torch.logsumexp(logits, -1)
-        if self.state.tp_size == 1:
-            return log_sum - logits.gather(1, targets.unsqueeze(1)).squeeze(1), log_sum
-        at_target = torch.zeros_like(log_sum)
-        if self.rows:  # a rank may hold nothing but padding
+        """(losses [c], logsumexp [c]) over the whole vocabulary, from this rank's logits."""
+        if not self.rows:  # a rank may hold nothing but padding
+            log_sum = torch.logsumexp(logits, -1)
+            at_target = torch.zeros_like(log_sum)
+        else:
             index, mine = self._local(targets)
-            at_target = torch.where(mine, logits.gather(1, index.unsqueeze(1)).squeeze(1), at_target)
+            log_sum, at_target = (kernel(row_sums) if self.compiled else _row_sums)(logits, index)
+            at_target = torch.where(mine, at_target, 0.0)
+        if self.state.tp_size == 1:
+            return log_sum - at_target, log_sum
         # One small collective instead of three: maximum, sum of exponentials and target follow from these two rows.
         both = all_gather(torch.stack([log_sum, at_target]), self.state).view(self.state.tp_size, 2, -1)
         log_sum = torch.logsumexp(both[:, 0], 0)
         return log_sum - both[:, 1].sum(0), log_sum
 
     def logits_gradient_(self, logits: Tensor, log_sum: Tensor, targets: Tensor) -> Tensor:
-        """softmax - onehot [c, rows], overwriting fp32 `logits`."""
+        """softmax - onehot [c, rows]; may overwrite `logits`."""
+        if self.compiled:
+            return kernel(logits_gradient)(logits, log_sum, *self._local(targets))
         gradient = logits.sub_(log_sum.unsqueeze(1)).exp_()
         if self.rows:
             index, mine = self._local(targets)
@@ -138,7 +153,7 @@ class _Gradients:
         self.rows = rows
         self.hidden = torch.empty_like(hidden) if wanted[0] else None
         # Chunks are summed in fp32, whatever the dtype of the weight.
-        self.weight = torch.zeros_like(weight, dtype=_at_least_fp32(weight.dtype)) if wanted[1] else None
+        self.weight = torch.zeros_like(weight, dtype=at_least_fp32(weight.dtype)) if wanted[1] else None
 
     def add(self, part: slice, x: Tensor, gradient: Tensor, scale: Tensor) -> None:
         """`gradient` [c, rows] of the unweighted losses, `scale` [c] their weights.
@@ -159,17 +174,12 @@ class _Gradients:
         return self.hidden, None if self.weight is None else self.weight.to(weight_dtype)
 
 
-def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk))
 
 
-def _logits(x: Tensor, real_weight: Tensor) -> Tensor:
-    logits = linear(x, real_weight)
-    return logits.to(_at_least_fp32(logits.dtype))
+def _row_sums(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.logsumexp(logits, -1), logits.gather(1, index.unsqueeze(1)).squeeze(1)
 
 
 class _PerToken(torch.autograd.Function):
@@ -182,12 +192,13 @@ class _PerToken(torch.autograd.Function):
         vocab_size: int,
         state: ParallelState,
         chunk: int,
+        compiled: bool,
     ) -> Tensor:
-        own = _Shard.of(weight.shape[0], vocab_size, state)
-        losses = hidden.new_empty(hidden.shape[0], dtype=_at_least_fp32(hidden.dtype))
+        own = _Shard.of(weight.shape[0], vocab_size, state, compiled)
+        losses = hidden.new_empty(hidden.shape[0], dtype=at_least_fp32(hidden.dtype))
         log_sums = torch.empty_like(losses)
         for part in _chunks(hidden.shape[0], chunk):
-            losses[part], log_sums[part] = own.losses(_logits(hidden[part], weight[: own.rows]), targets[part])
+            losses[part], log_sums[part] = own.losses(own.logits(hidden[part], weight), targets[part])
         ctx.save_for_backward(hidden, weight, targets, log_sums)
         ctx.own, ctx.chunk = own, chunk
         return losses
@@ -198,10 +209,10 @@ class _PerToken(torch.autograd.Function):
         hidden, weight, targets, log_sums = ctx.saved_tensors
         gradients = _Gradients(hidden, weight, ctx.own.rows, ctx.needs_input_grad[:2])
         for part in _chunks(hidden.shape[0], ctx.chunk):
-            logits = _logits(hidden[part], weight[: ctx.own.rows])
+            logits = ctx.own.logits(hidden[part], weight)
             unweighted = ctx.own.logits_gradient_(logits, log_sums[part], targets[part])
             gradients.add(part, hidden[part], unweighted, grad[part])
-        return (*gradients.result(weight.dtype), None, None, None, None)
+        return (*gradients.result(weight.dtype), None, None, None, None, None)
 
 
 class _Weighted(torch.autograd.Function):
@@ -215,10 +226,11 @@ class _Weighted(torch.autograd.Function):
         vocab_size: int,
         state: ParallelState,
         chunk: int,
+        compiled: bool,
         wanted: tuple[bool, bool],
     ) -> tuple[Tensor, Tensor]:
-        own = _Shard.of(weight.shape[0], vocab_size, state)
-        losses = hidden.new_empty(hidden.shape[0], dtype=_at_least_fp32(hidden.dtype))
+        own = _Shard.of(weight.shape[0], vocab_size, state, compiled)
+        losses = hidden.new_empty(hidden.shape[0], dtype=at_least_fp32(hidden.dtype))
         token_weights = token_weights.to(losses.dtype)
         # Weights of 1/(number of tokens) would leave fp16's range before the loss scale arrives in backward, so
         # gradients are kept relative to the largest weight.
@@ -227,7 +239,7 @@ class _Weighted(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, own.rows, wanted)
         for part in _chunks(hidden.shape[0], chunk):
             x = hidden[part]
-            logits = _logits(x, weight[: own.rows])
+            logits = own.logits(x, weight)
             losses[part], log_sum = own.losses(logits, targets[part])
             if any(wanted):
                 gradients.add(part, x, own.logits_gradient_(logits, log_sum, targets[part]), relative[part])
@@ -243,14 +255,14 @@ class _Weighted(torch.autograd.Function):
         # One-dimensional, because a 0-dim factor would be rounded to the gradient's dtype first and overflow fp16.
         factor = (grad * unit).reshape(1)
         scaled = [None if gradient is None else gradient.mul_(factor) for gradient in gradients]
-        return (*scaled, None, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None, None)
 
 
 class _FromLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, state: ParallelState) -> Tensor:
         own = _Shard.of(logits.shape[1], vocab_size, state)
-        losses, log_sums = own.losses(logits[:, : own.rows].to(_at_least_fp32(logits.dtype)), targets)
+        losses, log_sums = own.losses(logits[:, : own.rows].to(at_least_fp32(logits.dtype)), targets)
         ctx.save_for_backward(logits, targets, log_sums)
         ctx.own = own
         return losses
@@ -259,7 +271,7 @@ class _FromLogits(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits, targets, log_sums = ctx.saved_tensors
-        real = logits[:, : ctx.own.rows].to(_at_least_fp32(logits.dtype), copy=True)
+        real = logits[:, : ctx.own.rows].to(at_least_fp32(logits.dtype), copy=True)
         gradient = torch.zeros_like(logits)
         gradient[:, : ctx.own.rows] = ctx.own.logits_gradient_(real, log_sums, targets).mul_(grad.unsqueeze(1))
         return gradient, None, None, None

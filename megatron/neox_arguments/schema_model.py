@@ -137,7 +137,8 @@ class ModelConfig:
     attention_backend: Literal["auto", "torch", "cudnn", "varlen", "flash", "flex", "manual"] = key(
         "auto",
         "Attention implementation: auto picks the best exact one for the device and the task; the one used is logged."
-        " varlen runs packed documents one by one (intra_document_masking), cudnn is torch's with cuDNN's kernel first.",
+        " varlen runs packed documents one by one (intra_document_masking), cudnn is torch's with cuDNN's kernel"
+        " first.",
         new=True,
     )
     sliding_window_width: int | None = key(
@@ -185,8 +186,11 @@ class ModelConfig:
         "Compile each block with torch.compile. Default: on for GPUs but for ZeRO-3, off on CPUs (no gain).",
         new=True,
     )
-    loss_chunk_size: int = key(
-        512, "Tokens per chunk of the fused output head and loss; bounds their memory, not the result.", new=True
+    loss_chunk_size: int | None = key(
+        None,
+        "Tokens per chunk of the fused output head and loss (default: 512 on a CPU, 4096 on a GPU); bounds their memory,"
+        " not the result.",
+        new=True,
     )
 
     # muP

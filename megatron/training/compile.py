@@ -7,6 +7,7 @@ from torch import nn
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.model.block import TransformerBlock
+from megatron.model.head import OutputMatrix
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.schema_model import ModelConfig
 
@@ -44,10 +45,15 @@ def _obstacle(model: ModelConfig, state: ParallelState, zero_stage: int) -> str 
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:
     """Have every block of `model` compiled at its first call, whole (`fullgraph`). Returns how many there are.
 
+    On a GPU the element-wise part of the loss as well.
+
     Call it after the engine is built: the engine's hooks must not become part of the graphs.
     """
     blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
     for block in blocks:
         block.compile(fullgraph=True, backend=backend)
+    for module in model.modules():
+        if isinstance(module, OutputMatrix):
+            module.options["compiled"] = module.weight.is_cuda
     logger.info(f"torch.compile: {len(blocks)} blocks")
     return len(blocks)

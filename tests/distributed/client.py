@@ -204,6 +204,7 @@ def _server_environment() -> dict[str, str]:
         **os.environ,
         **{f"{name}_NUM_THREADS": "1" for name in threads},
         "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",  # where there is a GPU, importing DeepSpeed would start its driver's threads
         "TOKENIZERS_PARALLELISM": "false",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import UserError
+from megatron.mpu import cross_entropy
 from megatron.mpu.cross_entropy import (
     linear_cross_entropy,
     vocab_parallel_cross_entropy,
@@ -56,27 +57,39 @@ def pad(weight: Tensor, rows: int) -> Tensor:
 
 
 def both_ways(
-    hidden: Tensor, weight: Tensor, targets: Tensor, grad: Tensor, state: ParallelState, chunk: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    grad: Tensor,
+    state: ParallelState,
+    chunk: int,
+    compiled: bool = False,
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """(losses, gradient of hidden, gradient of weight) of the per-token and of the weighted function."""
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-    losses = linear_cross_entropy(hidden, weight, targets, vocab_size=VOCAB, state=state, chunk=chunk)
+    options = {"vocab_size": VOCAB, "state": state, "chunk": chunk, "compiled": compiled}
+    losses = linear_cross_entropy(hidden, weight, targets, **options)
     results = [(losses.detach(), *torch.autograd.grad(losses, [hidden, weight], grad.to(losses.dtype)))]
-    total, losses = weighted_linear_cross_entropy(
-        hidden, weight, targets, grad, vocab_size=VOCAB, state=state, chunk=chunk
-    )
+    total, losses = weighted_linear_cross_entropy(hidden, weight, targets, grad, **options)
     torch.testing.assert_close(total.detach(), (losses * grad.to(losses.dtype)).sum())
     assert not losses.requires_grad
     results.append((losses, *(g / 3 for g in torch.autograd.grad(3 * total, [hidden, weight]))))
     return results
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "compiled"])
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Also the functions that are compiled on a GPU; here without the compiler."""
+    monkeypatch.setattr(cross_entropy, "kernel", lambda function: function)
+    return request.param
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 24, 512])
-def test_one_rank(chunk: int) -> None:
+def test_one_rank(chunk: int, compiled: bool) -> None:
     hidden, weight, targets, grad = case()
     losses, grad_hidden, grad_weight = expected(hidden, weight, targets, grad)
     rows = padded_vocab(1)
-    for got in both_ways(hidden, pad(weight, rows), targets, grad, SINGLE, chunk):
+    for got in both_ways(hidden, pad(weight, rows), targets, grad, SINGLE, chunk, compiled):
         torch.testing.assert_close(got, (losses, grad_hidden, pad0(grad_weight, rows)), rtol=1e-9, atol=1e-12)
 
 
@@ -93,8 +106,10 @@ def on_every_rank(rank: int, world_size: int, sequence_parallel: bool) -> None:
     local = slice(rank * rows // world_size, (rank + 1) * rows // world_size)
     tokens = slice(rank * TOKENS // world_size, (rank + 1) * TOKENS // world_size) if sequence_parallel else slice(None)
     wanted = losses, grad_hidden[tokens], pad0(grad_weight, rows)[local]
-    for got in both_ways(hidden[tokens], pad(weight, rows)[local], targets, grad, state, 7):
-        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+    cross_entropy.kernel = lambda function: function
+    for compiled in (False, True):
+        for got in both_ways(hidden[tokens], pad(weight, rows)[local], targets, grad, state, 7, compiled):
+            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
 
     logits = F.linear(hidden, pad(weight, rows)[local]).requires_grad_()
     got = vocab_parallel_cross_entropy(logits, targets, VOCAB, state)
@@ -127,11 +142,11 @@ def test_gradcheck() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
-def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
+def test_lower_precision(dtype: torch.dtype, tolerance: float, compiled: bool) -> None:
     """Losses fp32 in every dtype; errors of the size of rounding the logits, gradients in the inputs' dtype."""
     hidden, weight, targets, grad = case(dtype)
     wanted = expected(hidden, weight, targets, grad)
-    for got in both_ways(hidden, weight, targets, grad.float(), SINGLE, 7):
+    for got in both_ways(hidden, weight, targets, grad.float(), SINGLE, 7, compiled):
         assert (got[0].dtype, got[1].dtype, got[2].dtype) == (torch.float32, dtype, dtype)
         for value, reference in zip(got, wanted):
             error = (value.double() - reference).abs().max() / reference.abs().max()

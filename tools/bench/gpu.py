@@ -91,7 +91,8 @@ SIZES = {
             "plain",
             "deepy compiled",
             "deepy compiled cudnn",
-            "deepy compiled chunk4096",
+            "deepy compiled loss-eager",
+            "deepy compiled loss-eager chunk512",
             "deepy compiled packed varlen",
             "deepy eager",
             "deepy eager packed varlen",
@@ -113,7 +114,9 @@ SIZES = {
             "deepy eager packed varlen",
         ),
     ),
-    "160M": Size(pythia(12, 768, 12, 2048), 50304, 16, ("plain", "deepy eager", "deepy compiled")),
+    "160M": Size(
+        pythia(12, 768, 12, 2048), 50304, 16, ("plain", "deepy eager", "deepy compiled", "deepy compiled loss-eager")
+    ),
 }
 
 
@@ -126,13 +129,21 @@ class Row:
     packed: bool
     backend: str
     chunk: int
+    loss_as_it_is: bool  # not compiled
 
     @classmethod
     def of(cls, name: str) -> Row:
         words = name.split()
         chunks = [int(w[5:]) for w in words if w.startswith("chunk")]
         backends = [w for w in words if w in ("torch", "cudnn", "varlen", "flex", "flash")]
-        return cls(words[0], "compiled" in words, "packed" in words, (backends or ["torch"])[0], (chunks or [0])[0])
+        return cls(
+            words[0],
+            "compiled" in words,
+            "packed" in words,
+            (backends or ["torch"])[0],
+            (chunks or [0])[0],
+            "loss-eager" in words,
+        )
 
 
 def main() -> int:
@@ -344,14 +355,18 @@ class Bench:
     def deepy(self, row: Row) -> tuple[Callable[[], None], list[float]]:
         """This library's engine, switched to what the row asks for."""
         from megatron.data.batch import StepBatch
+        from megatron.neox_arguments.formulas import loss_chunk_size
         from megatron.training.compile import compile_blocks
 
         torch = self.torch
         engine = self.engine()
-        switch(engine.module, row, self.device)
+        chunk = row.chunk or loss_chunk_size(self.args.model, self.device.type == "cuda")
+        switch(engine.module, row, self.device, chunk)
         if row.compiled:
             torch._dynamo.reset()
             compile_blocks(engine.module)
+            if row.loss_as_it_is:
+                switch_loss(engine.module)
         shape = (1, self.batch, self.sequence)
         positions = torch.arange(self.sequence).expand(shape).contiguous()
         if row.packed:
@@ -508,7 +523,7 @@ class Timed:
         self.into.append(1000 * (time.perf_counter() - self.start))
 
 
-def switch(model: Any, row: Row, device: Any) -> None:
+def switch(model: Any, row: Row, device: Any, chunk: int) -> None:
     """Give every attention layer the row's back-end, the head its chunk, and undo compilation."""
     from megatron.layers.attention import SelfAttention
     from megatron.layers.attention_backends import Task, choose_backend
@@ -522,7 +537,16 @@ def switch(model: Any, row: Row, device: Any) -> None:
         elif isinstance(module, TransformerBlock):
             module._compiled_call_impl = None
         elif isinstance(module, OutputMatrix):
-            module.options["chunk"] = row.chunk or 512
+            module.options.update(compiled=False, chunk=chunk)
+
+
+def switch_loss(model: Any) -> None:
+    """Back to the loss without the compiler."""
+    from megatron.model.head import OutputMatrix
+
+    for module in model.modules():
+        if isinstance(module, OutputMatrix):
+            module.options["compiled"] = False
 
 
 def documents(rows: int, length: int) -> Any:

@@ -8,6 +8,10 @@ CPU seconds, which other processes disturb less. Peak memory is that of one proc
 
     python tools/bench/train_step.py                      # fp32 and bf16, big and small steps
     python tools/bench/train_step.py --precision fp32 --shape big --rounds 7
+    python tools/bench/train_step.py --shape long --contenders plain deepy masked masked-torch   # packed documents
+
+`masked` is this library with intra_document_masking and four documents to a sequence; `masked-torch` the same with a
+mask for torch's attention instead of one document after the other.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +33,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-LAYERS, HIDDEN, HEADS, VOCAB, SEQUENCE = 6, 384, 6, 8192, 512
-SHAPES = {"big": (8, 512), "small": (1, 64)}  # batch, tokens per sequence
-STEPS = {"big": 2, "small": 12}  # steps of one turn
+LAYERS, HIDDEN, HEADS, VOCAB = 6, 384, 6, 8192
+SHAPES = {"big": (8, 512), "small": (1, 64), "long": (2, 2048)}  # batch, tokens per sequence
+STEPS = {"big": 2, "small": 12, "long": 2}  # steps of one turn
+DOCUMENTS = 4  # of a sequence, when they are masked
 
 Step = Callable[[], None]
 
@@ -38,8 +44,8 @@ Step = Callable[[], None]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", nargs="+", choices=["fp32", "bfloat16"], default=["fp32", "bfloat16"])
-    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=["big", "small"])
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=DEFAULT)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (default 5, after one warm-up)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-memory", action="store_true", help="skip the peak-memory runs")
@@ -76,7 +82,9 @@ def report(precision: str, shape: str, options: argparse.Namespace) -> None:
             before = time.process_time()
             seconds[name].append(turn(step, STEPS[shape]))
             cpu[name].append((time.process_time() - before) / STEPS[shape])
-    memory = {} if options.no_memory or shape != "big" else {n: memory_of(n, precision, options) for n in steps}
+    memory = (
+        {} if options.no_memory or shape == "small" else {n: memory_of(n, precision, shape, options) for n in steps}
+    )
     print(f"\n{precision}, {batch} x {tokens} tokens a step, {options.threads} threads, {options.rounds} rounds")
     heads = ("", "tokens/s", "ratio to plain (min-max)", "in CPU time", "peak MB", "ratio")
     print("{:12s} {:>9s} {:>26s} {:>18s} {:>9s} {:>6s}".format(*heads))
@@ -101,9 +109,9 @@ def turn(step: Step, count: int) -> float:
     return (time.perf_counter() - start) / count
 
 
-def memory_of(name: str, precision: str, options: argparse.Namespace) -> float:
+def memory_of(name: str, precision: str, shape: str, options: argparse.Namespace) -> float:
     """Peak resident memory in MB of a process that runs only this contender."""
-    command = [sys.executable, __file__, "--memory-of", name, "--precision", precision, "--shape", "big"]
+    command = [sys.executable, __file__, "--memory-of", name, "--precision", precision, "--shape", shape]
     command += ["--threads", str(options.threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
@@ -131,7 +139,7 @@ def plain(precision: str, shape: str) -> Step:
     import torch
     from plain_gpt import PlainGPT
 
-    model = PlainGPT(LAYERS, HIDDEN, HEADS, VOCAB, SEQUENCE)
+    model = PlainGPT(LAYERS, HIDDEN, HEADS, VOCAB, SHAPES[shape][1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
     tokens, targets = data(shape)
 
@@ -146,8 +154,8 @@ def plain(precision: str, shape: str) -> Step:
     return step
 
 
-def deepy(precision: str, shape: str) -> Step:
-    """This library: the model, the loss and the DeepSpeed engine that train.py builds."""
+def deepy(precision: str, shape: str, **changes: Any) -> Step:
+    """This library: the model, the loss and the DeepSpeed engine that train.py builds, with changes to the config."""
     import torch
     import torch.distributed as dist
 
@@ -163,7 +171,7 @@ def deepy(precision: str, shape: str) -> Step:
         "hidden_size": HIDDEN,
         "num_attention_heads": HEADS,
         "seq_length": length,
-        "max_position_embeddings": SEQUENCE,
+        "max_position_embeddings": length,
         "pos_emb": "rotary",
         "no_weight_tying": True,
         "make_vocab_size_divisible_by": 1,
@@ -173,6 +181,7 @@ def deepy(precision: str, shape: str) -> Step:
         "train_batch_size": batch,
         "train_micro_batch_size_per_gpu": batch,
         "train_iters": 1000,
+        **changes,
     }
     args = derive(NeoXArgs.from_dict(keys), Facts(vocab_size=VOCAB, num_devices=1))
     info = SimpleNamespace(rank=0, local_rank=0, world_size=1)
@@ -181,12 +190,15 @@ def deepy(precision: str, shape: str) -> Step:
     process = Process(args, ParallelState.single(), SimpleNamespace(vocab_size=VOCAB))  # type: ignore[arg-type]
     engine = build_engine(process, build_model(process, 0))
     tokens, targets = data(shape)
+    columns, ids = torch.arange(length).expand(1, batch, length).contiguous(), None
+    if args.model.intra_document_masking:
+        ids, columns = columns // (length // DOCUMENTS), columns % (length // DOCUMENTS)
     step_batch = StepBatch(
         tokens=tokens[None],
         targets=targets[None],
         mask=torch.ones(1, batch, length),
-        positions=torch.arange(length).expand(1, batch, length).contiguous(),
-        doc_ids=None,
+        positions=columns,
+        doc_ids=ids,
         step=0,
         consumed=0,
     )
@@ -204,7 +216,7 @@ def hugging_face(precision: str, shape: str) -> Step:
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
         intermediate_size=4 * HIDDEN,
-        max_position_embeddings=SEQUENCE,
+        max_position_embeddings=SHAPES[shape][1],
         rotary_pct=1.0,
         use_parallel_residual=False,
         tie_word_embeddings=False,
@@ -245,7 +257,14 @@ def hugging_face(precision: str, shape: str) -> Step:
     return step
 
 
-CONTENDERS: dict[str, Callable[[str, str], Step]] = {"plain": plain, "deepy": deepy, "hf-trainer": hugging_face}
+CONTENDERS: dict[str, Callable[[str, str], Step]] = {
+    "plain": plain,
+    "deepy": deepy,
+    "masked": partial(deepy, intra_document_masking=True),
+    "masked-torch": partial(deepy, intra_document_masking=True, attention_backend="torch"),
+    "hf-trainer": hugging_face,
+}
+DEFAULT = ["plain", "deepy", "hf-trainer"]
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,41 @@
+"""The element-wise part of the cross entropy over one chunk of logits, compiled.
+
+Legend: c tokens of a chunk, r real vocabulary rows of this rank.
+
+As single operations these read and write [c, r] some ten times, in fp32; a compiled kernel reads logits in their own
+type twice for the sums and once for the gradient, which it writes in that type. On a GPU that is most of the time of
+the loss beside its matrix products. The arithmetic is fp32 either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """What sums over the vocabulary are taken in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def row_sums(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """logits [c, r], index [c] -> (logsumexp [c], the logit at index [c]), at least fp32."""
+    wide = logits.to(at_least_fp32(logits.dtype))
+    return torch.logsumexp(wide, -1), wide.gather(1, index.unsqueeze(1)).squeeze(1)
+
+
+def logits_gradient(logits: Tensor, log_sum: Tensor, index: Tensor, mine: Tensor) -> Tensor:
+    """softmax - onehot [c, r] in the type of the logits; the one only where `mine` [c]."""
+    wide = (logits.to(at_least_fp32(logits.dtype)) - log_sum.unsqueeze(1)).exp()
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    hit = (columns == index.unsqueeze(1)) & mine.unsqueeze(1)
+    return (wide - hit.to(wide.dtype)).to(logits.dtype)
+
+
+@cache
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The kernel of one of the functions above; made at its first call."""
+    return torch.compile(function)
