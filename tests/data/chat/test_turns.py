@@ -145,6 +145,30 @@ def test_a_tool_result_that_looks_like_a_question_does_not_confuse() -> None:
     assert trained("reasoning", messages) == expected
 
 
+def test_blanks_before_an_answer_whose_question_cannot_be_marked() -> None:
+    messages = say(("user", "Go"), ("assistant", "step"), ("user", "<result>x</result>"), ("assistant", "  lead"))
+    source = CHATML.replace(
+        "{{ '<|im_start|>'", "{{ '!' if message['content'].startswith('<result>') else '' }}{{ '<|im_start|>'"
+    )
+    assert source != CHATML
+    assert trained(ChatTemplate(source), messages) == ["step<|im_end|>", "  lead<|im_end|>"]
+
+
+def test_a_header_that_stands_there_twice_is_an_error() -> None:
+    """Neither the question (its beginning is compared) nor the beginning of the answer can be marked."""
+    header = "<|im_start|>assistant\n"
+    messages = say(
+        ("user", "Go"),
+        ("assistant", "<think>\nq\n</think>\n\nx"),
+        ("user", f"<result>{header}"),
+        ("assistant", "<think>\na\n</think>\n\nb"),
+    )
+    with pytest.raises(BadChat, match=r"message 4 \(assistant\): cannot tell where"):
+        trained("reasoning", messages)
+    messages[2]["content"] = "<result>"
+    assert trained("reasoning", messages)[-1] == "<think>\na\n</think>\n\nb<|im_end|>"
+
+
 def test_several_answers_in_a_row() -> None:
     messages = say(("user", "Hi"), ("assistant", "one"), ("assistant", "two"), ("user", "?"), ("assistant", "three"))
     for name in ("chatml", "tagged", "headers", "zephyr"):
