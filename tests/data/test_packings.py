@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from megatron.data import usable as usable_module
 from megatron.data.best_fit_plan import best_fit_patterns
+from megatron.data.build import build_datasets, epoch_samples
 from megatron.data.cache import IndexCache
 from megatron.data.collate import CollateRules
 from megatron.data.index_builders import packing as index_packing
@@ -34,6 +35,7 @@ from megatron.data.packings import PACKINGS
 from megatron.data.sample import Sample
 from megatron.data.usable import fragment_pieces, scan_labels, whole_pieces
 from megatron.errors import UserError
+from megatron.neox_arguments.schema_data import DataConfig
 from tests.data.corpus import GOLDEN, write
 
 pytestmark = pytest.mark.cpu
@@ -129,6 +131,31 @@ def test_golden_overflow(tmp_path: Path) -> None:
     documents = [dataset[i].tokens[: dataset[i].length].tolist() for i in range(6)]
     assert documents == [list(itertools.chain(*(GOLDEN[d][:9] for d in rows[r]))) for r in shuffle]
     assert all(not dataset[i].tokens[dataset[i].length :].any() for i in range(6))
+
+
+def test_golden_numbers(tmp_path: Path) -> None:
+    """The same five documents; the numbers were written down once and have to stay."""
+    data = IndexedDataset(write(tmp_path / "x", GOLDEN))
+    found = {name: packing(name, data, 8) for name in WHOLE}
+    arrays = {
+        name: {key: array.tolist() for key, array in one.dataset(one.plan(6, 1234)).arrays.items()}
+        for name, one in found.items()
+    }
+    shuffled = [2, 1, 5, 0, 4, 3]
+    # The passes are 2 0 4 3 1 and 0 1 2 4 3; rows of at most nine tokens.
+    starts = [[0, 0], [2, 0], [3, 0], [4, 0], [5, 0], [6, 0], [7, 0]]
+    assert arrays["pack_until_overflow"] == {
+        "doc_idx": [2, 0, 4, 3, 1, 0, 1], "sample_idx": starts, "shuffle_idx": shuffled
+    }  # fmt: skip
+    assert arrays["unpacked"] == {"doc_idx": [0, 1, 2, 3, 4], "shuffle_idx": shuffled}
+    # 5 is the rest of document 3, from its token 8 on.
+    assert arrays["best_fit"] == {
+        "doc_idx": [1, 3, 4, 0, 5, 2, 3, 1, 4, 0, 5, 2],
+        "sample_idx": [0, 1, 2, 3, 5, 6],
+        "shuffle_idx": [4, 3, 1, 2, 0, 3, 1, 4, 2, 0],
+        "later_documents": [3],
+        "later_offsets": [8],
+    }
 
 
 SIZES = st.lists(st.integers(0, 14), min_size=1, max_size=12)
@@ -553,3 +580,28 @@ class TestRowsInAStep:
     def test_no_loss_after_the_end_of_a_document(self) -> None:
         batch = self.only([5, 1, 7, 8, 1, 0, 0, 0], [0], 5, eod=1, eod_mask_loss=True)
         assert batch.mask.tolist() == [[[1, 0, 1, 1, 0, 0, 0]]]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_split_shares_no_document(tmp_path: Path, name: str) -> None:
+    prefix = write(tmp_path / "x", [[1 + d] * (7 + d % 3) for d in range(30)])
+    config = DataConfig(data_path=prefix, split="8,1,1", pack_impl=name)
+    built = build_datasets(config, seq_length=8, seed=1, train_samples=200, valid_samples=20, test_samples=10)
+    roles = (built.train, built.valid, built.test)
+    seen = [{piece.document for i in range(len(role)) for piece in role.locate(i).pieces} for role in roles]
+    assert seen == [set(range(24)), set(range(24, 27)), set(range(27, 30))]
+    tokens = [{int(t) for i in range(len(role)) for t in role[i].tokens} - {0} for role in roles]
+    assert tokens == [{document + 1 for document in documents} for documents in seen]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_samples_of_an_epoch_are_known_before(tmp_path: Path, name: str) -> None:
+    """`train_epochs` is counted in them: of documents of 12, 4, 9, 8 and 6 tokens and an empty one; labels decide too."""
+    documents = [[1] * 12, [2] * 4, [3] * 9, [], [4] * 8, [5] * 6]
+    prefix = write(tmp_path / "x", documents)
+    labels = write(tmp_path / "l", documents, np.int32)
+    config = DataConfig(train_data_paths=(prefix,), train_label_data_paths=(labels,), pack_impl=name)
+    assert epoch_samples(config, 8) == (4 if name == "packed" else 5)
+    masked = write(tmp_path / "m", [*documents[:4], [-100] * 8, [-100] * 6], np.int32)
+    config = DataConfig(train_data_paths=(prefix,), train_label_data_paths=(masked,), pack_impl=name)
+    assert epoch_samples(config, 8) == (4 if name == "packed" else 3)
