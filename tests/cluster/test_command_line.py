@@ -27,7 +27,8 @@ def test_configs_overrides_and_flags_in_any_order() -> None:
     assert line.user_script == "train.py"
     assert line.paths == ["a.yml", "b.yml", "c.json"]
     assert line.overrides == ["train_iters=100"]
-    assert line.dry_run and not line.explain
+    assert line.dry_run and not line.explain and not line.prepare
+    assert parse_launcher_command_line(["train.py", "a", "--prepare"]).prepare
 
 
 def test_override_spellings_reach_the_config_unchanged() -> None:
@@ -89,7 +90,7 @@ def test_help_teaches_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
         parse_launcher_command_line(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for expected in ("deepy.py train.py", "--dry-run", "--explain", "-H hosts.txt", "torchrun", "exit codes"):
+    for expected in ("deepy.py train.py", "--dry-run", "--prepare", "--explain", "-H hosts.txt", "torchrun", "exit codes"):
         assert expected in text
 
 
@@ -108,6 +109,6 @@ def test_rank_started_by_deepy_gets_only_the_resolved_file() -> None:
         parse_rank_command_line(["--resolved", "f.json", "lr=1"])
     with pytest.raises(UserError, match="no config file"):
         parse_rank_command_line([])
-    for foreign in (["--megatron_config", "e30="], ["a.yml", "--dry-run"], ["a.yml", "--explain", "lr"]):
+    for foreign in (["--megatron_config", "e30="], ["a.yml", "--dry-run"], ["a.yml", "--prepare"], ["a.yml", "--explain", "lr"]):
         with pytest.raises(UserError, match=r"python deepy\.py"):
             parse_rank_command_line(foreign)
