@@ -24,7 +24,7 @@ from megatron.mpu.cross_entropy import linear_cross_entropy, weighted_linear_cro
 from megatron.mpu.layers import linear
 from megatron.mpu.sharding import ParamSpec
 from megatron.mpu.state import ParallelState
-from megatron.neox_arguments.formulas import loss_chunk_size
+from megatron.neox_arguments.formulas import loss_chunk
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
@@ -103,7 +103,7 @@ class OutputMatrix(nn.Module):
             "vocab_size": vocab_size,
             "state": state,
             "multiplier": 1.0 / model.mup_width_mult if model.use_mup else 1.0,
-            "chunk": loss_chunk_size(model, state.device.type == "cuda"),
+            "chunk": loss_chunk(model.loss_chunk_size, on_gpu=state.device.type == "cuda"),
             "compiled": False,  # training/compile says when
         }
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.formulas import GATED, loss_chunk_size
+from megatron.neox_arguments.formulas import GATED, loss_chunk
 
 _MOMENTS = {"sgd": 0, "lion": 1}
 
@@ -84,7 +84,7 @@ def _activations(args: NeoXArgs, *, stage: int, blocks: int, padded_vocab_size: 
     if stage == pp - 1:  # hidden states in and out of the head, and one chunk of logits with its gradient in fp32
         head = (
             2 * tokens * model.hidden_size * element
-            + 8 * min(loss_chunk_size(model, on_gpu=True), tokens) * padded_vocab_size / tp
+            + 8 * min(loss_chunk(model.loss_chunk_size, on_gpu=True), tokens) * padded_vocab_size / tp
         )
     return kept * tokens * element + head
 

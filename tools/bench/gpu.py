@@ -355,12 +355,12 @@ class Bench:
     def deepy(self, row: Row) -> tuple[Callable[[], None], list[float]]:
         """This library's engine, switched to what the row asks for."""
         from megatron.data.batch import StepBatch
-        from megatron.neox_arguments.formulas import loss_chunk_size
+        from megatron.neox_arguments.formulas import loss_chunk
         from megatron.training.compile import compile_blocks
 
         torch = self.torch
         engine = self.engine()
-        chunk = row.chunk or loss_chunk_size(self.args.model, self.device.type == "cuda")
+        chunk = row.chunk or loss_chunk(None, on_gpu=self.device.type == "cuda")
         switch(engine.module, row, self.device, chunk)
         if row.compiled:
             torch._dynamo.reset()
