@@ -1,0 +1,57 @@
+"""Which documents the labels leave out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data import usable as usable_module
+from megatron.data.indexed import IndexedDataset
+from megatron.data.joined import JoinedTokens
+from megatron.data.usable import fragment_pieces, scan_labels, whole_pieces
+from tests.data.corpus import write
+from tests.data.packing_cases import cases, corpus, packing
+
+pytestmark = pytest.mark.cpu
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(1, 9), st.integers(1, 40), st.integers(1, 5))
+def test_labels_are_read_in_stretches(case: Any, seq: int, chunk: int, chunk_pieces: int) -> None:
+    sizes, masks = case
+    if masks is None:
+        return
+    with (
+        corpus(sizes, masks) as (data, labels),
+        mock.patch.multiple(usable_module, CHUNK_TOKENS=chunk, CHUNK_PIECES=chunk_pieces),
+    ):
+        for cut in (whole_pieces(data.sizes, 0, seq + 1, True), fragment_pieces(data.sizes, 0, seq + 1)):
+            pieces = cut[0]
+            documents = [*range(len(sizes)), *pieces.later_documents.tolist()]
+            offsets = [*[0] * len(sizes), *pieces.later_offsets.tolist()]
+            expected = [
+                any(masks[d][offset + 1 : offset + length])
+                for d, offset, length in zip(documents, offsets, pieces.lengths.tolist(), strict=True)
+            ]
+            assert scan_labels(pieces, labels).tolist() == expected
+
+
+def test_labels_of_joined_files(tmp_path: Path) -> None:
+    """Each file has its own offsets: what trains is found in the right one."""
+    parts, label_parts = [], []
+    for k, mask in enumerate([[True, False], [False, False, True]]):
+        documents = [[10 * k + i + 1] * (3 + i) for i in range(len(mask))]
+        parts.append(IndexedDataset(write(tmp_path / f"x{k}", documents)))
+        kept = [d if m else [-100] * len(d) for d, m in zip(documents, mask, strict=True)]
+        label_parts.append(IndexedDataset(write(tmp_path / f"l{k}", kept, np.int32)))
+    data, labels = JoinedTokens(parts, "x"), JoinedTokens(label_parts, "l")
+    found = packing("unpacked", data, 4, labels=labels)
+    dataset = found.dataset(found.plan(2, 1))
+    assert sorted(dataset.locate(i).pieces[0].document for i in range(2)) == [0, 4]
+    assert found.left_out.silent == 3
