@@ -6,6 +6,7 @@ unless the run goes on from a checkpoint, which holds the order of its samples.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 
 from megatron.callbacks.data_plan import data_plan, with_epochs
@@ -43,6 +44,11 @@ def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
         LOGGER.warning(
             "nothing in the config says how many ranks the run has, which decides its batch size and with it the "
             "length of the index: set global_num_gpus or train_batch_size"
+        )
+    if not args.data.use_shared_fs:
+        LOGGER.warning(
+            f"use_shared_fs: false, so this prepares {platform.node()} alone: every other node builds its own index. Run "
+            "--prepare on each of them, or set use_shared_fs: true with a data_cache_path that all nodes see."
         )
     args = derive(args, Facts(num_devices=ranks))
     check_trainable(args)

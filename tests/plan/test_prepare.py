@@ -109,6 +109,13 @@ def test_an_unknown_number_of_ranks_is_said(run_config: Path, caplog: pytest.Log
     assert "set global_num_gpus or train_batch_size" in caplog.text
 
 
+def test_a_cache_per_node_is_said(run_config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("deepy").propagate = True
+    text = prepared(run_config, f"data_cache_path={tmp_path / 'cache'}", "use_shared_fs=false")
+    assert f"prepares {os.uname().nodename} alone" in caplog.text
+    assert f"{tmp_path}/cache.{os.uname().nodename}/" in text
+
+
 def test_epochs_become_steps(run_config: Path) -> None:
     run_config.write_text(run_config.read_text().replace("train_iters: 100", "train_epochs: 2"))
     # 80 documents of 200 tokens, twice, in samples of 16: 1999; batches of 16: 124 steps
