@@ -47,8 +47,8 @@ def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
         )
     if not args.data.use_shared_fs:
         LOGGER.warning(
-            f"use_shared_fs: false, so this prepares {platform.node()} alone: every other node builds its own index. Run "
-            "--prepare on each of them, or set use_shared_fs: true with a data_cache_path that all nodes see."
+            f"use_shared_fs: false, so this prepares {platform.node()} alone: every other node builds its own index. "
+            "Run --prepare on each of them, or set use_shared_fs: true with a data_cache_path that all nodes see."
         )
     args = derive(args, Facts(num_devices=ranks))
     check_trainable(args)
