@@ -16,6 +16,7 @@ from megatron.data.manifest import verify
 from megatron.data.packed import check_labels
 from megatron.errors import UserError
 from tests.data.chat.chats import THREE, documents, encoder, rows, say, trained_texts
+from tests.data.chat.templates import write_folder
 
 pytestmark = pytest.mark.cpu
 
@@ -58,6 +59,24 @@ def test_a_prompt_and_its_answer(folder: Path) -> None:
 def test_an_eos_that_ends_the_only_end_of_turn_there_is(folder: Path) -> None:
     built = made(folder, "bare")
     assert texts(built, {"messages": THREE[:2]}) == [["Hello, one.\n\n</s>"]]
+
+
+def test_what_the_tokenizer_does_to_texts_is_not_done_to_chats(tmp_path: Path) -> None:
+    """No begin token in front of the template's, and offsets with the blanks that belong to a token."""
+    from tokenizers import Tokenizer, processors
+    from transformers import AutoTokenizer
+
+    folder = write_folder(tmp_path / "t", "bare")
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))])
+    backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), begin])
+    backend.save(str(folder / "tokenizer.json"))
+    built, theirs = encoder(folder, "bare"), AutoTokenizer.from_pretrained(str(folder))
+    messages = say(("user", "q"), ("assistant", " yes  "), ("user", "q"), ("assistant", "no"))
+    assert theirs("q")["input_ids"][0] == backend.token_to_id("<s>")
+    tokens = documents(built.encode(rows({"messages": messages})), 0)[0]
+    assert tokens[:-1] == theirs.apply_chat_template(messages, return_dict=False)
+    assert texts(built, {"messages": messages}) == [[" yes  ", "no\n\n</s>"]]
 
 
 def test_pairs_train_what_differs(folder: Path) -> None:

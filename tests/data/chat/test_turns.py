@@ -146,7 +146,8 @@ def test_a_tool_result_that_looks_like_a_question_does_not_confuse() -> None:
 
 
 def test_blanks_before_an_answer_whose_question_cannot_be_marked() -> None:
-    messages = say(("user", "Go"), ("assistant", "step"), ("user", "<result>x</result>"), ("assistant", "  lead"))
+    question = "<result><|im_start|>assistant\n"
+    messages = say(("user", "Go"), ("assistant", "step"), ("user", question), ("assistant", "  lead"))
     source = CHATML.replace(
         "{{ '<|im_start|>'", "{{ '!' if message['content'].startswith('<result>') else '' }}{{ '<|im_start|>'"
     )
