@@ -251,8 +251,8 @@ def _texts_of_line(line: bytes, keys: Sequence[str]) -> list[str] | None:
         record = _parse_fast(line)
         texts = [record[key] for key in keys]
         for text in texts:
-            if not text.isascii():
-                text.encode("utf-8")  # half of a UTF-16 pair cannot be
+            if not text.isascii() and _parse_fast is json.loads:
+                text.encode("utf-8")  # half of a UTF-16 pair cannot be; the other parser takes none
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
     return texts

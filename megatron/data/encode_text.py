@@ -18,7 +18,7 @@ from megatron.errors import DeepyError
 from megatron.tokenizer import Ragged, Tokenizer
 
 SAMPLED_FILES = 8
-SAMPLED_CHARACTERS = 1 << 17
+SAMPLED_CHARACTERS = 1 << 16
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,6 @@ from megatron.tokenizer.ragged import Ragged
 from megatron.tokenizer.young import NEW_IN_17, NORMALIZED_ANEW, Characters
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-NO_IDS = np.empty(0, np.uint32)
-
 # From texts to ids, by the tokenizer's own library.
 Own = Callable[[Sequence[str]], Ragged]
 
@@ -113,17 +111,12 @@ class Gigatoken(FastEncoder):
         self._start, self._characters, self._looked_at = resident_bytes(), 0, 0
 
     def _encode(self, texts: Sequence[str]) -> tuple[Ragged, list[int]]:
-        encode, rows, left = self._encoder.encode, [], []
-        for i, text in enumerate(texts):
-            if text.isascii():
-                rows.append(encode(text))
-                continue
-            utf8 = text.encode("utf-8")
-            young = self._young.occur_in(text, utf8)
-            rows.append(NO_IDS if young else encode(utf8))
-            if young:
-                left.append(i)
-        ragged = Ragged.joined(rows)
+        encode = self._encoder.encode
+        utf8 = {i: text.encode("utf-8") for i, text in enumerate(texts) if not text.isascii()}
+        left: list[int] = []
+        if self._young.may_occur_in(list(utf8.values())):
+            left = [i for i in utf8 if self._young.occur_in(texts[i])]
+        ragged = Ragged.joined([encode(utf8.get(i, text)) for i, text in enumerate(texts)])
         self._characters += sum(map(len, texts))
         if self._characters - self._looked_at >= self.LOOK_EVERY:
             self._looked_at = self._characters

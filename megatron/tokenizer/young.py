@@ -6,7 +6,9 @@ Found by comparing gigatoken 0.10 with tokenizers 0.23 on every code point, alon
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 # Letters, marks and digits that 17.0 added to 16.0 (DerivedGeneralCategory): they decide where a word ends.
 NEW_IN_17 = (
@@ -30,19 +32,24 @@ NORMALIZED_ANEW = (
 
 
 class Characters:
-    """A set of characters that is quickly seen to be absent from a text, as it nearly always is."""
+    """A set of characters that is quickly seen to be absent from texts, as it nearly always is."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """`ranges` of code points, ends included."""
-        codes = [c for first, last in ranges for c in range(first, last + 1)]
-        self._basic = [chr(c) for c in codes if c < 0x10000]
-        beyond = [chr(c) for c in codes if c >= 0x10000]
-        self._beyond = re.compile(f"[{''.join(beyond)}]")
-        # The first two bytes of those in UTF-8; emoji, the commonest characters beyond the basic ones, have others.
-        self._leads = re.compile(b"\xf0[" + b"".join(sorted({char.encode()[1:2] for char in beyond})) + b"]")
+        """`ranges` of code points from U+0080 on, ends included."""
+        chars = [chr(c) for first, last in ranges for c in range(first, last + 1)]
+        self._pattern = re.compile(f"[{''.join(chars)}]")
+        # By the first two bytes of a character in UTF-8. Emoji and the common scripts have other ones.
+        starts = {char.encode("utf-8")[:2] for char in chars}
+        self._lowest = min(start[0] for start in starts)
+        self._starts = np.zeros(1 << 16, bool)
+        self._starts[[start[0] << 8 | start[1] for start in starts]] = True
 
-    def occur_in(self, text: str, utf8: bytes) -> bool:
-        """Whether one of them is in `text`, whose UTF-8 form is `utf8`."""
-        if any(char in text for char in self._basic):
-            return True
-        return b"\xf0" in utf8 and self._leads.search(utf8) is not None and self._beyond.search(text) is not None
+    def occur_in(self, text: str) -> bool:
+        """Whether one of them is in `text`. Slow."""
+        return self._pattern.search(text) is not None
+
+    def may_occur_in(self, texts: Sequence[bytes]) -> bool:
+        """False when none of them is in any of `texts`, which are UTF-8."""
+        joined = np.frombuffer(b"".join([*texts, b"\0"]), np.uint8)
+        at = np.flatnonzero(joined >= self._lowest)
+        return bool(self._starts[joined[at].astype(np.uint16) << 8 | joined[at + 1]].any())

@@ -23,6 +23,7 @@ from megatron.tokenizer.hugging_face import LibraryTokenizer
 from megatron.tokenizer.probes import LONG, SCRIPTS, SPACES
 from megatron.tokenizer.ragged import Ragged
 from megatron.tokenizer.simple import ByteTokenizer
+from megatron.tokenizer.young import NEW_IN_17, NORMALIZED_ANEW, Characters
 from tests.tokenizer.zoo import OTHER_SCRIPTS, ZOO, training_text
 
 pytestmark = pytest.mark.cpu
@@ -367,3 +368,20 @@ def test_rows_are_framed(rows: list[list[int]], head: list[int], tail: list[int]
 def test_fast_encoders_are_a_registry() -> None:
     assert set(FAST) == set(ORDER)
     assert all(issubclass(FAST[name], FastEncoder) and FAST[name].name == name for name in ORDER)
+
+
+@given(texts=st.lists(st.text(st.characters(codec="utf-8")) | hostile, max_size=4))
+@settings(deadline=None)
+def test_a_set_of_characters_is_never_overlooked(texts: list[str]) -> None:
+    for ranges in (NEW_IN_17, NEW_IN_17 + NORMALIZED_ANEW):
+        chars = Characters(ranges)
+        inside = [any(a <= ord(char) <= b for char in text for a, b in ranges) for text in texts]
+        assert [chars.occur_in(text) for text in texts] == inside
+        assert chars.may_occur_in([text.encode() for text in texts]) >= any(inside)
+
+
+def test_common_text_is_passed_over() -> None:
+    chars = Characters(NEW_IN_17 + NORMALIZED_ANEW)
+    assert not chars.may_occur_in(["naïve – “中文” 日本語 한국어 Ελληνικά ру العربية हिन्दी 🤖👩\u200d👧🇩🇪".encode()])
+    assert not chars.may_occur_in([])
+    assert all(chars.may_occur_in([chr(c).encode()]) for a, b in NEW_IN_17 + NORMALIZED_ANEW for c in range(a, b + 1))
