@@ -8,19 +8,19 @@ from typing import Any
 from megatron.callbacks.data_plan import data_plan, frozen_order
 from megatron.checkpoint.find import Start
 from megatron.checkpoint.manifest import Manifest
-from megatron.data.build import SourceRow
+from megatron.data.build import DataPlan
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer.base import Tokenizer
 
 
-def data_table(args: NeoXArgs, tokenizer: Tokenizer, start: Start) -> list[SourceRow]:
-    """One row per role and source of a derived config, for a run that starts so.
+def checked_plan(args: NeoXArgs, tokenizer: Tokenizer, start: Start) -> DataPlan:
+    """The data plan of a derived config, for a run that starts so.
 
     Raises `UserError` for missing, foreign or too little data, and for data that changed where the run has been.
     """
     plan = data_plan(args, tokenizer, *continued(start))
     plan.check_tokenizer(tokenizer)
-    return plan.table()
+    return plan
 
 
 def continued(start: Start) -> tuple[Mapping[str, Any] | None, tuple[int, int]]:

@@ -10,7 +10,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, derive
 from megatron.plan import sections
 from megatron.plan.checkpoints import save_plan
-from megatron.plan.data import data_table
+from megatron.plan.data import checked_plan
 from megatron.plan.memory import estimate
 from megatron.plan.preflight import kind_of, preflight
 from megatron.plan.stages import stage_sizes, topology
@@ -47,10 +47,11 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | 
         sections.memory(args, memory),
     ]
     if isinstance(found.start, Start):
+        plan = checked_plan(args, tokenizer, found.start)
         saves = save_plan(args, sum(stage.parameters or 0 for stage in stages))
         parts += [
             sections.steps(args, vocab_size),
-            sections.data(data_table(args, tokenizer, found.start)),
+            sections.data(plan.table(), plan.notes()),
             sections.checkpoints(found.start, saves, args.checkpoint.save),
         ]
     else:

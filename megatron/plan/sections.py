@@ -129,9 +129,9 @@ def steps(args: NeoXArgs, vocab_size: int) -> list[str]:
     )
 
 
-def data(found: Sequence[SourceRow]) -> list[str]:
-    """What each source has, and what the run takes of it."""
-    return titled("data", [*table(HEAD, data_cells(found)), *phase_lines(found)])
+def data(found: Sequence[SourceRow], notes: Sequence[str] = ()) -> list[str]:
+    """What each source has, what the run takes of it, and what its packing leaves out, cuts or pads."""
+    return titled("data", [*table(HEAD, data_cells(found)), *phase_lines(found), *notes])
 
 
 def checkpoints(begin: Start | Path, saves: SavePlan | None, folder: str | None) -> list[str]:

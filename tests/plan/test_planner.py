@@ -209,3 +209,8 @@ def test_the_command_is_quick_exits_0_or_2_and_imports_no_torch(run_config: Path
     assert "Dry run: nothing was started." in done.stdout and "heavy: []" in done.stdout
     refused = run("data_path=/nowhere/data")
     assert refused.returncode == 2 and "error: " in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_what_a_packing_leaves_out_is_told(run_config: Path) -> None:
+    run_config.write_text(run_config.read_text() + "pack_impl: best_fit\n")
+    assert any("an epoch is" in line and "of them padding" in line for line in section(dry_run(run_config), "data"))
