@@ -21,6 +21,14 @@ from tests.data.packing_cases import cases, corpus, packing
 pytestmark = pytest.mark.cpu
 
 
+class NoFile(IndexedDataset):
+    """Stands for labels that are made when they are read (masks), with no file of labels behind them."""
+
+    @property
+    def tokens(self) -> np.ndarray:
+        raise AssertionError("all labels are made in memory")
+
+
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.integers(1, 9), st.integers(1, 40), st.integers(1, 5))
 def test_labels_are_read_in_stretches(case: Any, seq: int, chunk: int, chunk_pieces: int) -> None:
@@ -40,6 +48,7 @@ def test_labels_are_read_in_stretches(case: Any, seq: int, chunk: int, chunk_pie
                 for d, offset, length in zip(documents, offsets, pieces.lengths.tolist(), strict=True)
             ]
             assert scan_labels(pieces, labels).tolist() == expected
+            assert scan_labels(pieces, NoFile(labels.prefix)).tolist() == expected
 
 
 def test_labels_of_joined_files(tmp_path: Path) -> None:
