@@ -11,7 +11,7 @@ attend inside them.
 MFU = tokens/s · (6 · P + 12 · L · h · s') / peak: P the parameters in matrix products (output matrix included), L
 layers, h the width of all heads, s' the sequence length, in packed rows the mean over tokens of their document's
 length. The causal half is counted whole, as in most published figures. `update` is norm, clipping and optimizer, which
-gradient accumulation spreads over more tokens; it is part of `ms`.
+gradient accumulation spreads over more tokens; it is part of `ms`, but timed apart, with the device waited for.
 
 Each model runs in a process of its own. A row that fails shows its error's last line, and the others go on.
 """
@@ -19,6 +19,7 @@ Each model runs in a process of its own. A row that fails shows its error's last
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -281,6 +282,7 @@ class Bench:
         self.tokens, self.targets = stream[:, :-1].contiguous(), stream[:, 1:].contiguous()
         self.ids = documents(self.batch, self.sequence)
         self.built: Any = None
+        self.timing = False
 
     def run(self, name: str) -> Iterator[dict[str, Any]]:
         """The row's figures, then the profile if this row has one."""
@@ -307,17 +309,23 @@ class Bench:
             yield {"row": f"profile of {name}", "profile": self.profile(step)}
 
     def clock(self, step: Callable[[], None], update: list[float]) -> tuple[float, float]:
-        """Median ms of a step, waiting for the device after each, and of the update in it."""
-        times: list[float] = []
-        update.clear()
-        begin = time.perf_counter()
-        while len(times) < LEAST or (len(times) < MOST and time.perf_counter() - begin < SECONDS):
-            start = time.perf_counter()
+        """(ms of a step in a run of steps without waiting in between, ms of the update in single steps)."""
+        step()  # how long one takes decides how many
+        self.wait()
+        start = time.perf_counter()
+        step()
+        self.wait()
+        count = min(MOST, max(LEAST, int(SECONDS / (time.perf_counter() - start))))
+        start = time.perf_counter()
+        for _ in range(count):
             step()
-            self.wait()
-            times.append(1000 * (time.perf_counter() - start))
-        middle = len(times) // 2
-        return sorted(times)[middle], sorted(update)[len(update) // 2] if update else 0.0
+        self.wait()
+        ms = 1000 * (time.perf_counter() - start) / count
+        self.timing = True
+        for _ in range(LEAST):
+            step()
+        self.timing = False
+        return ms, sorted(update)[len(update) // 2] if update else 0.0
 
     # -- contenders --
 
@@ -443,7 +451,8 @@ class Bench:
     # -- the device --
 
     def timed(self, into: list[float]) -> Any:
-        return Timed(self.wait, into)
+        """A context that adds the ms of its block, device work included; nothing while whole steps are timed."""
+        return Timed(self.wait, into) if self.timing else contextlib.nullcontext()
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -509,7 +518,7 @@ class Bench:
 
 
 class Timed:
-    """Adds the ms of a block, device work included."""
+    """See `Bench.timed`."""
 
     def __init__(self, wait: Callable[[], None], into: list[float]) -> None:
         self.wait, self.into = wait, into

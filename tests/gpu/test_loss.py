@@ -1,0 +1,51 @@
+"""The loss with its element-wise part compiled, on a GPU: numbers, and memory that holds one chunk of logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron.mpu.cross_entropy import linear_cross_entropy, weighted_linear_cross_entropy
+from megatron.mpu.state import ParallelState
+
+pytestmark = pytest.mark.gpu
+
+VOCAB, PADDED, HIDDEN, TOKENS, CHUNK = 1000, 1024, 64, 600, 256  # the last chunk is shorter
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_values_and_gradients(compiled: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator, device="cuda").to(dtype).requires_grad_()
+    weight = torch.randn(PADDED, HIDDEN, generator=generator, device="cuda").to(dtype).requires_grad_()
+    targets = torch.randint(VOCAB, (TOKENS,), generator=generator, device="cuda")
+    weights = torch.rand(TOKENS, generator=generator, device="cuda")
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    losses = F.cross_entropy(exact[0] @ exact[1][:VOCAB].T, targets, reduction="none")
+    wanted = torch.autograd.grad((losses * weights).sum(), exact)
+    options = {"vocab_size": VOCAB, "state": ParallelState.single("cuda"), "chunk": CHUNK, "compiled": compiled}
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    total, mine = weighted_linear_cross_entropy(hidden, weight, targets, weights, **options)
+    for got in (mine, linear_cross_entropy(hidden, weight, targets, **options)):
+        assert got.dtype == torch.float32 and (got - losses).abs().max() < tolerance * losses.abs().max()
+    per_token = (linear_cross_entropy(hidden, weight, targets, **options) * weights).sum()
+    for value in (total, per_token):
+        for got, reference in zip(torch.autograd.grad(value, [hidden, weight]), wanted, strict=True):
+            assert got.dtype == dtype
+            assert (got - reference).abs().max() < tolerance * reference.abs().max()
+
+
+def test_a_chunk_of_logits_is_all_that_exists() -> None:
+    hidden = torch.randn(8192, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(8192, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(8192, (8192,), device="cuda")
+    options = {"vocab_size": 8192, "state": ParallelState.single("cuda"), "chunk": 512, "compiled": True}
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        total, _ = weighted_linear_cross_entropy(hidden, weight, targets, torch.ones(8192, device="cuda"), **options)
+        total.backward()
+    # Whole logits would be 134 MB in bf16; a chunk is 8 MB, and its gradient as much.
+    assert torch.cuda.max_memory_allocated() - before < 40e6
