@@ -52,11 +52,14 @@ class Skeleton:
     """What a template writes around the messages of a chat, whatever is said in them.
 
     `before`: for a message, the one whose content stands before it (None at the start) and the text in between;
+    `last`, `after`: the message whose content stands last, and the text behind it;
     `prompt`: what the template adds for a model to begin its turn; `endings`: what ends each generated turn ("" where
     nothing does); `call_ending`: what ends a turn that calls tools.
     """
 
     before: dict[int, tuple[int | None, str]]
+    last: int | None
+    after: str
     prompt: str
     endings: dict[int, str]
     call_ending: str
@@ -139,40 +142,55 @@ class TurnFinder:
 
     def _turn(self, i: int, chat: Conversation, text: str, skeleton: Skeleton, places: Places, low: int) -> Turn:
         message = chat.messages[i]
-        begin, end = places.begins.get(i), places.ends.get(i)
-        calls = bool(message.get("tool_calls"))
-        if end is None and not calls and _said(message):
-            raise BadChat(f"{_name(chat, i)}: {LOST}")
-        high = self._begin_of_next(i, places, len(text))
-        start = self._start(i, chat, text, skeleton, places, low, high if end is None else end)
-        if start is None and not calls and not _said(message):
+        said, calls = _said(message), bool(message.get("tool_calls"))
+        end = len(text) if self._is_open(i, chat) else self._end(i, chat, text, skeleton, places)
+        high = self._begin_of_next(i, places, len(text)) if end is None else end
+        start = self._start(i, chat, text, skeleton, places, low, high)
+        if start is None and not calls and not said:
             return Turn(i, low, low)  # the template leaves an answer without content out, or its header
-        if start is None or (begin is not None and start > begin) or start < low:
+        begin = places.begins.get(i)
+        lost = end is None and said and not calls
+        if lost or start is None or start < low or (begin is not None and start > begin):
             raise BadChat(f"{_name(chat, i)}: {LOST}")
-        if self.leave_open and i == len(chat.messages) - 1:
+        if self._is_open(i, chat):
             return Turn(i, start, len(text))
-        if calls or not _text_of(message).strip() and _said(message):  # more may follow what is marked
-            stop = self._end_of_call(i, text, skeleton, start if end is None else end, high)
+        if calls or (said and not _text_of(message).strip()):  # more may follow what is marked
+            stop = self._end_of_call(i, text, skeleton, start if end is None else end, places)
             if stop is None:
                 raise BadChat(f"{_name(chat, i)}: cannot tell where it ends; {TAGS}")
             return Turn(i, start, stop)
-        ending = skeleton.endings.get(i, "")
-        if end is None:
-            return self._silent(i, _text_of(message), text, skeleton, places, start)
-        blank = _trailing_blank(message)
-        tail = next((t for t in (blank + ending, ending, blank) if text.startswith(t, end)), "")
-        stop = end + len(tail)
-        if not ending and not text[stop:].strip():
-            stop = len(text)  # nothing but the eos that will be appended ends it, so the model has to get there
-        return Turn(i, start, stop)
+        return self._ended(i, message, text, skeleton, places, Turn(i, start, start if end is None else end))
 
-    def _silent(self, i: int, blank: str, text: str, skeleton: Skeleton, places: Places, start: int) -> Turn:
-        """A turn in which nothing is said, at most `blank`: it is its end, if the template writes one."""
+    def _ended(
+        self, i: int, message: dict[str, Any], text: str, skeleton: Skeleton, places: Places, turn: Turn
+    ) -> Turn:
+        """The turn with what ends it; `turn` ends with its content, blanks at the end of that perhaps left out."""
         ending = skeleton.endings.get(i, "")
-        whole = (blank + ending, ending) if ending.strip() else ()
-        found = next((t for t in whole if text.startswith(t, start)), "")
-        places.ends[i] = start + len(found) - len(ending) if found else start  # what follows is found from here
-        return Turn(i, start, start + len(found))
+        blank = _trailing_blank(message)
+        tails = (blank + ending, ending, blank) if ending.strip() or _said(message) else ()
+        tail = next((t for t in tails if text.startswith(t, turn.end)), "")
+        stop = turn.end + len(tail)
+        places.ends.setdefault(i, stop - len(ending) if tail.endswith(ending) else stop)  # the next may be found by it
+        if _said(message) and not ending and not text[stop:].strip():
+            stop = len(text)  # nothing but the eos that will be appended ends it, so the model has to get there
+        return replace(turn, end=stop)
+
+    def _is_open(self, i: int, chat: Conversation) -> bool:
+        return self.leave_open and i == len(chat.messages) - 1
+
+    def _end(self, i: int, chat: Conversation, text: str, skeleton: Skeleton, places: Places) -> int | None:
+        """Where what is said in message `i` ends, None when that cannot be shown."""
+        if i in places.ends:
+            return places.ends[i]
+        following = next((j for j, (previous, _) in skeleton.before.items() if previous == i), None)
+        if following is None:
+            ends_so = i == skeleton.last and text.endswith(skeleton.after)
+            return len(text) - len(skeleton.after) if ends_so else None
+        begin, between = places.begins.get(following), skeleton.before[following][1]
+        for blank in (_leading_blank(chat.messages[following]), ""):
+            if begin is not None and text.endswith(between + blank, 0, begin):
+                return begin - len(between + blank)
+        return None
 
     def _start(
         self, i: int, chat: Conversation, text: str, skeleton: Skeleton, places: Places, low: int, high: int
@@ -202,7 +220,8 @@ class TurnFinder:
         after = [at for marks in (places.begins, places.ends) for j, at in marks.items() if j > i]
         return min(after, default=default)
 
-    def _end_of_call(self, i: int, text: str, skeleton: Skeleton, at: int, high: int) -> int | None:
+    def _end_of_call(self, i: int, text: str, skeleton: Skeleton, at: int, places: Places) -> int | None:
+        high = self._begin_of_next(i, places, len(text))
         for ending in (skeleton.call_ending, skeleton.endings.get(i, "")):
             if ending.strip() and (found := text.find(ending, at, high)) >= 0:
                 return found + len(ending)
@@ -268,14 +287,17 @@ class TurnFinder:
         generated = [i for i, m in enumerate(plain.messages) if m["role"] in self.roles]
         spoken = [i for i in generated if not plain.messages[i].get("tool_calls")]
         calling = [i for i in generated if plain.messages[i].get("tool_calls")]
-        before = _between(self.template.render(plain))
-        last = self._ending(self._until(plain, spoken[-1]), spoken[-1]) if spoken else ""
-        endings = {i: self._ending_of(i, plain, before, last) for i in spoken}
+        whole = self.template.render(plain)
+        before = _between(whole)
+        marks = list(MARK.finditer(whole))
+        last, after = (int(marks[-1][2]), whole[marks[-1].end() :]) if marks else (None, "")
+        closing = self._ending(self._until(plain, spoken[-1]), spoken[-1]) if spoken else ""
+        endings = {i: self._ending_of(i, plain, before, closing) for i in spoken}
         call_ending = ""
         if calling:
             found = self._trailing.search(self._until(plain, calling[-1]).rstrip())
-            call_ending = found[0] if found else last
-        return Skeleton(before, self._prompt(plain, generated, before), endings, call_ending)
+            call_ending = found[0] if found else closing
+        return Skeleton(before, last, after, self._prompt(plain, generated, before), endings, call_ending)
 
     def _until(self, plain: Conversation, i: int) -> str:
         """The rendering of a chat that ends with message `i`, "" when the template refuses that."""
@@ -313,18 +335,21 @@ class TurnFinder:
 
     def _prompt(self, plain: Conversation, generated: list[int], before: dict[int, tuple[int | None, str]]) -> str:
         """What a model begins its turn after, as far as the template says: "" when it has no generation prompt."""
-        first = next((i for i in generated if i > 0), None)
-        if first is None:
+        # Best behind a message whose content can be told from what the template writes.
+        behind = [i for i in generated if before.get(i, (None, ""))[0] == i - 1] or [i for i in generated if i > 0]
+        if not behind:
             return ""
+        first = behind[0]
         head = replace(plain, messages=plain.messages[:first])
         try:
             closed, opened = self.template.render(head), self.template.render(head, add_generation_prompt=True)
         except BadChat:
             return ""
         prompt = opened[common_start(closed, opened) :]
-        if not prompt.strip() and first in before:
+        previous, header = before.get(first, (None, ""))
+        if not prompt.strip() and previous is not None:
             # Where turns have no header, the blank before an answer is the model's to write ("[/INST] Yes").
-            header, reached = before[first][1], opened[opened.rfind(CLOSE) + 1 :]
+            reached = opened[opened.rfind(CLOSE) + 1 :]
             if reached.strip() and header.startswith(reached) and header[len(reached) :].isspace():
                 return reached
         return prompt
