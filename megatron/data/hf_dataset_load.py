@@ -53,10 +53,7 @@ class Loader:
         if not path.exists() and (raw_kind(path) or path.suffix in BUILDERS):
             raise UserError(f"--dataset {request.dataset}: no such file")
         if path.is_dir() and (saved := _saved_folder(path, request.split)):
-            from datasets import load_from_disk
-
-            _be_quiet()
-            return self._table(request, load_from_disk(str(saved)), str(saved))
+            return self._table(request, _saved_table(saved, request.split), str(saved))
         return self._from_builder(request, local=path.exists())
 
     def again(self, request: Request, repo_files: Sequence[str]) -> Source:
@@ -93,7 +90,10 @@ class Loader:
         if request.data_files:
             given["data_files"] = {_split_name(request.split): list(request.data_files)}
         builder = self._ask(request, local, lambda: load_dataset_builder(request.dataset, request.subset, **given))
-        files = dict(builder.config.data_files or {}).get(request.split)
+        splits = {str(name): list(files) for name, files in (builder.config.data_files or {}).items()}
+        if splits and request.split != "all":
+            _require_split(request.split, list(splits))  # said before anything is downloaded
+        files = splits.get(request.split)
         # A file with the records somewhere inside it, as the dataset's own card says, is not for our readers.
         if not files or getattr(builder.config, "field", None) or not all(map(raw_kind, files)):
             return self._through_datasets(request, request.dataset, {"name": request.subset, **given}, local)
@@ -206,10 +206,35 @@ def _saved_folder(path: Path, split: str) -> Path | None:
         return path
     if not (path / "dataset_dict.json").is_file():
         return None
-    if not (path / split / "state.json").is_file():
-        splits = sorted(file.parent.name for file in path.glob("*/state.json"))
-        raise UserError(f"{path}: no split {split!r}.{nearest(split, splits)} It has: {', '.join(splits)}")
-    return path / split
+    _require_split(split, sorted(file.parent.name for file in path.glob("*/state.json")))
+    return path / _split_name(split)
+
+
+def _saved_table(folder: Path, split: str) -> Any:
+    """The `datasets.Dataset` in a folder, or the slice of it that `split` names."""
+    from datasets import ReadInstruction, load_from_disk
+
+    _be_quiet()
+    try:
+        table = load_from_disk(str(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--dataset {folder}: cannot be loaded ({type(error).__name__}: {error})") from error
+    name = _split_name(split)
+    if table.split is not None:
+        _require_split(split, [_split_name(str(table.split))])
+    if name == split:
+        return table
+    try:
+        (part,) = ReadInstruction.from_spec(split).to_absolute({name: len(table)})
+    except ValueError as error:
+        raise UserError(f"--split {split}: {error}") from error
+    return table.select(range(part.from_, part.to))
+
+
+def _require_split(split: str, splits: list[str]) -> None:
+    if _split_name(split) not in splits:
+        close = nearest(_split_name(split), splits)
+        raise UserError(f"--split {split}: no such split.{close} The dataset has: {', '.join(splits)}")
 
 
 def _split_name(split: str) -> str:

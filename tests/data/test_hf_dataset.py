@@ -115,13 +115,20 @@ def test_every_kind_of_input_gives_the_same_data(kind: str, tmp_path: Path, toke
 def test_splits(kind: str, tmp_path: Path, prepare: Prepare) -> None:
     path = write_kind(kind, tmp_path / "in")
     assert prepare(path, split="test")["num_documents"] == 3
-    with pytest.raises(UserError, match="[Nn]o split|Unknown split"):
-        prepare(path, split="validation")
+    for split in ("trian", "trian[:10]"):
+        with pytest.raises(
+            UserError, match="no such split. Did you mean 'train'. The dataset has: (train, test|test, train)"
+        ):
+            prepare(path, split=split)
 
 
-def test_a_slice_of_a_split(tmp_path: Path, prepare: Prepare) -> None:
-    prepare(write_kind(".jsonl", tmp_path / "in"), split="train[5:9]")
+@pytest.mark.parametrize("kind", [".jsonl", " saved", " saved splits", " folder"])
+def test_a_slice_of_a_split(kind: str, tmp_path: Path, prepare: Prepare) -> None:
+    path = write_kind(kind, tmp_path / "in")
+    prepare(path, split="train[5:9]")
     assert exported(tmp_path / "out") == [{"text": text} for text in TEXTS[5:9]]
+    prepare(path, split="train[:10%]")
+    assert exported(tmp_path / "out") == [{"text": text} for text in TEXTS[:6]]
 
 
 def test_data_files(tmp_path: Path, prepare: Prepare) -> None:
@@ -174,12 +181,12 @@ def test_nothing_to_export(rows: list[Any], tmp_path: Path, prepare: Prepare) ->
 def test_workers_and_batches_change_nothing(tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in (write_kind(".jsonl", tmp_path / "in"), write_kind(" saved", tmp_path / "in2")):
         made = []
-        for workers, rows in ((1, 10000), (3, 7)):
+        for workers, rows in ((1, 10000), (3, 7), (2, 59)):  # 59: the last piece is one row
             prepare(path, num_proc=workers, tokenize_workers=workers, batch_size=rows)
             out = tmp_path / "out"
             made.append([(out / name).read_bytes() for name in ("dataset.jsonl", "out_text_document.bin")])
             out.rename(tmp_path / f"{path.name} {workers}")
-        assert made[0] == made[1]
+        assert made[0] == made[1] == made[2]
 
 
 def test_a_table_is_read_in_pieces_of_bounded_size() -> None:
@@ -393,11 +400,30 @@ def test_a_failed_export_leaves_nothing_half(tmp_path: Path, prepare: Prepare, m
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["pipeline_results.json"]
 
 
-def test_results_of_something_else_are_no_obstacle(tmp_path: Path, prepare: Prepare) -> None:
+@pytest.mark.parametrize("content", ['{"status": "completed", "token_count": 3}', "{", "[]", '{"stages": []}'])
+def test_results_of_something_else_are_no_obstacle(content: str, tmp_path: Path, prepare: Prepare) -> None:
     """GPT-NeoX's fork writes a file of that name too."""
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "pipeline_results.json").write_text('{"status": "completed", "token_count": 3}')
+    (tmp_path / "out" / "pipeline_results.json").write_text(content)
     assert prepare(write_jsonl(tmp_path / "a.jsonl"))["num_documents"] == len(ROWS)
+
+
+def test_the_hub_is_waited_for_with_the_sleep_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine waits before the tenth and last try; the results say what happened when there is a folder for them."""
+    from tests.data.test_hf_dataset_retry import HTTPError
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise HTTPError(429)
+
+    monkeypatch.setattr("datasets.load_dataset_builder", refuse)
+    (tmp_path / "out").mkdir()
+    options = PrepareOptions(Request("me/x"), tmp_path / "out", skip_count=True, skip_tokenize=True)
+    waits: list[float] = []
+    with pytest.raises(UserError, match="me/x: the Hub still answers 429"):
+        prepare_hf_dataset(options, sleep=waits.append)
+    assert waits == [300] + [600] * 8
+    stored = json.loads((tmp_path / "out" / "pipeline_results.json").read_text())
+    assert stored["status"] == "failed" and "429" in stored["error"]
 
 
 # ---- tokenizers and names
