@@ -14,8 +14,9 @@ assert attention_kernels and attention_sdpa
 
 # By device, best first; torch's SDPA can do everything everywhere and ends each list.
 PLAIN: dict[str, tuple[str, ...]] = {"cuda": ("torch",), "cpu": ("torch",)}
-# Packed documents: masks cost O(s²) memory and most of the time a kernel saves.
+# Sliding windows and packed documents: masks cost O(s²) memory and most of the time a kernel saves.
 PACKED: dict[str, tuple[str, ...]] = {"cuda": ("varlen", "flash", "flex", "torch"), "cpu": ("varlen", "torch")}
+WINDOWED: dict[str, tuple[str, ...]] = {"cuda": ("varlen", "torch"), "cpu": ("torch",)}
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ def choose_backend(task: Task, wanted: str = "auto") -> Choice:
         if reason := backend.obstacle(task):
             raise UserError(f"attention_backend: {wanted} cannot be used: {reason}; auto takes one that can")
         return Choice(wanted, backend)
-    names = (PACKED if task.documents else PLAIN).get(task.device.type, ("torch",))
+    table = PACKED if task.documents else WINDOWED if task.window else PLAIN
+    names = table.get(task.device.type, ("torch",))
     passed_over: list[str] = []
     if task.kind == "flash" and task.device.type != "cuda":
         passed_over.append("flash-attn needs a GPU")

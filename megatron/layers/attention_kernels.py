@@ -32,8 +32,13 @@ def varlen(
     slopes: Tensor | None = None,
     key_start: Tensor | None = None,
 ) -> Tensor:
-    """Each document by itself. Without documents, in fp32 on a GPU and with a cache it is torch's SDPA."""
-    if documents is None or documents.bounds is None or key_start is not None or not causal:
+    """Each document by itself; on a GPU also whole rows with a window, for which torch's SDPA would need a mask.
+
+    What is left is torch's SDPA: plain causal attention, fp32 on a GPU, a cache.
+    """
+    rows_alone = documents is None and window is not None and q.is_cuda and q.dtype != torch.float32
+    ready = documents is not None and documents.bounds is not None
+    if not (rows_alone or ready) or key_start is not None or not causal or q.shape[1] != k.shape[1]:
         return torch_sdpa(
             q,
             k,
@@ -48,14 +53,18 @@ def varlen(
         )
     if dropout > 0.0:
         raise UserError("attention_dropout: varlen has no dropout; use the torch back-end or set it to 0")
-    bounds, w = documents.bounds, -1 if window is None else window
+    w = -1 if window is None else window
     rows = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    if documents is None:
+        b, longest = q.shape[:2]
+        bounds = torch.arange(0, (b + 1) * longest, longest, dtype=torch.int32, device=q.device)
+    else:
+        assert documents.bounds is not None and documents.reach is not None
+        bounds, longest = documents.bounds, documents.reach.shape[0]
     if not q.is_cuda:
         return packed_attention(*rows, bounds, scale, w, slopes)[0].view(q.shape)
     if slopes is not None:
         raise UserError("pos_emb: on a GPU varlen has no ALiBi; use the flex or torch back-end")
-    assert documents.reach is not None
-    longest = documents.reach.shape[0]
     out = gpu_kernel()(*rows, bounds, bounds, longest, longest, scale=scale, window_size=(w, 0))
     return out.view(q.shape)
 

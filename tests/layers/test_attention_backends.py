@@ -196,6 +196,9 @@ def test_choice_of_the_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_backend(Task(CPU, documents=True, dropout=True)).name == "torch"
     assert choose_backend(Task(CPU), "manual").name == "manual"
     assert choose_backend(Task(GPU)).name == "torch"
+    assert choose_backend(Task(CPU, window=True)).name == "torch"
+    assert choose_backend(Task(GPU, window=True)).name == "varlen"
+    assert choose_backend(Task(GPU, window=True, alibi=True)).name == "torch"
     without = choose_backend(Task(GPU, "flash"))  # flash-attn is not there
     assert without.name == "torch" and "requirements/requirements-flashattention.txt" in str(without)
     assert choose_backend(Task(GPU, "flash", documents=True)).name == "varlen"
