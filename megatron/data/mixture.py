@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -157,7 +158,7 @@ class Mixture:
         """The source of draw `index`, and the number of the sample within that source."""
         if not 0 <= index < self.samples:
             raise IndexError(f"sample {index} of a mixture of {self.samples}")
-        phase = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        phase = bisect_right(self._firsts, index) - 1
         source, count = self._blends[phase].draw(index - self._firsts[phase])
         return source, self._bases[phase][source] + count
 

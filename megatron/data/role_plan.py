@@ -139,8 +139,14 @@ class RolePlanner:
         return self._planned(name, RolePlan(samples, tuple(planned), begin(found.weights, Progress())), kept)
 
     def once(self, name: str, source: Source, samples: int) -> RolePlan:
-        """At most `samples` samples of a source, none of them twice."""
-        planned = self._bound([source])
+        """At most `samples` samples of a source, no document twice.
+
+        pack_until_overflow does not know where its passes end, so it gives way to best_fit, which puts whole documents
+        together as well.
+        """
+        walks_on = self.data.pack_impl == "pack_until_overflow"
+        planner = replace(self, data=replace(self.data, pack_impl="best_fit")) if walks_on else self
+        planned = planner._bound([source])
         there = planned[0].packing.samples_per_epoch()
         role = RolePlan(max(1, min(samples, there)), tuple(planned), (Phase.constant([1.0]),))
         return self._planned(name, role, [()], exact=True)
