@@ -226,6 +226,8 @@ class StageProgress:
 
     def __exit__(self, failure: Any, *rest: object) -> None:
         if self.bar is not None:
+            if failure is None:
+                self._draw()
             self.bar.close()
         if failure is None:
             logger.info(f"{self.what}: done in {self._seconds():.1f} s, {self._rates()}")
@@ -237,12 +239,15 @@ class StageProgress:
             return
         self.shown = now
         if self.bar is not None:
-            self.bar.set_postfix_str(self._rates(), refresh=False)
-            self.bar.update(counts.nbytes - self.bar.n)
+            self._draw()
         else:
             share = min(counts.nbytes / self.goal, 1.0) if self.goal else 0.0
             left = f", {self._seconds() * (1 - share) / share:.0f} s left" if share else ""
             logger.info(f"{self.what}: {100 * share:.0f} %{left}, {self._rates()}")
+
+    def _draw(self) -> None:
+        self.bar.set_postfix_str(self._rates(), refresh=False)
+        self.bar.update(self.counts.nbytes - self.bar.n)
 
     def _seconds(self) -> float:
         return max(time.monotonic() - self.started, 1e-9)
