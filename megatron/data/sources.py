@@ -219,7 +219,7 @@ def per_source(value: Any, d: int) -> Any:
 
 def _hold_out(source: Source, samples: int, seq_length: int) -> tuple[Source, Source]:
     first, end = source.documents
-    border, _ = tail(source.data.sizes, source.documents, samples * seq_length + 1)
+    border, _ = tail(source.data.sizes, source.documents, samples * (seq_length + 1))
     if border <= first:
         raise UserError(
             f"train_data_holdout: {source.name} ({source.data.prefix}) has {source.tokens} tokens in "

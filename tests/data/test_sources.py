@@ -102,7 +102,7 @@ def test_simulated_epoching_cuts_every_source_alike(tmp_path: Path) -> None:
 
 def test_held_out_documents_are_a_validation_set(tmp_path: Path) -> None:
     paths = (numbered(tmp_path / "a", 1), numbered(tmp_path / "b", 50))
-    data = DataConfig(train_data_paths=paths, train_data_holdout=(5, None))  # 21 tokens: the last 3 documents
+    data = DataConfig(train_data_paths=paths, train_data_holdout=(5, None))  # 25 tokens: the last 3 documents
     plan = plan_of(data, train_samples=200)
     assert [(row.role, row.name, row.documents) for row in plan.table()] == [
         ("train", "a", 27),
