@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.checkpoint.find import Start
 from megatron.data.build import DataPlan, epoch_samples, plan_datasets
+from megatron.data.collate import CollateRules
 from megatron.data.phases import Progress
 from megatron.data.splits import sample_counts
 from megatron.data.token_files import with_eod
@@ -56,6 +57,17 @@ def data_plan(
         set_samples=test_samples if training.do_valid is not False else 0,  # each validation set, every time
         progress=Progress(training.train_batch_size, *done),
         frozen=frozen,
+    )
+
+
+def collate_rules(args: NeoXArgs, tokenizer: Tokenizer) -> CollateRules:
+    """How the samples of a run become the arrays of a step."""
+    return CollateRules(
+        seq_length=args.model.seq_length,
+        eod=tokenizer.eod,
+        eod_mask_loss=args.data.eod_mask_loss,
+        intra_document_masking=args.model.intra_document_masking,
+        vocab_size=tokenizer.vocab_size,
     )
 
 

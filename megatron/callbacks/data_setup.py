@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.callbacks.data_plan import data_plan
+from megatron.callbacks.data_plan import collate_rules, data_plan
 from megatron.callbacks.data_table import data_lines
 from megatron.callbacks.evaluator import Batches, NamedSet
 from megatron.checkpoint.agreement import gather, together
 from megatron.data.build import SET, DataPlan, Datasets
-from megatron.data.collate import CollateRules
 from megatron.data.loader import StepLoader
 from megatron.data.mixture import SampleSource
 from megatron.errors import UserError
@@ -69,13 +68,7 @@ def build_batches(args: NeoXArgs, process: Process, plan: DataPlan) -> dict[str,
     if datasets.train is None and args.training.train_iters:
         raise UserError("there is no training data: check data_path and split, or train_data_paths, or mixture")
     agree_on_data(datasets, process.state, args.data.use_shared_fs)
-    rules = CollateRules(
-        seq_length=args.model.seq_length,
-        eod=process.tokenizer.eod,
-        eod_mask_loss=args.data.eod_mask_loss,
-        intra_document_masking=args.model.intra_document_masking,
-        vocab_size=process.tokenizer.vocab_size,
-    )
+    rules = collate_rules(args, process.tokenizer)
 
     def loader(dataset: SampleSource) -> StepLoader:
         return StepLoader(

@@ -1,0 +1,207 @@
+"""The data of a run, opened from its configuration alone, to be looked at: any sample, any step, on any machine.
+
+Plans as `--prepare` and the run itself do, so a run that goes on is seen in the order that its checkpoint keeps.
+Imports no torch, unless there is such a checkpoint.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron.callbacks.data_plan import collate_rules, data_plan, with_epochs
+from megatron.checkpoint.find import Start, decide_start, list_checkpoints
+from megatron.checkpoint.manifest import Manifest
+from megatron.data.build import SET, DataPlan
+from megatron.data.collate import CollateRules
+from megatron.data.mixture import SampleSource
+from megatron.data.role_plan import RolePlan
+from megatron.data.view import View, sample_view
+from megatron.data.view_origin import Origin, origin_of
+from megatron.errors import UserError, nearest
+from megatron.log import get_logger
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, check_trainable, derive
+from megatron.plan.data import continued
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+LOGGER = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Which samples a step takes. `known` are (step, samples consumed before it), ascending from (0, 0); behind the
+    last of them every step takes `batch`."""
+
+    batch: int
+    known: tuple[tuple[int, int], ...] = ((0, 0),)
+
+    def samples(self, step: int) -> range:
+        """The samples of a step. Raises `UserError` where the batch changed at a step that no checkpoint tells."""
+        first, consumed, batch = self._piece(bisect_right([at for at, _ in self.known], step) - 1)
+        begin = consumed + (step - first) * batch
+        return range(begin, begin + batch)
+
+    def step_of(self, sample: int) -> int:
+        """The step that takes a sample."""
+        first, consumed, batch = self._piece(bisect_right([at for _, at in self.known], sample) - 1)
+        return first + (sample - consumed) // batch
+
+    def _piece(self, i: int) -> tuple[int, int, int]:
+        (first, consumed), batch = self.known[i], self.batch
+        if i + 1 < len(self.known):
+            end, after = self.known[i + 1]
+            batch, rest = divmod(after - consumed, end - first)
+            if rest:
+                raise UserError(
+                    f"between the checkpoints of steps {first} and {end} the batch size changed "
+                    f"({after - consumed} samples in {end - first} steps), and nothing says at which step. "
+                    "Ask by sample number instead."
+                )
+        return first, consumed, max(batch, 1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sample stands: `step` counts from 0 (for validation data: the batch), `row` in the global batch.
+
+    `rank` and `micro_batch`: the data-parallel rank that reads it, and in which of its micro-batches.
+    """
+
+    step: int
+    row: int
+    rank: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class RoleData:
+    """The samples of one role: `count` of them are read by the run."""
+
+    name: str
+    plan: RolePlan
+    dataset: SampleSource
+    count: int
+    steps: Steps
+    micro: int
+    ranks: int
+
+    def place(self, sample: int) -> Place:
+        """See `Place`; as `order.rank_samples` deals samples out."""
+        step = self.steps.step_of(sample)
+        row = sample - self.steps.samples(step).start
+        return Place(step, row, row // self.micro % self.ranks, row // (self.micro * self.ranks))
+
+    def samples_of(self, steps: range) -> Iterator[int]:
+        """The samples of some steps. Raises `UserError` when the run does not reach them."""
+        for step in steps:
+            samples = self.steps.samples(step)
+            if samples.stop > self.count or step < 0:
+                raise UserError(
+                    f"step {step}: the run has steps 0..{self.last_step} of {self.name} "
+                    "(train_iters and train_batch_size decide it)."
+                )
+            yield from samples
+
+    @property
+    def last_step(self) -> int:
+        """The last whole step."""
+        last = self.steps.step_of(self.count - 1)
+        return last if self.steps.samples(last).stop <= self.count else last - 1
+
+    def check(self, sample: int) -> int:
+        """The number, when the run reads such a sample."""
+        if not 0 <= sample < self.count:
+            raise UserError(
+                f"sample {sample}: the run reads samples 0..{self.count - 1} of {self.name} "
+                f"(steps 0..{self.last_step})."
+            )
+        return sample
+
+    def origin(self, sample: int) -> Origin:
+        """Where a sample comes from."""
+        return origin_of(self.plan, self.dataset, sample)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run. `validation` is how many batches a validation takes."""
+
+    args: NeoXArgs
+    tokenizer: Tokenizer
+    plan: DataPlan
+    roles: Mapping[str, RoleData]
+    rules: CollateRules
+    validation: int
+    start: str
+
+    def role(self, name: str) -> RoleData:
+        """The role of that name: train, valid, test, or `valid/` and the name of a validation set."""
+        if name not in self.roles:
+            names = list(self.roles)
+            raise UserError(f"the run has no data called {name!r}, but {', '.join(names)}.{nearest(name, names)}")
+        return self.roles[name]
+
+    def view(self, role: RoleData, sample: int) -> View:
+        """A sample, to be shown."""
+        place = role.place(role.check(sample))
+        batch = len(role.steps.samples(place.step))
+        title = f"sample {sample} of {role.name}, {self.when(role, place.step)}, row {place.row} of {batch}"
+        return sample_view(role.dataset[sample], role.origin(sample), self.rules, title)
+
+    def when(self, role: RoleData, step: int) -> str:
+        """A step in words, also as the log counts it."""
+        if role.name == "train":
+            return f"step {step} (iteration {step + 1} of the log)"
+        if role.name == "valid" and self.validation:
+            return f"batch {step % self.validation} of validation {step // self.validation}"
+        return f"batch {step}"
+
+
+def open_run(args: NeoXArgs, ranks: int | None) -> RunData:
+    """Open the data of a loaded config, and build its sample index where it is not there yet.
+
+    Args:
+        ranks: how many a hostfile gives the run, None to take what the config says.
+
+    Raises the `UserError` that the run would end with.
+    """
+    sizes = ("global_num_gpus", "num_gpus", "train_batch_size")
+    if ranks is None and not any(args.is_set(name) for name in sizes):
+        LOGGER.warning(
+            "nothing in the config says how many ranks the run has, which decides its batch size and with it which "
+            "samples a step takes: set global_num_gpus or train_batch_size"
+        )
+    args = derive(args, Facts(num_devices=ranks))
+    check_trainable(args)
+    tokenizer = build_tokenizer(args.tokenizer)
+    args = with_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)
+    options, training = args.checkpoint, args.training
+    start = decide_start(options.save, options.load, options.iteration, options.finetune)
+    plan = data_plan(args, tokenizer, *continued(start))
+    plan.check_tokenizer(tokenizer)
+    train = Steps(training.train_batch_size, _known(start, options.save))
+    micro = training.train_micro_batch_size_per_gpu
+    per_rank = micro * training.gradient_accumulation_steps
+    roles = {}
+    for name, dataset in plan.build().by_role().items():
+        count = len(dataset) if name.startswith(SET) else min(len(dataset), plan.roles[name].samples)
+        steps = train if name == "train" else Steps(training.train_batch_size)
+        roles[name] = RoleData(
+            name, plan.roles[name], dataset, count, steps, micro, training.train_batch_size // per_rank
+        )
+    rules = collate_rules(args, tokenizer)
+    return RunData(args, tokenizer, plan, roles, rules, training.eval_iters or 0, start.message)
+
+
+def _known(start: Start, save: str | None) -> tuple[tuple[int, int], ...]:
+    """What the checkpoints of the run say about its past: steps, and samples consumed before them."""
+    if start.path is None or not start.load_optim:
+        return ((0, 0),)
+    paths = [start.path]
+    if start.kind == "continue" and save is not None:
+        found = list_checkpoints(save)
+        paths += [found.path(step) for step in found.steps if step < start.step]
+    saved = [Manifest.read(path) for path in paths]
+    return tuple(sorted({(0, 0), *((one.step, one.consumed) for one in saved)}))

@@ -1,0 +1,25 @@
+"""Look at data: documents of a dataset, training samples of a run, the samples of its steps. See --help."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+if __name__ == "__main__":
+    # In the place of this folder, in which Python would find this file when it looks for its own `inspect`.
+    sys.path[0] = ROOT
+    from megatron.errors import run_cli
+    from megatron.plan.inspect_cli import main
+
+    run_cli(lambda: main(sys.argv[1:], os.environ))
+elif __name__ == "inspect":
+    # A tool beside this one, whose folder comes first, asked for Python's `inspect`: this becomes it.
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+
+    spec = PathFinder.find_spec("inspect", [os.path.dirname(os.__file__)])
+    assert spec is not None and spec.loader is not None
+    sys.modules["inspect"] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["inspect"])
