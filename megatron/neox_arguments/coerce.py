@@ -140,8 +140,12 @@ def wanted(annotation: Any) -> str:
             continue
         origin = get_origin(member)
         if origin is tuple:
-            item = wanted(get_args(member)[0]).removeprefix("a ")
-            words.append("a list" if item == "anything" else f"a list of {_plural(item)}")
+            items = dict.fromkeys(wanted(item).removeprefix("a ") for item in get_args(member) if item is not Ellipsis)
+            item = _plural(next(iter(items)))
+            if len(items) > 1:  # the parts of a tuple of fixed length differ
+                words.append(f"[{', '.join(items)}]")
+            else:
+                words.append("a list" if item == "anything" else f"a list of {item}")
         elif origin is dict:
             words.append(_NAMES[dict])
         elif get_args(member):
