@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -47,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, with `command`; for the commands about a run also `conf` and `overrides`."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(USAGE, end="")
+        sys.stdout.write(USAGE)
         raise SystemExit(0 if argv else 2)
     command, rest = argv[0], list(argv[1:])
     if command not in COMMANDS:
