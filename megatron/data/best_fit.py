@@ -26,30 +26,21 @@ from megatron.data.packing import Segment
 from megatron.data.rows import Rows, WholeDocuments
 from megatron.data.usable import LeftOut, Pieces, fragment_pieces
 
-_CHUNK = 1 << 22  # documents counted at a time
-
 
 class BestFit(WholeDocuments):
     """`pack_impl: best_fit` for the documents of one source."""
 
     kind = "best_fit"
 
-    def _cut(self) -> tuple[Pieces, LeftOut]:
+    def _cut(self, sizes: np.ndarray, first: int) -> tuple[Pieces, LeftOut]:
         if not self.allow_chopped:
-            return super()._cut()
-        return fragment_pieces(self.sizes, self.documents[0], self.capacity)
-
-    @cached_property
-    def _histogram(self) -> np.ndarray:
-        lengths, counts = self.pieces.lengths, np.zeros(self.capacity + 1, np.int64)
-        for start in range(0, len(lengths), _CHUNK):  # bincount makes int64 of what it counts
-            counts += np.bincount(lengths[start : start + _CHUNK], minlength=len(counts))
-        return counts
+            return super()._cut(sizes, first)
+        return fragment_pieces(sizes, first, self.capacity)
 
     @cached_property
     def patterns(self) -> Patterns:
         """The rows of every epoch, by the lengths in them."""
-        return best_fit_patterns(self._histogram, self.capacity)
+        return best_fit_patterns(self.histogram, self.capacity)
 
     def samples_per_epoch(self, epochs: int = 1) -> int:
         return epochs * self.patterns.rows
@@ -64,7 +55,7 @@ class BestFit(WholeDocuments):
 
     def dataset(self, segments: Sequence[Segment], cache: IndexCache | None = None, name: str = "data") -> BestFitRows:
         def build() -> Arrays:
-            return best_fit_index(self.pieces, len(self.data), self._histogram, self.patterns, segments)
+            return best_fit_index(self.pieces, len(self.data), self.histogram, self.patterns, segments)
 
         arrays = (cache or self.cache).arrays(f"{name}-best-fit", self.arrays_key(segments), build)
         self._forget()

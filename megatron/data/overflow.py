@@ -17,15 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
-from megatron.data.cache import Arrays, IndexCache
+from megatron.data.cache import Arrays, IndexCache, content_key
 from megatron.data.index_builders import INT32_MAX
 from megatron.data.index_builders.packing import overflow_pass
 from megatron.data.index_builders.shuffle import shuffle
 from megatron.data.packing import Segment
 from megatron.data.rows import Rows, WholeDocuments, shuffled_segments
+
+_WORTH_KEEPING = 1_000_000  # documents from which on the number of rows in a pass is kept in the cache
 
 
 class PackUntilOverflow(WholeDocuments):
@@ -35,8 +38,17 @@ class PackUntilOverflow(WholeDocuments):
 
     @cached_property
     def _rows_of_one_pass(self) -> int:
-        if not np.any(self.pieces.lengths):
+        if not self.histogram.any():
             return 0
+        if len(self.sizes) < _WORTH_KEEPING:
+            return self._count_rows()
+        key = content_key({"data": self.key, "kind": "rows of a pass"})
+        kept = self.cache.arrays(
+            f"{Path(self.data.prefix).name}-overflow-rows", key, lambda: {"rows": np.asarray([self._count_rows()])}
+        )
+        return int(kept["rows"][0])
+
+    def _count_rows(self) -> int:
         order = _documents(len(self.pieces.lengths))
         shuffle(np.random.RandomState(0), order)
         return len(overflow_pass(self.pieces.lengths, order, self.capacity, 0, len(order))[1])

@@ -20,7 +20,7 @@ from megatron.data.index_builders.shuffle import shuffle
 from megatron.data.indexed import IndexedDataset
 from megatron.data.packing import Packing, Segment, fresh_seed
 from megatron.data.sample import IGNORE, Piece, Provenance, Sample
-from megatron.data.usable import LeftOut, Pieces, whole_pieces, without_silent
+from megatron.data.usable import CHUNK_PIECES, LeftOut, Pieces, whole_pieces, without_silent
 from megatron.errors import UserError
 
 
@@ -41,28 +41,45 @@ class WholeDocuments(Packing):
         first, end = self.documents
         return self.data.sizes[first:end]
 
-    def _cut(self) -> tuple[Pieces, LeftOut]:
-        return whole_pieces(self.sizes, self.documents[0], self.capacity, self.allow_chopped)
+    def _cut(self, sizes: np.ndarray, first: int) -> tuple[Pieces, LeftOut]:
+        """What documents of these sizes, numbered from `first`, offer to rows; labels aside."""
+        return whole_pieces(sizes, first, self.capacity, self.allow_chopped)
 
     @cached_property
-    def _used(self) -> tuple[Pieces, LeftOut]:
-        pieces, left_out = self._cut()
-        pieces, silent = without_silent(pieces, self.labels, self.cache, Path(self.data.prefix).name)
-        return pieces, replace(left_out, silent=silent)
+    def pieces(self) -> Pieces:
+        """What is put into rows: arrays over all documents, for building an index and for where labels decide."""
+        pieces, _ = self._cut(self.sizes, self.documents[0])
+        return without_silent(pieces, self.labels, self.cache, Path(self.data.prefix).name)
+
+    @cached_property
+    def _survey(self) -> tuple[np.ndarray, LeftOut]:
+        """The next two. Goes through the documents in stretches, so that a start without building takes no memory."""
+        counts, left_out = np.zeros(self.capacity + 1, np.int64), LeftOut()
+        for start in range(0, len(self.sizes), CHUNK_PIECES):
+            pieces, here = self._cut(self.sizes[start : start + CHUNK_PIECES], 0)
+            counts += np.bincount(pieces.lengths, minlength=len(counts))
+            left_out = left_out.plus(here)
+        fitting = int(counts[1:].sum())
+        if self.labels is not None:
+            lengths, counts = self.pieces.lengths, np.zeros_like(counts)
+            for start in range(0, len(lengths), CHUNK_PIECES):
+                counts += np.bincount(lengths[start : start + CHUNK_PIECES], minlength=len(counts))
+        counts[:2] = 0
+        return counts, replace(left_out, silent=fitting - int(counts.sum()))
 
     @property
-    def pieces(self) -> Pieces:
-        """What can be put into rows."""
-        return self._used[0]
+    def histogram(self) -> np.ndarray:
+        """int64 `[capacity + 1]`: how many pieces of each length are used."""
+        return self._survey[0]
 
-    @cached_property
+    @property
     def left_out(self) -> LeftOut:
-        return self._used[1]
+        return self._survey[1]
 
-    @cached_property
+    @property
     def tokens(self) -> int:
         """Tokens that are read in a pass."""
-        return int(self.pieces.lengths.sum(dtype=np.int64))
+        return int(self.histogram @ np.arange(self.capacity + 1))
 
     @property
     def padding(self) -> float:
@@ -71,10 +88,10 @@ class WholeDocuments(Packing):
         return max(0.0, 1.0 - self.tokens / room) if room else 0.0
 
     def _forget(self) -> None:
-        """Let go of the array over all documents, once the index arrays are there. What is small stays known."""
-        if "_used" in self.__dict__:
-            _ = self.key, self.left_out, self.tokens
-            del self.__dict__["_used"]
+        """Let go of the arrays over all documents, once the index is there. What is small stays known."""
+        if "pieces" in self.__dict__:
+            _ = self.key, self._survey
+            del self.__dict__["pieces"]
 
     @cached_property
     def key(self) -> str:
@@ -110,7 +127,7 @@ class WholeDocuments(Packing):
 
     def check_any(self, what: str) -> None:
         """Raise `UserError` when no document can be used."""
-        if not np.any(self.pieces.lengths):
+        if not self.histogram.any():
             why = "; ".join(self.notes()) or "there are none"
             raise UserError(f"{what}: no document can be trained on with pack_impl {self.kind}: {why}.")
 

@@ -8,7 +8,6 @@ run that is made longer goes on with the next document.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 
@@ -23,12 +22,8 @@ class Unpacked(WholeDocuments):
 
     kind = "unpacked"
 
-    @cached_property
-    def _usable(self) -> int:
-        return int(np.count_nonzero(self.pieces.lengths))
-
     def samples_per_epoch(self, epochs: int = 1) -> int:
-        return epochs * self._usable
+        return epochs * int(self.histogram.sum())
 
     def dataset(self, segments: Sequence[Segment], cache: IndexCache | None = None, name: str = "data") -> UnpackedRows:
         def build() -> Arrays:

@@ -7,7 +7,7 @@ trained label is that of the last target.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +53,10 @@ class LeftOut:
     cut: int = 0
     cut_tokens: int = 0
 
+    def plus(self, other: LeftOut) -> LeftOut:
+        """The counts of both."""
+        return LeftOut(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
 
 def whole_pieces(sizes: np.ndarray, first: int, capacity: int, allow_chopped: bool) -> tuple[Pieces, LeftOut]:
     """One piece per document: longer ones lose their end (`allow_chopped`) or are not used."""
@@ -83,19 +87,16 @@ def fragment_pieces(sizes: np.ndarray, first: int, capacity: int) -> tuple[Piece
     return Pieces(lengths, first, np.repeat(long + first, later), offsets), LeftOut(cut=len(long))
 
 
-def without_silent(pieces: Pieces, labels: IndexedDataset | None, cache: IndexCache, name: str) -> tuple[Pieces, int]:
-    """The pieces with those that train nothing set to length 0, and how many those are.
+def without_silent(pieces: Pieces, labels: IndexedDataset | None, cache: IndexCache, name: str) -> Pieces:
+    """The pieces, with those that train nothing set to length 0.
 
     Reads all labels once; what was found is kept in `cache` as long as the label file is not written again.
     """
-    lengths = pieces.lengths
-    trains = lengths > 1
+    silent = pieces.lengths == 1
     if labels is not None:
-        trains = trains & _trains(pieces, labels, cache, name)
-    silent = int(np.count_nonzero(lengths)) - int(np.count_nonzero(trains))
-    if silent:
-        lengths = np.where(trains, lengths, np.int32(0))
-    return replace(pieces, lengths=lengths), silent
+        silent |= ~_trains(pieces, labels, cache, name)
+    pieces.lengths[silent] = 0
+    return pieces
 
 
 def _trains(pieces: Pieces, labels: IndexedDataset, cache: IndexCache, name: str) -> np.ndarray:

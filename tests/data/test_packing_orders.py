@@ -8,13 +8,17 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.data import overflow as overflow_module
+from megatron.data.cache import IndexCache
 from megatron.data.indexed import IndexedDataset
+from megatron.data.overflow import PackUntilOverflow
 from megatron.data.packing import Segment
 from megatron.errors import UserError
 from tests.data.corpus import GOLDEN, write
@@ -168,3 +172,15 @@ def test_overflow_and_unpacked_read_every_document_once_per_pass(case: Any, seq:
             walked = [d for row in rows_in_order(found.dataset(segments)) for d, *_ in row]
             for start in range(0, len(walked) - len(used) + 1, len(used)):
                 assert sorted(walked[start : start + len(used)]) == used
+
+
+def test_the_rows_of_a_pass_are_counted_once(tmp_path: Path) -> None:
+    data = IndexedDataset(write(tmp_path / "x", GOLDEN))
+    cache = IndexCache(tmp_path / "cache")
+    plain = packing("pack_until_overflow", data, 8).samples_per_epoch()
+    with mock.patch.object(overflow_module, "_WORTH_KEEPING", 1):
+        for _ in range(2):
+            assert packing("pack_until_overflow", data, 8, cache=cache).samples_per_epoch() == plain
+        with mock.patch.object(PackUntilOverflow, "_count_rows", lambda one: 99):
+            assert packing("pack_until_overflow", data, 8, cache=cache).samples_per_epoch() == plain
+            assert packing("pack_until_overflow", data, 7, cache=cache).samples_per_epoch() == 99

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.data import rows as rows_module
 from megatron.data import usable as usable_module
 from megatron.data.indexed import IndexedDataset
 from megatron.data.joined import JoinedTokens
 from megatron.data.usable import fragment_pieces, scan_labels, whole_pieces
 from tests.data.corpus import write
-from tests.data.packing_cases import cases, corpus, packing
+from tests.data.packing_cases import WHOLE, cases, corpus, packing
 
 pytestmark = pytest.mark.cpu
 
@@ -64,3 +65,18 @@ def test_labels_of_joined_files(tmp_path: Path) -> None:
     dataset = found.dataset(found.plan(2, 1))
     assert sorted(dataset.locate(i).pieces[0].document for i in range(2)) == [0, 4]
     assert found.left_out.silent == 3
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases(), st.integers(1, 9), st.booleans(), st.integers(1, 4), st.sampled_from(WHOLE))
+def test_counting_goes_through_the_documents_in_stretches(
+    case: Any, seq: int, chop: bool, stretch: int, name: str
+) -> None:
+    sizes, masks = case
+    with corpus(sizes, masks) as (data, labels):
+        found = [packing(name, data, seq, labels=labels, allow_chopped=chop) for _ in range(2)]
+        whole = (found[0].histogram.tolist(), found[0].notes())
+        with mock.patch.object(rows_module, "CHUNK_PIECES", stretch):
+            assert (found[1].histogram.tolist(), found[1].notes()) == whole
+        lengths = found[0].pieces.lengths
+        assert whole[0] == [0, *(int(np.count_nonzero(lengths == n)) for n in range(1, seq + 2))]
