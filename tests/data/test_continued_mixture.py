@@ -91,7 +91,8 @@ def test_a_resume_at_any_step_reads_what_a_straight_run_reads(paths: dict[str, s
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_change_of_the_future_leaves_the_past(paths: dict[str, str], data: st.DataObject) -> None:
-    """Random weights, stops, new sources, new phases, caps and lengths, one after the other."""
+    """Random packings, weights, stops, new sources, new phases, caps and lengths, one after the other."""
+    packing = {"pack_impl": data.draw(st.sampled_from(PACKINGS))}
     number, cap = st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.sampled_from([None, 0.05, 0.1, 0.3, 1.0])
 
     def weights(count: int) -> tuple[float, ...]:
@@ -101,11 +102,11 @@ def test_any_change_of_the_future_leaves_the_past(paths: dict[str, str], data: s
         caps = tuple(data.draw(st.lists(cap, min_size=len(names), max_size=len(names))))
         capped = {"train_data_max_epochs": caps, "train_data_on_cap": "redistribute"} if any(caps) else {}
         try:
-            return plan_of(config(paths, names, tuple(pairs), **capped), steps, frozen, done)
+            return plan_of(config(paths, names, tuple(pairs), **packing, **capped), steps, frozen, done)
         except UserError as error:  # the caps leave too little: without them it goes on
             if "does not last" not in str(error):
                 raise
-            return plan_of(config(paths, names, tuple(pairs)), steps, frozen, done)
+            return plan_of(config(paths, names, tuple(pairs), **packing), steps, frozen, done)
 
     names, steps = "ab", data.draw(st.integers(2, 6))
     pairs: list[tuple[int, tuple[float, ...]]] = [(0, weights(2))]
@@ -128,7 +129,7 @@ def test_any_change_of_the_future_leaves_the_past(paths: dict[str, str], data: s
         again = data.draw(st.integers(done, steps))
         caps = tuple(one.source.max_epochs for one in role.sources)
         order = [one.source.name for one in role.sources]
-        capped = {"train_data_on_cap": "redistribute"} if any(caps) else {}
+        capped = packing | ({"train_data_on_cap": "redistribute"} if any(caps) else {})
         resumed = config(
             paths, "".join(order), tuple((step, reorder(old, names, order)) for step, old in pairs), **capped
         )
