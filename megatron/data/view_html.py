@@ -15,6 +15,7 @@ from megatron.data.partial import WriteError
 from megatron.data.view import Part, View
 from megatron.data.view_charts import histogram
 from megatron.data.view_texts import token_texts
+from megatron.errors import UserError
 from megatron.tokenizer import Tokenizer
 
 # Tokens are <b> (trained) and <i> (not), the shortest there are: a page of 100 samples of 4096 has 400,000 of them.
@@ -46,12 +47,15 @@ svg text { fill: var(--faint); font-size: 12px; }
 
 
 def write_page(path: str | Path, pieces: Iterable[str]) -> None:
-    """Write a page: under its name it appears whole or not at all. Raises `WriteError` (a `UserError`)."""
+    """Write a page: under its name it appears whole or not at all.
+
+    Raises `UserError` where nothing can be written, `WriteError` when the disk is full.
+    """
     path = Path(path)
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     except OSError as error:
-        raise WriteError(f"cannot write {path}: {error.strerror or error}.") from error
+        raise UserError(f"cannot write {path}: {error.strerror or error}.") from error
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             for piece in pieces:
