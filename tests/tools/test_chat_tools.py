@@ -115,6 +115,15 @@ def test_bad_records_stop_or_are_counted(tmp_path: Path, tokenizer: Path) -> Non
     assert "left out: 2 empty documents, 1 unusable records" in done.stderr
 
 
+def test_answers_that_nothing_ends_are_told(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "t", "bare")
+    source = jsonl(tmp_path / "in.jsonl", {"messages": THREE})
+    command = (TOOL, "--input", source, "--output-prefix", tmp_path / "c", "--tokenizer-path", folder)
+    told = "no token of its own ends every answer"
+    assert told in run(*command).stderr
+    assert told not in run(*command, "--only-last").stderr
+
+
 def test_nothing_to_train_is_an_error(tmp_path: Path, tokenizer: Path) -> None:
     source = jsonl(tmp_path / "in.jsonl", {"messages": TWO})
     command = (TOOL, "--input", source, "--output-prefix", tmp_path / "out" / "c", "--tokenizer-path", tokenizer)

@@ -7,10 +7,11 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -24,7 +25,6 @@ from megatron.data.formats import find_inputs
 from megatron.data.indexed import IndexedDataset
 from megatron.data.spans import bracketed
 from megatron.errors import UserError, run_cli
-from megatron.tokenizer import Tokenizer
 
 EXAMPLES = """
 examples:
@@ -142,18 +142,29 @@ def template_variables(text: str | None) -> dict[str, Any]:
     return found
 
 
-def tell(result: Result, names: Sequence[str], tokenizer: Tokenizer) -> None:
+def answers_end(encoder: ChatEncoder, labels: np.ndarray) -> bool:
+    """Whether every trained run of `labels` `[n]` ends with a token that is no part of plain text."""
+    trained = labels >= 0
+    last = labels[np.flatnonzero(trained & ~np.append(trained[1:], False))]
+    return {int(token) for token in last} <= {*encoder.tokenizer.backend.get_added_tokens_decoder(), encoder.rules.eos}
+
+
+def tell(result: Result, encoder: ChatEncoder) -> None:
     """The first chat with its trained parts in brackets, and how much of each data set is trained."""
+    options = encoder.options
     logger = log.get_logger("preprocess_data_with_chat_template")
     print(result.summary())
     prefixes = [name for name in result.datasets if name.endswith("_label_document")]
-    for name, prefix in zip(names, prefixes):
+    for name, prefix in zip(options.names, prefixes):
         labels = IndexedDataset(prefix)
         if not len(labels):  # a shard on which no chat fell
             continue
         data = IndexedDataset(prefix.removesuffix("_label_document") + "_document")
-        shown = bracketed(tokenizer, data.get(0), labels.get(0))
+        shown = bracketed(encoder.tokenizer, data.get(0), labels.get(0))
         logger.info(f"first of {name} (⟦trained⟧):\n{shown}")
+        whole = options.no_mask or options.for_rm or options.leave_open
+        if not whole and not answers_end(encoder, labels.get(0)):
+            logger.warning("no token of its own ends every answer: from this template a model hardly learns to stop")
         step = 1 << 22
         values = labels.tokens
         trained = sum(int((values[at : at + step] >= 0).sum()) for at in range(0, len(values), step))
@@ -184,7 +195,7 @@ def main() -> None:
     settings = {**asdict(options), "chat_template": template.digest(), "eos": eos}
     result = tokenise_files(paths, encoder, args.output_prefix, job, settings=settings, skip_bad=args.skip_bad_lines)
     write_metadata(args.output_prefix + (job.shard.name if job.shard else ""), vars(args), result)
-    tell(result, options.names, tokenizer)
+    tell(result, encoder)
 
 
 if __name__ == "__main__":

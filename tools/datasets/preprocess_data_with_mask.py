@@ -87,6 +87,8 @@ def tell(result: Result, delimiter: Delimiter) -> None:
     print(result.summary())
     for prefix in (name for name in result.datasets if name.endswith("_label_document")):
         labels = IndexedDataset(prefix)
+        if not len(labels):  # a shard on which no text fell
+            continue
         values, step = labels.tokens, 1 << 22
         trained = sum(int((values[at : at + step] >= 0).sum()) for at in range(0, len(values), step))
         print(f"{prefix}: {trained} of {len(values)} tokens trained ({100 * trained / len(values):.1f} %)")

@@ -156,7 +156,7 @@ class TurnFinder:
             return Turn(i, start, len(text))
         if calls or (said and not _text_of(message).strip()):  # more may follow what is marked
             stop = self._end_of_call(i, text, skeleton, start if end is None else end, places)
-            if stop is None:
+            if stop is None or not _holds(text[start:stop], message):
                 raise BadChat(f"{_name(chat, i)}: cannot tell where it ends; {TAGS}")
             return Turn(i, start, stop)
         return self._ended(i, message, text, skeleton, places, Turn(i, start, start if end is None else end))
@@ -279,8 +279,8 @@ class TurnFinder:
 
     def _blanked(self, message: dict[str, Any], i: int) -> dict[str, Any]:
         placeholder = f"{BEGIN}{i}{CLOSE}"
-        if message["role"] in self.roles and not _said(message):
-            return {**message, "content": placeholder}
+        if message["role"] in self.roles and not _text_of(message).strip():
+            message = {**message, "content": placeholder}
         return map_content(Conversation([message]), lambda text: placeholder if text.strip() else text).messages[0]
 
     def _build_skeleton(self, plain: Conversation) -> Skeleton:
@@ -414,6 +414,18 @@ def _marked_call(call: Any, i: int) -> Any:
     if isinstance(call, dict) and isinstance(call.get("name"), str):
         return {**call, "name": f"{call['name']}{END}{i}{CLOSE}"}
     return call
+
+
+def _holds(text: str, message: dict[str, Any]) -> bool:
+    """Whether the names of the tools that a message calls stand in `text`, one behind the other."""
+    for call in message.get("tool_calls") or ():
+        inner = call.get("function", call) if isinstance(call, dict) else None
+        name = inner.get("name") if isinstance(inner, dict) else None
+        if isinstance(name, str):
+            _, found, text = text.partition(name)
+            if not found:
+                return False
+    return True
 
 
 def _text(part: Any) -> str:

@@ -13,6 +13,7 @@ from megatron.data.chat.template import ChatTemplate
 from megatron.data.chat.turns import TurnFinder
 from tests.data.chat.chats import THOUGHTS, THREE, Message, chat, say, template
 from tests.data.chat.templates import CHATML, SPECIAL
+from tests.data.chat.templates import TOOLS as TOOLS_TEMPLATE
 
 pytestmark = pytest.mark.cpu
 
@@ -129,6 +130,23 @@ def test_calls_of_tools_are_trained_and_their_results_are_not(content: str | Non
     assert second == "20 degrees.<|im_end|>"
 
 
+def test_calls_after_thoughts_that_the_template_drops() -> None:
+    thinking = {"role": "assistant", "reasoning_content": "hm", "content": "", "tool_calls": [CALL]}
+    assert trained("tools", [*calling(None)[:1], thinking])[0] == f"{CALLED}<|im_end|>"
+
+
+def test_calls_whose_end_cannot_be_told_are_an_error() -> None:
+    """A template that knows its tools by name (so names cannot be marked), and ends no turn but with the calls."""
+    head = "{%- if call.function %}{%- set call = call.function %}{%- endif %}"
+    source = TOOLS_TEMPLATE.replace(head, head + "{%- if call.name != 'weather' %}{{- '?' }}{%- endif %}")
+    source = source.replace("<|im_end|>", "").replace("</call>", "<|end|>")
+    one, two = calling(None)[:2], calling(None)[:2]
+    one[1] = {**one[1], "tool_calls": [CALL]}
+    assert trained(ChatTemplate(source), one) == [CALLED.replace("</call>", "<|end|>")]
+    with pytest.raises(BadChat, match=r"message 2 \(assistant\): cannot tell where it ends"):
+        trained(ChatTemplate(source), two)
+
+
 def test_a_chat_that_ends_with_a_call() -> None:
     assert trained("tools", calling("I look it up.")[:2]) == [f"I look it up.\n{CALLED}\n{CALLED}<|im_end|>"]
 
@@ -168,6 +186,15 @@ def test_a_header_that_stands_there_twice_is_an_error() -> None:
         trained("reasoning", messages)
     messages[2]["content"] = "<result>"
     assert trained("reasoning", messages)[-1] == "<think>\na\n</think>\n\nb<|im_end|>"
+
+
+def test_answers_of_nothing_but_thoughts_inside_the_content() -> None:
+    """What is left of them is nothing, so marks in them are lost: they lie between what stands around them."""
+    thought = "<think>\nx\n</think>\n\n"
+    messages = say(("user", "a"), ("assistant", thought), ("user", "b"), ("assistant", "c"))
+    assert trained("stripping", messages) == ["<|im_end|>", "c<|im_end|>"]
+    assert trained("reasoning", messages)[0] == "<|im_end|>"
+    assert trained("reasoning", messages[:2]) == [thought + "<|im_end|>"]
 
 
 def test_several_answers_in_a_row() -> None:
