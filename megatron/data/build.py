@@ -99,6 +99,7 @@ class DataPlan:
         batch: samples per step.
         roles: train, valid, test, and `valid/<name>` for each of `sets`. What has no data or samples is absent.
         sets: the validation sets with names.
+        begun: the run's first step, and the samples consumed before it (`Progress`).
         caches: keep the index arrays.
     """
 
@@ -106,6 +107,7 @@ class DataPlan:
     batch: int
     roles: Mapping[str, RolePlan]
     sets: tuple[SetPlan, ...] = ()
+    begun: tuple[int, int] = (0, 0)
     caches: IndexCaches = field(default_factory=IndexCaches, compare=False)
 
     def table(self) -> list[SourceRow]:
@@ -141,7 +143,7 @@ class DataPlan:
 
     def state(self) -> dict[str, Any]:
         """JSON-able record of the sample order, for checkpoints."""
-        return write_state({name: role.record() for name, role in self.roles.items()})
+        return write_state({name: role.record() for name, role in self.roles.items()}, self.begun)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """Refuse data that another tokenizer made; see `manifest.check_tokenizer`."""
@@ -220,7 +222,7 @@ def plan_datasets(
         role = planner.once(f"{SET}{one.source.name}", one.source, set_samples)
         roles[f"{SET}{one.source.name}"] = role
         sets.append(SetPlan(one.source.name, one.tags, role.samples, -(-role.samples // progress.batch)))
-    return DataPlan(seq_length, progress.batch, roles, tuple(sets), caches)
+    return DataPlan(seq_length, progress.batch, roles, tuple(sets), progress.begun, caches)
 
 
 def build_datasets(data: DataConfig, **counts: Any) -> Datasets:

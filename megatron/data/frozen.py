@@ -3,21 +3,23 @@
 `DataPlan.state()` writes the record (version 2), `read_state` reads it and version 1, which knew one phase only. A run
 that goes on may add sources whose weight in the past is 0, and change the weights of steps to come; whatever would
 change what it has read is refused, with every difference.
+
+A run that begins from another run's checkpoint takes over its record (`handed_over`), and with it the past.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron.data.packing import Segment
-from megatron.data.phases import Phase, Progress, Weights, alike, before, steps_and_weights
+from megatron.data.phases import Phase, Progress, Weights, alike, before, since, steps_and_weights
 from megatron.errors import UserError
 
 STATE_VERSION = 2
 
-_NEW_ORDER = "A new order of the data begins with finetune: true or another `save`."
+_NEW_ORDER = "A new order of the data begins in another `save`, with finetune: true or init_from: {data: restart}."
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,34 @@ class FrozenRole:
         }
 
 
-def write_state(roles: Mapping[str, FrozenRole]) -> dict[str, Any]:
-    """The JSON-able record for a checkpoint."""
-    return {"version": STATE_VERSION, "roles": {name: role.record() for name, role in roles.items()}}
+def write_state(roles: Mapping[str, FrozenRole], begun: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    """The JSON-able record for a checkpoint. `begun`: see `Progress`."""
+    records = {name: role.record() for name, role in roles.items()}
+    return {"version": STATE_VERSION, "roles": records, "begun": list(begun)}
+
+
+def begun_at(state: Mapping[str, Any] | None) -> tuple[int, int]:
+    """The first step of the run that a record is of, and the samples consumed before it: `Progress.begun`."""
+    step, samples = (state or {}).get("begun", (0, 0))
+    return step, samples
+
+
+def handed_over(state: Mapping[str, Any] | None, old_step: int, begun: tuple[int, int]) -> dict[str, Any]:
+    """The record with which a new run begins where another one stands.
+
+    Args:
+        state: the record of the other run, whose samples go on; None when this run reads in an order of its own.
+        old_step: the step that the other run has come to.
+        begun: the new run's first step, and the samples consumed before it.
+
+    Steps are counted as in the new run, so that those of the past may become negative.
+    """
+    by = begun[0] - old_step
+    roles = {
+        name: replace(role, phases=tuple(replace(phase, step=phase.step + by) for phase in role.phases))
+        for name, role in read_state(state).items()
+    }
+    return write_state(roles, begun)
 
 
 def read_state(state: Mapping[str, Any] | None) -> dict[str, FrozenRole]:
@@ -153,7 +180,8 @@ def check_past(
         wanted: (step, weights) pairs of the configuration.
         key: the YAML key, for the message.
     """
-    was, is_now = before(steps_and_weights(saved.phases), progress.steps), before(wanted, progress.steps)
+    ours = since(steps_and_weights(saved.phases), progress.begun[0])  # a run before this one is no longer spoken of
+    was, is_now = before(ours, progress.steps), before(wanted, progress.steps)
     if len(was) == len(is_now) and all(a[0] == b[0] and alike(a[1], b[1]) for a, b in zip(was, is_now, strict=True)):
         return
     borders = sorted({step for step, _ in [*was, *is_now]})
@@ -168,6 +196,7 @@ def check_past(
     if not future or future[0][0] > progress.steps:
         future.insert(0, (progress.steps, _at(wanted, progress.steps)))
     pairs = [[step, [_short(weight) for weight in weights]] for step, weights in [*was, *future]]
+    pairs[0][0] = 0  # where every list begins, also that of a run whose steps do not
     remedy = f"Only steps from {progress.steps} on may have new ones: write {pairs} (in the order {', '.join(names)})."
     raise UserError("\n".join([f"{key}: the weights of the past cannot change:", *lines, f"{remedy} {_NEW_ORDER}"]))
 

@@ -43,19 +43,25 @@ class Phase:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: `consumed` samples in its first `steps` steps; every later step takes `batch`."""
+    """Where a run stands: `consumed` samples of its order before step `steps`; every later step takes `batch`.
+
+    `begun`: the run's own first step, and the samples consumed before it. (0, 0), unless it began from another run's
+    checkpoint (`init_from`), of which it continues the steps, the samples, or both.
+    """
 
     batch: int = 1
     steps: int = 0
     consumed: int = 0
+    begun: tuple[int, int] = (0, 0)
 
     def samples_at(self, step: int) -> int:
         """Samples consumed before `step`. For steps of the past this is exact when the batch never changed."""
-        return max(0, self.consumed + (step - self.steps) * self.batch) if step else 0
+        first, before = self.begun
+        return max(before, self.consumed + (step - self.steps) * self.batch) if step > first else before
 
     def step_at(self, samples: int) -> int:
         """The last step of which no more than `samples` samples are consumed before it."""
-        return max(0, self.steps + (samples - self.consumed) // self.batch)
+        return max(self.begun[0], self.steps + (samples - self.consumed) // self.batch)
 
 
 def alike(one: Sequence[float], other: Sequence[float]) -> bool:
@@ -99,6 +105,12 @@ def before(wanted: Sequence[tuple[int, Weights]], step: int) -> list[tuple[int, 
         if start < step and not (pairs and alike(weights, pairs[-1][1])):
             pairs.append((start, weights))
     return pairs
+
+
+def since(wanted: Sequence[tuple[int, Weights]], step: int) -> list[tuple[int, Weights]]:
+    """(step, weights) pairs as they count from `step` on: what holds there, then what comes later."""
+    held = [weights for start, weights in wanted if start <= step]
+    return [*((step, weights) for weights in held[-1:]), *(pair for pair in wanted if pair[0] > step)]
 
 
 def lengths(phases: Sequence[Phase], samples: int) -> list[int]:

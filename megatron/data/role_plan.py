@@ -12,7 +12,7 @@ from megatron.data.frozen import FrozenRole, FrozenSource, check_past, check_sou
 from megatron.data.mixture import samples_to_ask
 from megatron.data.packing import Packing, Segment
 from megatron.data.packings import PACKINGS
-from megatron.data.phases import Phase, Progress, Weights, alike, begin, go_on, lengths, shares
+from megatron.data.phases import Phase, Progress, Weights, alike, begin, go_on, lengths, shares, since
 from megatron.data.sources import RoleSources, Source
 from megatron.log import get_logger
 from megatron.neox_arguments.schema_data import DataConfig
@@ -110,11 +110,12 @@ class RolePlanner:
     def training(self, name: str, found: RoleSources, samples: int) -> RolePlan:
         """`samples` from the sources of training. What the checkpoint has read stays as it was, or `UserError`."""
         planned, saved = self._bound(found.sources), self.frozen.get(name)
+        asked = since(found.weights, self.progress.begun[0])
         kept: list[tuple[Segment, ...]] = [()] * len(planned)
         if saved is None:
-            phases = begin(found.weights, self.progress)
+            phases = begin(asked, self.progress)
         else:
-            planned, wanted, saved = self._continued(planned, found.weights, saved)
+            planned, wanted, saved = self._continued(planned, asked, saved)
             phases = go_on(saved.phases, wanted, self.progress)
             kept = [source.segments for source in saved.sources]
         if saved is not None and _unchanged(saved, planned, phases, samples):
