@@ -111,6 +111,7 @@ class Gigatoken(FastEncoder):
         self._start, self._characters, self._looked_at = resident_bytes(), 0, 0
 
     def _encode(self, texts: Sequence[str]) -> tuple[Ragged, list[int]]:
+        self._keep_small()
         encode = self._encoder.encode
         utf8 = {i: text.encode("utf-8") for i, text in enumerate(texts) if not text.isascii()}
         left: list[int] = []
@@ -118,12 +119,15 @@ class Gigatoken(FastEncoder):
             left = [i for i in utf8 if self._young.occur_in(texts[i])]
         ragged = Ragged.joined([encode(utf8.get(i, text)) for i, text in enumerate(texts)])
         self._characters += sum(map(len, texts))
+        return ragged, left
+
+    def _keep_small(self) -> None:
+        """Start afresh when it is time. Nobody else may hold the encoder then: it would stay in memory, and count."""
         if self._characters - self._looked_at >= self.LOOK_EVERY:
             self._looked_at = self._characters
             now = resident_bytes()
             if self._characters >= self.UNSEEN if now is None else now - (self._start or 0) > self.ROOM:
                 self._load()
-        return ragged, left
 
 
 @FAST.register("fastokens")

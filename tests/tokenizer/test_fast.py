@@ -275,12 +275,20 @@ def test_gigatoken_starts_afresh_when_the_process_has_grown(
     assert recipe is not None
     encoder = Gigatoken(recipe)
     first = encoder._encoder
+    load, held = Gigatoken._load, []
+
+    def counting_load(self: Gigatoken) -> None:
+        held.append(sys.getrefcount(self._encoder) - 1 - (self._encoder is first))  # this call's, and this test's own
+        load(self)
+
+    monkeypatch.setattr(Gigatoken, "_load", counting_load)
     seen = []
-    for _ in range(5):
+    for _ in range(6):
         ids = encoder.encode(["some words " * 10], gpt2.encode_exactly)
         assert ids.ids.tolist() == gpt2.tokenize("some words " * 10)
         seen.append(encoder._encoder is first)
-    assert seen == [True, True, False, False, False]
+    assert seen == [True, True, True, False, False, False]
+    assert held == [1]  # by the encoder alone: with another holder the old one would stay in memory
 
 
 def test_gigatoken_starts_afresh_where_memory_cannot_be_read(
@@ -293,10 +301,10 @@ def test_gigatoken_starts_afresh_where_memory_cannot_be_read(
     assert recipe is not None
     encoder = Gigatoken(recipe)
     first, seen = encoder._encoder, []
-    for _ in range(4):
+    for _ in range(5):
         encoder.encode(["0123456789" * 10], gpt2.encode_exactly)
         seen.append(encoder._encoder is first)
-    assert seen == [True, True, False, False]
+    assert seen == [True, True, True, False, False]
 
 
 def test_gigatoken_s_memory_is_bounded_on_words_that_never_repeat(gpt2: LibraryTokenizer) -> None:
