@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import re
+import sys
+
 import pytest
 
 from megatron.data import encode_progress
@@ -62,3 +66,20 @@ def test_nothing_is_said_to_be_done_after_a_failure(clock: Clock, caplog: pytest
         progress(tally(1, 1, 1))
         raise RuntimeError
     assert caplog.messages == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_bar_with_speeds_and_time_left(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with EncodeProgress(40_000_000) as progress:
+        clock.now += 10
+        progress(tally(500, 10_000_000, 2_000_000))
+    shown = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "tokenising:  25%" in shown
+    assert "10.0M/40.0M" in shown
+    assert re.search(r"\[\d\d:\d\d<\d\d:\d\d,", shown)  # time gone < time left
+    assert "500 docs (50 docs/s), 1.0 MB/s, 2.00e+05 tokens/s" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,13 @@ def test_one_vocabulary_has_one_fingerprint_whatever_its_file_format(tmp_path: P
     folder = create_tokenizer("HFTokenizer", str(tmp_path))
     ranks = create_tokenizer("TiktokenTokenizer", str(write_tiktoken(tmp_path / "t.tiktoken", {"<|endoftext|>": 264})))
     assert gpt2.fingerprint() == folder.fingerprint() == ranks.fingerprint()
+
+
+def test_the_hash_is_the_documented_one() -> None:
+    """Manifests and checkpoints hold it: it may not change. Per id: id and length as 64 bits, then the token."""
+    id_map = {0: "a", 1: "é\ud800", 5: ""}
+    raw = b"".join(
+        i.to_bytes(8, "little") + len(token).to_bytes(8, "little") + token
+        for i, token in ((0, b"a"), (1, b"\xc3\xa9\xed\xa0\x80"), (5, b""))
+    )
+    assert Fingerprint.of(id_map).to_dict() == {"ranges": [[0, 2], [5, 6]], "sha256": hashlib.sha256(raw).hexdigest()}

@@ -112,3 +112,37 @@ def test_build_tokenizer_reads_the_config_group(tmp_path: Path) -> None:
     Group.tokenizer_type = "GPT2BPETokenizer"
     with pytest.raises(UserError, match="merge_file is not set"):
         build_tokenizer(Group())
+
+
+def test_encode_batch_is_tokenize_for_every_type(tmp_path: Path) -> None:
+    kinds = {
+        "CharLevelTokenizer": None,
+        "bytes": None,
+        "SPMTokenizer": train_pieces(tmp_path),
+        "TiktokenTokenizer": str(write_tiktoken(tmp_path / "tiny.tiktoken", {"<|endoftext|>": 264})),
+        "HFTokenizer": str(write_json(tmp_path / "tokenizer.json")),
+    }
+    for kind, vocab in kinds.items():
+        ours = create_tokenizer(kind, vocab)
+        rows = ours.encode_batch([*HOSTILE, "", "a"])
+        assert [row.tolist() for row in rows.rows()] == [ours.tokenize(text) for text in (*HOSTILE, "", "a")]
+        assert ours.encode_batch([]).lengths.tolist() == []
+
+
+def test_a_named_tiktoken_encoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The library fetches it; here its download stands still, or fails as it does without a network."""
+    import requests
+    import tiktoken
+
+    file = create_tokenizer("TiktokenTokenizer", str(write_tiktoken(tmp_path / "t.tiktoken", {"<|endoftext|>": 264})))
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: {"cl100k_base": file.encoding}[name])
+    named = create_tokenizer("TiktokenTokenizer", "cl100k_base")
+    assert (named.eod, named.files()) == (264, {})
+    assert named.fingerprint() == file.fingerprint()
+
+    def offline(name: str) -> None:
+        raise requests.ConnectionError("no route")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", offline)
+    with pytest.raises(UserError, match=r"cannot download cl100k_base \(no route\). Give a .tiktoken file instead"):
+        create_tokenizer("TiktokenTokenizer", "cl100k_base")
