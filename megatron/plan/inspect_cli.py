@@ -54,14 +54,14 @@ def _documents(known: argparse.Namespace, env: Mapping[str, str]) -> None:
 
 
 def _of_document(found: Documents, index: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    record: dict[str, Any] = {"document": index}
+    sides = {}
     for name, view in zip(found.names, found.views(index), strict=True):
-        record[name] = {"tokens": view.tokens.tolist(), "trained": view.trained.astype(int).tolist()}
+        sides[name] = {"tokens": view.tokens.tolist(), "trained": view.trained.astype(int).tolist()}
         if tokenizer is not None:
-            record[name]["text"] = tokenizer.detokenize(view.tokens.tolist())
-    if (reward := found.reward(index)) is not None:
-        record["reward"] = reward
-    return record if len(found.names) > 1 else record | record.pop(found.names[0])
+            sides[name]["text"] = tokenizer.detokenize(view.tokens.tolist())
+    reward = found.reward(index)
+    record = {"document": index} | ({"reward": reward} if reward is not None else {})
+    return record | (sides if len(sides) > 1 else next(iter(sides.values())))
 
 
 def _tokenizer(known: argparse.Namespace) -> Tokenizer | None:
