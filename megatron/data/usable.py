@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.cache import Arrays, IndexCache, content_key
+from megatron.data.index_builders.packing import any_trained
 from megatron.data.indexed import IndexedDataset
 
 SCAN_VERSION = 1
-CHUNK_TOKENS = 1 << 22  # labels read at a time
 CHUNK_PIECES = 1 << 20
 
 
@@ -135,20 +135,13 @@ def scan_labels(pieces: Pieces, labels: IndexedDataset) -> np.ndarray:
 
 
 def _any_label(labels: IndexedDataset, items: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """bool: for each piece whether any token but its first has a label. Reads about CHUNK_TOKENS at a time."""
-    found = np.zeros(len(items), dtype=bool)
+    """bool: for each piece whether any token but its first has a label."""
     if type(labels) is not IndexedDataset:  # no file of labels lies behind it: ask for one piece after the other
+        found = np.zeros(len(items), dtype=bool)
         for i, piece in enumerate(zip(items.tolist(), offsets.tolist(), lengths.tolist(), strict=True)):
             found[i] = bool(np.any(labels.get(*piece)[1:] >= 0))
         return found
     begins = labels.pointers[items] // labels.dtype.itemsize + offsets
     ends = begins + lengths
     begins = np.minimum(begins + 1, ends)
-    tokens, at = labels.tokens, 0
-    while at < len(ends):
-        stop = max(at + 1, int(np.searchsorted(ends, begins[at] + CHUNK_TOKENS, side="right")))
-        low, high = int(begins[at]), int(ends[at:stop].max())
-        sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(tokens[low:high] >= 0)])
-        found[at:stop] = sums[ends[at:stop] - low] > sums[begins[at:stop] - low]
-        at = stop
-    return found
+    return any_trained(labels.tokens, begins, ends)

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from megatron.data import rows as rows_module
 from megatron.data import usable as usable_module
+from megatron.data.index_builders import packing as index_packing
+from megatron.data.index_builders import packing_fallback
 from megatron.data.indexed import IndexedDataset
 from megatron.data.joined import JoinedTokens
 from megatron.data.usable import fragment_pieces, scan_labels, whole_pieces
@@ -38,7 +40,8 @@ def test_labels_are_read_in_stretches(case: Any, seq: int, chunk: int, chunk_pie
         return
     with (
         corpus(sizes, masks) as (data, labels),
-        mock.patch.multiple(usable_module, CHUNK_TOKENS=chunk, CHUNK_PIECES=chunk_pieces),
+        mock.patch.object(packing_fallback, "CHUNK_TOKENS", chunk),
+        mock.patch.object(usable_module, "CHUNK_PIECES", chunk_pieces),
     ):
         for cut in (whole_pieces(data.sizes, 0, seq + 1, True), fragment_pieces(data.sizes, 0, seq + 1)):
             pieces = cut[0]
@@ -48,7 +51,9 @@ def test_labels_are_read_in_stretches(case: Any, seq: int, chunk: int, chunk_pie
                 any(masks[d][offset + 1 : offset + length])
                 for d, offset, length in zip(documents, offsets, pieces.lengths.tolist(), strict=True)
             ]
-            assert scan_labels(pieces, labels).tolist() == expected
+            for module in (index_packing.builders(), packing_fallback):
+                with mock.patch.object(index_packing, "builders", lambda module=module: module):
+                    assert scan_labels(pieces, labels).tolist() == expected
             assert scan_labels(pieces, NoFile(labels.prefix)).tolist() == expected
 
 
@@ -80,3 +85,10 @@ def test_counting_goes_through_the_documents_in_stretches(
             assert (found[1].histogram.tolist(), found[1].notes()) == whole
         lengths = found[0].pieces.lengths
         assert whole[0] == [0, *(int(np.count_nonzero(lengths == n)) for n in range(1, seq + 2))]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64])
+def test_labels_of_every_signed_type(tmp_path: Path, dtype: type) -> None:
+    data = IndexedDataset(write(tmp_path / "x", [[1, 2, 3], [4, 5], [6, 7]]))
+    labels = IndexedDataset(write(tmp_path / "l", [[-100, -100, 3], [4, -100], [-100, 7]], dtype))
+    assert packing("unpacked", data, 4, labels=labels).pieces.lengths.tolist() == [3, 0, 2]

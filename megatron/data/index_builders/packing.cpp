@@ -1,4 +1,5 @@
-// Native builders of the packings of whole documents: filling samples until they overflow, and best fit decreasing.
+// Native builders of the packings of whole documents: filling samples until they overflow, best fit decreasing, and
+// which documents have a trained label.
 //
 // All give exactly the arrays of packing_fallback.py. Compiled by the package build (setup.py), never at start-up.
 
@@ -100,12 +101,32 @@ void fill_patterns(const Array<Doc>& order, const Array<int64_t>& starts, const 
     }
 }
 
+// For each range of the labels, whether one in it is trained (not negative). Stops at the first, so that most of what
+// is trained is never read.
+template <typename Label>
+void any_trained(const Array<Label>& labels, const Array<int64_t>& begins, const Array<int64_t>& ends,
+                 Array<bool> out) {
+    const Label* label = labels.data();
+    const int64_t* begin = begins.data();
+    const int64_t* end = ends.data();
+    const int64_t ranges = out.size(), tokens = labels.size();
+    if (begins.size() != ranges || ends.size() != ranges) throw std::invalid_argument("ranges of different number");
+    bool* found = out.mutable_data();
+    py::gil_scoped_release unlocked;
+    for (int64_t i = 0; i < ranges; ++i) {
+        if (begin[i] < 0 || end[i] > tokens) throw std::out_of_range("a range beyond the labels");
+        found[i] = std::any_of(label + begin[i], label + std::max(begin[i], end[i]), [](Label l) { return l >= 0; });
+    }
+}
+
 template <typename Doc>
 void define(py::module_& module) {
     module.def("overflow_pass", &overflow_pass<Doc>, py::arg("lengths").noconvert(), py::arg("order").noconvert(),
                py::arg("capacity"), py::arg("running"), py::arg("limit"));
     module.def("by_length", &by_length<Doc>, py::arg("lengths").noconvert(), py::arg("starts").noconvert(),
                py::arg("out").noconvert());
+    module.def("any_trained", &any_trained<Doc>, py::arg("labels").noconvert(), py::arg("begins").noconvert(),
+               py::arg("ends").noconvert(), py::arg("out").noconvert());
     module.def("fill_patterns", &fill_patterns<Doc>, py::arg("order").noconvert(), py::arg("starts").noconvert(),
                py::arg("counts").noconvert(), py::arg("paths").noconvert(), py::arg("sizes").noconvert(),
                py::arg("copies").noconvert(), py::arg("out").noconvert());

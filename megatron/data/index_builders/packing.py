@@ -17,6 +17,8 @@ try:
 except ImportError:  # no compiler when the package was installed
     _packing = None
 
+_COMPILED_LABELS = (np.dtype(np.int32), np.dtype(np.int64))
+
 
 class Patterns(Protocol):
     """Rows filled alike (best_fit_plan.py): pattern g makes `counts[g]` rows; for each k in `[paths[g], paths[g + 1])`
@@ -82,3 +84,14 @@ def fill_patterns(order: np.ndarray, starts: np.ndarray, patterns: Patterns, out
         patterns: how many pieces of which lengths are in a row.
     """
     builders().fill_patterns(order, starts, patterns.counts, patterns.paths, patterns.sizes, patterns.copies, out)
+
+
+def any_trained(labels: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """bool `[ranges]`: whether `labels[begins[i] : ends[i]]` holds one that is trained, which is not negative.
+
+    `labels` is `[tokens]` of a signed type; `begins` and `ends` are int64, neither descending.
+    """
+    out = np.empty(len(begins), dtype=bool)
+    module = builders() if labels.dtype in _COMPILED_LABELS else packing_fallback
+    module.any_trained(labels, begins, ends, out)
+    return out

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+CHUNK_TOKENS = 1 << 22  # labels read at a time
+
 
 def overflow_pass(
     lengths: np.ndarray, order: np.ndarray, capacity: int, running: int, limit: int
@@ -59,3 +61,14 @@ def fill_patterns(
             column += many[k]
         block.sort(axis=1)
         at += rows * width
+
+
+def any_trained(labels: np.ndarray, begins: np.ndarray, ends: np.ndarray, out: np.ndarray) -> None:
+    """See `packing.any_trained`. Reads all labels, about CHUNK_TOKENS at a time."""
+    at = 0
+    while at < len(ends):
+        stop = max(at + 1, int(np.searchsorted(ends, begins[at] + CHUNK_TOKENS, side="right")))
+        low, high = int(begins[at]), int(ends[at:stop].max())
+        sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(labels[low:high] >= 0)])
+        out[at:stop] = sums[ends[at:stop] - low] > sums[begins[at:stop] - low]
+        at = stop
