@@ -171,14 +171,18 @@ def _what_became_of(old: FrozenSource, now: Sequence[FrozenSource]) -> str:
 
 
 def check_past(
-    saved: FrozenRole, wanted: Sequence[tuple[int, Weights]], names: Sequence[str], progress: Progress, key: str
+    saved: FrozenRole,
+    wanted: Sequence[tuple[int, Weights]],
+    names: Sequence[str],
+    progress: Progress,
+    named_mixture: bool = False,
 ) -> None:
     """Refuse that `wanted` says something else about the steps that are done than the checkpoint does.
 
     Args:
         saved: with one weight for each of `names` in its phases.
         wanted: (step, weights) pairs of the configuration.
-        key: the YAML key, for the message.
+        named_mixture: it says them by name; for the message.
     """
     ours = since(steps_and_weights(saved.phases), progress.begun[0])  # a run before this one is no longer spoken of
     was, is_now = before(ours, progress.steps), before(wanted, progress.steps)
@@ -195,15 +199,22 @@ def check_past(
     future = [(step, weights) for step, weights in wanted if step >= progress.steps]
     if not future or future[0][0] > progress.steps:
         future.insert(0, (progress.steps, _at(wanted, progress.steps)))
-    pairs = [[step, [_short(weight) for weight in weights]] for step, weights in [*was, *future]]
-    pairs[0][0] = 0  # where every list begins, also that of a run whose steps do not
-    remedy = f"Only steps from {progress.steps} on may have new ones: write {pairs} (in the order {', '.join(names)})."
+    key = "mixture.weights" if named_mixture else "train_data_weights"
+    # Every list begins at 0, also that of a run whose steps do not.
+    all_pairs = [(step if i else 0, weights) for i, (step, weights) in enumerate([*was, *future])]
+    pairs = ", ".join(f"[{step}, {_written(weights, names, named_mixture)}]" for step, weights in all_pairs)
+    order = "" if named_mixture else f" (in the order {', '.join(names)})"
+    remedy = f"Only steps from {progress.steps} on may have new ones: write [{pairs}]{order}."
     raise UserError("\n".join([f"{key}: the weights of the past cannot change:", *lines, f"{remedy} {_NEW_ORDER}"]))
+
+
+def _written(weights: Weights, names: Sequence[str], named: bool) -> str:
+    """Weights as YAML: a list, or by name without those that are 0."""
+    if not named:
+        return f"[{', '.join(f'{weight:.6g}' for weight in weights)}]"
+    pairs = (f"{name}: {weight:.6g}" for name, weight in zip(names, weights, strict=True) if weight)
+    return "{" + ", ".join(pairs) + "}"
 
 
 def _at(pairs: Sequence[tuple[int, Weights]], step: int) -> Weights:
     return next(weights for start, weights in reversed(pairs) if start <= step)
-
-
-def _short(weight: float) -> float:
-    return float(f"{weight:.6g}")

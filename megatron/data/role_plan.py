@@ -191,7 +191,7 @@ class RolePlanner:
             return FrozenRole(saved.samples, sources, phases)
 
         names = [one.source.name for one in planned]
-        check_past(then(range(len(planned))), wanted, names, self.progress, "train_data_weights")
+        check_past(then(range(len(planned))), wanted, names, self.progress, self.data.mixture is not None)
         order = [*origin, *(i for i in range(len(planned)) if i not in origin)]
         for i in order[len(origin) :]:
             LOGGER.info(f"{names[i]} is new: it was not among the training data of the checkpoint")

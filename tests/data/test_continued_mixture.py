@@ -199,6 +199,11 @@ def test_what_is_past_cannot_be_changed(paths: dict[str, str]) -> None:
     phases = tuple((step, tuple(weights)) for step, weights in json.loads(written))
     assert [step for step, _ in phases] == [0, 5, 7]
     plan_of(config(paths, "abc", phases), 12, state, done)
+    with pytest.raises(
+        UserError, match=r"mixture.weights: (.|\n)*write \[\[0, {a: 0.75, b: 0.25}\], \[5, {a: 0.5, b: 0.5}\]"
+    ):
+        named = replace(config(paths, "abc", (1.0, 1.0, 1.0)), mixture={"sources": {}})  # as rules_mixture leaves it
+        plan_of(named, 12, state, done)
     # The future is free.
     plan_of(config(paths, "abc", (*CHANGING[:2], (7, (0.0, 0.0, 1.0)))), 12, state, done)
 
