@@ -82,18 +82,18 @@ def _sample(known: argparse.Namespace, env: Mapping[str, str]) -> None:
     if known.samples is not None:
         if known.samples < 1 or (known.sample or known.steps or known.iterations):
             raise UserError("--samples N: N at least 1, and without --sample, --step and --iteration")
-        chosen: Sequence[int] = _spread(role.count, known.samples)
+        chosen: Sequence[int] = _spread(role, known.samples)
     elif known.html and not (known.sample or known.steps or known.iterations):
-        chosen = _spread(role.count, _PAGE_SAMPLES)
+        chosen = _spread(role, _PAGE_SAMPLES)
     else:
-        chosen = list(_chosen(known, role) or [0])
+        chosen = list(_chosen(known, role) or _spread(role, 1))
     if known.json:
         _print_json(_of_sample(run, role, number) for number in chosen)
         return
     facts = [
         ("run", " ".join([*known.conf, *known.overrides])),
         ("order", run.start),
-        ("samples", f"{len(chosen):,} of {role.count:,} of {role.name}, {len(role.steps.samples(0))} in a step"),
+        ("samples", f"{len(chosen):,} of {role.count:,} of {role.name}, {role.steps.batch} in a step"),
         ("tokenizer", run.tokenizer.describe()),
     ]
     _show(known, env, f"Samples of {' '.join(known.conf)}", facts, (run.view(role, n) for n in chosen), run.tokenizer)
@@ -120,7 +120,7 @@ def _steps(known: argparse.Namespace, env: Mapping[str, str]) -> None:
         file, colon, which = known.find.rpartition(":")
         if not colon:
             raise UserError(f"--find {known.find}: give FILE:DOC, such as data/chats_messages_document:17")
-        everything = range(role.count) if numbers is None else list(numbers)
+        everything = range(role.steps.known[0][1], role.count) if numbers is None else list(numbers)
         watched = log.progress(everything, what="looking through samples", unit="samples")
         numbers = samples_with(role.plan, role.dataset, watched, file, closed_range(which, "--find"))
     if numbers is None:
@@ -193,10 +193,12 @@ def _chosen(known: argparse.Namespace, role: RoleData) -> Iterable[int] | None:
     return None
 
 
-def _spread(count: int, wanted: int) -> list[int]:
-    """`wanted` numbers (all, if there are fewer) spread evenly from the first below `count` to the last."""
+def _spread(role: RoleData, wanted: int) -> list[int]:
+    """`wanted` samples (all, if there are fewer) spread evenly from the first of the run to its last."""
+    first = role.steps.known[0][1]
+    count = role.count - first
     wanted = min(wanted, count)
-    return [i * (count - 1) // max(wanted - 1, 1) for i in range(wanted)]
+    return [first + i * (count - 1) // max(wanted - 1, 1) for i in range(wanted)]
 
 
 # ---- output
