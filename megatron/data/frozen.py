@@ -166,7 +166,7 @@ def check_sources(saved: FrozenRole, now: Sequence[FrozenSource], progress: Prog
 def _what_became_of(old: FrozenSource, now: Sequence[FrozenSource]) -> str:
     for source in now:
         if source.prefix == old.prefix or source.name == old.name:
-            return f"{source.prefix}: documents, their range, pack_impl or seq_length changed since the checkpoint"
+            return f"{source.prefix}: documents, their range or labels, pack_impl or seq_length changed since the checkpoint"
     return f"{old.prefix}: is no longer among the {len(now)} sources"
 
 
@@ -185,6 +185,7 @@ def check_past(
         named_mixture: it says them by name; for the message.
     """
     ours = since(steps_and_weights(saved.phases), progress.begun[0])  # a run before this one is no longer spoken of
+    ours = since(steps_and_weights(saved.phases), progress.begun[0])  # a run before this one is no longer spoken of
     was, is_now = before(ours, progress.steps), before(wanted, progress.steps)
     if len(was) == len(is_now) and all(a[0] == b[0] and alike(a[1], b[1]) for a, b in zip(was, is_now, strict=True)):
         return
@@ -199,6 +200,7 @@ def check_past(
     future = [(step, weights) for step, weights in wanted if step >= progress.steps]
     if not future or future[0][0] > progress.steps:
         future.insert(0, (progress.steps, _at(wanted, progress.steps)))
+    was[0] = (0, was[0][1])  # where every list begins, also that of a run whose steps do not
     key = "mixture.weights" if named_mixture else "train_data_weights"
     # Every list begins at 0, also that of a run whose steps do not.
     all_pairs = [(step if i else 0, weights) for i, (step, weights) in enumerate([*was, *future])]
