@@ -30,7 +30,8 @@ class Fingerprint:
     @classmethod
     def of(cls, id_map: Mapping[int, str]) -> Fingerprint:
         """The fingerprint of a map from id to token."""
-        ranges = _ranges(sorted(id_map))
+        gapless = id_map and min(id_map) == 0 and max(id_map) == len(id_map) - 1  # as nearly all are
+        ranges = ((0, len(id_map)),) if gapless else _ranges(sorted(id_map))
         return cls(ranges, _digest(id_map, ranges))
 
     @classmethod

@@ -36,10 +36,10 @@ class Characters:
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
         """`ranges` of code points from U+0080 on, ends included."""
-        chars = [chr(c) for first, last in ranges for c in range(first, last + 1)]
-        self._pattern = re.compile(f"[{''.join(chars)}]")
+        ranges = list(ranges)
+        self._pattern = re.compile("[" + "".join(f"{chr(first)}-{chr(last)}" for first, last in ranges) + "]")
         # By the first two bytes of a character in UTF-8. Emoji and the common scripts have other ones.
-        starts = {char.encode("utf-8")[:2] for char in chars}
+        starts = {chr(c).encode("utf-8")[:2] for first, last in ranges for c in range(first, last + 1)}
         self._lowest = min(start[0] for start in starts)
         self._starts = np.zeros(1 << 16, bool)
         self._starts[[start[0] << 8 | start[1] for start in starts]] = True
