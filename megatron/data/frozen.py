@@ -166,7 +166,8 @@ def check_sources(saved: FrozenRole, now: Sequence[FrozenSource], progress: Prog
 def _what_became_of(old: FrozenSource, now: Sequence[FrozenSource]) -> str:
     for source in now:
         if source.prefix == old.prefix or source.name == old.name:
-            return f"{source.prefix}: documents, their range or labels, pack_impl or seq_length changed since the checkpoint"
+            changed = "documents, their range or labels, pack_impl or seq_length"
+            return f"{source.prefix}: {changed} changed since the checkpoint"
     return f"{old.prefix}: is no longer among the {len(now)} sources"
 
 
@@ -184,7 +185,6 @@ def check_past(
         wanted: (step, weights) pairs of the configuration.
         named_mixture: it says them by name; for the message.
     """
-    ours = since(steps_and_weights(saved.phases), progress.begun[0])  # a run before this one is no longer spoken of
     ours = since(steps_and_weights(saved.phases), progress.begun[0])  # a run before this one is no longer spoken of
     was, is_now = before(ours, progress.steps), before(wanted, progress.steps)
     if len(was) == len(is_now) and all(a[0] == b[0] and alike(a[1], b[1]) for a, b in zip(was, is_now, strict=True)):
