@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 
 
 class DataOrder(Callback):
-    """Carries the frozen sample order of the run in its checkpoints; `data_plan.frozen_order` finds it by this name."""
+    """Carries the frozen sample order of the run in its checkpoints; `data_plan.continued` finds it by this name."""
 
     def __init__(self, plan: DataPlan) -> None:
         self.plan = plan

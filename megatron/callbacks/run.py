@@ -8,28 +8,29 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.callbacks.data_plan import frozen_order, with_epochs
+from megatron.callbacks.data_plan import check_identity, continued, with_epochs
 from megatron.callbacks.data_setup import DataOrder, build_batches, named_sets, plan_data
 from megatron.callbacks.defaults import default_callbacks
 from megatron.callbacks.run_folder import read_heartbeat, run_folder, write_status
 from megatron.callbacks.stopping import STOP_BY_SIGNAL
 from megatron.checkpoint.agreement import together
 from megatron.checkpoint.compare import check_config
-from megatron.checkpoint.find import Start, decide_start
+from megatron.checkpoint.find import Start, start_of
 from megatron.checkpoint.folder import recover
+from megatron.checkpoint.init_from import check_init
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.manifest import Manifest, git_revision
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.schedule import schedule_of_continued_run
-from megatron.errors import DeepyError, StopRequested, UserError
+from megatron.errors import DeepyError, StopRequested
 from megatron.log import get_logger
 from megatron.mpu.sharding import count_parameters
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import check_device, check_trainable
 from megatron.neox_arguments.differences import differences_for
-from megatron.tokenizer import Fingerprint, Tokenizer
+from megatron.tokenizer import Tokenizer
 from megatron.training.callback import Callback
 from megatron.training.setup import Process, build_engine, build_model, build_schedule
 from megatron.training.trainer import Trainer
@@ -48,13 +49,7 @@ class TokenizerIdentity(Callback):
         return self.tokenizer.fingerprint().to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.allow or self.tokenizer.covers(Fingerprint.from_dict(state)):
-            return
-        raise UserError(
-            f"the checkpoint was trained with another tokenizer than {self.tokenizer.describe()}: its tokens have "
-            "other ids. Use the tokenizer of the run, start a new run (another `save`), or set "
-            "allow_config_changes: true."
-        )
+        check_identity(state, self.tokenizer, self.allow)
 
 
 def train(process: Process) -> int:
@@ -75,11 +70,11 @@ def train(process: Process) -> int:
                 allow=args.checkpoint.allow_config_changes,
                 finetune=start.kind == "finetune",
                 load_optim=start.load_optim and not args.checkpoint.no_load_optim,
+                load_data=start.load_data,
             ):
                 logger.info(message)
-            args = with_schedule(args, saved.config, start)
-        done = (saved.step, saved.consumed) if saved is not None and start.load_optim else (0, 0)
-        plan = plan_data(args, process, frozen_order(start), done)
+            args = with_schedule(with_origin(args, saved, start), saved.config, start)
+        plan = plan_data(args, process, *continued(start))
         batches = build_batches(args, process, plan)
         process = Process(args, state, process.tokenizer)
         model = build_model(process, None if start.path is not None else args.training.seed)
@@ -112,9 +107,28 @@ def train(process: Process) -> int:
     return 0
 
 
+def with_origin(args: NeoXArgs, saved: Manifest, start: Start) -> NeoXArgs:
+    """`args` with the `init_from` that this run did begin from, and with the step it found there.
+
+    Raises `UserError` when this start asks for what the checkpoint cannot give.
+    """
+    if start.init is not None:
+        options = args.schedule
+        check_init(
+            start.init,
+            saved,
+            train_iters=args.training.train_iters,
+            use_checkpoint_lr_scheduler=options.use_checkpoint_lr_scheduler,
+        )
+        return args.replace("the checkpoint", init_from={**args.checkpoint.init_from, "iteration": saved.step})
+    if start.kind == "continue" and args.checkpoint.init_from != (origin := saved.config.get("init_from")):
+        return args.replace("the checkpoint", init_from=origin)
+    return args
+
+
 def with_schedule(args: NeoXArgs, saved: dict[str, Any], start: Start) -> NeoXArgs:
     """`args` with the learning-rate schedule that a continued run goes on with (checkpoint/schedule)."""
-    if not start.load_optim or args.checkpoint.no_load_optim or not args.training.train_iters:
+    if not start.goes_on or args.checkpoint.no_load_optim or not args.training.train_iters:
         return args
     options = args.schedule
     values = schedule_of_continued_run(
@@ -142,10 +156,9 @@ def agree_on_start(args: NeoXArgs, state: ParallelState) -> Start:
     Call it with the lock held: the job that held it before may have saved a newer checkpoint until then.
     """
     box: list[Any] = [None]
-    options = args.checkpoint
     with together("deciding where to start", state):
         if state.rank == 0:
-            box[0] = decide_start(options.save, options.load, options.iteration, options.finetune)
+            box[0] = start_of(args.checkpoint)
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
@@ -198,7 +211,7 @@ def save_lock(args: NeoXArgs, state: ParallelState) -> Iterator[None]:
 
 
 def restore(trainer: Trainer, start: Start) -> None:
-    """Load what the start asks for: everything, or the weights alone."""
+    """Load what the start asks for: everything, the weights alone, or what `init_from` names."""
     assert start.path is not None
     options = trainer.args.checkpoint
     loaded = load_checkpoint(
@@ -207,7 +220,16 @@ def restore(trainer: Trainer, start: Start) -> None:
         trainer.state,
         heads=Heads.of(trainer.args.model),
         load_optim=start.load_optim and not options.no_load_optim,
-        load_rng=start.load_optim and not options.no_load_rng,
+        load_rng=start.load_rng and not options.no_load_rng,
     )
-    if start.load_optim:
+    if start.goes_on:
         trainer.load_state_dict(loaded.client)
+    elif start.init is not None:
+        identity = loaded.client.get("callbacks", {}).get(TokenizerIdentity.__name__)
+        trainer.load_state_dict(
+            {
+                "step": start.step,
+                "consumed": start.init.consumed(loaded.manifest),
+                "callbacks": {TokenizerIdentity.__name__: identity},
+            }
+        )

@@ -58,7 +58,16 @@ DATA_ORDER = (
 )
 OPTIMIZER = ("optimizer_type",)
 # These speak of this start alone, so a difference says nothing.
-_OF_THE_START = ("load", "iteration", "finetune", "no_load_optim", "no_load_rng", "allow_config_changes", "git_hash")
+_OF_THE_START = (
+    "load",
+    "iteration",
+    "finetune",
+    "init_from",
+    "no_load_optim",
+    "no_load_rng",
+    "allow_config_changes",
+    "git_hash",
+)
 _SAID_BY_OTHERS = ("mixture",)  # the keys that it fills in
 _KINDS = {
     **dict.fromkeys(ARCHITECTURE, "architecture"),
@@ -104,6 +113,7 @@ def check_config(
     allow: bool = False,
     finetune: bool = False,
     load_optim: bool = True,
+    load_data: bool = True,
 ) -> list[str]:
     """Messages for every change since the checkpoint; raises `UserError` when one would break the run.
 
@@ -111,9 +121,12 @@ def check_config(
         allow: `allow_config_changes`: say it and go on.
         finetune: a new run on old weights, for which only the architecture must agree.
         load_optim: whether optimizer state is loaded, so that the optimizer must agree.
+        load_data: whether the order of the samples goes on, so that what it is made of must agree.
     """
     breaking, others = compare_configs(saved, current)
-    matters = {"architecture"} if finetune else {"architecture", "tokenizer", "data order"}
+    matters = {"architecture"} if finetune else {"architecture", "tokenizer"}
+    if load_data and not finetune:
+        matters.add("data order")
     if load_optim and not finetune:
         matters.add("optimizer")
     refused = [change for change in breaking if change.kind in matters]
@@ -121,11 +134,20 @@ def check_config(
         lines = "\n".join(f"  {change.kind}: {change}" for change in refused)
         raise UserError(
             f"the configuration changed since the checkpoint in a way that breaks the run:\n{lines}\n"
-            "Restore these keys, start a new run (another `save`), or set allow_config_changes: true."
+            f"Restore these keys, {_other_way(refused, current)}, or set allow_config_changes: true."
         )
     harmless = [change for change in breaking if change.kind not in matters]
     messages = [f"changed since the checkpoint (allow_config_changes): {change}" for change in refused]
     return messages + [f"changed since the checkpoint: {change}" for change in harmless + others]
+
+
+def _other_way(refused: list[Change], current: Mapping[str, Any]) -> str:
+    """What else would do: a first start may take less of the checkpoint."""
+    kinds = {change.kind for change in refused}
+    less = {"data order": "init_from.data=restart", "optimizer": "init_from.optimizer=reset"}
+    if not current.get("init_from") or not kinds <= set(less):
+        return "start a new run (another `save`)"
+    return "start a new run with " + " and ".join(less[kind] for kind in sorted(kinds)) + " (another `save`)"
 
 
 def _plain(value: Any) -> Any:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import layout
+from megatron.checkpoint.init_from import InitFrom
 from megatron.checkpoint.manifest import Manifest
 from megatron.errors import UserError
+from megatron.neox_arguments.schema_train import CheckpointConfig
 
 
 @dataclass(frozen=True)
@@ -90,32 +92,60 @@ class Start:
     """Where a run starts.
 
     Attributes:
-        kind: `fresh` (new weights), `continue` (from `save`), `load` (first start, from `load`) or `finetune`
-            (first start: weights of `load` only, step 0).
+        kind: `fresh` (new weights), `continue` (from `save`), `load` (first start, from `load`), `finetune`
+            (first start: weights of `load` only, step 0) or `init` (first start, from `init_from`).
         path: the checkpoint's folder; None when fresh.
         step: the step the run starts at.
         message: the decision in words, to be said aloud.
+        init: what `init_from` says; None unless `kind` is `init`.
     """
 
     kind: str
     path: Path | None
     step: int
     message: str
+    init: InitFrom | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is the run of the checkpoint that goes on, with its schedule and the state of its loop."""
+        return self.kind in ("continue", "load")
 
     @property
     def load_optim(self) -> bool:
-        """Whether optimizer, random and loop state belong to this start."""
-        return self.kind in ("continue", "load")
+        """Whether the optimizer's state belongs to this start."""
+        return self.goes_on or (self.init is not None and self.init.optimizer == "keep")
+
+    @property
+    def load_data(self) -> bool:
+        """Whether the order of the samples, and the number of those consumed, belong to this start."""
+        return self.goes_on or (self.init is not None and self.init.data == "continue")
+
+    @property
+    def load_rng(self) -> bool:
+        """Whether random states belong to this start: they go with the steps."""
+        return self.goes_on or (self.init is not None and self.init.step == "continue")
+
+
+def start_of(options: CheckpointConfig) -> Start:
+    """`decide_start` for the keys of a config."""
+    init = InitFrom.of(options.init_from)
+    return decide_start(options.save, options.load, options.iteration, options.finetune, init)
 
 
 def decide_start(
-    save: str | Path | None, load: str | Path | None, iteration: int | None = None, finetune: bool = False
+    save: str | Path | None,
+    load: str | Path | None,
+    iteration: int | None = None,
+    finetune: bool = False,
+    init: InitFrom | None = None,
 ) -> Start:
     """Where a training run starts; reads the two folders, changes nothing.
 
-    * `save` holds a complete checkpoint: the run continues from it. `load`, `iteration` and `finetune` speak only of
-      the first start. (When `load` names the same folder and the run that wrote the newest checkpoint was not
-      itself started with this `iteration`, then this *is* the first start with it, and it is obeyed.)
+    * `save` holds a complete checkpoint: the run continues from it. `load`, `iteration`, `finetune` and `init_from`
+      speak only of the first start. (When `load` names the same folder and the run that wrote the newest checkpoint
+      was not itself started with this `iteration`, then this *is* the first start with it, and it is obeyed.)
+    * else `init` must hold what is asked for.
     * else `load` unset or equal to `save`: a fresh start.
     * else `load` must hold what is asked for.
 
@@ -129,7 +159,9 @@ def decide_start(
         if saved.latest is not None:
             if same and iteration is not None and not _started_with(saved, iteration):
                 return _first_start(saved, iteration, finetune)
-            return _continue(saved, load, iteration, finetune)
+            return _continue(saved, load, iteration, finetune, init)
+    if init is not None:
+        return _from_another_run(save, init)
     if load is None or same:
         if iteration:
             where = f"{save} is empty of it: {list_checkpoints(save).describe()}" if save else "`load` is not set"
@@ -173,7 +205,18 @@ def _first_start(listing: Listing, iteration: int | None, finetune: bool) -> Sta
     return Start("load", path, step, f"loading {path} (asked for by {asked}): the run goes on at step {step}")
 
 
-def _continue(saved: Listing, load: str | Path | None, iteration: int | None, finetune: bool) -> Start:
+def _from_another_run(save: str | Path | None, init: InitFrom) -> Start:
+    path = find_checkpoint(init.path, init.iteration, "init_from")
+    if save is not None and os.path.realpath(save) in (os.path.realpath(path), os.path.realpath(path.parent)):
+        raise UserError(f"init_from: {init.path} lies in `save`; a run that begins from another needs one of its own")
+    manifest = Manifest.read(path)
+    message = f"beginning from {path} (init_from): {init.told(manifest)}"
+    return Start("init", path, init.first_step(manifest), message, init)
+
+
+def _continue(
+    saved: Listing, load: str | Path | None, iteration: int | None, finetune: bool, init: InitFrom | None
+) -> Start:
     step = saved.latest
     assert step is not None
     path = saved.path(step)
@@ -184,11 +227,15 @@ def _continue(saved: Listing, load: str | Path | None, iteration: int | None, fi
             (f"load: {load}", load is not None and not _same_folder(load, saved.root)),
             (f"iteration: {iteration}", iteration is not None and iteration != step),
             ("finetune", finetune),
+            (f"init_from: {init.path}" if init else "", init is not None),
         )
         if given
     ]
     if ignored:
         message += f" ({', '.join(ignored)} spoke of the first start, which has been)"
+    if init is not None and (came_from := _came_from(saved)) != init.path:
+        whence = f"from {came_from}" if came_from else "without init_from"
+        message += f"; mind that this run began {whence}: to begin from {init.path}, use another `save`"
     if saved.incomplete:
         message += f"; incomplete folders are ignored: {', '.join(sorted(saved.incomplete))}"
     return Start("continue", path, step, message)
@@ -217,6 +264,12 @@ def _started_with(saved: Listing, iteration: int) -> bool:
     assert saved.latest is not None
     config: dict[str, Any] = Manifest.read(saved.path(saved.latest)).config
     return config.get("iteration") == iteration
+
+
+def _came_from(saved: Listing) -> str | None:
+    """The other run that the run of the latest checkpoint began from."""
+    assert saved.latest is not None
+    return (Manifest.read(saved.path(saved.latest)).config.get("init_from") or {}).get("path")
 
 
 def _same_folder(one: str | Path, other: str | Path) -> bool:

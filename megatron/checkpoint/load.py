@@ -142,7 +142,7 @@ def _check_optimizer(reader: CheckpointReader, names: list[str]) -> None:
     if not reader.manifest.optimizer:
         raise UserError(
             f"{reader.folder} was saved without optimizer state (no_save_optim), so the run cannot go on exactly; "
-            "set no_load_optim: true to start its optimizer anew"
+            "set no_load_optim: true (init_from: optimizer: reset) to start its optimizer anew"
         )
     for name in names:
         if WEIGHT not in reader.optimizer_keys(name):

@@ -85,7 +85,8 @@ class CheckpointReader:
             else:
                 raise UserError(
                     f"{self.folder}: optimizer state {key} of {name} is not shaped like its parameter, so it cannot "
-                    f"be cut anew; load at model_parallel_size {self.tp_size} or set no_load_optim"
+                    f"be cut anew; load at model_parallel_size {self.tp_size}, or set no_load_optim "
+                    "(init_from.optimizer=reset)"
                 )
         return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.errors import UserError
-from megatron.neox_arguments import rules_data, rules_mixture, rules_model, rules_parallel, rules_train
+from megatron.neox_arguments import rules_data, rules_mixture, rules_model, rules_parallel, rules_start, rules_train
 from megatron.neox_arguments.arguments import NeoXArgs
 from megatron.neox_arguments.draft import Draft, Facts
 
@@ -45,6 +45,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     rules_mixture.budgets,
     rules_train.schedule,
     rules_train.checkpoints,
+    rules_start.init_from,
     rules_train.evaluation,
     rules_data.registered_names,
 )

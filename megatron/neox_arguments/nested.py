@@ -115,6 +115,13 @@ NESTED: dict[str, Schema] = {
     "tensorboard": {"enabled": bool, "output_path": str, "job_name": str},
     "wandb": {"enabled": bool, "group": str, "team": str, "project": str},
     "csv_monitor": {"enabled": bool, "output_path": str, "job_name": str},
+    "init_from": {
+        "path": str,
+        "iteration": int,
+        "data": Literal["continue", "restart"],
+        "optimizer": Literal["keep", "reset"],
+        "step": Literal["continue", "restart"],
+    },
 }
 
 _NO_SCALE = "bfloat16 has no loss scale"

@@ -153,6 +153,12 @@ class CheckpointConfig:
         None, "Delete older checkpoints once a new one is complete; extra_save_iters are kept. <= 0 keeps all."
     )
     finetune: bool = key(False, "Load weights only and start at step 0.")
+    init_from: dict[str, Any] | None = key(
+        None,
+        "Begin from another run's checkpoint when `save` holds none: {path, iteration (default: the latest), data:"
+        " continue or restart, optimizer: keep or reset, step: continue or restart}.",
+        new=True,
+    )
     no_save_optim: bool = key(
         False, "Leave optimizer state out of checkpoints.", differs="works; GPT-NeoX never reads it"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.find import Start, decide_start
+from megatron.checkpoint.find import Start, start_of
 from megatron.cluster.launch import Placement
 from megatron.data.sources import named_paths
 from megatron.data.splits import NAMES
@@ -60,7 +60,7 @@ def preflight(args: NeoXArgs, kind: str) -> Found:
             find_files(path)
     found = Found(build_tokenizer(args.tokenizer), _start(args, kind))
     if isinstance(found.start, Start):
-        check_data(args, data_paths(args), found.tokenizer)
+        check_data(args, data_paths(args), found.tokenizer, found.start)
         check_start(args, found.start)
     else:
         check_requests(args.generation, kind)
@@ -75,7 +75,6 @@ def data_paths(args: NeoXArgs) -> list[str]:
 
 def _start(args: NeoXArgs, kind: str) -> Start | Path:
     """Where training starts, or the checkpoint that eval and generate read."""
-    checkpoint = args.checkpoint
     if kind == "train":
-        return decide_start(checkpoint.save, checkpoint.load, checkpoint.iteration, checkpoint.finetune)
+        return start_of(args.checkpoint)
     return checkpoint_folder(args)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 
-from megatron.callbacks.data_plan import data_plan, with_epochs
-from megatron.checkpoint.find import decide_start
+from megatron.callbacks.data_plan import with_epochs
+from megatron.checkpoint.find import start_of
 from megatron.data.cache import Entry, IndexCaches
 from megatron.data.token_files import TokenFiles, find_files, with_eod
 from megatron.data.verify import Report, verify_path
@@ -19,8 +19,9 @@ from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
 from megatron.plan import sections
-from megatron.plan.data import continued
+from megatron.plan.data import checked_plan
 from megatron.plan.preflight import data_paths, kind_of
+from megatron.plan.refusals import check_fit
 from megatron.plan.text import size, table
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -57,12 +58,9 @@ def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
     LOGGER.info(f"tokenizer {tokenizer.describe()}: {tokenizer.vocab_size} tokens")
     checked = _check_files(args, paths, tokenizer)
     args = with_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)
-    start = decide_start(
-        args.checkpoint.save, args.checkpoint.load, args.checkpoint.iteration, args.checkpoint.finetune
-    )
-    frozen, done = continued(start)
-    plan = data_plan(args, tokenizer, frozen, done)
-    plan.check_tokenizer(tokenizer)
+    start = start_of(args.checkpoint)
+    check_fit(args, start)
+    plan = checked_plan(args, tokenizer, start)
     for row in plan.table():
         LOGGER.info(f"{row.role}: {row.documents:,} documents, {row.tokens:,} tokens in {row.prefix}")
     plan.caches.announce = LOGGER.info

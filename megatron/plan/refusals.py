@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from megatron.callbacks.data_plan import data_plan
 from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.find import Start
+from megatron.checkpoint.init_from import check_init
 from megatron.checkpoint.lock import refuse_if_held
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.schedule import schedule_of_continued_run
@@ -22,9 +23,10 @@ from megatron.tokenizer import Tokenizer
 _QUICKLY_COUNTED = 100_000_000  # documents: their lengths are summed and hashed at about 1 GB/s
 
 
-def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer) -> None:
+def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer, start: Start) -> None:
     """Every pair of files is whole, was made with this tokenizer as far as a manifest tells (else the run scans the
-    ids), and all of them together are enough (unless counting would take seconds here, as in .npy files)."""
+    ids), and all of them together are enough. That is not asked where counting would take seconds (.npy files), or
+    where a checkpoint, which is not opened here, tells what has been read."""
     documents = 0
     with only_errors():
         for path in (found for given in paths for found in find_files(given)):
@@ -36,26 +38,41 @@ def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer) -> No
             if read_manifest(data.prefix) is not None:
                 check_tokenizer(data, tokenizer)
         # A number of epochs is turned into steps by the run, which counts the data for it.
-        if args.training.train_iters is not None and documents < _QUICKLY_COUNTED:
+        if args.training.train_iters is not None and documents < _QUICKLY_COUNTED and start.path is None:
             data_plan(args, tokenizer)
 
 
 def check_start(args: NeoXArgs, start: Start) -> None:
-    """The folder of `save` is free, and configuration and schedule fit the checkpoint that training starts from."""
-    options = args.checkpoint
-    if options.save is not None:
-        refuse_if_held(options.save)
+    """The folder of `save` is free, and the configuration fits the checkpoint that training starts from."""
+    if args.checkpoint.save is not None:
+        refuse_if_held(args.checkpoint.save)
+    check_fit(args, start)
+
+
+def check_fit(args: NeoXArgs, start: Start) -> None:
+    """Configuration and schedule fit the checkpoint that training starts from."""
     if start.path is None:
         return
-    saved, load_optim = Manifest.read(start.path).config, start.load_optim and not options.no_load_optim
+    options = args.checkpoint
+    manifest = Manifest.read(start.path)
+    saved, load_optim = manifest.config, start.load_optim and not options.no_load_optim
     check_config(
         saved,
         args.to_dict(),
         allow=options.allow_config_changes,
         finetune=start.kind == "finetune",
         load_optim=load_optim,
+        load_data=start.load_data,
     )
-    if load_optim and args.training.train_iters:  # else the length is not known yet, or there is nothing to train
+    if start.init is not None:
+        check_init(
+            start.init,
+            manifest,
+            train_iters=args.training.train_iters,
+            use_checkpoint_lr_scheduler=args.schedule.use_checkpoint_lr_scheduler,
+        )
+    # Without train_iters the length is not known yet, or there is nothing to train.
+    if start.goes_on and load_optim and args.training.train_iters:
         schedule_of_continued_run(
             saved,
             args.to_dict(),

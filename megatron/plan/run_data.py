@@ -10,8 +10,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron.callbacks.data_plan import collate_rules, data_plan, with_epochs
-from megatron.checkpoint.find import Start, decide_start, list_checkpoints
+from megatron.callbacks.data_plan import collate_rules, with_epochs
+from megatron.checkpoint.find import Start, list_checkpoints, start_of
 from megatron.checkpoint.manifest import Manifest
 from megatron.data.build import SET, DataPlan
 from megatron.data.collate import CollateRules
@@ -23,7 +23,7 @@ from megatron.errors import UserError, nearest
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
-from megatron.plan.data import continued
+from megatron.plan.data import checked_plan
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 LOGGER = get_logger(__name__)
@@ -31,24 +31,30 @@ LOGGER = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Steps:
-    """Which samples a step takes. `known` are (step, samples consumed before it), ascending from (0, 0); behind the
-    last of them every step takes `batch`."""
+    """Which samples a step takes. `known` are (step, samples consumed before it), ascending from where the run
+    began; behind the last of them every step takes `batch`."""
 
     batch: int
     known: tuple[tuple[int, int], ...] = ((0, 0),)
 
     def samples(self, step: int) -> range:
         """The samples of a step. Raises `UserError` where the batch changed at a step that no checkpoint tells."""
-        first, consumed, batch = self._piece(bisect_right([at for at, _ in self.known], step) - 1)
+        first, consumed, batch = self._piece(bisect_right([at for at, _ in self.known], step) - 1, f"step {step}")
         begin = consumed + (step - first) * batch
         return range(begin, begin + batch)
 
     def step_of(self, sample: int) -> int:
         """The step that takes a sample."""
-        first, consumed, batch = self._piece(bisect_right([at for _, at in self.known], sample) - 1)
+        first, consumed, batch = self._piece(bisect_right([at for _, at in self.known], sample) - 1, f"sample {sample}")
         return first + (sample - consumed) // batch
 
-    def _piece(self, i: int) -> tuple[int, int, int]:
+    def _piece(self, i: int, asked: str) -> tuple[int, int, int]:
+        if i < 0:
+            step, samples = self.known[0]
+            raise UserError(
+                f"{asked}: this run began at step {step}, behind {samples} samples (init_from); what was before is of "
+                "the run that it began from."
+            )
         (first, consumed), batch = self.known[i], self.batch
         if i + 1 < len(self.known):
             end, after = self.known[i + 1]
@@ -178,10 +184,9 @@ def open_run(args: NeoXArgs, ranks: int | None) -> RunData:
     tokenizer = build_tokenizer(args.tokenizer)
     args = with_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)
     options, training = args.checkpoint, args.training
-    start = decide_start(options.save, options.load, options.iteration, options.finetune)
-    plan = data_plan(args, tokenizer, *continued(start))
-    plan.check_tokenizer(tokenizer)
-    train = Steps(training.train_batch_size, _known(start, options.save))
+    start = start_of(options)
+    plan = checked_plan(args, tokenizer, start)
+    train = Steps(training.train_batch_size, _known(start, options.save, plan.begun))
     micro = training.train_micro_batch_size_per_gpu
     per_rank = micro * training.gradient_accumulation_steps
     roles = {}
@@ -195,13 +200,13 @@ def open_run(args: NeoXArgs, ranks: int | None) -> RunData:
     return RunData(args, tokenizer, plan, roles, rules, training.eval_iters or 0, start.message)
 
 
-def _known(start: Start, save: str | None) -> tuple[tuple[int, int], ...]:
+def _known(start: Start, save: str | None, begun: tuple[int, int]) -> tuple[tuple[int, int], ...]:
     """What the checkpoints of the run say about its past: steps, and samples consumed before them."""
-    if start.path is None or not start.load_optim:
-        return ((0, 0),)
+    if start.path is None or not start.goes_on:
+        return (begun,)
     paths = [start.path]
     if start.kind == "continue" and save is not None:
         found = list_checkpoints(save)
         paths += [found.path(step) for step in found.steps if step < start.step]
     saved = [Manifest.read(path) for path in paths]
-    return tuple(sorted({(0, 0), *((one.step, one.consumed) for one in saved)}))
+    return tuple(sorted({begun, *((one.step, one.consumed) for one in saved)}))

@@ -1,0 +1,37 @@
+"""Rules about where a run begins."""
+
+from __future__ import annotations
+
+import os
+
+from megatron.neox_arguments.draft import Draft
+
+_DEFAULTS = {"iteration": None, "data": "continue", "optimizer": "keep", "step": "continue"}
+# What says the same or the opposite of one of the keys of init_from -> what to write instead.
+_OTHER_WAYS = {
+    "finetune": "init_from: {data: restart, optimizer: reset, step: restart} takes the weights alone",
+    "iteration": "init_from.iteration says which checkpoint",
+    "no_load_optim": "init_from.optimizer=reset says it",
+}
+
+
+def init_from(draft: Draft) -> None:
+    """init_from with all its keys, and nothing beside it that speaks of the same start."""
+    given = draft["init_from"]
+    if given is None:
+        return
+    if not given.get("path"):
+        draft.fail("init_from", "says no path: the folder in which the other run saved its checkpoints")
+    draft.set("init_from", {**_DEFAULTS, **given}, "defaults")
+    save, load = draft["save"], draft["load"]
+    if load is not None and (save is None or _folder(load) != _folder(save)):
+        draft.fail("load", "init_from is set too and says where to begin; keep one of the two")
+    for name, instead in _OTHER_WAYS.items():
+        if draft[name] not in (None, False):
+            draft.fail(name, f"init_from is set too: {instead}; remove {name}")
+    if save is not None and _folder(save) == _folder(given["path"]):
+        draft.fail("save", "is the folder of init_from.path; this run needs one of its own")
+
+
+def _folder(path: str) -> str:
+    return os.path.abspath(path)
