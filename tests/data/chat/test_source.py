@@ -41,6 +41,22 @@ def test_a_folder_and_a_file(tmp_path: Path) -> None:
         assert chat_tokenizer(str(path)).vocab_size == backend().get_vocab_size()
 
 
+WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+from tests.data.chat.chats import THREE, encoder, rows
+encoder(Path(sys.argv[1]), "chatml").encode(rows({"messages": THREE}))
+print("torch" in sys.modules)
+"""
+
+
+def test_chats_are_rendered_without_torch(tmp_path: Path) -> None:
+    """Which costs seconds to import."""
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(write_folder(tmp_path / "t", "chatml"))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "False", done.stderr
+
+
 def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no tokenizer.json in it. transformers makes one of most tokenizers"):
         chat_tokenizer(str(tmp_path))
