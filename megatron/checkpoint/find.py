@@ -127,10 +127,10 @@ class Start:
         return self.goes_on or (self.init is not None and self.init.step == "continue")
 
 
-def start_of(options: CheckpointConfig) -> Start:
+def start_of(options: CheckpointConfig, *, to_write: bool = True) -> Start:
     """`decide_start` for the keys of a config."""
     init = InitFrom.of(options.init_from)
-    return decide_start(options.save, options.load, options.iteration, options.finetune, init)
+    return decide_start(options.save, options.load, options.iteration, options.finetune, init, to_write=to_write)
 
 
 def decide_start(
@@ -139,6 +139,8 @@ def decide_start(
     iteration: int | None = None,
     finetune: bool = False,
     init: InitFrom | None = None,
+    *,
+    to_write: bool = True,
 ) -> Start:
     """Where a training run starts; reads the two folders, changes nothing.
 
@@ -149,12 +151,13 @@ def decide_start(
     * else `load` unset or equal to `save`: a fresh start.
     * else `load` must hold what is asked for.
 
-    Raises `UserError` listing what is there when the checkpoint asked for is missing or incomplete, and when `save`
-    cannot be a folder to write in.
+    Raises `UserError` listing what is there when the checkpoint asked for is missing or incomplete, and with `to_write`
+    when `save` cannot be a folder to write in.
     """
     same = save is not None and load is not None and _same_folder(save, load)
     if save is not None:
-        _check_usable(Path(save))
+        if to_write:
+            _check_usable(Path(save))
         saved = list_checkpoints(save)
         if saved.latest is not None:
             if same and iteration is not None and not _started_with(saved, iteration):

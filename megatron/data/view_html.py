@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.partial import WriteError
-from megatron.data.view import Part, View
+from megatron.data.view import View
 from megatron.data.view_charts import histogram
 from megatron.data.view_texts import token_texts
 from megatron.errors import UserError
@@ -76,8 +76,17 @@ def _umask() -> int:
     return mask
 
 
-def page(title: str, facts: Sequence[tuple[str, str]], views: Sequence[View], tokenizer: Tokenizer) -> Iterator[str]:
-    """The page of some rows, piece by piece: what it is, a legend, statistics, then every row."""
+def page(
+    title: str,
+    facts: Sequence[tuple[str, str]],
+    views: Sequence[View],
+    tokenizer: Tokenizer,
+    limit: int | None = None,
+) -> Iterator[str]:
+    """The page of some rows, piece by piece: what it is, a legend, statistics, then every row.
+
+    `limit`: tokens of a part that are shown; statistics are of all.
+    """
     yield (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -91,7 +100,7 @@ def page(title: str, facts: Sequence[tuple[str, str]], views: Sequence[View], to
     )
     yield _statistics(views)
     for view in views:
-        yield from _section(view, tokenizer)
+        yield from _section(view, tokenizer, limit)
     yield "</body></html>\n"
 
 
@@ -132,19 +141,23 @@ def _lengths(views: Sequence[View]) -> list[int]:
     return [part.end - part.start for view in views for part in view.parts if not part.padding]
 
 
-def _section(view: View, tokenizer: Tokenizer) -> Iterator[str]:
+def _section(view: View, tokenizer: Tokenizer, limit: int | None) -> Iterator[str]:
     yield f"<section><h2>{_text(view.title)}</h2>{_facts(view.facts)}"
     for part in view.parts:
         yield f'<div class="part">{_text(part.title)}</div>'
-        if not part.padding:
-            yield f"<pre>{''.join(_tokens(view, part, tokenizer))}</pre>"
+        if part.padding:
+            continue
+        end = part.end if limit is None else min(part.end, part.start + limit)
+        yield f"<pre>{''.join(_tokens(view, part.start, end, tokenizer))}</pre>"
+        if end < part.end:
+            yield f'<div class="part">... {part.end - end:,} more tokens</div>'
     yield "</section>\n"
 
 
-def _tokens(view: View, part: Part, tokenizer: Tokenizer) -> Iterator[str]:
+def _tokens(view: View, start: int, end: int, tokenizer: Tokenizer) -> Iterator[str]:
     yield "\n"  # the first line break within <pre> is not shown, so one of the text would be lost
-    texts = token_texts(tokenizer, view.tokens[part.start : part.end])
-    for at, text in zip(range(part.start, part.end), texts, strict=True):
+    texts = token_texts(tokenizer, view.tokens[start:end])
+    for at, text in zip(range(start, end), texts, strict=True):
         tag = "b" if view.trained[at] else "i"
         hover = f"{at}: id {int(view.tokens[at])}"
         if view.positions is not None and at < len(view.positions):

@@ -214,7 +214,7 @@ def _show(
 ) -> None:
     if known.html and tokenizer is not None:
         rows = list(views)
-        write_page(known.html, page(title, facts, rows, tokenizer))
+        write_page(known.html, page(title, facts, rows, tokenizer, known.max_tokens or None))
         print(f"{known.html}: {len(rows)} {'documents' if known.command == 'documents' else 'samples'}")
         return
     color = known.color == "always" or (known.color == "auto" and sys.stdout.isatty() and not env.get("NO_COLOR"))

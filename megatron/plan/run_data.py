@@ -184,7 +184,7 @@ def open_run(args: NeoXArgs, ranks: int | None) -> RunData:
     tokenizer = build_tokenizer(args.tokenizer)
     args = with_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)
     options, training = args.checkpoint, args.training
-    start = start_of(options)
+    start = start_of(options, to_write=False)  # people also look at the runs of others
     plan = checked_plan(args, tokenizer, start)
     train = Steps(training.train_batch_size, _known(start, options.save, plan.begun))
     micro = training.train_micro_batch_size_per_gpu

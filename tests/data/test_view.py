@@ -245,6 +245,11 @@ def test_statistics_of_a_page() -> None:
     assert source.count("<svg") == 3
 
 
+def test_long_documents_are_cut_on_a_page() -> None:
+    source = "".join(page("t", [], [row("0123456789")], BYTES, limit=4))
+    assert Reader(source).pre == ["\n0123"] and "... 6 more tokens" in source and ">10</td>" in source
+
+
 def test_a_page_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     def broken() -> object:
         yield "begin"

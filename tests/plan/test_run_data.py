@@ -11,11 +11,13 @@ import pytest
 import yaml
 
 from megatron.callbacks.data_plan import collate_rules, data_plan
+from megatron.checkpoint.find import Start, start_of
+from megatron.checkpoint.manifest import Manifest
 from megatron.data.loader import StepLoader
 from megatron.data.view_origin import samples_with
 from megatron.errors import UserError
 from megatron.neox_arguments.load import load
-from megatron.plan.run_data import RunData, Steps, open_run
+from megatron.plan.run_data import RunData, Steps, _known, open_run
 from tests.data.corpus import GOLDEN, write
 
 pytestmark = pytest.mark.cpu
@@ -226,6 +228,45 @@ def test_steps_where_checkpoints_know_of_other_batch_sizes() -> None:
         assert {steps.step_of(sample) for sample in steps.samples(step)} == {step}
     with pytest.raises(UserError, match="steps 0 and 10 the batch size changed"):
         Steps(8, ((0, 0), (10, 44))).samples(3)
+
+
+def checkpoint(save: Path, step: int, consumed: int) -> Path:
+    """A checkpoint that knows its step and nothing else."""
+    folder = save / f"global_step{step}"
+    folder.mkdir(parents=True)
+    Manifest(step, consumed, {}, {}, False, {}, {}, {}).write(folder)
+    return folder
+
+
+def test_all_checkpoints_of_the_run_are_asked(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    for step, consumed in ((10, 40), (20, 120), (25, 160)):
+        folder = checkpoint(save, step, consumed)
+    other = checkpoint(tmp_path / "other", 5, 50)
+    going_on = Start("continue", folder, 25, "")
+    assert _known(going_on, str(save), (0, 0)) == ((0, 0), (10, 40), (20, 120), (25, 160))
+    assert _known(Start("load", other, 5, ""), str(save), (0, 0)) == ((0, 0), (5, 50))
+    assert _known(Start("finetune", other, 0, ""), None, (0, 0)) == ((0, 0),)
+    assert _known(going_on, str(save), (8, 30)) == ((8, 30), (10, 40), (20, 120), (25, 160))
+
+
+def test_what_was_before_is_of_another_run() -> None:
+    steps = Steps(4, ((5, 50),))
+    assert steps.samples(5) == range(50, 54) and steps.step_of(57) == 6
+    with pytest.raises(UserError, match="step 4: this run began at step 5, behind 50 samples"):
+        steps.samples(4)
+    with pytest.raises(UserError, match="sample 49: this run began"):
+        steps.step_of(49)
+
+
+def test_the_run_of_another_user_can_be_looked_at(
+    config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = config(data_path=write(tmp_path / "d", GOLDEN), split="1,0,0", save=str(tmp_path / "save"))
+    monkeypatch.setattr("megatron.checkpoint.find.os.access", lambda *asked: False)
+    assert opened(path).role("train").count == 24
+    with pytest.raises(UserError, match="may not be written"):
+        start_of(load([str(path)]).checkpoint)
 
 
 def test_what_the_run_does_not_reach(config: Callable[..., Path], tmp_path: Path) -> None:

@@ -181,10 +181,18 @@ def test_a_run_that_goes_on_is_seen_in_its_own_order(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     longer = (*saved, "train_iters=40", "train_batch_size=4", "gradient_accumulation_steps=4")
     assert shown(*longer) == short
+    # the file that every run leaves in its folder is a config too
+    out = run(TOOL, "sample", tmp_path / "save" / "resolved.yml", "--sample", "0..3", "--json").stdout
+    assert [json.loads(line)["tokens"] for line in out.splitlines()] == short
     out = run(TOOL, "steps", config, "--steps", "0..3", "--json", *longer).stdout.splitlines()
     found = [(json.loads(line)["step"], json.loads(line)["sample"]) for line in out]
     assert [sample for _, sample in found] == list(range(12))
     assert [step for step, _ in found] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]  # batches of 2, then of 4
+    # a run of its own that goes on behind the samples of this one
+    after = (f"save={tmp_path / 'other'}", f"init_from.path={tmp_path / 'save'}", "train_iters=40")
+    out = run(TOOL, "sample", config, "--samples", "2", "--json", *after).stdout.splitlines()
+    assert [json.loads(line)["sample"] for line in out] == [4, 79]
+    assert "began at step 2" in run(TOOL, "steps", config, "--step", "1", *after, check=2).stderr
 
 
 # ---- wrong input
