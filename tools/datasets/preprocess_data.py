@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# numpy would start a thread per core for linear algebra, of which there is none here.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from megatron import log
 from megatron.data.corpus_job import add_job_arguments, job_options, tokenise_files, write_metadata
