@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+import numpy as np
 
 from megatron.data.companions import ENDING, labels_beside
 from megatron.data.indexed import IndexedDataset
@@ -28,6 +30,7 @@ class Documents:
         rewards: one number per document.
         side: chosen or rejected; "" for what is no preference pair.
         other: the other side.
+        vocab_size: ids must be below it, when they are to be decoded.
     """
 
     data: IndexedDataset
@@ -35,6 +38,7 @@ class Documents:
     rewards: IndexedDataset | None = None
     side: str = ""
     other: Documents | None = field(default=None)
+    vocab_size: int | None = None
 
     @cached_property
     def _sides(self) -> list[Documents]:
@@ -47,12 +51,19 @@ class Documents:
         return [one.side or "document" for one in self._sides]
 
     def views(self, index: int) -> list[View]:
-        """The document; of a preference pair, chosen and rejected."""
+        """The document; of a preference pair, chosen and rejected. Raises `UserError` for what is no text."""
         reward = self.reward(index)
-        return [
+        views = [
             document_view(one.data, index, one.labels, reward, f"{one.side} document" if one.side else "document")
             for one in self._sides
         ]
+        for view in views:
+            if self.vocab_size is not None and np.any((view.tokens < 0) | (view.tokens >= self.vocab_size)):
+                raise UserError(
+                    f"{view.title} holds ids outside of the vocabulary of {self.vocab_size}, from {view.tokens.min()} "
+                    f"to {view.tokens.max()}: labels (show what they belong to), or data of another tokenizer."
+                )
+        return views
 
     def reward(self, index: int) -> float | int | None:
         """The number that belongs to a document."""
@@ -83,7 +94,7 @@ def open_documents(
         check_tokenizer(data, tokenizer, Once(get_logger(__name__)))
     if data.dtype.kind == "f":
         raise UserError(f"{data.prefix} holds {data.dtype} numbers, not tokens: show the dataset that it belongs to.")
-    found = _with_companions(files, data, labels)
+    found = replace(_with_companions(files, data, labels), vocab_size=tokenizer.vocab_size if tokenizer else None)
     name = next((side for side in SIDES if str(data.prefix).endswith(f"_{side}{ENDING}")), None)
     if name is None:
         return found
@@ -98,7 +109,7 @@ def open_documents(
         )
     rewards = found.rewards if found.rewards is not None else opposite.rewards
     pair = Documents(opposite.data, opposite.labels, side=other)
-    return Documents(found.data, found.labels, rewards, name, pair)
+    return replace(found, rewards=rewards, side=name, other=pair)
 
 
 def _with_companions(files: TokenFiles, data: IndexedDataset, labels: str | None) -> Documents:

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.collate import CollateRules
+from megatron.data.indexed import IndexedDatasetBuilder
+from megatron.data.manifest import finalize_with_manifest
 from megatron.data.sample import Sample
 from megatron.data.view import Part, View, document_view, sample_view
 from megatron.data.view_charts import histogram
@@ -25,6 +27,7 @@ from megatron.errors import UserError
 from megatron.tokenizer import create_tokenizer
 from tests.data.corpus import write
 from tests.tokenizer.vocabularies import write_json
+from tests.tokenizer.zoo import OTHER_SCRIPTS, ZOO
 
 pytestmark = pytest.mark.cpu
 
@@ -66,6 +69,17 @@ def test_a_byte_level_vocabulary(tmp_path: Path) -> None:
     texts = token_texts(tokenizer, ids)
     assert "".join(texts) == text
     assert "<|endoftext|>" in texts and "🤖" in texts and "日" in texts
+
+
+@pytest.mark.parametrize("kind", ["llama2", "metaspace", "wordpiece", "qwen2"])
+def test_tokenizers_that_decode_in_their_own_ways(tmp_path: Path, kind: str) -> None:
+    """Leading blanks dropped, blanks put between tokens, bytes as tokens of their own."""
+    tokenizer = create_tokenizer("HFTokenizer", str(write_json(tmp_path / "tokenizer.json", ZOO[kind]())))
+    ids = tokenizer.tokenize(f"Hello  world, {OTHER_SCRIPTS} 🤖🤖 end")
+    texts = token_texts(tokenizer, ids)
+    assert "".join(texts) == tokenizer.detokenize(ids)
+    if kind != "wordpiece":
+        assert not any("\ufffd" in text for text in texts) and sum("🤖" in text for text in texts) >= 3
 
 
 def test_a_row_that_begins_within_a_character() -> None:
@@ -172,6 +186,17 @@ def test_companions_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "r_text_document", [[1], [2]])
     with pytest.raises(UserError, match="1 rewards for the 2 documents"):
         open_documents(str(tmp_path / "r_text_document"))
+
+
+def test_labels_are_no_text(tmp_path: Path) -> None:
+    data, labels = write(tmp_path / "d", [[97, 98]]), str(tmp_path / "l")
+    with IndexedDatasetBuilder(labels, np.int32) as builder:
+        builder.add_document([-100, 98])
+        finalize_with_manifest(builder, tokenizer=BYTES.fingerprint(), source=None)
+    assert open_documents(data, BYTES).views(0)[0].tokens.tolist() == [97, 98]
+    assert open_documents(labels).views(0)[0].tokens.tolist() == [-100, 98]  # as numbers
+    with pytest.raises(UserError, match=r"from -100 to 98: labels"):
+        open_documents(labels, BYTES).views(0)
 
 
 # ---- pages
