@@ -100,15 +100,14 @@ class RoleData:
         return Place(step, row, row // self.micro % self.ranks, row // (self.micro * self.ranks))
 
     def samples_of(self, steps: range) -> Iterator[int]:
-        """The samples of some steps. Raises `UserError` when the run does not reach them."""
-        for step in steps:
-            samples = self.steps.samples(step)
-            if samples.stop > self.count or step < 0:
+        """The samples of some steps. Raises `UserError`, before giving any, when the run does not reach them all."""
+        for step in (steps.start, steps.stop - 1):
+            if step < 0 or self.steps.samples(step).stop > self.count:
                 raise UserError(
                     f"step {step}: the run has steps 0..{self.last_step} of {self.name} "
                     "(train_iters and train_batch_size decide it)."
                 )
-            yield from samples
+        return (sample for step in steps for sample in self.steps.samples(step))
 
     @property
     def last_step(self) -> int:

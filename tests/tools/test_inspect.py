@@ -209,7 +209,7 @@ def test_a_run_that_goes_on_is_seen_in_its_own_order(tmp_path: Path) -> None:
         (("sample", "{}/nothing.yml"), "nothing.yml"),
         (("sample", "{}/run.yml", "train_itres=3"), "train_itres"),
         (("steps", "{}/run.yml"), "say which: --steps A..B"),
-        (("steps", "{}/run.yml", "--steps", "3"), "step 3: the run has steps 0..2 of train"),
+        (("steps", "{}/run.yml", "--steps", "0..3"), "step 3: the run has steps 0..2 of train"),
         (("steps", "{}/run.yml", "--iterations", "0"), "the log counts from 1"),
         (("steps", "{}/run.yml", "--find", "c_messages_document"), "give FILE:DOC"),
         (("steps", "{}/run.yml", "--find", "c_mesages_document:1"), "Did you mean 'c_messages_document'?"),
