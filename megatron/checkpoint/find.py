@@ -236,7 +236,8 @@ def _continue(
     ]
     if ignored:
         message += f" ({', '.join(ignored)} spoke of the first start, which has been)"
-    if init is not None and (came_from := _came_from(saved)) != init.path:
+    came_from = _came_from(saved)
+    if init is not None and not (came_from and _same_folder(came_from, init.path)):
         whence = f"from {came_from}" if came_from else "without init_from"
         message += f"; mind that this run began {whence}: to begin from {init.path}, use another `save`"
     if saved.incomplete:

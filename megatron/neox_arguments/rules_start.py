@@ -27,7 +27,7 @@ def init_from(draft: Draft) -> None:
     if load is not None and (save is None or _folder(load) != _folder(save)):
         draft.fail("load", "init_from is set too and says where to begin; keep one of the two")
     for name, instead in _OTHER_WAYS.items():
-        if draft[name] not in (None, False):
+        if draft[name] is not None and draft[name] is not False:
             draft.fail(name, f"init_from is set too: {instead}; remove {name}")
     if save is not None and _folder(save) == _folder(given["path"]):
         draft.fail("save", "is the folder of init_from.path; this run needs one of its own")

@@ -1,0 +1,131 @@
+"""`init_from`: where a run begins, in which words, and what is refused without opening a tensor."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.compare import check_config
+from megatron.checkpoint.find import decide_start
+from megatron.checkpoint.init_from import InitFrom, check_init
+from megatron.checkpoint.manifest import Manifest
+from megatron.errors import UserError
+
+pytestmark = pytest.mark.cpu
+
+
+def put(root: Path, step: int, optimizer: bool = True, **config) -> Manifest:
+    """A complete checkpoint without tensors, of a run that took 10 samples a step."""
+    folder = root / f"global_step{step}"
+    folder.mkdir(parents=True)
+    manifest = Manifest(
+        step=step,
+        consumed=10 * step,
+        layout={"tp": 1},
+        heads={},
+        optimizer=optimizer,
+        parameters={},
+        files={},
+        config=config,
+    )
+    manifest.write(folder)
+    (root / "latest").write_text(folder.name)
+    return manifest
+
+
+@pytest.fixture
+def base(tmp_path):
+    put(tmp_path / "base", 2)
+    put(tmp_path / "base", 4)
+    return tmp_path / "base"
+
+
+def start_from(base, save=None, **more):
+    return decide_start(save, None, init=InitFrom(str(base), **more))
+
+
+def test_the_latest_is_taken_or_the_one_asked_for(base):
+    for start in (start_from(base), start_from(base / "global_step4"), start_from(base, iteration=4)):
+        assert (start.kind, start.path, start.step) == ("init", base / "global_step4", 4)
+    assert start_from(base, iteration=2).path == base / "global_step2"
+    assert decide_start(None, None, init=InitFrom.of({"path": str(base)})) == start_from(base)
+    with pytest.raises(
+        UserError, match=r"init_from: .* no complete checkpoint of iteration 3: complete steps: \[2, 4\]"
+    ):
+        start_from(base, iteration=3)
+    with pytest.raises(UserError, match="init_from: no checkpoint to load in .*there is no folder"):
+        start_from(base / "nothing")
+
+
+@pytest.mark.parametrize("data", ["continue", "restart"])
+@pytest.mark.parametrize("optimizer", ["keep", "reset"])
+@pytest.mark.parametrize("step", ["continue", "restart"])
+def test_every_key_says_its_own_thing(base, data, optimizer, step):
+    start = start_from(base, data=data, optimizer=optimizer, step=step)
+    assert not start.goes_on
+    assert (start.load_data, start.load_optim) == (data == "continue", optimizer == "keep")
+    assert (start.load_rng, start.step) == ((True, 4) if step == "continue" else (False, 0))
+    assert start.init.consumed(Manifest.read(start.path)) == (40 if data == "continue" else 0)
+    assert ("data continued behind 40 samples" in start.message) == start.load_data
+    assert ("data new, from sample 0" in start.message) != start.load_data
+    assert ("optimizer kept" in start.message) == start.load_optim and "weights taken" in start.message
+    assert ("steps count from 0" in start.message) == (step == "restart")
+    assert f"schedule of this config, at its step {start.step} " in start.message
+    assert "\n" not in start.message
+
+
+def test_a_run_that_has_saved_is_continued(base, tmp_path):
+    save = tmp_path / "save"
+    put(save, 6, init_from={"path": str(base)})
+    start = start_from(base, save)
+    assert (start.kind, start.step, start.init) == ("continue", 6, None)
+    assert "spoke of the first start, which has been)" in start.message and "mind" not in start.message
+    assert "mind" not in decide_start(save, None, init=InitFrom(f"{base}/")).message
+    other = decide_start(save, None, init=InitFrom("elsewhere")).message
+    assert f"mind that this run began from {base}: to begin from elsewhere, use another `save`" in other
+    put(save, 7)
+    assert "mind that this run began without init_from" in start_from(base, save).message
+
+
+def test_the_two_runs_have_two_folders(tmp_path):
+    put(tmp_path / "base" / "inner", 2)
+    assert start_from(tmp_path / "base" / "inner", tmp_path / "base").step == 2  # a folder inside `save` is another one
+    folder = tmp_path / "base" / "inner" / "global_step2"
+    with pytest.raises(UserError, match="lies in `save`"):
+        start_from(folder, folder)
+
+
+def test_what_a_checkpoint_cannot_give(tmp_path):
+    manifest = put(tmp_path / "bare", 4, optimizer=False)
+
+    def check(train_iters=8, checkpoint_schedule=False, **init):
+        check_init(
+            InitFrom("p", **init), manifest, train_iters=train_iters, use_checkpoint_lr_scheduler=checkpoint_schedule
+        )
+
+    with pytest.raises(UserError, match=r"without optimizer state; set init_from\.optimizer=reset"):
+        check()
+    check(optimizer="reset")
+    for length in (3, 4):
+        with pytest.raises(UserError, match=f"train_iters: {length} is not beyond step 4.*init_from.step=restart"):
+            check(length, optimizer="reset")
+        check(length, optimizer="reset", step="restart")
+    check(0, optimizer="reset")  # evaluates
+    check(None, optimizer="reset")
+    with pytest.raises(UserError, match="use_checkpoint_lr_scheduler"):
+        check(optimizer="reset", checkpoint_schedule=True)
+
+
+SAVED = {"hidden_size": 16, "tokenizer_type": "HFTokenizer", "seed": 1, "optimizer_type": "adam", "init_from": None}
+
+
+def test_only_what_is_taken_must_agree():
+    now = {**SAVED, "seed": 2, "optimizer_type": "sgd", "init_from": {"path": "p"}}
+    said = check_config(SAVED, now, load_optim=False, load_data=False)
+    assert len(said) == 2 and not any("init_from" in line for line in said)
+    with pytest.raises(UserError, match=r"data order: seed(.|\n)*start a new run with init_from\.data=restart \("):
+        check_config(SAVED, now, load_optim=False)
+    with pytest.raises(UserError, match=r"init_from\.data=restart and init_from\.optimizer=reset"):
+        check_config(SAVED, now)
+    for key, kind in (("hidden_size", "architecture"), ("tokenizer_type", "tokenizer")):
+        with pytest.raises(UserError, match=rf"{kind}: {key}(.|\n)*start a new run \(another"):
+            check_config(SAVED, {**now, key: "x"}, load_optim=False, load_data=False)
