@@ -153,6 +153,34 @@ def test_preference_pairs_stand_together(folder: Path, tmp_path: Path) -> None:
     assert re.findall(r"\[\[(.*?)\]\]", shown, re.DOTALL) == expected
 
 
+def train(config: Path, *options: str) -> None:
+    """Run `deepy.py train.py`."""
+    drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "DLTS_HOSTFILE")
+    env = {name: value for name, value in os.environ.items() if name not in drop and not name.startswith("SLURM")}
+    done = subprocess.run(
+        [sys.executable, ROOT / "deepy.py", ROOT / "train.py", config, *options],
+        env=env | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_real_run_trained_as_many_tokens_in_each_step(folder: Path, tmp_path: Path) -> None:
+    """Of two ranks, by their own count; the answers have different lengths."""
+    options = (f"save={tmp_path}", "log_interval=1", "global_num_gpus=2", "train_iters=4")
+    train(folder / "run.yml", *options)
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    counted = {one["step"]: one["train/trained_tokens"] for one in metrics if "train/trained_tokens" in one}
+    lines = run(TOOL, "sample", folder / "run.yml", "--steps", "0..3", "--json", *options).stdout.splitlines()
+    shown: dict[int, int] = {}
+    for one in map(json.loads, lines):
+        shown[one["iteration"]] = shown.get(one["iteration"], 0) + sum(one["mask"])
+    assert shown == counted and len(set(shown.values())) > 1
+
+
 def test_a_run_that_goes_on_is_seen_in_its_own_order(tmp_path: Path) -> None:
     """Trained for 2 steps, then made longer: the past is shown as it was, which a fresh run's order is not."""
     rng = np.random.RandomState(0)
@@ -161,8 +189,6 @@ def test_a_run_that_goes_on_is_seen_in_its_own_order(tmp_path: Path) -> None:
     base = CONFIG.replace("HFTokenizer", "bytes").replace("seq_length: 96", "seq_length: 16")
     config.write_text(f"{base}data_path: {data}\nsplit: 1,0,0\nmax_position_embeddings: 16\n")
     saved = (f"save={tmp_path / 'save'}", "log_interval=1")
-    drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "DLTS_HOSTFILE")
-    env = {name: value for name, value in os.environ.items() if name not in drop and not name.startswith("SLURM")}
 
     def shown(*options: str) -> list[list[int]]:
         out = run(TOOL, "sample", config, "--sample", "0..3", "--json", *options).stdout.splitlines()
@@ -170,15 +196,7 @@ def test_a_run_that_goes_on_is_seen_in_its_own_order(tmp_path: Path) -> None:
 
     short, fresh = shown("train_iters=2"), shown("train_iters=40")
     assert short != fresh
-    done = subprocess.run(
-        [sys.executable, ROOT / "deepy.py", ROOT / "train.py", config, *saved, "train_iters=2"],
-        env=env | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    train(config, *saved, "train_iters=2")
     longer = (*saved, "train_iters=40", "train_batch_size=4", "gradient_accumulation_steps=4")
     assert shown(*longer) == short
     # the file that every run leaves in its folder is a config too
