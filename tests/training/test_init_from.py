@@ -221,6 +221,18 @@ def test_later_starts_continue_and_remember_where_from(paths, phase1, tmp_path, 
     assert f"mind that this run began from {folder}" in capsys.readouterr().out
 
 
+def test_random_states_go_with_the_steps(paths, tmp_path):
+    """Dropout as in the run that never stopped when steps continue; anew when they restart, or when asked for."""
+    keys = {**two(paths), "hidden_dropout": 0.2, "lr_decay_style": "constant"}
+    straight = run(keys)[0]
+    folder = str(tmp_path / "first")
+    run({**keys, "save": folder, "exit_interval": 3})
+    assert run({**keys, **begin(folder)})[0].loss == straight.loss[3:]
+    for anew in (begin(folder, step="restart", train_iters=3), begin(folder, no_load_rng=True)):
+        report = run({**keys, **anew})[0]
+        assert report.tokens[:3] == straight.tokens[3:6] and report.loss[0] != straight.loss[3]
+
+
 def test_dropout_and_half_precision_resume_exactly(paths, phase1, tmp_path):
     _, folder = phase1
     keys = {**two(paths), "hidden_dropout": 0.1, "precision": "bfloat16", "checkpoint_factor": 1}
