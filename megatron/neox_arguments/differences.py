@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from megatron.neox_arguments.arguments import NeoXArgs
+from megatron.neox_arguments.difference import Difference, never
+from megatron.neox_arguments.differences_data import DATA, untrained_tokens
 from megatron.neox_arguments.formulas import GATED
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One difference. `line` is printed at start when `applies(args)` (a derived config) says that it matters."""
-
-    topic: str
-    neox: str
-    here: str
-    applies: Callable[[NeoXArgs], bool]
-    section: str = "Numbers"
-
-    @property
-    def line(self) -> str:
-        return f"{self.topic}: {self.here} (GPT-NeoX: {self.neox})"
-
-
-def _never(args: NeoXArgs) -> bool:
-    return False
 
 
 def _two_meanings(args: NeoXArgs) -> bool:
@@ -77,7 +57,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         "loss normalisation",
         "mean over ranks and micro-batches of each one's mean",
         "sum over all trained tokens of the global batch divided by their number",
-        lambda args: args.data.eod_mask_loss,
+        untrained_tokens,
     ),
     Difference(
         "vocabulary padding",
@@ -187,85 +167,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         "the schedule goes on with the iteration, whose samples count as consumed; NaN is skipped in every precision",
         lambda args: args.optimizer.precision == "fp16",
     ),
-    # data
-    Difference(
-        "split",
-        "small or zero proportions give negative starts and shared documents",
-        "ranges never overlap; an empty one is empty",
-        _never,
-        "Data",
-    ),
-    Difference(
-        "sample index cache",
-        "named by few of its inputs: a stale one is reused silently",
-        "keyed by the content it depends on",
-        _never,
-        "Data",
-    ),
-    Difference("data_impl infer", "finds nothing and fails", "finds the format", _never, "Data"),
-    Difference(
-        "resume",
-        "continues at iteration x accumulation of the loader; another batch size or rank count repeats or skips data",
-        "continues at the number of consumed samples, whatever the layout",
-        _never,
-        "Data",
-    ),
-    Difference(
-        "several passes",
-        "batches of the first pass are kept in memory and repeated",
-        "the sample order covers all epochs and nothing is kept",
-        _never,
-        "Data",
-    ),
-    Difference(
-        "preprocess_data --jsonl-keys",
-        "every key gets the same text; empty text crashes",
-        "each key its own; empty documents are skipped and counted",
-        _never,
-        "Data",
-    ),
-    Difference(
-        "last sample of a dataset",
-        "never used: the length is one too small",
-        "used; the order of all others is the same",
-        _never,
-        "Data",
-    ),
-    Difference(
-        "a sample number past the end",
-        "wraps around with a line on the console",
-        "cannot happen: asking for it is an error",
-        _never,
-        "Data",
-    ),
-    Difference(
-        "data of another tokenizer",
-        "trained on as it is",
-        "refused by the fingerprint beside the data; without one, a warning and a check of the ids",
-        _never,
-        "Data",
-    ),
-    Difference(
-        "end-of-document token",
-        "SentencePiece without one uses unk; a template's own eod is doubled by --append-eod",
-        "comes from the tokenizer's files or is an error; never doubled",
-        _never,
-        "Data",
-    ),
-    Difference(
-        "truncation and padding stored in a tokenizer.json",
-        "applied to documents",
-        "ignored",
-        _never,
-        "Data",
-    ),
-    Difference(
-        "damaged or cut-short compressed input",
-        "less data",
-        "an error",
-        _never,
-        "Data",
-    ),
+    *DATA,
     # runs and checkpoints
     Difference(
         "load without a checkpoint",
@@ -299,14 +201,14 @@ DIFFERENCES: tuple[Difference, ...] = (
         "saving",
         "files appear one by one",
         "a checkpoint is complete or invisible; the resolved config is in it",
-        _never,
+        never,
         "Runs and checkpoints",
     ),
     Difference(
         "layout of checkpoints",
         "must be loaded at the layout they were saved at",
         "optimizer state is stored by parameter name, for any layout",
-        _never,
+        never,
         "Runs and checkpoints",
     ),
     Difference(
@@ -345,33 +247,31 @@ DIFFERENCES: tuple[Difference, ...] = (
         "ranks",
         "GPUs found, else nothing works",
         "num_gpus also on CPUs, else what one copy of the model needs",
-        _never,
+        never,
         "Configuration",
     ),
     Difference(
         "duplicate keys",
         "the last one wins inside a file, and across files when one is spelt with dashes",
         "an error naming both lines, unless the values are equal",
-        _never,
+        never,
         "Configuration",
     ),
-    Difference("choices", "matched without case but not normalised", "normalised", _never, "Configuration"),
-    Difference(
-        "numbers", "1e-4 and 10.0 are refused where they are text or whole", "accepted", _never, "Configuration"
-    ),
-    Difference("AdamW", "refused", "accepted, the same as Adam", _never, "Configuration"),
+    Difference("choices", "matched without case but not normalised", "normalised", never, "Configuration"),
+    Difference("numbers", "1e-4 and 10.0 are refused where they are text or whole", "accepted", never, "Configuration"),
+    Difference("AdamW", "refused", "accepted, the same as Adam", never, "Configuration"),
     Difference(
         "deepspeed_extra_args",
         "override other keys silently",
         "a key that is set elsewhere with another value is an error",
-        _never,
+        never,
         "Configuration",
     ),
     Difference(
         "how ranks get the config",
         "base64 in the command line",
         "a file or the rendezvous store",
-        _never,
+        never,
         "Configuration",
     ),
     # generation, logging
@@ -386,42 +286,42 @@ DIFFERENCES: tuple[Difference, ...] = (
         "more than one prompt with the key/value cache",
         "the cache is not cleared between prompts, so later texts are wrong",
         "every prompt has its own; a batch of prompts gives the texts of each alone",
-        _never,
+        never,
         "Generation and logging",
     ),
     Difference(
         "sampled texts",
         "depend on the ranks and on the prompts before",
         "depend on the seed and the prompt's number alone, on any layout and with or without the cache",
-        _never,
+        never,
         "Generation and logging",
     ),
     Difference(
         "-i PROMPTS with text_gen_type: unconditional in a file",
         "the prompts are ignored",
         "the prompts are completed",
-        _never,
+        never,
         "Generation and logging",
     ),
     Difference(
         "eval.py, generate.py with bfloat16",
         "fails while the config is derived",
         "works; keys that only training needs are ignored",
-        _never,
+        never,
         "Generation and logging",
     ),
     Difference(
         "evaluation on several data-parallel ranks",
         "every rank evaluates every document",
         "the documents are dealt out, none is counted twice",
-        _never,
+        never,
         "Generation and logging",
     ),
     Difference(
         "use_wandb unset",
         "on when a key is found; random suffixes on the group",
         "off",
-        _never,
+        never,
         "Generation and logging",
     ),
     Difference(
@@ -431,7 +331,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         _trains,
         "Generation and logging",
     ),
-    Difference("exit status of config errors", "often 0", "2", _never, "Generation and logging"),
+    Difference("exit status of config errors", "often 0", "2", never, "Generation and logging"),
 )
 
 

@@ -188,8 +188,8 @@ class ModelConfig:
     )
     loss_chunk_size: int | None = key(
         None,
-        "Tokens per chunk of the fused output head and loss (default: 512 on a CPU, 4096 on a GPU); bounds their memory,"
-        " not the result.",
+        "Tokens per chunk of the fused output head and loss (default: 512 on a CPU, 4096 on a GPU); bounds their "
+        "memory, not the result.",
         new=True,
     )
 

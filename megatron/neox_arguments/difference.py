@@ -1,0 +1,28 @@
+"""One deliberate difference from GPT-NeoX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.neox_arguments.arguments import NeoXArgs
+
+
+def never(args: NeoXArgs) -> bool:
+    """For a difference that concerns no run, only tools or faults that a user may have got used to."""
+    return False
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference. `line` is printed at start when `applies(args)` (a derived config) says that it matters."""
+
+    topic: str
+    neox: str
+    here: str
+    applies: Callable[[NeoXArgs], bool] = never
+    section: str = "Numbers"
+
+    @property
+    def line(self) -> str:
+        return f"{self.topic}: {self.here} (GPT-NeoX: {self.neox})"
