@@ -90,7 +90,15 @@ def test_help_teaches_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
         parse_launcher_command_line(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for expected in ("deepy.py train.py", "--dry-run", "--prepare", "--explain", "-H hosts.txt", "torchrun", "exit codes"):
+    for expected in (
+        "deepy.py train.py",
+        "--dry-run",
+        "--prepare",
+        "--explain",
+        "-H hosts.txt",
+        "torchrun",
+        "exit codes",
+    ):
         assert expected in text
 
 
@@ -109,6 +117,11 @@ def test_rank_started_by_deepy_gets_only_the_resolved_file() -> None:
         parse_rank_command_line(["--resolved", "f.json", "lr=1"])
     with pytest.raises(UserError, match="no config file"):
         parse_rank_command_line([])
-    for foreign in (["--megatron_config", "e30="], ["a.yml", "--dry-run"], ["a.yml", "--prepare"], ["a.yml", "--explain", "lr"]):
+    for foreign in (
+        ["--megatron_config", "e30="],
+        ["a.yml", "--dry-run"],
+        ["a.yml", "--prepare"],
+        ["a.yml", "--explain", "lr"],
+    ):
         with pytest.raises(UserError, match=r"python deepy\.py"):
             parse_rank_command_line(foreign)
