@@ -147,7 +147,7 @@ DATA: tuple[_Difference, ...] = (
     Difference(
         "labels of chats",
         "the rendering of the first turns is assumed to begin that of all; line breaks after a turn are trained",
-        "each turn is labelled where the whole chat has it, up to its end-of-turn token, or the tool stops and names it",
+        "each turn is labelled where the chat has it, with its end-of-turn token, or the tool stops and names it",
     ),
     Difference(
         "end of a chat",
