@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron.data.chunks import Chunk, Fault
-from megatron.data.indexed import IndexedDatasetBuilder
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.manifest import Manifest, finalize_with_manifest
 from megatron.data.partial import PARTIAL, WriteError
 from megatron.data.resume import Journal

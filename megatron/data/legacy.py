@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed import DTYPES, LEGACY_MAGIC, IndexedDataset, IndexedDatasetBuilder, token_dtype
+from megatron.data.indexed import DTYPES, LEGACY_MAGIC, IndexedDataset, token_dtype
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.manifest import Manifest, finalize_with_manifest
 from megatron.data.pieces import FilePieces
 from megatron.data.token_files import TokenFiles

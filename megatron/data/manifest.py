@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.partial import PARTIAL, WriteError
 from megatron.errors import UserError
 from megatron.log import Once, get_logger

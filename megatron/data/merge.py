@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.manifest import Manifest, finalize_with_manifest, verify
 from megatron.data.merge_groups import COMPANIONS, Group
 from megatron.data.partial import WriteError

@@ -21,7 +21,8 @@ import numpy as np
 
 from megatron.data.chunks import Chunk, Position
 from megatron.data.formats import START
-from megatron.data.indexed import HEADER, IndexedDatasetBuilder, Mark
+from megatron.data.indexed import HEADER
+from megatron.data.indexed_builder import IndexedDatasetBuilder, Mark
 from megatron.data.partial import PARTIAL, WriteError
 from megatron.errors import UserError
 

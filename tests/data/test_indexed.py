@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder, token_dtype
+from megatron.data.indexed import IndexedDataset, token_dtype
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.pieces import FilePieces
 from megatron.data.prefixes import find_prefix
 from megatron.errors import UserError

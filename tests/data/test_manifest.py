@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from megatron.data import manifest as manifests
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.partial import WriteError
 from megatron.errors import UserError
 from megatron.tokenizer.base import Tokenizer

@@ -11,7 +11,8 @@ import pytest
 from megatron.data.encode import write_datasets
 from megatron.data.encode_text import EncodeOptions, TextEncoder
 from megatron.data.formats import read_chunks
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.manifest import manifest_path, read_manifest
 from megatron.data.merge import merge_datasets, merge_groups
 from megatron.data.merge_groups import find_groups

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from megatron.data import corpus_job, formats, indexed, partial
+from megatron.data import corpus_job, formats, indexed_builder, partial
 from megatron.data.chunks import Chunk
 from megatron.data.corpus_job import JobOptions, tokenise_files
 from megatron.data.encode import Encoded
 from megatron.data.encode_text import EncodeOptions, TextEncoder
 from megatron.data.formats import Part, read_parts
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.partial import WriteError
 from megatron.data.shards import Shard
 from megatron.errors import UserError
@@ -276,7 +277,7 @@ def test_an_empty_result_leaves_nothing_even_of_an_earlier_run(tmp_path: Path) -
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """Writing into any partial file fails once that many bytes were written to it."""
-    real = indexed.open_alone
+    real = indexed_builder.open_alone
 
     class Full:
         def __init__(self, file: Any) -> None:
@@ -290,7 +291,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self.file, name)
 
-    monkeypatch.setattr(indexed, "open_alone", lambda path, keep=None: Full(real(path, keep)))
+    monkeypatch.setattr(indexed_builder, "open_alone", lambda path, keep=None: Full(real(path, keep)))
 
 
 def test_a_full_disk_keeps_what_can_be_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from megatron.data import verify as verifying
-from megatron.data.indexed import HEADER, IndexedDatasetBuilder
+from megatron.data.indexed import HEADER
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.manifest import finalize_with_manifest
 from megatron.data.token_files import TokenFiles
 from megatron.data.verify import label_companion, verify_path

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.collate import CollateRules
-from megatron.data.indexed import IndexedDatasetBuilder
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.manifest import finalize_with_manifest
 from megatron.data.sample import Sample
 from megatron.data.view import Part, View, document_view, sample_view

@@ -41,7 +41,7 @@ def cut(name: str, count: int) -> Change:
 
 def foreign_tokenizer(folder: Path) -> None:
     """Data whose manifest says that another tokenizer made it."""
-    from megatron.data.indexed import IndexedDatasetBuilder
+    from megatron.data.indexed_builder import IndexedDatasetBuilder
     from megatron.data.manifest import finalize_with_manifest
 
     with IndexedDatasetBuilder(folder / "data/x", "uint16") as builder:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedDatasetBuilder
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.splits import split_bounds
 
 pytestmark = pytest.mark.cpu

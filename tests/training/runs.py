@@ -17,7 +17,7 @@ import torch
 from megatron import log
 from megatron.callbacks import run as run_module
 from megatron.data.batch import StepBatch
-from megatron.data.indexed import IndexedDatasetBuilder
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.errors import DeepyError
 from megatron.mpu.random import seed_everything
 from megatron.mpu.state import ParallelState

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from megatron.data.build import plan_datasets
 from megatron.data.collate import CollateRules
-from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.loader import StepLoader
 from megatron.mpu.sharding import named_parameters
 from megatron.neox_arguments.schema_data import DataConfig

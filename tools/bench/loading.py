@@ -18,7 +18,8 @@ import numpy as np
 
 from megatron.data.build import build_datasets
 from megatron.data.collate import CollateRules
-from megatron.data.indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset, IndexedDatasetBuilder
+from megatron.data.indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset
+from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.loader import StepLoader
 from megatron.data.packings import PACKINGS
 from megatron.neox_arguments.schema_data import DataConfig

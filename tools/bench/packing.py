@@ -97,7 +97,8 @@ def measure(like: str, name: str, args: argparse.Namespace) -> list[str]:
 def load(like: str, name: str, args: argparse.Namespace) -> list[str]:
     """Million real tokens per CPU second, and milliseconds to the first step after a resume near the end."""
     from megatron.data.collate import CollateRules
-    from megatron.data.indexed import IndexedDataset, IndexedDatasetBuilder
+    from megatron.data.indexed import IndexedDataset
+    from megatron.data.indexed_builder import IndexedDatasetBuilder
     from megatron.data.loader import StepLoader
 
     with tempfile.TemporaryDirectory() as folder:
