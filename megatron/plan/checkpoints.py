@@ -20,8 +20,8 @@ class SavePlan:
     free: int | None
 
 
-def save_plan(args: NeoXArgs, parameters: int) -> SavePlan | None:
-    """The checkpoints of the whole run; None when `save` is not set.
+def save_plan(args: NeoXArgs, parameters: int, first: int = 0) -> SavePlan | None:
+    """The checkpoints of the whole run, which begins at step `first`; None when `save` is not set.
 
     One checkpoint holds the weights in the run's precision and, with optimizer state, fp32 masters and two moments.
     """
@@ -34,6 +34,7 @@ def save_plan(args: NeoXArgs, parameters: int) -> SavePlan | None:
         factor=checkpoint.checkpoint_factor,
         extra=checkpoint.extra_save_iters,
     )
+    saved = [step for step in saved if step > first or first == 0]  # at 0 the initial weights may be saved
     keep = checkpoint.keep_last_n_checkpoints
     extra = len(set(checkpoint.extra_save_iters or ()) & set(saved[:-keep])) if keep and keep > 0 else 0
     kept = min(len(saved), keep + extra) if keep and keep > 0 else len(saved)

@@ -48,7 +48,8 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | 
     ]
     if isinstance(found.start, Start):
         plan = checked_plan(args, tokenizer, found.start)
-        saves = save_plan(args, sum(stage.parameters or 0 for stage in stages))
+        begins = found.start.step if found.start.kind in ("load", "init") else 0  # behind steps of another folder
+        saves = save_plan(args, sum(stage.parameters or 0 for stage in stages), begins)
         parts += [
             sections.steps(args, vocab_size),
             sections.data(plan.table(), plan.notes()),

@@ -78,12 +78,14 @@ def test_every_example_dry_runs_and_trains(first: Any, tmp_path: Path, monkeypat
 
 def test_the_message_looks_as_in_the_text(first: Any, tmp_path: Path) -> None:
     shown = re.search(r"```\n(beginning from .*?)\n```", TEXT, flags=re.DOTALL).group(1)
-    text = dry_run(config(first, tmp_path / "run.yml", init_from=init(first), train_iters=9))
+    text = dry_run(config(first, tmp_path / "run.yml", init_from=init(first), train_iters=9, save="x"))
 
     def shape(line: str) -> str:
         return re.sub(r"from \S*runs", "from runs", re.sub(r"\d+(,\d+)?", "N", line))
 
-    assert shape(shown) in [shape(line) for line in section(text, "checkpoints")]
+    told = section(text, "checkpoints")
+    assert shape(shown) in [shape(line) for line in told]
+    assert next(line for line in told if line.startswith("saves to ")).endswith("after steps 6, 9 (2 checkpoints)")
 
 
 def test_the_dry_run_counts_what_was_read(first: Any, tmp_path: Path) -> None:
