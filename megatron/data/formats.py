@@ -7,7 +7,6 @@ parsed wherever the chunk is sent, so that workers share the expensive part. Rea
 
 from __future__ import annotations
 
-import glob
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -215,40 +214,6 @@ READERS: dict[str, Callable[[Part, Position], Iterator[Cut]]] = {
 SPLITTABLE = (".jsonl", ".ndjson", ".parquet", ".arrow")
 
 
-def find_inputs(names: Iterable[str]) -> list[Path]:
-    """The files that command-line inputs mean: paths, comma-joined lists, globs, folders (every file of a known kind).
-
-    `@FILE` stands for the inputs that FILE names, one a line. The order given is kept; what a glob or a folder stands
-    for comes sorted by name. Raises `UserError` when a name stands for nothing or a file is of an unknown kind.
-    """
-    found: list[Path] = []
-    for name in names:
-        if name.startswith("@") and not Path(name).exists():
-            found += find_inputs(_listed(Path(name[1:])))
-            continue
-        for part in [name] if Path(name).exists() else [part for part in name.split(",") if part]:
-            found += _expand(part)
-    for path in found:
-        if kind_of(path) not in READERS or (path.suffix in COMPRESSIONS and kind_of(path) in (".parquet", ".arrow")):
-            raise UserError(
-                f"{path}: unknown kind of file. Known: {', '.join(READERS)}, and all but the last two also compressed "
-                f"as {', '.join(COMPRESSIONS)}"
-            )
-    return found
-
-
-def _listed(path: Path) -> list[str]:
-    """The lines of a list of files, blank ones and comments left out."""
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"@{path}: a list of input files, which cannot be read: {error}") from error
-    names = [line for line in lines if line and not line.startswith("#")]
-    if not names:
-        raise UserError(f"@{path}: a list of input files that names none")
-    return names
-
-
 def kind_of(path: Path) -> str:
     """A file's extension without that of a compression: `.jsonl` of `a.jsonl.zst`."""
     return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
@@ -279,21 +244,6 @@ def read_parts(parts: Sequence[Part], begin: Position = START) -> Iterator[Cut]:
         for index in indices:
             for chunk, after in reader(parts[index], begin if index == begin.file else Position()):
                 yield chunk, replace(after, file=index)
-
-
-def _expand(name: str) -> list[Path]:
-    path = Path(name).expanduser()
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and kind_of(file) in READERS)
-        if not files:
-            raise UserError(f"{name}: no file of a known kind in this folder. Known: {', '.join(READERS)}")
-        return files
-    if path.exists():
-        return [path]
-    matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-    if not matches:
-        raise UserError(f"{name}: no such file" + (" (no match)" if glob.has_magic(name) else ""))
-    return matches
 
 
 def _pyarrow(path: Path) -> Any:

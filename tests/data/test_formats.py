@@ -14,7 +14,8 @@ import pytest
 
 from megatron.data import formats
 from megatron.data.chunks import Document, Fault, Record
-from megatron.data.formats import find_inputs, read_chunks
+from megatron.data.formats import read_chunks
+from megatron.data.inputs import find_inputs
 from megatron.errors import UserError
 
 pytestmark = pytest.mark.cpu
@@ -216,50 +217,3 @@ def test_damaged_files_are_errors_not_less_data(tmp_path: Path, name: str, damag
     path.write_bytes({"short": whole[: len(whole) * 2 // 3], "foreign": b"not at all" * 30, "empty": b""}[damage])
     with pytest.raises(UserError, match=name):
         documents(path)
-
-
-def test_a_list_of_files_names_inputs(tmp_path: Path) -> None:
-    for name in ("a.jsonl", "b.jsonl", "c.txt"):
-        (tmp_path / name).write_text("{}")
-    (tmp_path / "list").write_text(f"# the order is kept\n{tmp_path}/c.txt\n\n{tmp_path}/*.jsonl\n")
-    found = find_inputs([f"@{tmp_path}/list", str(tmp_path / "a.jsonl")])
-    assert [path.name for path in found] == ["c.txt", "a.jsonl", "b.jsonl", "a.jsonl"]
-    (tmp_path / "list").write_text("# nothing\n")
-    for name, said in (("list", "names none"), ("absent", "cannot be read")):
-        with pytest.raises(UserError, match=said):
-            find_inputs([f"@{tmp_path}/{name}"])
-
-
-def test_inputs_are_lists_globs_and_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("b.jsonl", "a.jsonl", "c.txt", "sub/z.jsonl.zst", "sub/notes.md", "odd,name.txt"):
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).write_text("")
-
-    def names(*inputs: str) -> list[str]:
-        return [str(path.relative_to(tmp_path) if path.is_absolute() else path) for path in find_inputs(inputs)]
-
-    assert names("b.jsonl,a.jsonl") == ["b.jsonl", "a.jsonl"]
-    assert names("b.jsonl", "*.jsonl") == ["b.jsonl", "a.jsonl", "b.jsonl"]
-    assert names("sub") == ["sub/z.jsonl.zst"]
-    assert names("odd,name.txt") == ["odd,name.txt"]
-    assert names("**/*.zst", "a.jsonl,") == ["sub/z.jsonl.zst", "a.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("absent.jsonl", "absent.jsonl: no such file"),
-        ("*.parquet", r"no match"),
-        ("notes.md", r"notes\.md: unknown kind of file\. Known: \.jsonl"),
-        ("notes.md.gz", "unknown kind of file"),
-        ("empty", "no file of a known kind"),
-    ],
-)
-def test_inputs_that_stand_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, said: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("empty").mkdir()
-    for name in ("notes.md", "notes.md.gz"):
-        Path(name).write_text("x")
-    with pytest.raises(UserError, match=said):
-        find_inputs([given])

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from megatron.data.chunks import Document, Fault
 from megatron.data.corpus_job import JobOptions, check_writable, tokenise_files
 from megatron.data.encode_text import EncodeOptions, TextEncoder
-from megatron.data.formats import Part, find_inputs, read_parts
+from megatron.data.formats import Part, read_parts
 from megatron.data.indexed import IndexedDataset
+from megatron.data.inputs import find_inputs
 from megatron.data.merge import merge_groups
 from megatron.data.merge_groups import find_groups
 from megatron.data.shards import Shard, parse_shard

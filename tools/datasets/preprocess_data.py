@@ -15,7 +15,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from megatron import log
 from megatron.data.corpus_job import add_job_arguments, job_options, tokenise_files, write_metadata
 from megatron.data.encode_text import EncodeOptions, TextEncoder, sample_of_files
-from megatron.data.formats import find_inputs
+from megatron.data.inputs import find_inputs
 from megatron.errors import UserError, run_cli
 from megatron.tokenizer import ENCODERS, TOKENIZERS, choose_encoder, create_tokenizer
 

@@ -16,8 +16,8 @@ from megatron import log
 from megatron.data.corpus_job import Result, add_job_arguments, job_options, tokenise_files, write_metadata
 from megatron.data.encode_masked import Delimiter, MaskedTextEncoder
 from megatron.data.encode_text import EncodeOptions
-from megatron.data.formats import find_inputs
 from megatron.data.indexed import IndexedDataset
+from megatron.data.inputs import find_inputs
 from megatron.errors import UserError, run_cli
 from megatron.tokenizer import TOKENIZERS, create_tokenizer
 

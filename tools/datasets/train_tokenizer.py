@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron import log
 from megatron.data.byte_progress import ByteProgress
 from megatron.data.chunks import Fault
-from megatron.data.formats import find_inputs, read_chunks
+from megatron.data.formats import read_chunks
+from megatron.data.inputs import find_inputs
 from megatron.errors import UserError, run_cli
 from megatron.tokenizer.train import NORMALIZERS, train_bpe, write_companions
 
