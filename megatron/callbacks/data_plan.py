@@ -1,6 +1,6 @@
 """What a run reads, worked out from its configuration: the same for ranks, for the dry run and for `--prepare`.
 
-Imports no torch, but to read a checkpoint.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.checkpoint import layout
 from megatron.checkpoint.find import Start
 from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.plain import read_plain
 from megatron.data.build import DataPlan, epoch_samples, plan_datasets
 from megatron.data.collate import CollateRules
 from megatron.data.frozen import begun_at, handed_over
@@ -80,8 +82,8 @@ def collate_rules(args: NeoXArgs, tokenizer: Tokenizer) -> CollateRules:
 def continued(start: Start) -> tuple[Mapping[str, Any] | None, tuple[int, int]]:
     """The frozen sample order that a run goes on with, and the steps and samples that it has behind it.
 
-    (None, (0, 0)) for a run that has nothing behind it. The order lies in the checkpoint, so only a run that goes on
-    imports torch here. Raises `UserError` when `init_from` asks for an order that is not there.
+    (None, (0, 0)) for a run that has nothing behind it. Raises `UserError` when `init_from` asks for an order that is
+    not there.
     """
     if start.path is None or start.kind == "finetune":
         return None, (0, 0)
@@ -99,7 +101,7 @@ def continued(start: Start) -> tuple[Mapping[str, Any] | None, tuple[int, int]]:
 
 
 def check_tokenizer_of(start: Start, tokenizer: Tokenizer, allow: bool) -> None:
-    """Refuse a checkpoint that was trained with other ids, unless a new run takes its weights alone. Imports torch."""
+    """Refuse a checkpoint that was trained with other ids, unless a new run takes its weights alone."""
     if start.path is not None and start.kind != "finetune":
         check_identity(_client_state(start).get("TokenizerIdentity"), tokenizer, allow)
 
@@ -122,7 +124,5 @@ def check_identity(saved: Mapping[str, Any] | None, tokenizer: Tokenizer, allow:
 
 def _client_state(start: Start) -> Mapping[str, Any]:
     """What the callbacks left in the checkpoint, by name."""
-    from megatron.checkpoint.reader import CheckpointReader
-
     assert start.path is not None
-    return CheckpointReader(start.path).state()["client"].get("callbacks", {})
+    return read_plain(start.path / layout.state_file(0))["client"].get("callbacks", {})

@@ -60,8 +60,8 @@ def preflight(args: NeoXArgs, kind: str) -> Found:
             find_files(path)
     found = Found(build_tokenizer(args.tokenizer), _start(args, kind))
     if isinstance(found.start, Start):
-        check_data(args, data_paths(args), found.tokenizer, found.start)
         check_start(args, found.start)
+        check_data(args, data_paths(args), found.tokenizer, found.start)
     else:
         check_requests(args.generation, kind)
     return found

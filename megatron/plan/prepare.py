@@ -1,7 +1,6 @@
 """`--prepare`: check all data of a run and build its sample indices, without GPUs and without starting ranks.
 
-What the run would do first on its expensive nodes is done here on any node that sees the files. Imports no torch,
-unless the run goes on from a checkpoint, which holds the order of its samples.
+What the run would do first on its expensive nodes is done here on any node that sees the files. Imports no torch.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron.callbacks.data_plan import data_plan
+from megatron.callbacks.data_plan import check_tokenizer_of, continued, data_plan
 from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.find import Start
 from megatron.checkpoint.init_from import check_init
@@ -25,9 +25,10 @@ _QUICKLY_COUNTED = 100_000_000  # documents: their lengths are summed and hashed
 
 def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer, start: Start) -> None:
     """Every pair of files is whole, was made with this tokenizer as far as a manifest tells (else the run scans the
-    ids), and all of them together are enough. That is not asked where counting would take seconds (.npy files), or
-    where a checkpoint, which is not opened here, tells what has been read."""
+    ids), all of them together are enough, and they are what a checkpoint to go on from was trained on. The last two
+    are not asked where counting would take seconds (.npy files)."""
     documents = 0
+    check_tokenizer_of(start, tokenizer, args.checkpoint.allow_config_changes)
     with only_errors():
         for path in (found for given in paths for found in find_files(given)):
             if path.endswith(".npy"):
@@ -38,8 +39,8 @@ def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer, start
             if read_manifest(data.prefix) is not None:
                 check_tokenizer(data, tokenizer)
         # A number of epochs is turned into steps by the run, which counts the data for it.
-        if args.training.train_iters is not None and documents < _QUICKLY_COUNTED and start.path is None:
-            data_plan(args, tokenizer)
+        if args.training.train_iters is not None and documents < _QUICKLY_COUNTED:
+            data_plan(args, tokenizer, *continued(start))
 
 
 def check_start(args: NeoXArgs, start: Start) -> None:

@@ -1,7 +1,7 @@
 """The data of a run, opened from its configuration alone, to be looked at: any sample, any step, on any machine.
 
 Plans as `--prepare` and the run itself do, so a run that goes on is seen in the order that its checkpoint keeps.
-Imports no torch, unless there is such a checkpoint.
+Imports no torch.
 """
 
 from __future__ import annotations
