@@ -149,7 +149,8 @@ def check_sources(saved: FrozenRole, now: Sequence[FrozenSource], progress: Prog
         if not any(phase.weights[d] > 0 for phase in saved.phases if phase.step < progress.steps):
             continue  # nothing of it was read
         if place is None:
-            faults.append(f"  {_what_became_of(old, now)}")
+            others = [source for i, source in enumerate(now) if i not in places]
+            faults.append(f"  {_what_became_of(old, others, len(now))}")
         elif old.labels is not None and old.labels != now[place].labels:
             had, has = ("labels", "none") if old.labels else ("no labels", "some")
             faults.append(f"  {now[place].prefix} had {had} in the checkpoint, now {has}")
@@ -163,12 +164,13 @@ def check_sources(saved: FrozenRole, now: Sequence[FrozenSource], progress: Prog
     return places
 
 
-def _what_became_of(old: FrozenSource, now: Sequence[FrozenSource]) -> str:
-    for source in now:
+def _what_became_of(old: FrozenSource, others: Sequence[FrozenSource], now: int) -> str:
+    """In words, why a source is not found. `others`: those of `now` sources that none of the checkpoint's is."""
+    for source in others:
         if source.prefix == old.prefix or source.name == old.name:
             changed = "documents, their range or labels, pack_impl or seq_length"
             return f"{source.prefix}: {changed} changed since the checkpoint"
-    return f"{old.prefix}: is no longer among the {len(now)} sources"
+    return f"{old.prefix}: is no longer among the {now} sources"
 
 
 def check_past(
