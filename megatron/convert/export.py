@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert import gpt_neox, llama
+from megatron.convert import gpt_neox, llama, olmo, qwen
 from megatron.convert.check import compare
 from megatron.convert.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, choose_family
 from megatron.convert.safetensors_writer import Planned, write_safetensors
@@ -27,7 +27,7 @@ from megatron.neox_arguments.schema_model import ModelConfig
 
 logger = get_logger(__name__)
 
-PROVIDERS = (gpt_neox, llama)  # importing them is what fills the registry
+PROVIDERS = (gpt_neox, llama, qwen, olmo)  # importing them is what fills the registry
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -68,7 +68,7 @@ def export(
         config_files: YAML of the run; its tokenizer keys win over the checkpoint's own config, its architecture must
             agree with it.
         precision: `auto` (as trained), `fp16`, `bf16` or `fp32`.
-        architecture: `neox`, `llama` or `mistral`; None takes the first that can express the model.
+        architecture: a name of `FAMILIES` (`neox`, `llama`, ...); None takes the first that can express the model.
         tokenizer: whether to write the tokenizer's files.
         vocab_is_hf: `vocab_file` is a Hugging Face tokenizer folder.
         pad_token_id: for the config; None takes the tokenizer's.

@@ -88,14 +88,39 @@ def choose_family(model: ModelConfig, name: str | None) -> Family:
 def common_refusals(model: ModelConfig) -> list[str]:
     """What no family of this package expresses."""
     reasons = []
-    if model.norm_placement != "pre":
-        reasons.append(f"norm_placement: {model.norm_placement}")
-    if model.pos_emb != "rotary":
-        reasons.append(f"pos_emb: {model.pos_emb} (it has rotary positions only)")
-    if model.use_qk_layernorm or model.use_separate_qk_norms:
-        reasons.append("use_qk_layernorm (it has no norms on queries and keys)")
+    if model.use_qk_layernorm:
+        reasons.append("use_qk_layernorm (one norm for queries and keys)")
     if model.use_mup:
         reasons.append("use_mup (its multipliers have no place)")
     if any(kind not in ("global", "flash", "local") for kind in model.attention_config or ()):
         reasons.append("attention_config with other kinds than attention")
     return reasons
+
+
+def pre_norm_refusals(model: ModelConfig) -> list[str]:
+    """For families with norms before attention and feed-forward, and none on queries and keys."""
+    reasons = []
+    if model.norm_placement != "pre":
+        reasons.append(f"norm_placement: {model.norm_placement}")
+    if model.use_separate_qk_norms:
+        reasons.append("use_separate_qk_norms (it has no norms on queries and keys)")
+    return reasons
+
+
+def rotary_refusals(model: ModelConfig) -> list[str]:
+    """For families with rotary positions only."""
+    return [] if model.pos_emb == "rotary" else [f"pos_emb: {model.pos_emb} (it has rotary positions only)"]
+
+
+def output_bias_refusals(model: ModelConfig) -> list[str]:
+    """For families in which the four attention projections have biases together or not at all."""
+    if model.use_bias_in_attn_linear and not model.use_bias_in_attn_output:
+        return ["use_bias_in_attn_output: false (its output projection has a bias when the others have)"]
+    return []
+
+
+def width_refusals(model: ModelConfig) -> list[str]:
+    """For families whose heads together are as wide as the model."""
+    if model.num_attention_heads * model.head_dim != model.hidden_size:
+        return [f"head_dim: {model.head_dim} (its heads are hidden_size / num_attention_heads wide)"]
+    return []

@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.convert.family import FAMILIES, WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, common_refusals
+from megatron.convert.family import (
+    FAMILIES,
+    WORD_EMBEDDINGS,
+    Constant,
+    Family,
+    Rule,
+    TokenIds,
+    common_refusals,
+    output_bias_refusals,
+    pre_norm_refusals,
+    rotary_refusals,
+    width_refusals,
+)
 from megatron.convert.transforms import Duplicate, PerHead
 
 if TYPE_CHECKING:
@@ -94,7 +106,8 @@ def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]
 
 
 def unsupported(model: ModelConfig) -> list[str]:
-    reasons = common_refusals(model)
+    reasons = [*common_refusals(model), *pre_norm_refusals(model), *rotary_refusals(model)]
+    reasons += [*output_bias_refusals(model), *width_refusals(model)]
     if model.norm not in ("layernorm", "non_parametric_layernorm"):
         reasons.append(f"norm: {model.norm} (it has layernorm only)")
     if model.activation not in ACTIVATIONS:

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.convert.family import FAMILIES, WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, common_refusals
+from megatron.convert.family import (
+    FAMILIES,
+    WORD_EMBEDDINGS,
+    Constant,
+    Family,
+    Rule,
+    TokenIds,
+    common_refusals,
+    output_bias_refusals,
+    pre_norm_refusals,
+    rotary_refusals,
+)
 from megatron.convert.transforms import Split
 
 if TYPE_CHECKING:
@@ -18,6 +29,7 @@ ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "glu": "sigmo
 
 
 def table(model: ModelConfig) -> list[Rule | Constant]:
+    """Of LLaMA and of the families that keep its names (qwen.py, olmo.py)."""
     rules: list[Rule | Constant] = [Rule(WORD_EMBEDDINGS, ("model.embed_tokens.weight",))]
     for block in range(model.num_layers):
         rules += _block(model, block)
@@ -30,14 +42,17 @@ def table(model: ModelConfig) -> list[Rule | Constant]:
 def _block(model: ModelConfig, block: int) -> list[Rule | Constant]:
     ours, theirs = f"{block + 2}.", f"model.layers.{block}."
     q, kv = model.num_attention_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    before = "input_layernorm" if model.norm_placement == "pre" else "post_feedforward_layernorm"
     rules: list[Rule | Constant] = [
-        Rule(f"{ours}{name}.scale", (f"{theirs}{name}.weight",))
-        for name in ("input_layernorm", "post_attention_layernorm")
+        Rule(f"{ours}{name}.scale", (f"{theirs}{name}.weight",)) for name in (before, "post_attention_layernorm")
     ]
     for kind in ("weight", "bias") if model.use_bias_in_attn_linear else ("weight",):
         projections = tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv")
         rules.append(Rule(f"{ours}attention.query_key_value.{kind}", projections, Split((q, kv, kv))))
-        rules.append(Rule(f"{ours}attention.dense.{kind}", (f"{theirs}self_attn.o_proj.{kind}",)))
+        if kind == "weight" or model.use_bias_in_attn_output:
+            rules.append(Rule(f"{ours}attention.dense.{kind}", (f"{theirs}self_attn.o_proj.{kind}",)))
+    if model.use_separate_qk_norms:
+        rules += [Rule(f"{ours}attention.{x}_norm.scale", (f"{theirs}self_attn.{x}_norm.weight",)) for x in "qk"]
     for kind in ("weight", "bias") if model.use_bias_in_mlp else ("weight",):
         halves = tuple(f"{theirs}mlp.{part}_proj.{kind}" for part in ("up", "gate"))
         rules.append(Rule(f"{ours}mlp.linear1.{kind}", halves, Split((model.ffn_width, model.ffn_width))))
@@ -48,7 +63,7 @@ def _block(model: ModelConfig, block: int) -> list[Rule | Constant]:
 def llama_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
     return {
         "model_type": "llama",
-        **_common(model, vocab_size, ids),
+        **common_config(model, vocab_size, ids),
         "attention_bias": model.use_bias_in_attn_linear,
         "mlp_bias": model.use_bias_in_mlp,
     }
@@ -58,12 +73,12 @@ def mistral_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[s
     window = model.layer_windows[0]
     return {
         "model_type": "mistral",
-        **_common(model, vocab_size, ids),
+        **common_config(model, vocab_size, ids),
         "sliding_window": None if window is None else window + 1,
     }
 
 
-def _common(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
+def common_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
     return {
         "vocab_size": vocab_size,
         "hidden_size": model.hidden_size,
@@ -87,7 +102,8 @@ def _common(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any
     }
 
 
-def _refusals(model: ModelConfig) -> list[str]:
+def decoder_refusals(model: ModelConfig) -> list[str]:
+    """What LLaMA and its relatives do not express: other norms, plain activations, parallel residuals."""
     reasons = common_refusals(model)
     if model.norm != "rmsnorm":
         reasons.append(f"norm: {model.norm} (it has rmsnorm only)")
@@ -97,20 +113,21 @@ def _refusals(model: ModelConfig) -> list[str]:
         reasons.append("gpt_j_residual (its residuals are sequential)")
     if model.rotary_pct != 1.0:
         reasons.append(f"rotary_pct: {model.rotary_pct} (it rotates whole heads)")
+    reasons += rotary_refusals(model)
     if model.hidden_dropout:
         reasons.append(f"hidden_dropout: {model.hidden_dropout} (it has none)")
     return reasons
 
 
 def llama_unsupported(model: ModelConfig) -> list[str]:
-    reasons = _refusals(model)
+    reasons = [*decoder_refusals(model), *pre_norm_refusals(model), *output_bias_refusals(model)]
     if any(window is not None for window in model.layer_windows or ()):
         reasons.append("sliding_window_width (it has full attention only; try --architecture mistral)")
     return reasons
 
 
 def mistral_unsupported(model: ModelConfig) -> list[str]:
-    reasons = _refusals(model)
+    reasons = [*decoder_refusals(model), *pre_norm_refusals(model)]
     if len(set(model.layer_windows or ())) > 1:
         reasons.append("attention_config with a window in some layers only")
     if model.use_bias_in_attn_linear or model.use_bias_in_mlp:

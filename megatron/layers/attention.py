@@ -20,7 +20,7 @@ from megatron.layers.documents import Documents, Need
 from megatron.layers.dropout import sharded_rng
 from megatron.layers.init import build_init
 from megatron.layers.kv_cache import LayerCache
-from megatron.layers.norms import SplitRMSNorm, build_norm
+from megatron.layers.norms import RMSNorm, SplitRMSNorm, build_norm
 from megatron.layers.positions import POSITIONS
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.state import ParallelState
@@ -67,7 +67,11 @@ class SelfAttention(nn.Module):
             blocks=(heads * d, kv_heads * d, kv_heads * d),
         )
         self.dense = RowParallelLinear(
-            heads * d, model.hidden_size, state=state, init=build_init(model, residual=True), bias=bias
+            heads * d,
+            model.hidden_size,
+            state=state,
+            init=build_init(model, residual=True),
+            bias=bias and model.use_bias_in_attn_output,
         )
         self._build_qk_norms(model)
         self.rotary = rotary
@@ -95,7 +99,12 @@ class SelfAttention(nn.Module):
         if model.use_qk_layernorm:
             # Over d, one weight for all heads: GPT-NeoX's runs over [heads/tp, d], which depends on the layout.
             self.qk_layernorm = build_norm(model, self.state, width=self.d, region="tensor")
-        if model.use_separate_qk_norms:
+        self.norm_per_head = model.qk_norm_per_head
+        if self.norm_per_head:
+            self.q_norm, self.k_norm = (
+                RMSNorm(self.d, eps=model.rms_norm_epsilon, state=self.state, region="tensor") for _ in "qk"
+            )
+        elif model.use_separate_qk_norms:
             tp, eps = self.state.tp_size, model.rms_norm_epsilon
             self.q_norm = SplitRMSNorm(self.heads * tp * self.d, eps=eps, state=self.state)
             self.k_norm = SplitRMSNorm(self.kv_heads * tp * self.d, eps=eps, state=self.state)
@@ -148,10 +157,13 @@ class SelfAttention(nn.Module):
         b, s = positions.shape
         fused = self.query_key_value(x, entered=entered)
         qk, v = fused.split(((self.heads + self.kv_heads) * self.d, self.kv_heads * self.d), dim=-1)
-        if self.q_norm is not None:
+        if self.q_norm is not None and not self.norm_per_head:
             q, k = qk.split((self.heads * self.d, self.kv_heads * self.d), dim=-1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=-1)
         qk = qk.view(b, s, self.heads + self.kv_heads, self.d)
+        if self.norm_per_head:
+            q, k = qk.split((self.heads, self.kv_heads), dim=2)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
         if self.qk_layernorm is not None:
             qk = self.qk_layernorm(qk)
         if self.rotary is not None:

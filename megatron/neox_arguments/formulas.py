@@ -59,11 +59,11 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> ParameterCount:
     up_rows = 2 * f if model.activation in GATED else f
     attention = qkv_rows * h + h * heads * d
     if model.use_bias_in_attn_linear:
-        attention += qkv_rows + h
+        attention += qkv_rows + h * model.use_bias_in_attn_output
     if model.use_qk_layernorm:
         attention += norm_parameters(model, d)  # one norm over the head dimension, for queries and keys
     if model.use_separate_qk_norms:
-        attention += (heads + kv) * d
+        attention += 2 * d if model.qk_norm_per_head else (heads + kv) * d
     mlp = up_rows * h + h * f
     if model.use_bias_in_mlp:
         mlp += up_rows + h
@@ -91,14 +91,14 @@ def loss_chunk(configured: int | None, on_gpu: bool) -> int:
 
 
 def flops_per_token(model: ModelConfig, vocab_size: int) -> float:
-    """Training FLOPs per token: 6 per parameter in a matrix product plus full attention, 12 L h s.
+    """Training FLOPs per token: 6 per parameter in a matrix product plus full attention, 12 L n d s (n heads of width d).
 
     Full attention means the causal half is counted too, the convention of most published MFU figures; recomputation is
     not counted. The output matrix counts once whether tied or not; embedding look-ups do not count.
     """
     count = parameter_count(model, vocab_size)
     matrices = count.layers + count.final_norm + vocab_size * model.hidden_size
-    return 6.0 * matrices + 12.0 * model.num_layers * model.hidden_size * model.seq_length
+    return 6.0 * matrices + 12.0 * model.num_layers * model.num_attention_heads * model.head_dim * model.seq_length
 
 
 def neox_flops_per_token(model: ModelConfig, vocab_size: int, *, recompute: bool | None = None) -> float:

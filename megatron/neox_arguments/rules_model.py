@@ -27,7 +27,7 @@ def required(draft: Draft) -> None:
         if draft[name] is None:
             draft.fail(name, "must be set")
     draft.positive(
-        "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "max_position_embeddings",
+        "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "seq_length", "max_position_embeddings",
         "intermediate_size", "expansion_factor", "mlp_multiple_of", "make_vocab_size_divisible_by", "rotary_emb_base",
         "sliding_window_width", "init_method_std", "checkpoint_num_layers", "loss_chunk_size",
         "mup_base_hidden_size", "mup_init_scale", "mup_embedding_mult", "mup_rp_embedding_mult",
@@ -46,14 +46,15 @@ def required(draft: Draft) -> None:
 def heads(draft: Draft) -> None:
     """head_dim and num_kv_heads; both head counts must divide, also over tensor-parallel ranks."""
     hidden, queries, tensor = draft["hidden_size"], draft["num_attention_heads"], draft["model_parallel_size"]
-    if hidden % queries:
+    width = draft.given("head_dim")
+    if width is None and hidden % queries:
         near = nearest_multiples(hidden, queries)
         draft.fail("num_attention_heads", f"{queries} heads do not divide hidden_size {hidden}; nearest width {near}")
     keys = draft.given("num_kv_heads") or queries
     if queries % keys:
         fitting = [str(count) for count in range(1, queries + 1) if queries % count == 0]
         draft.fail("num_kv_heads", f"{keys} does not divide num_attention_heads {queries}; use {' or '.join(fitting)}")
-    draft.set("head_dim", hidden // queries, f"hidden_size {hidden} / num_attention_heads {queries}")
+    draft.set("head_dim", width or hidden // queries, f"hidden_size {hidden} / num_attention_heads {queries}")
     draft.set("num_kv_heads", keys, "num_attention_heads")
     for name, count in (("num_attention_heads", queries), ("num_kv_heads", keys)):
         if count % tensor:
@@ -92,6 +93,8 @@ def residual_form(draft: Draft) -> None:
         draft.fail("norm_placement", "olmo3 blocks are sequential; set gpt_j_residual: false")
     if draft["use_qk_layernorm"] and draft["use_separate_qk_norms"]:
         draft.fail("use_separate_qk_norms", "use_qk_layernorm is set too; keep one of the two")
+    if draft["qk_norm_per_head"] and not draft["use_separate_qk_norms"]:
+        draft.fail("qk_norm_per_head", "needs use_separate_qk_norms: true")
 
 
 def attention(draft: Draft) -> None:

@@ -39,7 +39,7 @@ class ModelConfig:
     num_kv_heads: int | None = key(
         None, "Number of key/value heads; fewer than the query heads is grouped-query attention. Default: all."
     )
-    head_dim: int | None = key(None, "Width of one head: hidden_size / num_attention_heads.", derived="check", new=True)
+    head_dim: int | None = key(None, "Width of one head (default: hidden_size / num_attention_heads).", new=True)
     seq_length: int | None = key(None, "Tokens per training sample. Required.")
     max_position_embeddings: int | None = key(
         None,
@@ -73,6 +73,9 @@ class ModelConfig:
         False, "Use the tanh approximation of GELU. A 'fusion' in GPT-NeoX that changes the numbers, so it is kept."
     )
     use_bias_in_attn_linear: bool = key(True, "Biases in the QKV and attention output projections.")
+    use_bias_in_attn_output: bool = key(
+        True, "With use_bias_in_attn_linear: a bias in the attention output projection too (Qwen2 has none).", new=True
+    )
     use_bias_in_mlp: bool = key(
         True,
         "Biases in the feed-forward projections.",
@@ -106,6 +109,12 @@ class ModelConfig:
         False,
         "An RMSNorm over all query heads together and one over all key heads.",
         differs="over the whole width on any layout, where the GPT-NeoX fork normalises each rank's part",
+    )
+    qk_norm_per_head: bool = key(
+        False,
+        "With use_separate_qk_norms: each head is normalised by itself, with one weight for all query heads and one for"
+        " all key heads (Qwen3), instead of all heads together.",
+        new=True,
     )
     layernorm_epsilon: float = key(1e-5, "Epsilon of layernorm and non_parametric_layernorm.")
     rms_norm_epsilon: float = key(1e-8, "Epsilon of rmsnorm, inside the root.")

@@ -42,9 +42,12 @@ def layer_sizes(model: ModelConfig, vocab_size: int, padded_vocab_size: int, tp:
     matrix = LayerSize(vocab_size * h, padded_vocab_size * h // tp)
     norms = 1 if model.gpt_j_residual and model.gpt_j_tied else 2
     replicated = norms * norm_parameters(model, h)
-    replicated += h * (model.use_bias_in_attn_linear + model.use_bias_in_mlp)  # biases of the row-parallel layers
+    output_bias = model.use_bias_in_attn_linear and model.use_bias_in_attn_output
+    replicated += h * (output_bias + model.use_bias_in_mlp)  # biases of the row-parallel layers
     if model.use_qk_layernorm:
         replicated += norm_parameters(model, model.head_dim)
+    if model.qk_norm_per_head:
+        replicated += 2 * model.head_dim
     block = LayerSize(total.per_layer, (total.per_layer - replicated) // tp + replicated)
     return [
         LayerSize(matrix.full + positions, matrix.local + positions),

@@ -119,7 +119,8 @@ def test_attention_per_layer(config: list, window: int, kinds: str, windows: lis
         ({"norm_placement": "olmo3", "gpt_j_residual": True}, "olmo3 blocks are sequential"),
         ({"use_qk_layernorm": True, "use_separate_qk_norms": True}, "keep one of the two"),
         ({"checkpoint_policy": "full", "checkpoint_activations": False}, "checkpoint_activations is false"),
-        ({"head_dim": 16}, "it is computed: 8 (hidden_size 64 / num_attention_heads 8), not 16; leave it out"),
+        ({"head_dim": 0}, "head_dim: must be above 0, is 0"),
+        ({"qk_norm_per_head": True}, "needs use_separate_qk_norms: true"),
         ({"num_layers": 0}, "num_layers: must be above 0, is 0"),
     ],
 )
