@@ -159,6 +159,41 @@ def test_blend_is_the_greedy_rule(parts: list[int], samples: int) -> None:
         assert list(zip(source.tolist(), sample.tolist(), strict=True)) == expected
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([1e-4, 0.01, 1, 2, 3, 7, 10, 100]) | st.floats(1e-3, 1), min_size=1, max_size=12),
+    st.integers(0, 900),
+    st.integers(1, 40),
+    st.integers(1, 9),
+)
+def test_numpy_blends_in_lanes_as_the_loop_does(parts: list[float], samples: int, lane: int, lanes: int) -> None:
+    """Also where lanes are too short for wrong guesses to cancel out, and at ties."""
+    weights = np.asarray(parts, np.float64) / sum(parts)
+    source, sample = np.empty(samples, np.uint8), np.empty(samples, np.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fallback, "LANE", lane)
+        patch.setattr(fallback, "LANES", lanes)
+        fallback.blend(weights, source, sample)
+    assert list(zip(source.tolist(), sample.tolist(), strict=True)) == greedy(list(weights), samples)
+
+
+@pytest.mark.parametrize("parts", [[1, 1e-5, 1e-5, 1e-6], [1 / d for d in range(1, 11)]])
+def test_a_long_blend_in_numpy(parts: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more positions than advance together."""
+    monkeypatch.setattr(fallback, "LANES", 64)
+    weights, samples = np.asarray(parts) / sum(parts), 150_000
+    source, sample = np.empty(samples, np.uint8), np.empty(samples, np.int64)
+    fallback.blend(weights, source, sample)
+    taken = [0.0] * len(parts)
+    for i in range(samples):
+        scale = float(max(i, 1))
+        owed = [weight * scale - count for weight, count in zip(weights.tolist(), taken, strict=True)]
+        best = owed.index(max(owed))
+        if source[i] != best or sample[i] != taken[best]:
+            pytest.fail(f"position {i}: source {source[i]}, its sample {sample[i]}; wanted {best}, {taken[best]}")
+        taken[best] += 1
+
+
 def test_blend_of_many_sources(builder: ModuleType) -> None:
     weights = np.full(300, 1 / 300)
     source, _ = build_blend(weights, 600)

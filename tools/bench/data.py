@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--growth-samples", type=int, default=100_000)
     parser.add_argument("--only", nargs="+", choices=("index", "shuffle", "blend", "packings", "growth", "resume"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--skip-slow", action="store_true", help="leave out the plain loops and numpy's blending")
+    parser.add_argument("--skip-slow", action="store_true", help="leave out the plain loops")
     args = parser.parse_args()
     if index_builders._native is None:
         print("The compiled builders are missing (python setup.py build_ext --inplace): numpy only.")
@@ -94,11 +94,8 @@ def bench_blend(args: argparse.Namespace) -> None:
     weights /= weights.sum()
     contenders: list[Contender] = []
     for name, module in modules():
-        native = module is not fallback
-        if native or not args.skip_slow:
-            count = args.blend_samples if native else max(1, args.blend_samples // 50)
-            call = with_builders(module, lambda count=count: build_blend(weights, count))
-            contenders.append((f"blend, {name}", call, count / args.blend_samples))
+        call = with_builders(module, lambda: build_blend(weights, args.blend_samples))
+        contenders.append((f"blend, {name}", call, 1.0))
     if not args.skip_slow:
         part = max(1, args.blend_samples // 500)
         contenders.append(("blend, argmax per sample", lambda: plain_blend(weights, part), part / args.blend_samples))
