@@ -30,6 +30,11 @@ class TokenizerConfig:
     ] = key("GPT2BPETokenizer", "Tokenizer class.")
     vocab_file: str | None = key(None, "Vocabulary file (tokenizer.json, vocab.json, .model) or name, by class.")
     merge_file: str | None = key(None, "BPE merges file, for the classes that have one.")
+    vocab_size: int | None = key(
+        None,
+        "Tokens of the model, where it has rows for more ids than the tokenizer (published models often do).",
+        new=True,
+    )
     make_vocab_size_divisible_by: int = key(
         128, "The vocabulary is padded in memory to a multiple of this times model_parallel_size."
     )

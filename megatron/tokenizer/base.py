@@ -34,6 +34,7 @@ class Tokenizer(ABC):
     name: str
     eod: int | None = None
     pad: int | None = None
+    _reserved: int = 0
     fast: Encodes | None = None  # what `exact.choose_encoder` found to give the same ids in less time
 
     @abstractmethod
@@ -71,7 +72,13 @@ class Tokenizer(ABC):
     @property
     def vocab_size(self) -> int:
         """Largest id + 1, added tokens included (so every id is a valid row of an embedding of this size)."""
-        return self._vocab_size
+        return max(self._vocab_size, self._reserved)
+
+    def reserve(self, size: int) -> None:
+        """Count ids up to `size`, also those without a token. Raises `UserError` when there are more tokens."""
+        if size < self._vocab_size:
+            raise UserError(f"vocab_size: {size} is less than the {self._vocab_size} tokens of {self.describe()}")
+        self._reserved = size
 
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the id map, to be stored beside data and in checkpoints."""

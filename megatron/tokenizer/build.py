@@ -20,11 +20,19 @@ class TokenizerFiles(Protocol):
     def vocab_file(self) -> str | None: ...
     @property
     def merge_file(self) -> str | None: ...
+    @property
+    def vocab_size(self) -> int | None: ...
 
 
 def build_tokenizer(cfg: TokenizerFiles) -> Tokenizer:
-    """The tokenizer of a run's config group. Raises `UserError` for an unknown type or missing files."""
-    return create_tokenizer(cfg.tokenizer_type, cfg.vocab_file, cfg.merge_file)
+    """The tokenizer of a run's config group. Raises `UserError` for an unknown type or missing files.
+
+    With `vocab_size` its ids are as many as the model's rows: published models often have some without a token.
+    """
+    tokenizer = create_tokenizer(cfg.tokenizer_type, cfg.vocab_file, cfg.merge_file)
+    if cfg.vocab_size is not None:
+        tokenizer.reserve(cfg.vocab_size)
+    return tokenizer
 
 
 def create_tokenizer(tokenizer_type: str, vocab_file: str | None = None, merge_file: str | None = None) -> Tokenizer:

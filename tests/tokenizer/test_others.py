@@ -107,8 +107,14 @@ def test_build_tokenizer_reads_the_config_group(tmp_path: Path) -> None:
         tokenizer_type = "HFTokenizer"
         vocab_file = str(write_json(tmp_path / "tokenizer.json"))
         merge_file = None
+        vocab_size = None
 
     assert build_tokenizer(Group()).vocab_size == 266
+    Group.vocab_size = 300  # a model with more rows than the tokenizer has tokens
+    assert build_tokenizer(Group()).vocab_size == 300
+    Group.vocab_size = 265
+    with pytest.raises(UserError, match="vocab_size: 265 is less than the 266 tokens of HFTokenizer"):
+        build_tokenizer(Group())
     Group.tokenizer_type = "GPT2BPETokenizer"
     with pytest.raises(UserError, match="merge_file is not set"):
         build_tokenizer(Group())
