@@ -11,6 +11,7 @@ from typing import Any
 from megatron.checkpoint import layout
 from megatron.checkpoint.find import Start
 from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.neox_folder import is_neox_folder
 from megatron.checkpoint.plain import read_plain
 from megatron.data.build import DataPlan, epoch_samples, plan_datasets
 from megatron.data.collate import CollateRules
@@ -125,4 +126,6 @@ def check_identity(saved: Mapping[str, Any] | None, tokenizer: Tokenizer, allow:
 def _client_state(start: Start) -> Mapping[str, Any]:
     """What the callbacks left in the checkpoint, by name."""
     assert start.path is not None
+    if is_neox_folder(start.path):
+        return {}  # GPT-NeoX kept neither tokenizer nor order
     return read_plain(start.path / layout.state_file(0))["client"].get("callbacks", {})

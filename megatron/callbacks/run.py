@@ -219,6 +219,7 @@ def restore(trainer: Trainer, start: Start) -> None:
         trainer.engine,
         trainer.state,
         heads=Heads.of(trainer.args.model),
+        model=trainer.args.model,
         load_optim=start.load_optim and not options.no_load_optim,
         load_rng=start.load_rng and not options.no_load_rng,
     )

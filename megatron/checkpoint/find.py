@@ -10,6 +10,7 @@ from typing import Any
 from megatron.checkpoint import layout
 from megatron.checkpoint.init_from import InitFrom
 from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.neox_folder import WEIGHTS_ONLY, is_neox_folder
 from megatron.errors import UserError
 from megatron.neox_arguments.schema_train import CheckpointConfig
 
@@ -49,8 +50,11 @@ class Listing:
         return "; ".join(parts)
 
 
-def list_checkpoints(root: str | Path) -> Listing:
-    """Look into `root`: complete and incomplete checkpoints (every file is there with its size) and the latest."""
+def list_checkpoints(root: str | Path, neox: bool = False) -> Listing:
+    """Look into `root`: complete and incomplete checkpoints (every file is there with its size) and the latest.
+
+    `neox`: folders that GPT-NeoX wrote count too, for those who take weights only.
+    """
     root = Path(root)
     if not root.is_dir():
         return Listing(root)
@@ -59,7 +63,7 @@ def list_checkpoints(root: str | Path) -> Listing:
         step = layout.step_of(entry.name)
         if step is None or not entry.is_dir():
             continue
-        problem = what_is_wrong(entry)
+        problem = None if neox and is_neox_folder(entry) else what_is_wrong(entry)
         if problem is None:
             steps.append(step)
         else:
@@ -72,6 +76,8 @@ def list_checkpoints(root: str | Path) -> Listing:
 
 def what_is_wrong(folder: Path) -> str | None:
     """Why a folder is not a complete checkpoint, in words; None when it is one."""
+    if is_neox_folder(folder):
+        return "written by GPT-NeoX"
     if not (folder / layout.MANIFEST).is_file():
         return f"no {layout.MANIFEST}"
     try:
@@ -163,6 +169,7 @@ def decide_start(
             if same and iteration is not None and not _started_with(saved, iteration):
                 return _first_start(saved, iteration, finetune)
             return _continue(saved, load, iteration, finetune, init)
+        _refuse_folder_of_neox(Path(save))
     if init is not None:
         return _from_another_run(save, init)
     if load is None or same:
@@ -170,20 +177,25 @@ def decide_start(
             where = f"{save} is empty of it: {list_checkpoints(save).describe()}" if save else "`load` is not set"
             raise UserError(f"iteration: {iteration} asks for a checkpoint, but {where}")
         return Start("fresh", None, 0, _fresh_message(save, load, finetune))
-    return _first_start(list_checkpoints(load), iteration, finetune)
+    if is_neox_folder(Path(load)) and iteration is None:
+        return _with_weights_of_neox(Path(load), finetune)
+    return _first_start(list_checkpoints(load, neox=True), iteration, finetune)
 
 
 def find_checkpoint(root: str | Path, iteration: int | None = None, key: str = "load") -> Path:
     """The folder of checkpoint `iteration` (None: the latest) in `root`; a `global_step<N>` folder itself also does.
 
-    For evaluation, generation and tools: nothing there is always an error (`UserError` listing what is).
+    For evaluation, generation and tools, which take weights only, so a folder of GPT-NeoX also does. Nothing there is
+    always an error (`UserError` listing what is).
     """
     root = Path(root)
+    if iteration in (None, layout.step_of(root.name)) and is_neox_folder(root):
+        return root
     if layout.step_of(root.name) is not None and root.is_dir() and iteration in (None, layout.step_of(root.name)):
         if problem := what_is_wrong(root):
             raise UserError(f"{key}: {root} is not a complete checkpoint: {problem}")
         return root
-    listing = list_checkpoints(root)
+    listing = list_checkpoints(root, neox=True)
     return listing.path(_chosen(listing, iteration, key))
 
 
@@ -202,16 +214,42 @@ def _chosen(listing: Listing, iteration: int | None, key: str) -> int:
 def _first_start(listing: Listing, iteration: int | None, finetune: bool) -> Start:
     step = _chosen(listing, iteration, "load")
     path = listing.path(step)
+    if is_neox_folder(path):
+        return _with_weights_of_neox(path, finetune)
     if finetune:
         return Start("finetune", path, 0, f"starting at step 0 with the weights of {path} (finetune)")
     asked = "iteration" if iteration is not None else "latest"
     return Start("load", path, step, f"loading {path} (asked for by {asked}): the run goes on at step {step}")
 
 
+def _with_weights_of_neox(path: Path, finetune: bool) -> Start:
+    if not finetune:
+        raise UserError(
+            f"load: {path} was written by GPT-NeoX. {WEIGHTS_ONLY}, or use init_from: {{path: {path}, optimizer: reset,"
+            " data: restart, step: continue} in the place of load to count the steps on"
+        )
+    message = f"starting at step 0 with the weights of {path}, written by GPT-NeoX (finetune); the optimizer is new"
+    return Start("finetune", path, 0, message)
+
+
+def _refuse_folder_of_neox(save: Path) -> None:
+    """A new run among the checkpoints of GPT-NeoX would look like theirs going on. Raises `UserError`."""
+    if list_checkpoints(save, neox=True).steps:
+        raise UserError(
+            f"save: {save} holds checkpoints of GPT-NeoX. {WEIGHTS_ONLY}: name this folder in `load`, and another one "
+            "in `save`"
+        )
+
+
 def _from_another_run(save: str | Path | None, init: InitFrom) -> Start:
     path = find_checkpoint(init.path, init.iteration, "init_from")
     if save is not None and os.path.realpath(save) in (os.path.realpath(path), os.path.realpath(path.parent)):
         raise UserError(f"init_from: {init.path} lies in `save`; a run that begins from another needs one of its own")
+    if is_neox_folder(path) and (init.optimizer, init.data) != ("reset", "restart"):
+        raise UserError(
+            f"init_from: {path} was written by GPT-NeoX, whose optimizer state and order of samples are not read; set "
+            "init_from.optimizer=reset and init_from.data=restart"
+        )
     manifest = Manifest.read(path)
     message = f"beginning from {path} (init_from): {init.told(manifest)}"
     return Start("init", path, init.first_step(manifest), message, init)

@@ -18,13 +18,17 @@ from torch.nn import Parameter
 from megatron.checkpoint import layout
 from megatron.checkpoint.agreement import gather_over_stages, together
 from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.neox_folder import WEIGHTS_ONLY, is_neox_folder
 from megatron.checkpoint.neox_layout import Heads
+from megatron.checkpoint.neox_reader import open_checkpoint
 from megatron.checkpoint.reader import WEIGHT, CheckpointReader
 from megatron.checkpoint.rng import reseed_after, restore_random_state
 from megatron.errors import UserError
 from megatron.log import get_logger
+from megatron.model.head import TIED_NAME
 from megatron.mpu.sharding import ParamSpec
 from megatron.mpu.state import ParallelState
+from megatron.neox_arguments.schema_model import ModelConfig
 
 logger = get_logger(__name__)
 
@@ -63,6 +67,7 @@ def load_checkpoint(
     state: ParallelState,
     *,
     heads: Heads,
+    model: ModelConfig | None = None,
     load_optim: bool = True,
     load_rng: bool = True,
     checksums: bool = False,
@@ -71,6 +76,7 @@ def load_checkpoint(
 
     Args:
         heads: `Heads.of(args.model)` of this run.
+        model: the config group itself; only a folder of GPT-NeoX needs it.
         load_optim: also optimizer state, update count and loss scale (False for finetune and `no_load_optim`).
         load_rng: also random states (False for finetune and `no_load_rng`).
         checksums: compare the CRC-32 of every file first.
@@ -80,8 +86,15 @@ def load_checkpoint(
     params = engine.params()
     wanted = gather_over_stages({name: _spec(p).shape for name, p in params.items()}, state)
     with together(f"loading {folder}", state):
-        reader = CheckpointReader(folder, checksums and state.rank == 0)
-        _check_names(reader, {name: shape for stage in wanted for name, shape in stage.items()})
+        shapes = {name: shape for stage in wanted for name, shape in stage.items()}
+        if load_optim and is_neox_folder(Path(folder)):
+            raise UserError(f"{folder} was written by GPT-NeoX. {WEIGHTS_ONLY}")
+        reader = (
+            CheckpointReader(folder, checksums and state.rank == 0)
+            if model is None
+            else open_checkpoint(folder, model, shapes[TIED_NAME][0], checksums and state.rank == 0)
+        )
+        _check_names(reader, shapes)
         _check_heads(reader, heads)
         if load_optim:
             _check_optimizer(reader, list(params))
@@ -151,6 +164,9 @@ def _check_optimizer(reader: CheckpointReader, names: list[str]) -> None:
 
 def _restore_rng(reader: CheckpointReader, state: ParallelState) -> bool:
     manifest = reader.manifest
+    if is_neox_folder(reader.folder):
+        reseed_after(manifest.step)
+        return False
     if not any(name.startswith("rng_rank_") for name in manifest.files):
         raise UserError(f"{reader.folder} was saved without random states (no_save_rng); set no_load_rng: true")
     if manifest.layout != {"tp": state.tp_size, "pp": state.pp_size, "dp": state.dp_size}:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import layout
+from megatron.checkpoint.neox_folder import is_neox_folder
 from megatron.errors import UserError
 
 _PACKAGES = ("torch", "deepspeed", "numpy", "transformers")
@@ -83,6 +84,8 @@ class Manifest:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
+            if is_neox_folder(folder):
+                return neox_manifest(folder)
             raise UserError(f"{folder} is not a complete checkpoint of Deepy: it has no {layout.MANIFEST}") from None
         except (ValueError, OSError) as error:
             raise UserError(f"{path} cannot be read ({error}): the checkpoint is damaged; use another step") from error
@@ -119,6 +122,20 @@ class Manifest:
                 if file_crc32(path) != entry.crc32:
                     return f"{name} does not match its checksum"
         return None
+
+
+def neox_manifest(folder: Path) -> Manifest:
+    """What is known of a folder of GPT-NeoX's before its files are opened: the step, and that only weights count."""
+    return Manifest(
+        step=layout.step_of(folder.name) or 0,
+        consumed=0,
+        layout={},
+        heads={},
+        optimizer=False,
+        parameters={},
+        files={},
+        config={},
+    )
 
 
 def versions() -> dict[str, str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.manifest import Manifest, ParameterEntry
+from megatron.checkpoint.neox_folder import is_neox_folder
 from megatron.checkpoint.neox_layout import Heads, from_disk
 from megatron.errors import UserError
 from megatron.mpu.sharding import ParamSpec, shard, unshard, zeros
@@ -37,6 +38,8 @@ class CheckpointReader:
 
     def __init__(self, folder: str | Path, checksums: bool = False) -> None:
         self.folder = Path(folder)
+        if is_neox_folder(self.folder):
+            raise UserError(f"{folder} was written by GPT-NeoX; only with the run's config its weights can be read")
         self.manifest = Manifest.read(self.folder)
         if problem := self.manifest.missing(self.folder, checksums):
             raise UserError(f"{self.folder} is not a complete checkpoint: {problem}")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megatron.checkpoint.compare import check_config
+from megatron.checkpoint.neox_reader import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.errors import UserError
 from megatron.inference.stage import Stage
@@ -32,7 +33,7 @@ def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, fold
     Raises:
         UserError: the checkpoint was made by another architecture or tokenizer, or lacks a weight.
     """
-    reader = CheckpointReader(folder)
+    reader = open_checkpoint(folder, args.model, tokenizer.vocab_size)
     check_fits(reader, args, tokenizer)
     dtype = DTYPES[args.optimizer.precision or "fp32"]
     layers = gpt_layers(

@@ -1,0 +1,269 @@
+"""GPT-NeoX's own checkpoints, read as ours are: full weights by canonical name, one parameter at a time.
+
+Their files say neither which parameters there are nor how they are divided, so the model's configuration does, and
+every name and shape in the files is held against it. Only weights are read. How the parts of the ranks are joined:
+
+* biases of row-parallel projections (attention.dense, mlp.linear2): in the parallel form (gpt_j_residual) every rank
+  adds its copy before the sum over ranks, so the bias that acts is the sum of the copies; in the sequential form it is
+  added once, and all copies are the same;
+* norms and other replicated parameters: those of rank 0;
+* vocabulary: one rank after the other, without the padding behind the tokenizer's last token;
+* the rest as our own files (neox_layout.py).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint import layout
+from megatron.checkpoint.foreign import load_foreign
+from megatron.checkpoint.manifest import Manifest, ParameterEntry, neox_manifest
+from megatron.checkpoint.neox_folder import NeoXFiles, is_neox_folder
+from megatron.checkpoint.neox_layout import Heads
+from megatron.checkpoint.neox_names import TRANSFORMER_ENGINE_MLP, sources
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.errors import UserError
+from megatron.log import get_logger
+from megatron.model.gpt import build_layer, gpt_layers
+from megatron.mpu.sharding import ParamSpec, named_parameters, shard
+from megatron.mpu.state import ParallelState
+from megatron.neox_arguments.schema_model import ModelConfig
+
+logger = get_logger(__name__)
+
+_VOCABULARY = ("word_embeddings.weight", "final_linear.weight")
+_ROW_BIASES = ("attention.dense.bias", "mlp.linear2.bias")
+_MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+def open_checkpoint(
+    folder: str | Path, model: ModelConfig, vocab_size: int, checksums: bool = False
+) -> CheckpointReader:
+    """The reader for a folder of Deepy's, or of GPT-NeoX's for a model of this (derived) configuration.
+
+    `vocab_size`: of the tokenizer; only GPT-NeoX's files need to be told.
+    """
+    if is_neox_folder(Path(folder)):
+        return NeoXReader(folder, model, vocab_size)
+    return CheckpointReader(folder, checksums)
+
+
+class NeoXReader(CheckpointReader):
+    """The weights of one folder that GPT-NeoX wrote, as those of the model that `model` describes.
+
+    Raises `UserError` when files are missing or do not fit the model.
+    """
+
+    def __init__(self, folder: str | Path, model: ModelConfig, vocab_size: int) -> None:
+        self.folder = Path(folder)
+        self.heads = Heads.of(model)
+        self._files: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._layout = NeoXFiles.of(self.folder)
+        self.tp_size = self._layout.tp_size
+        self._sum_biases = model.gpt_j_residual and self.tp_size > 1
+        client = self._entries(layout.state_file(0))
+        written = client.get("args")
+        written = written if isinstance(written, Mapping) else {}
+        _check_args(self.folder, written, model, vocab_size)
+        specs = model_specs(model, vocab_size)
+        by_layer: dict[int, dict[str, ParamSpec]] = {}
+        for name, spec in specs.items():
+            number, local = layout.split_name(name)
+            by_layer.setdefault(number, {})[local] = spec
+        self._layout.check(set(by_layer), _int(written.get("model_parallel_size"), 1))
+        self._check_depth(set(by_layer))
+        self._sources: dict[str, tuple[str, ...]] = {}
+        parameters: dict[str, ParameterEntry] = {}
+        for number, wanted in by_layer.items():
+            parameters |= self._read_layer(number, wanted, model)
+        known = neox_manifest(self.folder)
+        self.manifest = Manifest(
+            step=_int(client.get("iteration"), known.step),
+            consumed=0,
+            layout={"tp": self.tp_size},
+            heads={"num_attention_heads": self.heads.num_attention_heads, "num_kv_heads": self.heads.num_kv_heads},
+            optimizer=False,
+            parameters=parameters,
+            files={},
+            config={},
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Nothing of what GPT-NeoX kept besides the weights."""
+        return {"scalars": {}, "client": {}}
+
+    def load_file(self, name: str) -> dict[str, Any]:
+        return load_foreign(self.folder / name)
+
+    def _read_layer(self, number: int, wanted: dict[str, ParamSpec], model: ModelConfig) -> dict[str, ParameterEntry]:
+        """Find the parameters of one layer and hold their shapes, on all ranks, against what is wanted."""
+        stored = self._layer(number, 0)
+        where = self._layout.name(number, 0)
+        found, left_over = sources(stored, wanted)
+        problems = [f"{where} lacks {number}.{name}" for name in wanted if name not in found]
+        problems += [f"{where} holds {number}.{name}, which this model has not" for name in left_over]
+        if problems:
+            raise UserError(
+                f"{self.folder} does not fit this model: {_some(problems)}. Check norm, activation, use_bias_in_mlp, "
+                "use_bias_in_attn_linear, gpt_j_tied, no_weight_tying and what else the run's config says."
+            )
+        self._check_readable(number, stored, wanted, model)
+        entries = {}
+        for local, spec in wanted.items():
+            self._sources[spec.name] = found[local]
+            first = self._part(spec.name, 0)
+            padded = first.shape[0] * self.tp_size if local in _VOCABULARY else None
+            if padded is not None and padded < spec.shape[0]:
+                raise UserError(
+                    f"{self.folder}: {spec.name} has rows for {padded} tokens, the tokenizer has {spec.shape[0]}; set "
+                    "tokenizer_type and vocab_file to the tokenizer it was trained with"
+                )
+            dtype = str(first.dtype).removeprefix("torch.")
+            entries[spec.name] = ParameterEntry(spec.shape, spec.split_dim, spec.blocks, padded, dtype)
+            self._check_shapes(spec, padded)
+        return entries
+
+    def _check_shapes(self, spec: ParamSpec, padded: int | None) -> None:
+        size = [padded if d == spec.split_dim and padded is not None else n for d, n in enumerate(spec.shape)]
+        if spec.split_dim is not None:
+            if size[spec.split_dim] % self.tp_size:
+                raise UserError(
+                    f"{self.folder}: {spec.name} of {size} cannot be cut for the {self.tp_size} tensor-parallel ranks "
+                    "of these files; the config is of another model"
+                )
+            size[spec.split_dim] //= self.tp_size
+        for rank in range(self.tp_size):
+            if (shape := list(self._part(spec.name, rank).shape)) != size:
+                raise UserError(
+                    f"{self.folder}: {spec.name} of tensor-parallel rank {rank} has shape {shape}, this model wants "
+                    f"{size} there. Check hidden_size, num_kv_heads, intermediate_size and activation"
+                )
+
+    def _check_readable(self, number: int, stored: Iterable[str], wanted: Iterable[str], model: ModelConfig) -> None:
+        """Refuse what cannot be joined, or whose order of rows nobody wrote down."""
+        if self.tp_size > 1 and "attention.q_norm.scale" in wanted and not model.qk_norm_per_head:
+            raise UserError(
+                f"{self.folder}: layer {number} has norms over each rank's share of the queries, so at "
+                f"model_parallel_size {self.tp_size} it computes what no other layout does (use_separate_qk_norms)"
+            )
+        if TRANSFORMER_ENGINE_MLP in stored and model.activation in ("geglu", "reglu", "swiglu", "bilinear", "glu"):
+            raise UserError(
+                f"{self.folder}: layer {number} has a gated feed-forward under Transformer Engine's names, whose rows "
+                f"are gate and up in an order that the files do not tell (activation: {model.activation})"
+            )
+
+    def _check_depth(self, layers: set[int]) -> None:
+        stored = {number for number, _ in self._layout.layers}
+        if not self._layout.layers:
+            stored = set(_numbers(self._entries(layout.state_file(0)), self.folder / layout.state_file(0)))
+        if more := sorted(number for number in stored - layers if number <= 1 or self._parameters_of(number)):
+            raise UserError(
+                f"{self.folder} holds layers {more}, which num_layers and no_weight_tying leave no place for"
+            )
+
+    def _parameters_of(self, number: int) -> list[str]:
+        """Names in a layer that this model has not, apart from a copy of the embedding."""
+        return [name for name in self._layer(number, 0) if name != "word_embeddings.weight"]
+
+    def _layer(self, number: int, tp_rank: int) -> dict[str, Any]:
+        """{name: tensor} of one layer on one rank."""
+        name = self._layout.name(number, tp_rank)
+        if self._layout.layers:
+            return self._entries(name)
+        return _numbers(self._entries(name), self.folder / name).get(number, {})
+
+    def _entries(self, name: str) -> dict[str, Any]:
+        """A file's content; the last ones stay mapped."""
+        if name not in self._files:
+            self._files[name] = self.load_file(name)
+            if len(self._files) > 2 * self.tp_size + 1:
+                self._files.popitem(last=False)
+        return self._files[name]
+
+    def _part(self, name: str, tp_rank: int) -> Tensor:
+        """One rank's part as it is stored."""
+        number, _ = layout.split_name(name)
+        stored = self._layer(number, tp_rank)
+        parts = []
+        for key in self._sources[name]:
+            value = stored.get(key)
+            if not isinstance(value, Tensor):
+                what = "lacks" if value is None else "keeps, as something else than a tensor,"
+                raise UserError(f"{self.folder / self._layout.name(number, tp_rank)} {what} {number}.{key}")
+            parts.append(value)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _weights(self, name: str, tp_rank: int) -> Tensor:
+        if self._sum_biases and name.endswith(_ROW_BIASES):
+            return torch.stack([self._part(name, rank).float() for rank in range(self.tp_size)]).sum(0)
+        return self._part(name, tp_rank)
+
+    def local_weight(self, name: str, spec: ParamSpec, tp_rank: int, tp_size: int) -> Tensor:
+        # By way of the whole, which drops the rows of padding: GPT-NeoX's are not zero.
+        return shard(self.weight(name), spec, tp_rank, tp_size).clone()
+
+
+def model_specs(model: ModelConfig, vocab_size: int) -> dict[str, ParamSpec]:
+    """Declarations of all parameters by canonical name, in the order of the layers; takes no memory."""
+    state = ParallelState.single("meta")
+    specs: dict[str, ParamSpec] = {}
+    for layer in gpt_layers(model, vocab_size=vocab_size, padded_vocab_size=vocab_size, state=state):
+        if layer.tied is None:
+            for name, parameter in named_parameters(build_layer(layer, None, state)):
+                specs[name] = parameter.spec  # type: ignore[attr-defined]
+    return specs
+
+
+def _numbers(content: Mapping[str, Any], path: Path) -> dict[int, dict[str, Any]]:
+    """{layer: {name: tensor}} of a file that holds a whole model."""
+    module = content.get("module")
+    while isinstance(module, Mapping) and isinstance(module.get("module"), Mapping):
+        module = module["module"]
+    if not isinstance(module, Mapping) or not module:
+        raise UserError(f"{path} has no weights (its entry `module` is empty), and there are no layer files beside it")
+    layers: dict[int, dict[str, Any]] = {}
+    for key, value in module.items():
+        number, _, local = str(key).removeprefix("module.").removeprefix("sequential.").partition(".")
+        if not number.isdecimal():
+            raise UserError(f"{path}: {key} is not a parameter of a numbered layer")
+        layers.setdefault(int(number), {})[local] = value
+    return layers
+
+
+def _check_args(folder: Path, written: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> None:
+    """What GPT-NeoX noted of its configuration is that of this model. Raises `UserError` naming the key."""
+    wrong = [
+        f"{key}: {written[key]} in the checkpoint, {getattr(model, key)} in the config"
+        for key in _MUST_AGREE
+        if key in written and written[key] != getattr(model, key)
+    ]
+    if wrong:
+        raise UserError(f"{folder} does not fit this config: {'; '.join(wrong)}")
+    longest = written.get("max_position_embeddings")
+    if longest is not None and longest != model.max_position_embeddings:
+        logger.warning(
+            f"max_position_embeddings: {longest} in {folder}, now {model.max_position_embeddings}: positions beyond "
+            "what it was trained on mean nothing to it yet"
+        )
+    padded, multiple = written.get("padded_vocab_size"), written.get("make_vocab_size_divisible_by")
+    if isinstance(padded, int) and isinstance(multiple, int):
+        fewest = padded - multiple * _int(written.get("model_parallel_size"), 1)
+        if not fewest < vocab_size <= padded:
+            raise UserError(
+                f"{folder} was trained with {fewest + 1} to {padded} tokens, the tokenizer has {vocab_size}; set "
+                "tokenizer_type and vocab_file to the tokenizer it was trained with"
+            )
+
+
+def _int(value: Any, otherwise: int) -> int:
+    return value if isinstance(value, int) else otherwise
+
+
+def _some(problems: list[str]) -> str:
+    return "; ".join(problems[:8]) + (f" and {len(problems) - 8} more" if len(problems) > 8 else "")

@@ -1,0 +1,226 @@
+"""GPT-NeoX's own checkpoints: every layout and every name, against transformers (known-faults 1, 2, 24, 31-33)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.find import decide_start, find_checkpoint, list_checkpoints
+from megatron.checkpoint.init_from import InitFrom
+from megatron.checkpoint.neox_folder import is_neox_folder
+from megatron.checkpoint.neox_reader import NeoXReader
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.convert.check import our_outputs
+from megatron.errors import UserError
+from tests.checkpoint.neox_files import write_neox
+from tests.convert.helpers import LLAMA, NEOX, VOCAB, hugging_face, random_tensors, resolved, write_checkpoint
+
+pytestmark = pytest.mark.cpu
+
+PARALLEL = {**NEOX, "gpt_j_residual": True}
+NEOX_CASES = {
+    "parallel": PARALLEL,
+    "sequential": NEOX,
+    "tied embeddings": {**PARALLEL, "no_weight_tying": False},
+    "one norm for both": {**PARALLEL, "gpt_j_tied": True},
+}
+LLAMA_CASES = {"mha": LLAMA, "gqa": {**LLAMA, "num_kv_heads": 2}}
+CASES = [
+    pytest.param(architecture, keys, names, id=f"{architecture} {case}, {names}")
+    for architecture, cases, all_names in (
+        ("neox", NEOX_CASES, ("new", "legacy", "te")),
+        ("llama", LLAMA_CASES, ("new", "legacy")),
+    )
+    for case, keys in cases.items()
+    for names in all_names
+]
+
+
+def model_of(keys, architecture="neox"):
+    """(config group `model`, random model, its tensors)."""
+    args = resolved(**keys)
+    model, theirs = hugging_face(args, architecture)
+    if keys.get("gpt_j_tied"):
+        # The Hugging Face model has a second norm, which computes the same; in GPT-NeoX's file it is unused.
+        with torch.no_grad():
+            for layer in model.gpt_neox.layers:
+                layer.post_attention_layernorm.load_state_dict(layer.input_layernorm.state_dict())
+    return args.model, model, theirs
+
+
+def logits_of(reader, model, tokens):
+    return dict(our_outputs(reader, model, tokens, torch.float32))["logits"]
+
+
+def largest_difference(folder, model, theirs) -> float:
+    tokens = torch.randint(VOCAB, (2, 24), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens, use_cache=False).logits
+    assert expected.std() > 0.1
+    return float((logits_of(NeoXReader(folder, model, VOCAB), model, tokens) - expected).abs().max())
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("form", ["pipe", "whole", "nested"])
+@pytest.mark.parametrize(("architecture", "keys", "names"), CASES)
+def test_logits_are_those_of_transformers(tmp_path, architecture, keys, names, form, tp):
+    model, theirs, tensors = model_of(keys, architecture)
+    bomb = tmp_path / "something ran"
+    folder = write_neox(tmp_path / "global_step9", tensors, keys, tp=tp, form=form, names=names, bomb=bomb)
+    assert is_neox_folder(folder)
+    assert largest_difference(folder, model, theirs) < 1e-5
+    assert not bomb.exists()
+
+
+def test_every_rank_of_any_size_gets_its_part(tmp_path):
+    model, _, tensors = model_of(PARALLEL)
+    reader = NeoXReader(write_neox(tmp_path / "global_step9", tensors, PARALLEL, tp=2), model, VOCAB)
+    name = "2.attention.query_key_value.weight"
+    assert (reader.manifest.step, reader.dtype(name)) == (9, torch.float32)
+    spec = reader.spec(name)
+    parts = [reader.local_weight(name, spec, rank, 4) for rank in range(4)]
+    whole = reader.weight(name).view(3, 4, 8, 32)  # q, k, v; heads
+    for head, part in enumerate(parts):
+        assert torch.equal(part.view(3, 8, 32), whole[:, head])
+        theirs = tensors["gpt_neox.layers.0.attention.query_key_value.weight"].view(4, 3, 8, 32)
+        assert torch.equal(whole[:, head], theirs[head])
+
+
+def test_the_files_of_torch_before_1_6_are_read(tmp_path):
+    model, theirs, tensors = model_of(PARALLEL)
+    folder = write_neox(tmp_path / "global_step9", tensors, PARALLEL, names="legacy")
+    for path in folder.glob("*.pt"):
+        content = torch.load(path, weights_only=False)
+        torch.save(content, path, _use_new_zipfile_serialization=False)
+    assert largest_difference(folder, model, theirs) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 3}, "num_layers: 2 in the checkpoint, 3 in the config"),
+        ({"hidden_size": 64}, "hidden_size: 32 in the checkpoint, 64 in the config"),
+        ({"num_attention_heads": 2}, "num_attention_heads: 4 in the checkpoint, 2 in the config"),
+        ({"intermediate_size": 64}, r"2.mlp.linear1.weight of .* 0 has shape \[48, 32\], this model wants \[32, 32\]"),
+        ({"use_bias_in_mlp": False}, "holds 2.mlp.linear1.bias, which this model has not"),
+        ({"no_weight_tying": False}, r"holds layers \[6\], which num_layers and no_weight_tying leave no place for"),
+        ({"norm": "rmsnorm"}, "holds 2.input_layernorm.bias, which this model has not"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["pipe", "whole"])
+def test_another_model_is_refused_by_the_key(tmp_path, changes, message, form):
+    _, _, tensors = model_of(PARALLEL)
+    folder = write_neox(tmp_path / "global_step9", tensors, PARALLEL, tp=2, form=form)
+    with pytest.raises(UserError, match=message):
+        NeoXReader(folder, resolved(**{**PARALLEL, **changes}).model, VOCAB)
+
+
+def test_a_depth_that_no_argument_tells_is_refused(tmp_path):
+    """A converter's file has no arguments: the layers themselves show that the model is deeper."""
+    _, _, tensors = model_of({**PARALLEL, "num_layers": 3})
+    folder = write_neox(tmp_path / "global_step9", tensors, {**PARALLEL, "num_layers": 3}, form="nested")
+    with pytest.raises(UserError, match="does not fit this model|holds layers"):
+        NeoXReader(folder, resolved(**PARALLEL).model, VOCAB)
+
+
+@pytest.mark.parametrize("vocab", [VOCAB - 20, VOCAB + 20])
+def test_another_tokenizer_is_refused(tmp_path, vocab):
+    model, _, tensors = model_of(PARALLEL)
+    folder = write_neox(tmp_path / "global_step9", tensors, PARALLEL, tp=2)
+    with pytest.raises(
+        UserError, match=rf"trained with 65 to 80 tokens, the tokenizer has {vocab}; set tokenizer_type"
+    ):
+        NeoXReader(folder, model, vocab)
+
+
+def test_missing_and_partial_files_are_listed(tmp_path):
+    model, _, tensors = model_of(PARALLEL)
+    folder = write_neox(tmp_path / "global_step9", tensors, PARALLEL, tp=2)
+    part = folder / "layer_03-model_01-model_states.pt"
+    whole = part.read_bytes()
+    part.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"layer_03-model_01-model_states.pt cannot be read: .* damaged"):
+        NeoXReader(folder, model, VOCAB)
+    part.unlink()
+    (folder / "layer_05-model_00-model_states.pt").unlink()
+    with pytest.raises(UserError, match="missing layer_03-model_01-model_states.pt, layer_05-model_00-model_states.pt"):
+        NeoXReader(folder, model, VOCAB)
+    for file in folder.glob("layer_*-model_01-*"):
+        file.unlink()
+    with pytest.raises(UserError, match="missing layer_00-model_01-model_states.pt"):
+        NeoXReader(folder, model, VOCAB)
+
+
+def test_weights_over_zero_3_files_and_gated_transformer_engine_are_refused(tmp_path):
+    model, _, tensors = model_of(PARALLEL)
+    folder = write_neox(tmp_path / "global_step9", tensors, PARALLEL)
+    torch.save({}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    with pytest.raises(UserError, match=r"ZeRO stage 3.*zero_to_fp32.py"):
+        NeoXReader(folder, model, VOCAB)
+    model, _, tensors = model_of(LLAMA, "llama")
+    folder = write_neox(tmp_path / "llama" / "global_step9", tensors, LLAMA, names="te")
+    with pytest.raises(UserError, match="gate and up in an order that the files do not tell"):
+        NeoXReader(folder, model, VOCAB)
+
+
+# ---- where they count as checkpoints, and where not
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    return write_neox(tmp_path / "neox" / "global_step9", model_of(PARALLEL)[2], PARALLEL).parent
+
+
+def test_they_are_found_by_those_who_take_weights(base):
+    folder = base / "global_step9"
+    assert find_checkpoint(base) == find_checkpoint(base, 9) == find_checkpoint(folder) == folder
+    assert list_checkpoints(base, neox=True).latest == 9
+    listing = list_checkpoints(base)
+    assert listing.latest is None and listing.incomplete == {"global_step9": "written by GPT-NeoX"}
+    with pytest.raises(UserError, match="no complete checkpoint of iteration 8"):
+        find_checkpoint(base, 8)
+
+
+def test_a_folder_of_any_name_is_found_by_itself(base):
+    other = (base / "global_step9").rename(base / "0")
+    assert find_checkpoint(other) == other
+    assert decide_start(None, other, finetune=True).path == other
+
+
+def test_training_starts_from_their_weights_alone(base, tmp_path):
+    start = decide_start(tmp_path / "save", base, finetune=True)
+    assert (start.kind, start.step, start.path) == ("finetune", 0, base / "global_step9")
+    assert "written by GPT-NeoX" in start.message and "optimizer is new" in start.message
+    with pytest.raises(
+        UserError, match=r"optimizer state.* not read.*set finetune: true.*init_from: .*optimizer: reset"
+    ):
+        decide_start(tmp_path / "save", base)
+    with pytest.raises(UserError, match="init_from.optimizer=reset and init_from.data=restart"):
+        decide_start(None, None, init=InitFrom(str(base)))
+    init = InitFrom(str(base), optimizer="reset", data="restart")
+    start = decide_start(None, None, init=init)
+    assert (start.kind, start.step, start.load_optim, start.load_data) == ("init", 9, False, False)
+
+
+@pytest.mark.parametrize("load", [None, "same", "other"])
+def test_no_run_begins_among_them(base, load, tmp_path):
+    where = {None: None, "same": base, "other": tmp_path / "other"}[load]
+    with pytest.raises(UserError, match=r"save: .* holds checkpoints of GPT-NeoX.*another one in `save`"):
+        decide_start(base, where)
+
+
+def test_a_damaged_checkpoint_of_ours_is_not_one_of_theirs(tmp_path):
+    args = resolved(**PARALLEL)
+    folder = write_checkpoint(tmp_path / "ours", args, random_tensors(args, "neox"), tp=2)
+    (folder / "manifest.json").unlink()
+    assert not is_neox_folder(folder)
+    assert list_checkpoints(tmp_path / "ours", neox=True).incomplete == {"global_step7": "no manifest.json"}
+    with pytest.raises(UserError, match="no manifest.json"):
+        find_checkpoint(folder)
+
+
+def test_our_reader_says_whose_folder_it_is(base):
+    with pytest.raises(UserError, match="was written by GPT-NeoX; only with the run's config"):
+        CheckpointReader(base / "global_step9")
