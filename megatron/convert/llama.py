@@ -102,8 +102,11 @@ def common_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[st
     }
 
 
-def decoder_refusals(model: ModelConfig) -> list[str]:
-    """What LLaMA and its relatives do not express: other norms, plain activations, parallel residuals."""
+def decoder_refusals(model: ModelConfig, *, rotary_pct: bool = False, hidden_dropout: bool = False) -> list[str]:
+    """What LLaMA and its relatives do not express: other norms, plain activations, parallel residuals.
+
+    `rotary_pct`, `hidden_dropout`: the relative has that key.
+    """
     reasons = common_refusals(model)
     if model.norm != "rmsnorm":
         reasons.append(f"norm: {model.norm} (it has rmsnorm only)")
@@ -111,10 +114,10 @@ def decoder_refusals(model: ModelConfig) -> list[str]:
         reasons.append(f"activation: {model.activation} (it has gated ones only: {', '.join(ACTIVATIONS)})")
     if model.gpt_j_residual:
         reasons.append("gpt_j_residual (its residuals are sequential)")
-    if model.rotary_pct != 1.0:
+    if model.rotary_pct != 1.0 and not rotary_pct:
         reasons.append(f"rotary_pct: {model.rotary_pct} (it rotates whole heads)")
     reasons += rotary_refusals(model)
-    if model.hidden_dropout:
+    if model.hidden_dropout and not hidden_dropout:
         reasons.append(f"hidden_dropout: {model.hidden_dropout} (it has none)")
     return reasons
 

@@ -60,6 +60,49 @@ class PerHead:
 
 
 @dataclass(frozen=True)
+class PerGroup:
+    """Fused QKV [Q | K | V] ↔ key/value head by head: its queries, its k, its v (Falcon 40B)."""
+
+    heads: int
+    kv_heads: int
+
+    def export(self, full: Tensor) -> list[Tensor]:
+        d = full.shape[0] // (self.heads + 2 * self.kv_heads)
+        q, k, v = full.split((self.heads * d, self.kv_heads * d, self.kv_heads * d))
+        groups = [part.reshape(self.kv_heads, -1, *full.shape[1:]) for part in (q, k, v)]
+        return [torch.cat(groups, dim=1).reshape(full.shape)]
+
+    def load(self, parts: Sequence[Tensor]) -> Tensor:
+        part = parts[0]
+        d = part.shape[0] // (self.heads + 2 * self.kv_heads)
+        groups = part.reshape(self.kv_heads, -1, *part.shape[1:])
+        split = groups.split((self.heads // self.kv_heads * d, d, d), dim=1)
+        return torch.cat([piece.reshape(-1, *part.shape[1:]) for piece in split])
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """A matrix stored as [in, out] (GPT-2's Conv1D)."""
+
+    def export(self, full: Tensor) -> list[Tensor]:
+        return [full.T.contiguous()]
+
+    def load(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0].T.contiguous()
+
+
+@dataclass(frozen=True)
+class SwapHalves:
+    """Gated rows [up ; gate] ↔ [gate ; up]."""
+
+    def export(self, full: Tensor) -> list[Tensor]:
+        return [torch.cat(full.chunk(2)[::-1])]
+
+    def load(self, parts: Sequence[Tensor]) -> Tensor:
+        return self.export(parts[0])[0]
+
+
+@dataclass(frozen=True)
 class Duplicate:
     """One tensor that the other side has `count` times (a norm that two branches share)."""
 

@@ -91,7 +91,7 @@ def loss_chunk(configured: int | None, on_gpu: bool) -> int:
 
 
 def flops_per_token(model: ModelConfig, vocab_size: int) -> float:
-    """Training FLOPs per token: 6 per parameter in a matrix product plus full attention, 12 L n d s (n heads of width d).
+    """Training FLOPs per token: 6 per parameter in a matrix product plus full attention, 12 L n d s (n heads of d).
 
     Full attention means the causal half is counted too, the convention of most published MFU figures; recomputation is
     not counted. The output matrix counts once whether tied or not; embedding look-ups do not count.

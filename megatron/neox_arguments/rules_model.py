@@ -27,8 +27,8 @@ def required(draft: Draft) -> None:
         if draft[name] is None:
             draft.fail(name, "must be set")
     draft.positive(
-        "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "seq_length", "max_position_embeddings",
-        "intermediate_size", "expansion_factor", "mlp_multiple_of", "make_vocab_size_divisible_by", "rotary_emb_base",
+        "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "seq_length",
+        "max_position_embeddings", "intermediate_size", "expansion_factor", "mlp_multiple_of", "make_vocab_size_divisible_by", "rotary_emb_base",
         "sliding_window_width", "init_method_std", "checkpoint_num_layers", "loss_chunk_size",
         "mup_base_hidden_size", "mup_init_scale", "mup_embedding_mult", "mup_rp_embedding_mult",
         "peak_theoretical_tflops",

@@ -62,7 +62,7 @@ def hugging_face(args: NeoXArgs, architecture: str, seed: int = 0):
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             tensor.normal_(std=0.1)
-            if "norm" in name and name.endswith("weight"):
+            if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
                 tensor.add_(1.0)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

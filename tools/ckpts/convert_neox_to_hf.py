@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--pad-token-id", type=int, default=-1, help="pad id of the config; -1: the tokenizer's")
     flags.add_argument(
         "--architecture",
-        choices=("neox", "llama", "mistral"),
+        choices=("neox", "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3", "gpt2", "falcon", "phi3"),
         help="default: the first of these that can express the model",
     )
     flags.add_argument("--no-check", action="store_true", help="publish without comparing logits")
