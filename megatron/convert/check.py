@@ -91,12 +91,20 @@ def _label(index: int, num_layers: int) -> str:
 
 @torch.no_grad()
 def compare(
-    reader: CheckpointReader, model: ModelConfig, folder: Path, dtype: torch.dtype, tokens: Tensor | None = None
+    reader: CheckpointReader,
+    model: ModelConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    tokens: Tensor | None = None,
+    rounded: bool = False,
 ) -> Difference:
-    """Load `folder` with transformers and compare. Raises `UserError` when weights are missing or left over."""
+    """Load `folder` with transformers and compare. Raises `UserError` when weights are missing or left over.
+
+    `rounded`: `folder` is the source and may be stored in a wider type than `dtype`; its weights are rounded too.
+    """
     vocab_size = reader.entry(WORD_EMBEDDINGS).shape[0]
     tokens = random_tokens(model, vocab_size) if tokens is None else tokens
-    theirs = _their_outputs(folder, tokens)
+    theirs = _their_outputs(folder, tokens, dtype if rounded else None)
     drift = None
     logits = torch.tensor(float("nan"))
     for position, (name, output) in enumerate(our_outputs(reader, model, tokens, dtype)):
@@ -131,7 +139,7 @@ def check_pair(checkpoint: str | Path, folder: str | Path, config_files: Sequenc
     return compare(reader, read_settings(reader, config_files).model, folder, getattr(torch, name))
 
 
-def _their_outputs(folder: Path, tokens: Tensor) -> Any:
+def _their_outputs(folder: Path, tokens: Tensor, dtype: torch.dtype | None) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -145,4 +153,7 @@ def _their_outputs(folder: Path, tokens: Tensor) -> Any:
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found := sorted(map(str, info.get(what) or ())):
             raise UserError(f"transformers reports {what.replace('_', ' ')} in {folder}: {', '.join(found[:8])}")
+    if dtype is not None:
+        for parameter in loaded.parameters():
+            parameter.copy_(parameter.to(dtype))
     return loaded.eval()(input_ids=tokens, use_cache=False, output_hidden_states=True)

@@ -1,0 +1,80 @@
+"""Reading a model's config.json field by field: what nobody asked for is an error, not silence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.errors import UserError
+
+# Fields that say nothing about what the network computes: files, classes, generation, outputs of the Python object.
+WITHOUT_MEANING = frozenset(
+    {
+        "_name_or_path", "_commit_hash", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype",
+        "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+        "tokenizer_class", "prefix", "task_specific_params", "finetuning_task", "id2label", "label2id", "problem_type",
+        "classifier_dropout", "return_dict", "output_attentions", "output_hidden_states", "is_decoder",
+        "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size", "chunk_size_feed_forward",
+        "pretraining_tp", "unsloth_version", "unsloth_fixed", "_attn_implementation_autoset", "vocab_size",
+    }
+)  # fmt: skip
+REQUIRED = object()
+
+
+class Fields:
+    """The fields of one config.json.
+
+    A family's `read` takes what it knows; `finish` then raises `UserError` for the rest. `where` names the file.
+    """
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self._values = dict(values)
+        self._seen = set(WITHOUT_MEANING)
+        self.where = where
+
+    def take(self, name: str, default: Any = REQUIRED) -> Any:
+        """The value of a field; where it is missing or null, `default`, which should be that of transformers' class."""
+        self._seen.add(name)
+        value = self._values.get(name)
+        if value is not None:
+            return value
+        if default is REQUIRED:
+            raise UserError(f"{self.where}: {name} is missing")
+        return default
+
+    def choose(self, name: str, choices: Mapping[Any, Any], default: Any = REQUIRED) -> Any:
+        """`choices` of the field's value. Raises `UserError` naming a value that is not among them."""
+        value = self.take(name, default)
+        if value not in choices:
+            known = ", ".join(map(str, choices))
+            raise UserError(f"{self.where}: {name}: {value!r} cannot be expressed here (known: {known})")
+        return choices[value]
+
+    def rotary(self, theta: str, fraction: str | None = None, fraction_default: float = 1.0) -> dict[str, Any]:
+        """`rotary_emb_base` and `rotary_pct` from `rope_parameters`, or from the fields of transformers before 5.
+
+        `theta`, `fraction`: the older names of the base and of the rotated fraction. Raises `UserError` for scaled
+        positions, which have no key yet, and for a base that is not whole.
+        """
+        rope = {"rope_theta": self.take(theta, None), **self.take("rope_parameters", {})}
+        self.take("rope_theta", None)
+        scaling = dict(self.take("rope_scaling", {}))
+        pct = rope.pop("partial_rotary_factor", None)
+        older = [self.take(name, None) for name in ("partial_rotary_factor", *([fraction] if fraction else []))]
+        kinds = {str(part.pop(key)) for part in (rope, scaling) for key in ("rope_type", "type") if key in part}
+        if kinds - {"default"}:
+            raise UserError(f"{self.where}: scaled rotary positions ({', '.join(sorted(kinds))}) cannot be expressed")
+        base = rope.pop("rope_theta", None) or scaling.pop("rope_theta", None) or 10000.0
+        if extra := sorted(rope.keys() | scaling.keys()):
+            raise UserError(f"{self.where}: unknown fields of the rotary positions: {', '.join(extra)}")
+        if base != int(base):
+            raise UserError(f"{self.where}: {theta}: {base} is not a whole number, as rotary_emb_base must be")
+        fractions = [value for value in (pct, *older) if value is not None]
+        return {"rotary_emb_base": int(base), "rotary_pct": float(fractions[0] if fractions else fraction_default)}
+
+    def finish(self) -> None:
+        """Raise `UserError` for fields that no rule has taken."""
+        unknown = {name: value for name, value in self._values.items() if name not in self._seen}
+        if unknown:
+            listed = ", ".join(f"{name}: {value!r}" for name, value in sorted(unknown.items()))
+            raise UserError(f"{self.where}: fields that are not known here, and might change the model: {listed}")

@@ -1,0 +1,81 @@
+"""The YAML beside an imported model: its architecture, its tokenizer, and a modest start of further training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+LONGEST = 4096  # a first seq_length for models whose positions reach much further
+_TRAINING = """\
+# where training starts: these weights, at step 0. Set `save` to a folder of the new run's own.
+load: {load}
+finetune: true
+
+# optimizer and length: a modest start, to be fitted to your data
+optimizer:
+  type: AdamW
+  params:
+    lr: 1.0e-5
+    betas: [0.9, 0.95]
+    eps: 1.0e-8
+weight_decay: 0.1
+gradient_clipping: 1.0
+train_micro_batch_size_per_gpu: 1
+train_iters: 1000
+lr_decay_style: cosine
+min_lr: 1.0e-6
+warmup: 0.03
+checkpoint_factor: 500
+eval_interval: 500
+eval_iters: 10
+log_interval: 10
+
+# data: set data_path, or the keys of a mixture, to token files made with this tokenizer
+"""
+
+
+def ready_config(
+    keys: dict[str, Any], *, source: str, folder: Path, tokenizer: dict[str, Any], tp: int, pp: int, precision: str
+) -> str:
+    """The text of a YAML file.
+
+    Args:
+        keys: our keys of the architecture.
+        source: what the model is called where it comes from.
+        folder: where the checkpoint will be.
+        tokenizer: the keys of the tokenizer; empty when there is none.
+        precision: `fp32`, `fp16` or `bfloat16`.
+    """
+    head = f"# Made from {source} by convert_hf_to_neox.py.\n"
+    if not tokenizer:
+        head += "# The model came without a tokenizer: set tokenizer_type and vocab_file.\n"
+    length = min(keys["max_position_embeddings"], LONGEST)
+    layout = {"pipe_parallel_size": pp, "model_parallel_size": tp}
+    parts = [head, _dump(layout), "# network", _dump({**keys, "seq_length": length}), "# tokenizer", _dump(tokenizer)]
+    load = yaml.safe_dump(str(folder), allow_unicode=True, width=10**6).removesuffix("...\n").strip()
+    return "\n".join([*parts, _dump({"precision": precision}), _TRAINING.format(load=load)])
+
+
+def tokenizer_keys(copied: Path, final: Path) -> dict[str, Any]:
+    """`tokenizer_type` and `vocab_file` for the files in `copied`, which will be at `final`; {} when it has none."""
+    whole = (copied / "tokenizer.json").is_file()
+    if whole or all((copied / name).is_file() for name in ("vocab.json", "merges.txt")):
+        return {"tokenizer_type": "HFTokenizer", "vocab_file": str(final)}
+    if (copied / "tokenizer.model").is_file():
+        return {"tokenizer_type": "SPMTokenizer", "vocab_file": str(final / "tokenizer.model")}
+    return {}
+
+
+def _dump(keys: dict[str, Any]) -> str:
+    lines = []
+    for name, value in keys.items():
+        # YAML 1.1 reads 1e-05 as a text; a point makes it a number for everybody.
+        text = yaml.safe_dump(value, width=10**6, allow_unicode=True)
+        if isinstance(value, float):
+            text = repr(value)
+            if "e" in text and "." not in text:
+                text = text.replace("e", ".0e")
+        lines.append(f"{name}: {text.removesuffix('...' + chr(10)).strip()}")
+    return "\n".join(lines) + "\n"
