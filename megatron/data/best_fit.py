@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron.data.best_fit_plan import Patterns, best_fit_patterns
 from megatron.data.cache import Arrays, IndexCache
+from megatron.data.holding import are_in
 from megatron.data.index_builders import INT32_MAX
 from megatron.data.index_builders.packing import by_length, fill_patterns, length_starts
 from megatron.data.index_builders.shuffle import shuffle
@@ -79,6 +80,18 @@ class BestFitRows(Rows):
         lengths = np.minimum(self.data.sizes[documents] - offsets, self.capacity)
         parts = zip(documents.tolist(), offsets.tolist(), lengths.tolist(), strict=True)
         return [*self._wholes(found[:wholes]), *parts]
+
+    def holding(self, items: range) -> np.ndarray:
+        doc_idx, row_starts, shuffle_idx = (self.arrays[name] for name in ("doc_idx", "sample_idx", "shuffle_idx"))
+        held = are_in(doc_idx, items)
+        later = np.flatnonzero(are_in(self.arrays["later_documents"], items))
+        if len(later):  # parts of an item follow one another
+            held |= are_in(doc_idx, range(len(self.data) + int(later[0]), len(self.data) + int(later[-1]) + 1))
+        rows = len(row_starts) - 1
+        epoch, place = np.divmod(np.flatnonzero(held), int(row_starts[-1]))
+        by_epoch = np.zeros((len(shuffle_idx) // rows, rows), dtype=bool)
+        by_epoch[epoch, np.searchsorted(row_starts, place, side="right") - 1] = True
+        return np.flatnonzero(np.take_along_axis(by_epoch, shuffle_idx.reshape(-1, rows).astype(np.int64), axis=1))
 
 
 def best_fit_index(

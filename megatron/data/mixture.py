@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron.data.cache import IndexCache, content_key
+from megatron.data.holding import NONE, Wanted
 from megatron.data.index_builders import build_blend
 from megatron.data.phases import Phase, Weights, lengths
 from megatron.data.sample import Provenance
@@ -20,13 +21,16 @@ BLEND_VERSION = 1
 
 class SampleSource(Protocol):
     """What can be drawn from: `len` samples, each read by its number; `digest` is a hash of their order, `locate` says
-    which documents a sample is made of."""
+    which documents a sample is made of, `may_hold` which samples may hold some documents (int64, ascending: all that
+    do, and few that do not)."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Any: ...
 
     def locate(self, index: int) -> Provenance: ...
+
+    def may_hold(self, wanted: Wanted) -> np.ndarray: ...
 
     def digest(self) -> str: ...
 
@@ -105,6 +109,14 @@ class Blend:
             return self._drawn[0], index
         return self._drawn[int(self._source[index])], int(self._sample[index])
 
+    def draws_of(self, source: int) -> np.ndarray:
+        """The draws that are from a source, ascending."""
+        if source not in self._drawn:
+            return NONE
+        if self._source is None:
+            return np.arange(self.samples)
+        return np.flatnonzero(self._source == self._drawn.index(source))
+
     def digest(self) -> str:
         """Hash of the arrays. Reads all of them."""
         described = {"drawn": self._drawn, "samples": self.samples}
@@ -166,6 +178,17 @@ class Mixture:
         """The source, the number of the sample within it and its documents."""
         source, sample = self.draw(index)
         return self.sources[source].locate(sample).within(self.names[source])
+
+    def may_hold(self, wanted: Wanted) -> np.ndarray:
+        """See `SampleSource`."""
+        found = [NONE]
+        for d, source in enumerate(self.sources):
+            samples = source.may_hold(wanted)
+            for first, blend, bases in zip(self._firsts, self._blends, self._bases, strict=True):
+                begin, end = np.searchsorted(samples, [bases[d], bases[d] + blend.taken[d]])
+                if end > begin:
+                    found.append(first + blend.draws_of(d)[samples[begin:end] - bases[d]])
+        return np.unique(np.concatenate(found))
 
     def digest(self) -> str:
         """Hash of the index arrays, those of the sources included. Reads all of them."""

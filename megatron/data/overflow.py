@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.cache import Arrays, IndexCache, content_key
+from megatron.data.holding import are_in, rows_touching
 from megatron.data.index_builders import INT32_MAX
 from megatron.data.index_builders.packing import overflow_pass
 from megatron.data.index_builders.shuffle import shuffle
@@ -76,6 +77,10 @@ class OverflowRows(Rows):
         row = int(self.arrays["shuffle_idx"][index])
         start, end = self.arrays["sample_idx"][row : row + 2, 0].tolist()
         return self._wholes(self.arrays["doc_idx"][start:end])
+
+    def holding(self, items: range) -> np.ndarray:
+        hits = np.flatnonzero(are_in(self.arrays["doc_idx"], items))
+        return np.flatnonzero(rows_touching(self.arrays["sample_idx"][:, 0], hits)[self.arrays["shuffle_idx"]])
 
 
 def overflow_index(lengths: np.ndarray, first: int, capacity: int, segments: Sequence[Segment]) -> Arrays:

@@ -24,6 +24,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron.data.cache import Arrays, IndexCache, content_key
+from megatron.data.holding import NONE, Wanted, are_in, rows_touching
 from megatron.data.index_builders import INT32_MAX, build_sample_index
 from megatron.data.index_builders.shuffle import shuffle
 from megatron.data.indexed import IndexedDataset
@@ -124,6 +125,18 @@ class PackedDataset:
     def locate(self, index: int) -> Provenance:
         """The documents that sample `index` is made of."""
         return Provenance((self.data.prefix,), index, tuple(Piece(*piece) for piece in self._pieces(index)))
+
+    def may_hold(self, wanted: Wanted) -> np.ndarray:
+        """Samples that may hold some documents."""
+        items = wanted.get(str(self.data.prefix))
+        if items is None:
+            return NONE
+        begins, found = [0, *self._ends[:-1].tolist()], []
+        for before, arrays in zip(begins, self._indices, strict=True):
+            hits = np.flatnonzero(are_in(arrays["doc_idx"], items))
+            held = rows_touching(arrays["sample_idx"][:, 0], hits)
+            found.append(before + np.flatnonzero(held[arrays["shuffle_idx"]]))
+        return np.concatenate(found)
 
     def _pieces(self, index: int) -> list[tuple[int, int, int]]:
         """(document, offset, length) of the pieces of sample `index`."""

@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from megatron.data.cache import IndexCache
+from megatron.data.holding import Wanted
 from megatron.data.indexed import IndexedDataset
 from megatron.data.sample import Provenance, Sample
 
@@ -46,6 +49,8 @@ class PackedSource(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
     def locate(self, index: int) -> Provenance: ...
+
+    def may_hold(self, wanted: Wanted) -> np.ndarray: ...
 
     def digest(self) -> str: ...
 

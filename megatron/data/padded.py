@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron.data.cache import content_key
+from megatron.data.holding import Wanted
 from megatron.data.mixture import SampleSource
 from megatron.data.sample import IGNORE, Provenance, Sample
 
@@ -38,6 +39,11 @@ class Padded:
         if index < self.samples:
             return self.source.locate(index)
         return Provenance(self.source.locate(0).path, index, ())
+
+    def may_hold(self, wanted: Wanted) -> np.ndarray:
+        """Samples that may hold some documents."""
+        found = self.source.may_hold(wanted)
+        return found[found < self.samples]
 
     def digest(self) -> str:
         return content_key({"source": self.source.digest(), "samples": self.samples, "length": self.length})

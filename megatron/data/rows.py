@@ -16,6 +16,7 @@ from typing import ClassVar
 import numpy as np
 
 from megatron.data.cache import Arrays, content_key
+from megatron.data.holding import NONE, Wanted
 from megatron.data.index_builders.shuffle import shuffle
 from megatron.data.indexed import IndexedDataset
 from megatron.data.packing import Packing, Segment, fresh_seed
@@ -200,6 +201,14 @@ class Rows(ABC):
         """The documents of sample `index`."""
         return Provenance((self.data.prefix,), index, tuple(Piece(*piece) for piece in self._checked(index)))
 
+    def may_hold(self, wanted: Wanted) -> np.ndarray:
+        """Samples that may hold some documents."""
+        items = wanted.get(str(self.data.prefix))
+        if items is None:
+            return NONE
+        found = self.holding(items)
+        return found[found < self.samples]
+
     def _checked(self, index: int) -> list[tuple[int, int, int]]:
         if not 0 <= index < self.samples:
             raise IndexError(f"{self.data.prefix}: sample {index} of {self.samples}")
@@ -213,6 +222,10 @@ class Rows(ABC):
     @abstractmethod
     def pieces(self, index: int) -> list[tuple[int, int, int]]:
         """(document, offset, length) of what is in sample `index`."""
+
+    @abstractmethod
+    def holding(self, items: range) -> np.ndarray:
+        """The samples that may hold one of some items, ascending, also such as are beyond the end."""
 
 
 def shuffled_segments(segments: Sequence[Segment], first: np.random.RandomState) -> np.ndarray:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.data.cache import Arrays, IndexCache
+from megatron.data.holding import are_in
 from megatron.data.index_builders import INT32_MAX
 from megatron.data.packing import Segment
 from megatron.data.rows import Rows, WholeDocuments, shuffled_segments
@@ -48,3 +49,7 @@ class UnpackedRows(Rows):
         documents = self.arrays["doc_idx"]
         row = int(self.arrays["shuffle_idx"][index]) % len(documents)
         return self._wholes(documents[row : row + 1])
+
+    def holding(self, items: range) -> np.ndarray:
+        held = are_in(self.arrays["doc_idx"], items)
+        return np.flatnonzero(held[self.arrays["shuffle_idx"] % len(held)])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megatron.data.holding import are_in
 from megatron.data.indexed import IndexedDataset
 from megatron.data.mixture import SampleSource
 from megatron.data.role_plan import RolePlan
@@ -81,14 +84,17 @@ def file_of(data: IndexedDataset, document: int) -> tuple[str, int]:
 
 
 def samples_with(
-    role: RolePlan, dataset: SampleSource, numbers: Iterable[int], file: str, documents: range
+    role: RolePlan, dataset: SampleSource, numbers: Sequence[int], file: str, documents: range
 ) -> Iterator[int]:
-    """Those of `numbers` whose sample holds one of the documents of a file, which may be told by the name of a source.
+    """Those of `numbers` (a range of step 1, or some) whose sample holds one of the documents of a file, which may be
+    told by the name of a source; ascending.
 
     Raises `UserError` when the role reads no such file.
     """
     wanted = _wanted(role, file, documents)
-    for index in numbers:
+    likely = dataset.may_hold(wanted)
+    asked = are_in(likely, numbers) if isinstance(numbers, range) else np.isin(likely, numbers)
+    for index in likely[asked].tolist():
         found = dataset.locate(index)
         items = wanted.get(str(found.path[-1]))
         if items is not None and any(piece.document in items for piece in found.pieces):

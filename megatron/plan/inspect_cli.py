@@ -121,8 +121,7 @@ def _steps(known: argparse.Namespace, env: Mapping[str, str]) -> None:
         if not colon:
             raise UserError(f"--find {known.find}: give FILE:DOC, such as data/chats_messages_document:17")
         everything = range(role.steps.known[0][1], role.count) if numbers is None else list(numbers)
-        watched = log.progress(everything, what="looking through samples", unit="samples")
-        numbers = samples_with(role.plan, role.dataset, watched, file, closed_range(which, "--find"))
+        numbers = samples_with(role.plan, role.dataset, everything, file, closed_range(which, "--find"))
     if numbers is None:
         raise UserError("say which: --steps A..B, --iterations A..B, --sample K or --find FILE:DOC")
     if known.json:
