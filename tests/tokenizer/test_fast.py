@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from megatron.errors import DeepyError, UserError
 from megatron.tokenizer import choose_encoder, exact, fast
@@ -24,6 +25,7 @@ from megatron.tokenizer.probes import LONG, SCRIPTS, SPACES
 from megatron.tokenizer.ragged import Ragged
 from megatron.tokenizer.simple import ByteTokenizer
 from megatron.tokenizer.young import NEW_IN_17, NORMALIZED_ANEW, Characters
+from tests.tokenizer.vocabularies import byte_tokens_in_byte_order
 from tests.tokenizer.zoo import OTHER_SCRIPTS, ZOO, training_text
 
 pytestmark = pytest.mark.cpu
@@ -31,8 +33,8 @@ pytestmark = pytest.mark.cpu
 # Who does what, measured. A vocabulary that moves from one line to another is a change a user feels as speed.
 TAKEN = {
     **dict.fromkeys(("gpt2", "neox", "llama3", "qwen2", "o200k", "llama2", "metaspace", "prefix_space"), "gigatoken"),
-    **dict.fromkeys(("normalized", "digits"), "fastokens"),
-    **dict.fromkeys(("stripping", "lowercase", "wordpiece"), "tokenizers"),
+    **dict.fromkeys(("normalized", "digits", "deepseek"), "fastokens"),
+    **dict.fromkeys(("stripping", "lowercase", "wordpiece", "word_characters"), "tokenizers"),
 }
 
 
@@ -76,7 +78,7 @@ ATOMS = (
     *SPACES, *LONG, *"aZéß1٣中한🤖!.,'_<|>▁ĠİſﬁÅ\u0301\u0338\u0327\u200d\ufeff\x00\x85\ufffd\U0010ffff",
     "'s", "'LL", "’ve", "the", "The", " of", "==", "12", "1234", "\u1100\u1161\u11a8", "क्ष", "👩\u200d👩\u200d👧", "🇩🇪",
     "<0x0A>", "<s>", "\U000105d2\u0307", "\u1df6\u0323", "\u08ca",
-    "\U00010940", "\U000323b0", "\u088f", "<|endoftext|>", "<|im_start|>", "<think>", "<|begin_of_text|>",
+    "\U00010940", "\U000323b0", "\u088f", "\u180e", "<|endoftext|>", "<|im_start|>", "<think>", "<|begin_of_text|>",
 )  # fmt: skip
 pieces = st.one_of(
     st.sampled_from(ATOMS),
@@ -100,6 +102,17 @@ def test_an_accepted_encoder_gives_the_same_ids_on_anything(name: str, texts: li
         assert difference(texts, right, given_ids) is None, encoder.name
 
 
+LARGE = (
+    *((0x3400, 0x9FFF), (0xA000, 0xA4CF), (0xAC00, 0xD7A3), (0xE000, 0xF8FF), (0x12000, 0x16800), (0x17000, 0x18CFF)),
+    *((0x1B000, 0x1D000), (0x1F000, 0x323AF), (0x323B0, 0x34000)),
+)
+CHARACTERS = [
+    chr(c)
+    for c in (*range(0x20, 0x34000), *range(0xE0000, 0xE0200, 7))
+    if not 0xD800 <= c < 0xE000 and not (any(a + 16 < c < b - 16 for a, b in LARGE) and c % 61)
+]
+
+
 @pytest.mark.parametrize(
     "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.full) for name in ("llama3", "o200k"))]
 )
@@ -107,23 +120,54 @@ def test_every_character_belongs_to_the_same_class(name: str) -> None:
     """Libraries have tables of different versions of Unicode. The middles of the largest blocks are thinned out."""
     tokenizer, encoders = accepted(name)
     assert set(encoders) == set(ORDER)
-    large = (
-        (0x3400, 0x9FFF),
-        (0xA000, 0xA4CF),
-        (0xAC00, 0xD7A3),
-        (0xE000, 0xF8FF),
-        (0x12000, 0x16800),
-        (0x17000, 0x18CFF),
-    )
-    large = (*large, (0x1B000, 0x1D000), (0x1F000, 0x323AF), (0x323B0, 0x34000))
-    dense = [c for c in range(0x20, 0x34000) if not any(a + 16 < c < b - 16 for a, b in large) or c % 61 == 0]
-    chars = [chr(c) for c in (*dense, *range(0xE0000, 0xE0200, 7)) if not 0xD800 <= c < 0xE000]
-    assert len(chars) > 40_000
-    for start in range(0, len(chars), 5000):
-        texts = [f"{c}'llof{c}2345 1{c}1'S{c}\n" for c in chars[start : start + 5000]]
+    assert len(CHARACTERS) > 40_000
+    for start in range(0, len(CHARACTERS), 5000):
+        texts = [f"{c}'llof{c}2345 1{c}1'S{c}\n" for c in CHARACTERS[start : start + 5000]]
         right = tokenizer.encode_exactly(texts)
         for encoder in encoders.values():
             assert difference(texts, right, encoder.encode(texts)) is None
+
+
+def bordered(characters: str) -> LibraryTokenizer:
+    """A vocabulary that shows the borders of words: `a` makes a token with a byte behind it.
+
+    A word is `a` and one of `characters`, or any one character.
+    """
+    alphabet = byte_tokens_in_byte_order()
+    merges = [("a", byte) for byte in alphabet]
+    tokens = [*sorted(alphabet), *("a" + byte for byte in alphabet)]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    words = pre_tokenizers.Split(Regex(f"a{characters}|[\\s\\S]"), behavior="isolated")
+    rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([words, rest])
+    backend.decoder = decoders.ByteLevel()
+    return LibraryTokenizer("HFTokenizer", backend, {}, None, None)
+
+
+MORE = (r"\S", r"\d", ".", *(rf"\p{{{name}}}" for name in ("M", "P", "S", "Z", "Lu", "Ll", "Lt", "Lm", "Lo")))
+
+
+@pytest.mark.parametrize(
+    "characters", [r"\s", r"\p{L}", r"\p{N}", *(pytest.param(kind, marks=pytest.mark.full) for kind in MORE)]
+)
+def test_a_class_of_characters_is_the_same_to_all(characters: str) -> None:
+    tokenizer = bordered(characters)
+    texts = ["a" + char for char in CHARACTERS]
+    right = tokenizer.encode_exactly(texts)
+    assert len(set(right.lengths.tolist())) > 1
+    for name in ("fastokens", "tiktoken"):
+        choose_encoder(tokenizer, name)
+        assert difference(texts, right, tokenizer.encode_batch(texts)) is None
+
+
+@pytest.mark.parametrize("characters", [r"\w", r"\W", r"\b", "[[:alpha:]]", r"\p{Han}"])
+def test_patterns_that_libraries_read_differently_are_refused(characters: str) -> None:
+    tokenizer = bordered(characters)
+    with pytest.raises(UserError, match="not the same characters to every library"):
+        choose_encoder(tokenizer, "fastokens")
+    if "Han" not in characters:
+        with pytest.raises(UserError, match="not the same characters to every library"):
+            choose_encoder(tokenizer, "tiktoken")
 
 
 # Each mends the text, or the ids, the way a careless encoder would.

@@ -35,6 +35,12 @@ O200K = "|".join(
         r"\s+",
     )
 )
+DEEPSEEK = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 SPECIAL = ("<|endoftext|>", "<|padding|>")
 OTHER_SCRIPTS = (
     "Die Größe der Straße, naïve café; Ελληνικά και κυριλλица, 中文测试没有空格。日本語のテキスト 한국어 हिन्दी العربية "
@@ -61,15 +67,12 @@ def _trained(tokenizer: Tokenizer, byte_level: bool = True, size: int = 1500) ->
     return tokenizer
 
 
-def _byte_level(pattern: str | None = None) -> Tokenizer:
+def _byte_level(*patterns: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.decoder = decoders.ByteLevel()
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    tokenizer.pre_tokenizer = (
-        last
-        if pattern is None
-        else pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior="isolated"), last])
-    )
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns)
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, last]) if splits else last
     return tokenizer
 
 
@@ -123,6 +126,16 @@ def normalized() -> Tokenizer:
 def o200k() -> Tokenizer:
     """As GPT-4o: words by case."""
     return _trained(_byte_level(O200K))
+
+
+def deepseek() -> Tokenizer:
+    """As DeepSeek V3: three patterns, one after the other."""
+    return _trained(_byte_level(*DEEPSEEK))
+
+
+def word_characters() -> Tokenizer:
+    r"""A pattern of `\w`, which every library understands and no two alike."""
+    return _trained(_byte_level(r" ?\w+|\s+|[^\s\w]+"))
 
 
 def llama2() -> Tokenizer:
@@ -221,5 +234,6 @@ def _as_ordinary(tokenizer: Tokenizer, keep: tuple[str, ...]) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(content))
 
 
-KINDS = (gpt2, neox, llama3, qwen2, normalized, o200k, llama2, metaspace, stripping, prefix_space, digits, lowercase)
-ZOO: dict[str, Callable[[], Tokenizer]] = {make.__name__: make for make in (*KINDS, wordpiece, unigram)}
+KINDS = (gpt2, neox, llama3, qwen2, normalized, o200k, deepseek, word_characters, llama2, metaspace, stripping)
+OTHERS = (prefix_space, digits, lowercase, wordpiece, unigram)
+ZOO: dict[str, Callable[[], Tokenizer]] = {make.__name__: make for make in (*KINDS, *OTHERS)}
