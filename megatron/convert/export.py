@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert import falcon, gpt2, gpt_neox, llama, olmo, phi, qwen
 from megatron.convert.check import compare
 from megatron.convert.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, choose_family
 from megatron.convert.safetensors_writer import Planned, write_safetensors
-from megatron.convert.settings import Settings, read_settings
+from megatron.convert.settings import Settings, open_source
 from megatron.convert.tokenizer_files import open_tokenizer, save_tokenizer, token_ids
 from megatron.errors import UserError
 from megatron.log import get_logger, progress
@@ -58,13 +57,14 @@ def export(
     vocab_is_hf: bool = False,
     pad_token_id: int | None = None,
     check: bool = True,
+    overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Exported:
     """Convert a checkpoint to a folder that `AutoModelForCausalLM` and `AutoTokenizer` open.
 
     Args:
         checkpoint: a `global_step<N>` folder, or a `save` folder (its latest).
-        output: the folder to make; an earlier export there is replaced, anything else refused.
+        output: the folder to make.
         config_files: YAML of the run; its tokenizer keys win over the checkpoint's own config, its architecture must
             agree with it.
         precision: `auto` (as trained), `fp16`, `bf16` or `fp32`.
@@ -73,13 +73,13 @@ def export(
         vocab_is_hf: `vocab_file` is a Hugging Face tokenizer folder.
         pad_token_id: for the config; None takes the tokenizer's.
         check: compare logits with our own model and refuse to publish when they differ.
+        overwrite: replace an earlier export that is at `output`; anything else there is refused always.
 
     Raises `UserError` naming what cannot be expressed, does not fit or differs; then no folder is left behind.
     """
     output = Path(output)
-    _check_output(output)
-    reader = CheckpointReader(find_checkpoint(checkpoint, key="--input_dir"))
-    settings = read_settings(reader, config_files)
+    _check_output(output, overwrite)
+    reader, settings = open_source(checkpoint, config_files, vocab_is_hf=vocab_is_hf)
     family = choose_family(settings.model, architecture)
     table = family.table(settings.model)
     _check_names(reader, table)
@@ -100,9 +100,13 @@ def export(
     return Exported(output, family.architecture, difference)
 
 
-def _check_output(output: Path) -> None:
-    if output.exists() and (not output.is_dir() or (any(output.iterdir()) and not (output / "config.json").exists())):
+def _check_output(output: Path, overwrite: bool) -> None:
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / "config.json").is_file():
         raise UserError(f"--output_dir: {output} exists and is not an earlier export; choose another folder")
+    if not overwrite:
+        raise UserError(f"--output_dir: {output} holds a model already; give --overwrite to replace it")
 
 
 def _publish(draft: Path, output: Path) -> None:
@@ -210,5 +214,4 @@ def _checked(reader: CheckpointReader, model: ModelConfig, draft: Path, dtype: t
             f"the exported copy computes something else: logits differ by {result.logits:.3g} (allowed "
             f"{result.allowed:.3g}), first after {result.first_drift}. Nothing was published."
         )
-    logger.info(f"largest logit difference to our own model in fp32: {result.logits:.3g}")
     return result.logits

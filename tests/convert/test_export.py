@@ -223,7 +223,12 @@ def test_output_folder_with_something_else_in_it_is_left_alone(tmp_path, neox_ch
         export(neox_checkpoint, tmp_path / "hf", tokenizer=False)
     (tmp_path / "hf/thesis.tex").unlink()
     export(neox_checkpoint, tmp_path / "hf", tokenizer=False)
-    export(neox_checkpoint.parent, tmp_path / "hf", tokenizer=False)
+    before = (tmp_path / "hf/config.json").stat().st_mtime_ns
+    with pytest.raises(UserError, match="holds a model already; give --overwrite"):
+        export(neox_checkpoint.parent, tmp_path / "hf", tokenizer=False)
+    assert (tmp_path / "hf/config.json").stat().st_mtime_ns == before
+    export(neox_checkpoint.parent, tmp_path / "hf", tokenizer=False, overwrite=True)
+    assert (tmp_path / "hf/config.json").stat().st_mtime_ns != before
 
 
 def test_config_file_must_describe_the_same_model(tmp_path, neox_checkpoint):

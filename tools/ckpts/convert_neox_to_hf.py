@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     """GPT-NeoX's flags, `--no-check` and `--check-only`."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--input_dir", required=True, help="a global_step<N> folder, or a save folder (its latest)")
-    flags.add_argument("--output_dir", required=True, help="the folder to make; an earlier export there is replaced")
+    flags.add_argument("--output_dir", required=True, help="the folder to make")
     flags.add_argument(
         "--config_file",
         nargs="+",
@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
         help="default: the first of these that can express the model",
     )
     flags.add_argument("--no-check", action="store_true", help="publish without comparing logits")
+    flags.add_argument("--overwrite", action="store_true", help="replace an earlier export in --output_dir")
     flags.add_argument("--check-only", action="store_true", help="compare with an --output_dir that exists; no writing")
     return flags
 
@@ -71,6 +72,7 @@ def main() -> int:
         vocab_is_hf=given.vocab_is_hf_tokenizer,
         pad_token_id=None if given.pad_token_id < 0 else given.pad_token_id,
         check=not given.no_check,
+        overwrite=given.overwrite,
     )
     checked = "not checked" if done.largest_difference is None else f"largest {done.largest_difference:.2e}"
     print(f"{done.folder}: {done.architecture}")
