@@ -165,7 +165,7 @@ def _writable(folder: Path) -> bool:
     except OSError as error:
         if error.errno in _NO_WRITING:
             return False
-        raise UserError(f"the folder {folder} for sample indices cannot be made: {error.strerror}.") from error
+        raise UserError(f"the folder {folder} for sample indices cannot be made: {_reason(error)}.") from error
     return os.access(folder, os.W_OK | os.X_OK)
 
 
@@ -204,7 +204,7 @@ def _publish(entry: Path, key: str, arrays: Arrays) -> bool:
         if error.errno in _NO_WRITING:
             return False
         raise UserError(
-            f"the sample index cannot be written to {entry}: {error.strerror}. data_cache_path names another folder."
+            f"the sample index cannot be written to {entry}: {_reason(error)}. data_cache_path names another folder."
         ) from error
     finally:
         if temp is not None:
@@ -237,3 +237,7 @@ def _load(entry: Path, key: str) -> Arrays:
     if not right:
         raise UserError(f"{entry} does not hold what its name says. Remove that folder; it will be built again.")
     return arrays
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or f"{error} (bytes; the disk is full)"  # numpy's own, when a write ends early

@@ -7,6 +7,7 @@ import json
 import logging
 import multiprocessing
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -172,13 +173,18 @@ def test_damage_is_named(tmp_path: Path) -> None:
         cache.arrays("x", "a" * 64, dict)
 
 
-def test_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(caches.np, "save", full)
-    with pytest.raises(UserError, match="No space left"):
-        IndexCache(tmp_path).arrays("x", "a" * 64, lambda: {"x": np.arange(3)})
+@pytest.mark.parametrize("room", [10, 4096], ids=["in the header", "in the numbers"])
+def test_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, room: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(
+            UserError, match=r"cannot be written to .*x-a+: (File too large|.*the disk is full)"
+        ) as told:
+            IndexCache(tmp_path).arrays("x", "a" * 64, lambda: {"x": np.arange(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "None" not in str(told.value)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
