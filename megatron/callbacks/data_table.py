@@ -28,9 +28,16 @@ def data_cells(rows: Sequence[SourceRow]) -> list[tuple[str, ...]]:
 
 
 def phase_lines(rows: Sequence[SourceRow]) -> list[str]:
-    """From which steps on the weights count; nothing when they stay as they are."""
+    """From which steps on the weights count, and which changes come too late; nothing when they stay as they are."""
     changing = sorted({(row.role, row.steps) for row in rows if len(row.steps) > 1})
-    return [f"weights of {role} from step {', then '.join(map(str, steps))} on" for role, steps in changing]
+    too_late = sorted({(row.role, row.unreached) for row in rows if row.unreached})
+    return [
+        *(f"weights of {role} from step {', then '.join(map(str, steps))} on" for role, steps in changing),
+        *(
+            f"weights of {role}: the run ends before the change at step {' and that at '.join(map(str, steps))}"
+            for role, steps in too_late
+        ),
+    ]
 
 
 def data_lines(rows: Sequence[SourceRow]) -> list[str]:

@@ -39,6 +39,7 @@ class SourceRow:
         role: train, valid, test, or `valid/` and the name of a validation set.
         samples, epochs: what the run draws, and how often that reads the source.
         weight: over the whole run; `weights`: in each phase, which begin at `steps`.
+        unreached: the steps of phases that begin behind the end of the run.
     """
 
     role: str
@@ -51,6 +52,7 @@ class SourceRow:
     steps: tuple[int, ...]
     samples: int
     epochs: float
+    unreached: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class DataPlan:
                         steps=tuple(phase.step for phase in role.reached),
                         samples=drawn.samples,
                         epochs=drawn.epochs,
+                        unreached=tuple(phase.step for phase in role.phases if phase.first >= role.samples),
                     )
                 )
         return rows
