@@ -124,6 +124,15 @@ def test_answers_that_nothing_ends_are_told(tmp_path: Path) -> None:
     assert told not in run(*command, "--only-last").stderr
 
 
+def test_the_begin_of_a_long_first_chat_is_shown(tmp_path: Path, tokenizer: Path) -> None:
+    turns = [part for i in range(3000) for part in say(("user", f"{i} and more"), ("assistant", f"{i}."))]
+    source = jsonl(tmp_path / "in.jsonl", {"messages": turns})
+    done = run(TOOL, "--input", source, "--output-prefix", tmp_path / "c", "--tokenizer-path", tokenizer)
+    tokens = IndexedDataset(tmp_path / "c_messages_document").num_tokens
+    assert "⟦7.<|im_end|>⟧" in done.stderr and "2999" not in done.stderr
+    assert f"... and {tokens - chat_tool.SHOWN} tokens more" in done.stderr
+
+
 def test_nothing_to_train_is_an_error(tmp_path: Path, tokenizer: Path) -> None:
     source = jsonl(tmp_path / "in.jsonl", {"messages": TWO})
     command = (TOOL, "--input", source, "--output-prefix", tmp_path / "out" / "c", "--tokenizer-path", tokenizer)

@@ -52,6 +52,8 @@ output:  <output-prefix>_<key>_document           tokens of the rendered chats
 guide:   documentation/chat_data.md
 """
 
+SHOWN = 2000  # tokens of the first chat
+
 
 def parse_args() -> argparse.Namespace:
     """GPT-NeoX's flags, and those for other shapes of data."""
@@ -160,8 +162,10 @@ def tell(result: Result, encoder: ChatEncoder) -> None:
         if not len(labels):  # a shard on which no chat fell
             continue
         data = IndexedDataset(prefix.removesuffix("_label_document") + "_document")
-        shown = bracketed(encoder.tokenizer, data.get(0), labels.get(0))
-        logger.info(f"first of {name} (⟦trained⟧):\n{shown}")
+        # Cut, as where parts meet is found by decoding all before them.
+        ids, marks = data.get(0, 0, min(SHOWN, int(data.sizes[0]))), labels.get(0)[:SHOWN]
+        more = f"\n... and {int(data.sizes[0]) - SHOWN} tokens more" if data.sizes[0] > SHOWN else ""
+        logger.info(f"first of {name} (⟦trained⟧):\n{bracketed(encoder.tokenizer, ids, marks)}{more}")
         whole = options.no_mask or options.for_rm or options.leave_open
         if not whole and not answers_end(encoder, labels.get(0)):
             logger.warning("no token of its own ends every answer: from this template a model hardly learns to stop")

@@ -134,6 +134,22 @@ def map_content(chat: Conversation, change: Callable[[str], str]) -> Conversatio
     return replace(chat, messages=messages)
 
 
+def with_joined_parts(chat: Conversation) -> Conversation:
+    """The chat with contents that are lists of text parts made one text each. Raises `BadChat` for other parts."""
+    messages = [
+        {**message, "content": _joined(message["content"], i)} if isinstance(message.get("content"), list) else message
+        for i, message in enumerate(chat.messages)
+    ]
+    return replace(chat, messages=messages)
+
+
+def _joined(parts: list[Any], index: int) -> str:
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise BadChat(f"message {index + 1}: a part of its content is no text, and the chat template takes only texts")
+    return "".join(texts)
+
+
 def _map_said(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)

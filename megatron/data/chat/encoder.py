@@ -20,6 +20,7 @@ from megatron.data.chat.conversation import (
     conversation,
     map_content,
     map_text,
+    with_joined_parts,
     with_prompt,
 )
 from megatron.data.chat.labels import LabelRules, label
@@ -207,11 +208,26 @@ class ChatEncoder:
         if self._fix:
             chat = map_content(chat, self._fix)
         with _about(name):
+            chat = self._in_its_form(chat)
             rendered = self._finder.find(chat)
             if _is_text(rendered.text):
                 return rendered
             messages, tools = map_text(chat.messages, _without_surrogates), map_text(chat.tools, _without_surrogates)
             return self._finder.find(replace(chat, messages=messages, tools=tools))
+
+    def _in_its_form(self, chat: Conversation) -> Conversation:
+        """The chat, its contents in parts joined to texts for a template that takes only texts.
+
+        Such a template fails at a list or, worse, writes it as Python shows it.
+        """
+        parts = [message["content"] for message in chat.messages if isinstance(message.get("content"), list)]
+        if not parts:
+            return chat
+        try:
+            text = self.template.render(chat)
+        except BadChat:
+            return with_joined_parts(chat)
+        return with_joined_parts(chat) if any(str(part) in text for part in parts) else chat
 
     def _label(self, rendered: Rendered, encoding: tokenizers.Encoding) -> tuple[np.ndarray, np.ndarray]:
         ids = np.array(encoding.ids, dtype=np.int64)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.data.chat.encoder import ChatEncoder, ChatOptions
+from megatron.data.chat.template import ChatTemplate
 from megatron.data.encode import write_datasets
 from megatron.data.indexed import IndexedDataset
 from megatron.data.manifest import verify
@@ -246,3 +247,22 @@ def test_the_files_do_not_depend_on_the_workers(folder: Path, tmp_path: Path) ->
         manifest = verify(f"{tmp_path / 'w3'}{output.suffix}")
         assert manifest is not None
         assert (manifest.tokenizer is None) == output.suffix.endswith("_reward_document")
+
+
+@pytest.mark.parametrize("join", ["+", "~"])
+def test_parts_for_a_template_that_takes_only_texts(folder: Path, join: str) -> None:
+    usual = made(folder)
+    source = f"{{% for message in messages %}}{{{{ '<' {join} message.role {join} '>' {join} message.content }}}}"
+    template = ChatTemplate(source + "<|im_end|>{% endfor %}")
+    built = ChatEncoder(usual.tokenizer, template, ChatOptions(), usual.rules.eos)
+    parts = [{"type": "text", "text": "No, "}, {"type": "text", "text": "one."}]
+    asked, answered = say(("user", "Two?")), say(("assistant", "No, one."))
+    listed = [{"role": "user", "content": ["Two?"]}]
+    forms = [[*asked, *answered], [*listed, {"role": "assistant", "content": parts}], [*listed, *answered]]
+    encoded = built.encode(rows(*({"messages": form} for form in forms)))
+    for output in (0, 1):
+        first, *others = documents(encoded, output)
+        assert others == [first, first]
+    image = [{"role": "user", "content": [{"type": "image", "url": "x"}]}, *answered]
+    with pytest.raises(UserError, match="message 1: a part of its content is no text"):
+        built.encode(rows({"messages": image}))
