@@ -42,6 +42,7 @@ ARCHITECTURE = (
     "opt_pos_emb_offset",
     "rotary_pct",
     "rotary_emb_base",
+    "rope_scaling",
     "attention_config",
     "sliding_window_width",
     "use_mup",

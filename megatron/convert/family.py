@@ -107,9 +107,12 @@ def pre_norm_refusals(model: ModelConfig) -> list[str]:
     return reasons
 
 
-def rotary_refusals(model: ModelConfig) -> list[str]:
-    """For families with rotary positions only."""
-    return [] if model.pos_emb == "rotary" else [f"pos_emb: {model.pos_emb} (it has rotary positions only)"]
+def rotary_refusals(model: ModelConfig, *, rope_scaling: bool = False) -> list[str]:
+    """For families with rotary positions only; `rope_scaling`: they can be scaled there."""
+    reasons = [] if model.pos_emb == "rotary" else [f"pos_emb: {model.pos_emb} (it has rotary positions only)"]
+    if model.rope_scaling and not rope_scaling:
+        reasons.append("rope_scaling (its positions are not scaled here)")
+    return reasons
 
 
 def output_bias_refusals(model: ModelConfig) -> list[str]:

@@ -19,6 +19,12 @@ WITHOUT_MEANING = frozenset(
     }
 )  # fmt: skip
 REQUIRED = object()
+# Kinds of rotary scaling that `rope_scaling` expresses, and their numbers.
+SCALINGS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 class Fields:
@@ -51,10 +57,10 @@ class Fields:
         return choices[value]
 
     def rotary(self, theta: str, fraction: str | None = None, fraction_default: float = 1.0) -> dict[str, Any]:
-        """`rotary_emb_base` and `rotary_pct` from `rope_parameters`, or from the fields of transformers before 5.
+        """`rotary_emb_base`, `rotary_pct`, `rope_scaling` from `rope_parameters`, or from transformers 4's fields.
 
-        `theta`, `fraction`: the older names of the base and of the rotated fraction. Raises `UserError` for scaled
-        positions, which have no key yet, and for a base that is not whole.
+        `theta`, `fraction`: the older names of the base and of the rotated fraction. Raises `UserError` for a scaling
+        that is not known, and for a base that is not whole.
         """
         rope = {"rope_theta": self.take(theta, None), **self.take("rope_parameters", {})}
         self.take("rope_theta", None)
@@ -62,15 +68,20 @@ class Fields:
         pct = rope.pop("partial_rotary_factor", None)
         older = [self.take(name, None) for name in ("partial_rotary_factor", *([fraction] if fraction else []))]
         kinds = {str(part.pop(key)) for part in (rope, scaling) for key in ("rope_type", "type") if key in part}
-        if kinds - {"default"}:
-            raise UserError(f"{self.where}: scaled rotary positions ({', '.join(sorted(kinds))}) cannot be expressed")
-        base = rope.pop("rope_theta", None) or scaling.pop("rope_theta", None) or 10000.0
-        if extra := sorted(rope.keys() | scaling.keys()):
+        kind = next(iter(sorted(kinds - {"default"})), "default")
+        if kind not in SCALINGS:
+            raise UserError(f"{self.where}: rotary positions scaled as {kind!r} cannot be expressed")
+        base = rope.pop("rope_theta", None) or 10000.0
+        scaled = {name: value for name, value in (scaling | rope).items() if value is not None}
+        if extra := sorted(scaled.keys() - set(SCALINGS[kind])):
             raise UserError(f"{self.where}: unknown fields of the rotary positions: {', '.join(extra)}")
+        if missing := sorted(set(SCALINGS[kind]) - scaled.keys()):
+            raise UserError(f"{self.where}: {kind} scaling of rotary positions lacks {', '.join(missing)}")
         if base != int(base):
             raise UserError(f"{self.where}: {theta}: {base} is not a whole number, as rotary_emb_base must be")
         fractions = [value for value in (pct, *older) if value is not None]
-        return {"rotary_emb_base": int(base), "rotary_pct": float(fractions[0] if fractions else fraction_default)}
+        keys = {"rotary_emb_base": int(base), "rotary_pct": float(fractions[0] if fractions else fraction_default)}
+        return keys if kind == "default" else {**keys, "rope_scaling": {"rope_type": kind, **scaled}}
 
     def finish(self) -> None:
         """Raise `UserError` for fields that no rule has taken."""

@@ -79,6 +79,7 @@ def mistral_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[s
 
 
 def common_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
+    scaling = dict(model.rope_scaling or {})
     return {
         "vocab_size": vocab_size,
         "hidden_size": model.hidden_size,
@@ -97,15 +98,18 @@ def common_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[st
         "pad_token_id": ids.pad,
         "tie_word_embeddings": not model.no_weight_tying,
         "attention_dropout": model.attention_dropout,
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(model.rotary_emb_base)},
-        "rope_theta": float(model.rotary_emb_base),  # for transformers 4
+        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": float(model.rotary_emb_base)},
+        "rope_theta": float(model.rotary_emb_base),  # these two for transformers 4
+        **({"rope_scaling": scaling} if scaling else {}),
     }
 
 
-def decoder_refusals(model: ModelConfig, *, rotary_pct: bool = False, hidden_dropout: bool = False) -> list[str]:
+def decoder_refusals(
+    model: ModelConfig, *, rotary_pct: bool = False, hidden_dropout: bool = False, rope_scaling: bool = False
+) -> list[str]:
     """What LLaMA and its relatives do not express: other norms, plain activations, parallel residuals.
 
-    `rotary_pct`, `hidden_dropout`: the relative has that key.
+    `rotary_pct`, `hidden_dropout`, `rope_scaling`: the relative has that key.
     """
     reasons = common_refusals(model)
     if model.norm != "rmsnorm":
@@ -116,21 +120,21 @@ def decoder_refusals(model: ModelConfig, *, rotary_pct: bool = False, hidden_dro
         reasons.append("gpt_j_residual (its residuals are sequential)")
     if model.rotary_pct != 1.0 and not rotary_pct:
         reasons.append(f"rotary_pct: {model.rotary_pct} (it rotates whole heads)")
-    reasons += rotary_refusals(model)
+    reasons += rotary_refusals(model, rope_scaling=rope_scaling)
     if model.hidden_dropout and not hidden_dropout:
         reasons.append(f"hidden_dropout: {model.hidden_dropout} (it has none)")
     return reasons
 
 
 def llama_unsupported(model: ModelConfig) -> list[str]:
-    reasons = [*decoder_refusals(model), *pre_norm_refusals(model), *output_bias_refusals(model)]
+    reasons = [*decoder_refusals(model, rope_scaling=True), *pre_norm_refusals(model), *output_bias_refusals(model)]
     if any(window is not None for window in model.layer_windows or ()):
         reasons.append("sliding_window_width (it has full attention only; try --architecture mistral)")
     return reasons
 
 
 def mistral_unsupported(model: ModelConfig) -> list[str]:
-    reasons = [*decoder_refusals(model), *pre_norm_refusals(model)]
+    reasons = [*decoder_refusals(model, rope_scaling=True), *pre_norm_refusals(model)]
     if len(set(model.layer_windows or ())) > 1:
         reasons.append("attention_config with a window in some layers only")
     if model.use_bias_in_attn_linear or model.use_bias_in_mlp:

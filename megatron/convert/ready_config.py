@@ -72,7 +72,7 @@ def _dump(keys: dict[str, Any]) -> str:
     lines = []
     for name, value in keys.items():
         # YAML 1.1 reads 1e-05 as a text; a point makes it a number for everybody.
-        text = yaml.safe_dump(value, width=10**6, allow_unicode=True)
+        text = yaml.safe_dump(value, width=10**6, allow_unicode=True, default_flow_style=True)
         if isinstance(value, float):
             text = repr(value)
             if "e" in text and "." not in text:

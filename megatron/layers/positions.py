@@ -10,9 +10,9 @@ attention scores. `POSITIONS` maps `pos_emb` to the factories of those parts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -63,15 +63,37 @@ class Table(nn.Module):
         return self
 
 
+def scaled_frequencies(frequency: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Rotary frequencies [r/2] stretched to longer texts than the model first learned.
+
+    * `linear` (Chen et al. 2023, arXiv 2306.15595): all of them divided by `factor`.
+    * `llama3` (Llama 3.1): those that turn less than `low_freq_factor` times in the original length are divided by
+      `factor`, those that turn more than `high_freq_factor` times stay, and between them it is interpolated.
+    """
+    kind = scaling.get("rope_type", "default")
+    if kind == "default":
+        return frequency
+    stretched = frequency / scaling["factor"]
+    if kind == "linear":
+        return stretched
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] / (2 * math.pi / frequency)
+    share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1.0 - share) * stretched + share * frequency
+
+
 class Rotary(Table):
     """Rotary embedding (Su et al. 2021, arXiv 2104.09864) in the rotate-half layout on the first r dims of a head.
 
     Tables [positions, r/2]; the product is taken in fp32 and cast back.
     """
 
-    def __init__(self, dims: int, base: float, length: int, device: torch.device) -> None:
+    def __init__(
+        self, dims: int, base: float, length: int, device: torch.device, scaling: Mapping[str, Any] | None = None
+    ) -> None:
         # In fp32, not fp64: bit for bit what GPT-NeoX and transformers compute, so exported models see the same angles.
         frequency = 1.0 / base ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
+        frequency = scaled_frequencies(frequency, scaling or {})
         angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency)
         super().__init__(cos=angle.cos().to(device), sin=angle.sin().to(device))
         self.dims = dims
@@ -85,7 +107,7 @@ class Rotary(Table):
                 "choose a fraction that gives an even number of at least 2"
             )
         length = model.max_position_embeddings
-        return cls(dims, float(model.rotary_emb_base), length, state.device)
+        return cls(dims, float(model.rotary_emb_base), length, state.device, model.rope_scaling)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         cos, sin = self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)  # [b, s, 1, r/2]

@@ -24,6 +24,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     rules_model.width_split,
     rules_model.heads,
     rules_model.positions,
+    rules_model.rope_scaling,
     rules_model.residual_form,
     rules_model.attention,
     rules_model.feed_forward,

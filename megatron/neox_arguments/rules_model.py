@@ -28,7 +28,8 @@ def required(draft: Draft) -> None:
             draft.fail(name, "must be set")
     draft.positive(
         "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "seq_length",
-        "max_position_embeddings", "intermediate_size", "expansion_factor", "mlp_multiple_of", "make_vocab_size_divisible_by", "rotary_emb_base",
+        "max_position_embeddings", "intermediate_size", "expansion_factor", "mlp_multiple_of",
+        "make_vocab_size_divisible_by", "rotary_emb_base",
         "sliding_window_width", "init_method_std", "checkpoint_num_layers", "loss_chunk_size",
         "mup_base_hidden_size", "mup_init_scale", "mup_embedding_mult", "mup_rp_embedding_mult",
         "peak_theoretical_tflops",
@@ -83,6 +84,31 @@ def positions(draft: Draft) -> None:
         plus = f" plus opt_pos_emb_offset {offset}" if offset else ""
         draft.fail("max_position_embeddings", f"{longest} is below seq_length {draft['seq_length']}{plus}")
     draft.set("max_position_embeddings", longest or needed, "seq_length")
+
+
+_SCALINGS = {
+    "linear": {"rope_type", "factor"},
+    "llama3": {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
+
+
+def rope_scaling(draft: Draft) -> None:
+    """A known kind of rotary scaling with exactly its numbers."""
+    scaling = draft["rope_scaling"]
+    if scaling is None:
+        return
+    if draft["pos_emb"] != "rotary":
+        draft.fail("rope_scaling", f"pos_emb is {draft['pos_emb']}; it needs rotary")
+    kind = scaling.get("rope_type")
+    if kind not in _SCALINGS:
+        draft.fail("rope_scaling", f"rope_type {kind!r} is not available; use {' or '.join(_SCALINGS)}")
+    if different := sorted(_SCALINGS[kind] ^ set(scaling)):
+        draft.fail("rope_scaling", f"{kind} has {', '.join(sorted(_SCALINGS[kind]))}; mend {', '.join(different)}")
+    numbers = {name: value for name, value in scaling.items() if name != "rope_type"}
+    if wrong := [name for name, value in numbers.items() if not isinstance(value, int | float) or value <= 0]:
+        draft.fail("rope_scaling", f"{', '.join(wrong)} must be positive numbers")
+    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+        draft.fail("rope_scaling", "low_freq_factor must be below high_freq_factor")
 
 
 def residual_form(draft: Draft) -> None:

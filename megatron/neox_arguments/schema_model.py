@@ -135,6 +135,12 @@ class ModelConfig:
     opt_pos_emb_offset: int = key(0, "Constant added to learned positions (OPT models use 2).")
     rotary_pct: float = key(1.0, "Fraction of each head's dimensions that are rotated.")
     rotary_emb_base: int = key(10000, "Base (theta) of the rotary frequencies.")
+    rope_scaling: dict[str, Any] | None = key(
+        None,
+        "Stretches rotary positions: {rope_type: linear, factor: F}, or {rope_type: llama3, factor, low_freq_factor, "
+        "high_freq_factor, original_max_position_embeddings}, as in Hugging Face's config.json.",
+        new=True,
+    )
 
     # attention
     attention_config: tuple[Any, ...] | None = key(

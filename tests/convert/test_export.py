@@ -37,6 +37,14 @@ NEOX_CASES = {
     "full rotary, tanh gelu": {"rotary_pct": 1.0, "bias_gelu_fusion": True},
     "no attention bias": {"use_bias_in_attn_linear": False, "activation": "relu"},
 }
+# The kinds of frequencies that Llama 3.1 tells apart are all there at head size 8, base 500.
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 LLAMA_CASES = {
     "mha": {},
     "gqa": {"num_kv_heads": 2},
@@ -44,6 +52,8 @@ LLAMA_CASES = {
     "gqa, tied": {"num_kv_heads": 2, "no_weight_tying": False},
     "biases": {"use_bias_in_attn_linear": True, "use_bias_in_mlp": True},
     "geglu": {"activation": "geglu"},
+    "scaled positions": {"num_kv_heads": 2, "rope_scaling": LLAMA_3_1},
+    "stretched positions": {"rope_scaling": {"rope_type": "linear", "factor": 2.5}},
 }
 MISTRAL_CASES = {
     "no window": {"num_kv_heads": 2},
@@ -197,6 +207,7 @@ REFUSALS = [
     ("neox", {"use_qk_layernorm": True}, "use_qk_layernorm"),
     ("neox", {"use_mup": True, "mup_base_hidden_size": 16}, "use_mup"),
     ("llama", {"norm": "layernorm"}, "norm: layernorm"),
+    ("neox", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
     ("llama", {"gpt_j_residual": True}, "gpt_j_residual"),
     ("llama", {"rotary_pct": 0.5}, "rotary_pct: 0.5"),
     ("llama", {"sliding_window_width": 8}, "mistral"),
