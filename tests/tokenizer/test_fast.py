@@ -128,6 +128,17 @@ def test_every_character_belongs_to_the_same_class(name: str) -> None:
             assert difference(texts, right, encoder.encode(texts)) is None
 
 
+@pytest.mark.parametrize("name", ["qwen2", pytest.param("neox", marks=pytest.mark.full)])
+def test_every_mark_has_the_same_place_among_marks(name: str) -> None:
+    """Before a mark of the lowest class, and behind one of the highest, every other one has to change places."""
+    tokenizer, encoders = accepted(name)
+    for before, after in (("", "\u0334"), ("\u0345", "")):
+        texts = [f"x{before}{c}{after}" for c in CHARACTERS]
+        right = tokenizer.encode_exactly(texts)
+        for encoder in encoders.values():
+            assert difference(texts, right, encoder.encode(texts)) is None
+
+
 def bordered(characters: str) -> LibraryTokenizer:
     """A vocabulary that shows the borders of words: `a` makes a token with a byte behind it.
 
