@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.family import WORD_EMBEDDINGS
-from megatron.convert.settings import read_settings
+from megatron.convert.settings import open_source
 from megatron.errors import UserError
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.mpu.sharding import named_parameters
@@ -127,7 +126,8 @@ def check_pair(checkpoint: str | Path, folder: str | Path, config_files: Sequenc
 
     Raises `UserError` when there is no such pair: no folder, another vocabulary, weights missing or left over.
     """
-    folder, reader = Path(folder), CheckpointReader(find_checkpoint(checkpoint, key="--input_dir"))
+    folder = Path(folder)
+    reader, settings = open_source(checkpoint, config_files)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -136,7 +136,7 @@ def check_pair(checkpoint: str | Path, folder: str | Path, config_files: Sequenc
     if config.get("vocab_size") != vocab_size:
         raise UserError(f"{folder} has vocab_size {config.get('vocab_size')}, {reader.folder} has {vocab_size} tokens")
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return compare(reader, read_settings(reader, config_files).model, folder, getattr(torch, name))
+    return compare(reader, settings.model, folder, getattr(torch, name))
 
 
 def _their_outputs(folder: Path, tokens: Tensor, dtype: torch.dtype | None) -> Any:

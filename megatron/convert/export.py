@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert import falcon, gpt2, gpt_neox, llama, olmo, phi, qwen
 from megatron.convert.check import compare
 from megatron.convert.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, choose_family
 from megatron.convert.safetensors_writer import Planned, write_safetensors
-from megatron.convert.settings import Settings, read_settings
+from megatron.convert.settings import Settings, open_source
 from megatron.convert.tokenizer_files import open_tokenizer, save_tokenizer, token_ids
 from megatron.errors import UserError
 from megatron.log import get_logger, progress
@@ -80,8 +79,7 @@ def export(
     """
     output = Path(output)
     _check_output(output, overwrite)
-    reader = CheckpointReader(find_checkpoint(checkpoint, key="--input_dir"))
-    settings = read_settings(reader, config_files)
+    reader, settings = open_source(checkpoint, config_files, vocab_is_hf=vocab_is_hf)
     family = choose_family(settings.model, architecture)
     table = family.table(settings.model)
     _check_names(reader, table)
