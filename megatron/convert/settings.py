@@ -35,17 +35,25 @@ class Settings:
 
 
 def open_source(
-    checkpoint: str | Path, config_files: Sequence[str], *, key: str = "--input_dir", vocab_is_hf: bool = False
+    checkpoint: str | Path, config_files: Sequence[str], *, vocab_is_hf: bool = False
 ) -> tuple[CheckpointReader, Settings]:
     """The reader and the settings of a checkpoint, ours or GPT-NeoX's: a `global_step<N>` folder or the latest in it.
 
     Raises `UserError` when there is none, or when the config does not fit it.
     """
-    folder = find_checkpoint(checkpoint, key=key)
+    folder = find_checkpoint(checkpoint, key="--input_dir")
     if is_neox_folder(folder):
         return _open_neox(folder, config_files, vocab_is_hf)
     reader = CheckpointReader(folder)
     return reader, read_settings(reader, config_files)
+
+
+def open_weights(
+    checkpoint: str | Path, config_files: Sequence[str], *, key: str, checksums: bool = False
+) -> CheckpointReader:
+    """The reader alone: only a folder of GPT-NeoX needs a config. Errors name `key` as what gave the folder."""
+    folder = find_checkpoint(checkpoint, key=key)
+    return _open_neox(folder, config_files, False)[0] if is_neox_folder(folder) else CheckpointReader(folder, checksums)
 
 
 def _open_neox(folder: Path, config_files: Sequence[str], vocab_is_hf: bool) -> tuple[CheckpointReader, Settings]:

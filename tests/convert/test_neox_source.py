@@ -75,3 +75,15 @@ def test_a_config_of_another_model_is_refused(source, tmp_path):
     with pytest.raises(UserError, match="num_layers: 2 in the checkpoint, 3 in the config"):
         export(folder, tmp_path / "hf", config_files=[str(other)])
     assert not (tmp_path / "hf").exists()
+
+
+def test_it_can_be_inspected(source, monkeypatch, capsys):
+    folder, file, _ = source
+    tool = Path(__file__).resolve().parents[2] / "tools/ckpts/inspect_checkpoints.py"
+    monkeypatch.setattr(sys, "argv", [tool.name, str(folder), "--config_file", str(file)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(tool), run_name="__main__")
+    out = capsys.readouterr().out
+    assert not end.value.code and "step 9, 0 samples, saved at tp 2" in out
+    line = next(line for line in out.splitlines() if line.startswith("0.word_embeddings.weight"))
+    assert "[512, 32]" in line and "split dim 0 padded to 512" in line
