@@ -56,14 +56,17 @@ class Caps:
             assert most is not None
             largest = max(phase.asked[d] for phase in phases)
             epochs = math.ceil(taken[d] / self.epoch[d] * 1000) / 1000 if self.epoch[d] else None
-            advice = f"train_data_max_epochs: {epochs:g}" if epochs is not None else "more data"
-            if sum(1 for count in counts if count) == 1:
-                advice += f", or a weight of at most {most / samples:.4g} (it is {largest:.4g})"
+            advice = f"train_data_max_epochs: {epochs:.12g}" if epochs is not None else "more data"
+            if sum(1 for count in counts if count) == 1 and not progress.consumed:
+                advice += f", or a weight of at most {_rounded_down(most / samples):.4g} (it is {largest:.4g})"
             lines.append(
                 f"  {self.names[d]}: {taken[d]} samples are asked for ({_epochs(taken[d], self.epoch[d])}), "
                 f"{most} are allowed ({_epochs(most, self.epoch[d])}); enough would be {advice}"
             )
         feasible = self._most_samples(phases, samples, progress)
+        if feasible < progress.consumed:
+            remedy = f"The run has read more than that in its {progress.steps} steps already: only another cap helps."
+            return "\n".join(["train_data_max_epochs: the cap is below what this run has read.", *lines, remedy])
         remedy = f"The most that works as it is: train_iters {progress.step_at(feasible)}."
         if not self.redistribute:
             remedy += " train_data_on_cap: redistribute takes what is missing from the other sources."
@@ -76,6 +79,12 @@ class Caps:
             fits = _fit(phases, middle, progress, self.most, self.redistribute) is not None
             low, high = (middle, high) if fits else (low, middle)
         return low
+
+
+def _rounded_down(value: float) -> float:
+    """To four digits, as it is shown: rounded up it would be too much."""
+    scale = 10 ** (3 - math.floor(math.log10(value))) if value > 0 else 1
+    return math.floor(value * scale) / scale
 
 
 def _epochs(samples: int, epoch: int) -> str:
