@@ -82,6 +82,12 @@ class NeoXReader(CheckpointReader):
         parameters: dict[str, ParameterEntry] = {}
         for number, wanted in by_layer.items():
             parameters |= self._read_layer(number, wanted, model)
+        if self._sum_biases and TRANSFORMER_ENGINE_MLP in self._layer(2, 0):
+            logger.warning(
+                f"{self.folder}: GPT-NeoX with Transformer Engine sums twice over tensor-parallel ranks under "
+                "gpt_j_residual. A model trained so computes something else here; one that was converted to these "
+                "files does not"
+            )
         known = neox_manifest(self.folder)
         self.manifest = Manifest(
             step=_int(client.get("iteration"), known.step),

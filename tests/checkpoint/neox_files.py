@@ -61,7 +61,7 @@ def blocks_of_neox(theirs: dict[str, Tensor], tp: int, layers: int, parallel: bo
 def blocks_of_llama(
     theirs: dict[str, Tensor], tp: int, layers: int, heads: int, grouped: bool
 ) -> list[list[dict[str, Tensor]]]:
-    """The same from a LlamaForCausalLM without biases: norms are called `scale`, linear1 is each rank's [up ; gate]."""
+    """The same of a Llama or OLMo 2 without biases: norms are called `scale`, linear1 is each rank's [up ; gate]."""
     made = []
     for i in range(layers):
         old = {k.removeprefix(f"model.layers.{i}."): v for k, v in theirs.items() if f".layers.{i}." in k}
@@ -73,11 +73,16 @@ def blocks_of_llama(
                 n = heads // tp
                 per_head = [part.chunk(n, 0) for part in parts]
                 parts = [per_head[j][head] for head in range(n) for j in range(3)]
+            norms = ("input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+            # OLMo's block owns a first norm that it never uses.
+            local = {f"{norm}.scale": old.get(f"{norm}.weight", torch.zeros(7)) for norm in norms[:2]}
+            if f"{norms[2]}.weight" in old:
+                local[f"{norms[2]}.scale"] = old[f"{norms[2]}.weight"]
+                local |= {f"attention.{n}_norm.scale": old[f"self_attn.{n}_norm.weight"].chunk(tp)[r] for n in "qk"}
             up, gate = (old[f"mlp.{n}_proj.weight"].chunk(tp, 0)[r] for n in ("up", "gate"))
             ranks.append(
                 {
-                    "input_layernorm.scale": old["input_layernorm.weight"],
-                    "post_attention_layernorm.scale": old["post_attention_layernorm.weight"],
+                    **local,
                     "attention.query_key_value.weight": torch.cat(parts),
                     "attention.dense.weight": old["self_attn.o_proj.weight"].chunk(tp, 1)[r],
                     "mlp.linear1.weight": torch.cat((up, gate)),

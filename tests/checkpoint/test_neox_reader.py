@@ -74,6 +74,17 @@ def test_logits_are_those_of_transformers(tmp_path, architecture, keys, names, f
     assert not bomb.exists()
 
 
+@pytest.mark.parametrize("form", ["pipe", "nested"])
+def test_norms_behind_the_branches_and_on_all_queries_together(tmp_path, form):
+    keys = {**LLAMA, "norm_placement": "olmo3", "use_separate_qk_norms": True, "num_kv_heads": 2}
+    model, theirs, tensors = model_of(keys, "olmo2")
+    folder = write_neox(tmp_path / "global_step9", tensors, keys, form=form)
+    assert largest_difference(folder, model, theirs) < 1e-5
+    folder = write_neox(tmp_path / "two" / "global_step9", tensors, keys, form=form, tp=2)
+    with pytest.raises(UserError, match="computes what no other layout does .use_separate_qk_norms"):
+        NeoXReader(folder, model, VOCAB)
+
+
 def test_every_rank_of_any_size_gets_its_part(tmp_path):
     model, _, tensors = model_of(PARALLEL)
     reader = NeoXReader(write_neox(tmp_path / "global_step9", tensors, PARALLEL, tp=2), model, VOCAB)

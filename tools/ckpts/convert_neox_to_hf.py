@@ -30,7 +30,8 @@ def parser() -> argparse.ArgumentParser:
         "--config_file",
         nargs="+",
         metavar="YAML",
-        help="YAML files of the run; optional, since the checkpoint holds its config. Their vocab_file wins",
+        help="YAML files of the run; optional where the checkpoint holds its config. Their vocab_file wins. A folder "
+        "that GPT-NeoX wrote needs them, unless it keeps a copy in configs/",
     )
     flags.add_argument("--precision", default="auto", choices=("auto", "fp16", "bf16", "fp32"), help="auto: as trained")
     flags.add_argument("--no_save_tokenizer", action="store_true", help="leave the tokenizer's files out")
