@@ -168,13 +168,17 @@ def check_writable(prefix: str) -> None:
     """Raise `UserError` when files called `prefix` + something cannot be made; makes nothing."""
     if not Path(prefix).name or prefix.endswith(os.sep):
         raise UserError(f"--output-prefix {prefix}: a folder; give a name in it too, such as {Path(prefix) / 'corpus'}")
-    folder = Path(prefix).parent
+    check_folder(Path(prefix).parent, f"--output-prefix {prefix}")
+
+
+def check_folder(folder: Path, said: str) -> None:
+    """Raise `UserError`, beginning with what the user `said`, when no file can be made in a folder; makes nothing."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not folder.is_dir():
-        raise UserError(f"--output-prefix {prefix}: {folder} is not a folder")
+        raise UserError(f"{said}: {folder} is not a folder")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"--output-prefix {prefix}: no permission to write in {folder}")
+        raise UserError(f"{said}: no permission to write in {folder}")
 
 
 def write_metadata(prefix: str, arguments: Mapping[str, Any], result: Result) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.data.chunks import Record
 from megatron.data.compression import COMPRESSIONS
-from megatron.data.corpus_job import JobOptions, tokenise_files, write_metadata
+from megatron.data.corpus_job import JobOptions, check_folder, tokenise_files, write_metadata
 from megatron.data.formats import READERS
 from megatron.data.hf_dataset_columns import Layout, Unusable, detect
 from megatron.data.hf_dataset_load import BUILDERS, Loader
@@ -61,7 +61,7 @@ class PrepareOptions:
 
 def output_name(request: Request) -> str:
     """`<dataset tail>[_<subset>]_<split>`, without what is no part of a plain file name."""
-    tail = Path(request.dataset.rstrip("/")).name
+    tail = Path(request.dataset).absolute().name  # also of "."
     for ending in (*COMPRESSIONS, *READERS, *BUILDERS):
         if len(tail) > len(ending):
             tail = tail.removesuffix(ending)
@@ -75,6 +75,8 @@ def prepare_hf_dataset(options: PrepareOptions, sleep: Callable[[float], None] =
     `sleep` waits when the Hub refuses (seconds). Raises `UserError` for whatever the user can mend; the output folder
     then holds the stages done so far, each complete, or does not exist.
     """
+    if not options.count_only:
+        check_folder(options.output_dir, f"output folder {options.output_dir}")
     state = PipelineState(options.output_dir)
     try:
         return _Pipeline(options, state, Backoff(sleep)).run()

@@ -455,3 +455,18 @@ def test_tokenizers(tmp_path: Path, tokenizer: Path, prepare: Prepare) -> None:
 )
 def test_names_of_folders(request_: Request, name: str) -> None:
     assert output_name(request_) == name
+
+
+def test_the_folder_one_stands_in_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "corpus").mkdir()
+    monkeypatch.chdir(tmp_path / "corpus")
+    assert output_name(Request(".")) == "corpus_train"
+
+
+@pytest.mark.parametrize("below", [".", "sub"])
+def test_an_output_folder_that_cannot_be_is_known_before_anything_is_read(
+    tmp_path: Path, prepare: Prepare, below: str
+) -> None:
+    taken = write_jsonl(tmp_path / "taken")
+    with pytest.raises(UserError, match=r"output folder .*: .*taken is not a folder"):
+        prepare("me/absent", output_dir=taken / below)
