@@ -31,6 +31,7 @@ class Interval:
     skipped: int = 0
     nan: int = 0
     trained_tokens: int = 0
+    padding: int = 0
 
 
 class Meter(Callback):
@@ -79,6 +80,7 @@ class Meter(Callback):
             self._initial = out.loss
         sums.steps += 1
         sums.trained_tokens += out.trained_tokens
+        sums.padding += out.padding
         if out.skipped:
             sums.skipped += 1
             sums.nan += out.grad_norm is not None and bool(out.grad_norm.isnan())
@@ -107,7 +109,7 @@ class Meter(Callback):
             "runtime/samples_per_sec": samples,
             "runtime/iteration_time": seconds,
             "runtime/steps_per_sec": 1 / seconds,
-            "runtime/tokens_per_sec": samples * trainer.args.model.seq_length,
+            "runtime/tokens_per_sec": samples * trainer.args.model.seq_length - sums.padding / sums.seconds,
             "runtime/flops_per_sec_per_gpu": achieved,
         }
         if self.flops.peak:

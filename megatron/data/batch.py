@@ -26,6 +26,7 @@ class StepBatch:
         doc_ids: int64 `[gas, b, s]`, growing at each document of a row; None without `intra_document_masking`.
         step: number of the optimizer step, from 0.
         consumed: samples consumed by all ranks before this step.
+        padding: how many inputs of this rank are padding.
     """
 
     tokens: Tensor
@@ -35,6 +36,7 @@ class StepBatch:
     doc_ids: Tensor | None
     step: int
     consumed: int
+    padding: int = 0
 
     @classmethod
     def of(cls, arrays: StepArrays, step: int, consumed: int) -> StepBatch:
@@ -48,6 +50,7 @@ class StepBatch:
             doc_ids=doc_ids,
             step=step,
             consumed=consumed,
+            padding=arrays.padding,
         )
 
     def _tensors(self) -> dict[str, Tensor]:

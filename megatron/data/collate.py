@@ -39,13 +39,17 @@ class CollateRules:
 
 @dataclass
 class StepArrays:
-    """The arrays of one rank and step, all `[gas, b, s]`: int64, but for the float32 `mask`."""
+    """The arrays of one rank and step, all `[gas, b, s]`: int64, but for the float32 `mask`.
+
+    `padding`: how many inputs are no tokens.
+    """
 
     tokens: np.ndarray
     targets: np.ndarray
     mask: np.ndarray
     positions: np.ndarray
     doc_ids: np.ndarray | None
+    padding: int = 0
 
 
 def allocate(rules: CollateRules, gas: int, micro_batch: int) -> StepArrays:
@@ -76,6 +80,7 @@ def fill(arrays: StepArrays, micro: int, row: int, sample: Sample, rules: Collat
         arrays.targets[at] = np.maximum(labels, 0)
     if sample.length is not None:
         mask_row(arrays.mask[at], sample.starts, sample.length)
+        arrays.padding += max(0, rules.seq_length - sample.length)
     if rules.eod_mask_loss:
         arrays.mask[at][inputs == rules.eod] = 0
     if arrays.doc_ids is not None:

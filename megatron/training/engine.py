@@ -47,6 +47,7 @@ class StepOut:
         skipped: the update was not applied (non-finite gradient, or no trained token in the batch).
         trained_tokens: number of trained tokens of the global batch.
         loss_scale: fp16 loss scale after the step, else None.
+        padding: number of inputs of the global batch that are padding.
     """
 
     loss: Tensor
@@ -54,6 +55,7 @@ class StepOut:
     skipped: bool
     trained_tokens: int
     loss_scale: float | None = None
+    padding: int = 0
 
 
 class Engine(Protocol):
@@ -170,10 +172,10 @@ class DeepSpeedEngine:
             batch: this data rank's share of the global batch.
             lr: learning rate of this step.
         """
-        trained = self._trained_tokens(batch)
+        trained, padding = self._counts(batch)
         if trained == 0:
             # Decided before any forward: a mean over nothing would be NaN.
-            return StepOut(torch.zeros((), device=self.state.device), None, True, 0, self._loss_scale())
+            return StepOut(torch.zeros((), device=self.state.device), None, True, 0, self._loss_scale(), padding)
         self._set_lr(lr)
         self._update = None
         micro_batches = self._micro_batches(batch, weight=self.micro_batches * self.state.dp_size / trained)
@@ -181,7 +183,7 @@ class DeepSpeedEngine:
         update = self._update
         assert update is not None, "DeepSpeed finished a step without taking it"
         self.skipped_steps += update.skipped
-        return StepOut(loss.detach(), update.norm, update.skipped, trained, self._loss_scale())
+        return StepOut(loss.detach(), update.norm, update.skipped, trained, self._loss_scale(), padding)
 
     def _train_plain(self, micro_batches: Iterator[tuple[Any, Any]]) -> Tensor:
         self.module.train()
@@ -205,7 +207,7 @@ class DeepSpeedEngine:
 
         The batch may hold another number of micro-batches than a training step.
         """
-        count, trained = batch.tokens.shape[0], self._trained_tokens(batch)
+        count, (trained, _) = batch.tokens.shape[0], self._counts(batch)
         micro_batches = self._micro_batches(batch, weight=1.0)
         with torch.no_grad():
             if self.pipelined:
@@ -221,13 +223,14 @@ class DeepSpeedEngine:
                 dist.all_reduce(total, group=group)
         return total, trained
 
-    def _trained_tokens(self, batch: StepBatch) -> int:
-        """Trained tokens of the global batch: masks differ per data rank, so they are counted over the group."""
-        count = batch.mask.sum(dtype=torch.float64)
+    def _counts(self, batch: StepBatch) -> tuple[int, int]:
+        """Trained tokens and padding of the global batch: they differ per data rank, so both are added up over it."""
+        trained = batch.mask.sum(dtype=torch.float64)
+        counts = torch.stack([trained, trained.new_tensor(batch.padding)])
         if (group := self.state.group("data")) is not None:
-            count = count.to(self.state.device)
-            dist.all_reduce(count, group=group)
-        return int(count)
+            counts = counts.to(self.state.device)
+            dist.all_reduce(counts, group=group)
+        return int(counts[0]), int(counts[1])
 
     def _micro_batches(self, batch: StepBatch, weight: float) -> Iterator[tuple[tuple[Tensor, ...], Any]]:
         """The step as (inputs, labels) pairs on the device. labels = (targets, mask, weight), see objectives."""

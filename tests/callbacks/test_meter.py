@@ -63,6 +63,12 @@ def test_metrics_by_hand(clock):
     )
 
 
+def test_padding_is_no_throughput(clock):
+    (_, metrics), *_ = run([out(padding=5), out(padding=7)], train_iters=2)
+    assert metrics["runtime/tokens_per_sec"] == pytest.approx((2 * 4 * 8 - 12) / (2 * 0.5))
+    assert metrics["train/tokens"] == 2 * 4 * 8
+
+
 def test_skipped_steps_are_counted_and_left_out_of_the_loss(clock):
     outs = [out(4.0), out(float("nan"), float("nan"), skipped=True), out(0.0, None, skipped=True, tokens=0), out(2.0)]
     (_, metrics), *_ = run(outs, interval=4, train_iters=4)

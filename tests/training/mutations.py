@@ -38,10 +38,10 @@ def mean_of_means() -> Any:
     """Each data rank divides by its own number of trained tokens."""
     from megatron.training.engine import DeepSpeedEngine
 
-    def local_count(self: Any, batch: Any) -> int:
-        return int(batch.mask.sum()) * self.state.dp_size
+    def local_count(self: Any, batch: Any) -> tuple[int, int]:
+        return int(batch.mask.sum()) * self.state.dp_size, 0
 
-    return mock.patch.object(DeepSpeedEngine, "_trained_tokens", local_count)
+    return mock.patch.object(DeepSpeedEngine, "_counts", local_count)
 
 
 def forget_sequence_parallel_norm_gradients() -> Any:

@@ -59,7 +59,8 @@ def train_and_count(rank, world, pack_impl, chats, dp):
     loader = StepLoader(dataset, micro_batch=2, gas=gas, rules=rules, dp_rank=engine.state.dp_rank, dp_size=dp)
     start = {n: p.detach().clone().double() for n, p in named_parameters(engine.module)}
     evaluated = [engine.eval_batch(batch) for batch in islice(loader.steps(), 8)]
-    losses = [(float(out.loss), out.trained_tokens) for out in map(engine.train_batch, loader.steps(), [lr(0)] * 3)]
+    outs = map(engine.train_batch, loader.steps(), [lr(0)] * 3)
+    losses = [(float(out.loss), out.trained_tokens, out.padding) for out in outs]
     pieces = [[(p.document, p.offset, p.length) for p in dataset.locate(i).pieces] for i in range(64)]
     return start, [(float(loss), count) for loss, count in evaluated], losses, pieces
 
@@ -89,7 +90,9 @@ def test_the_loss_is_that_of_the_documents_alone(pack_impl, chats, dp):
     assert trained[0][1] == evaluated[0][1]
     assert trained[0][0] == pytest.approx(evaluated[0][0] / evaluated[0][1], rel=1e-6)
     assert trained[2][0] < trained[0][0] * 1.5  # the others are real steps too
-    assert [tokens for _, tokens in trained] == [tokens for _, tokens in evaluated[:3]]
+    assert [tokens for _, tokens, _ in trained] == [tokens for _, tokens in evaluated[:3]]
+    lengths = [min(SEQUENCE, sum(length for *_, length in row)) for row in pieces]
+    assert [padding for *_, padding in trained] == [8 * SEQUENCE - sum(lengths[at : at + 8]) for at in (0, 8, 16)]
 
 
 @pytest.mark.parametrize("pack_impl", PACKINGS)
