@@ -1,12 +1,26 @@
-"""Tokens, samples and epochs per data source, for training, validation and test."""
+"""The data plan of a run that may be somewhere else: from its configuration and its checkpoint."""
 
 from __future__ import annotations
 
 from megatron.callbacks.data_plan import check_tokenizer_of, continued, data_plan
 from megatron.checkpoint.find import Start
 from megatron.data.build import DataPlan
+from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer.base import Tokenizer
+
+LOGGER = get_logger(__name__)
+
+
+def warn_of_unknown_ranks(args: NeoXArgs, ranks: int | None, decides: str) -> None:
+    """Warn when neither a loaded config nor a hostfile (`ranks`) says how many ranks the run has, and with that its
+    batch size, which `decides` something."""
+    sizes = ("global_num_gpus", "num_gpus", "train_batch_size")
+    if ranks is None and not any(args.is_set(name) for name in sizes):
+        LOGGER.warning(
+            f"nothing in the config says how many ranks the run has, which decides its batch size and with it {decides}"
+            ": set global_num_gpus or train_batch_size"
+        )
 
 
 def checked_plan(args: NeoXArgs, tokenizer: Tokenizer, start: Start) -> DataPlan:

@@ -18,7 +18,7 @@ from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
 from megatron.plan import sections
-from megatron.plan.data import checked_plan
+from megatron.plan.data import checked_plan, warn_of_unknown_ranks
 from megatron.plan.preflight import data_paths, kind_of
 from megatron.plan.refusals import check_fit
 from megatron.plan.text import size, table
@@ -39,12 +39,7 @@ def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
     """
     if kind_of(user_script) in ("eval", "generate"):
         raise UserError(f"--prepare builds the sample index of training data, which {user_script} does not use.")
-    sizes = ("global_num_gpus", "num_gpus", "train_batch_size")
-    if ranks is None and not any(args.is_set(name) for name in sizes):
-        LOGGER.warning(
-            "nothing in the config says how many ranks the run has, which decides its batch size and with it the "
-            "length of the index: set global_num_gpus or train_batch_size"
-        )
+    warn_of_unknown_ranks(args, ranks, "the length of the index")
     if not args.data.use_shared_fs:
         LOGGER.warning(
             f"use_shared_fs: false, so this prepares {platform.node()} alone: every other node builds its own index. "

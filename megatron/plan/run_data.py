@@ -23,7 +23,7 @@ from megatron.errors import UserError, nearest
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
-from megatron.plan.data import checked_plan
+from megatron.plan.data import checked_plan, warn_of_unknown_ranks
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 LOGGER = get_logger(__name__)
@@ -172,12 +172,7 @@ def open_run(args: NeoXArgs, ranks: int | None) -> RunData:
 
     Raises the `UserError` that the run would end with.
     """
-    sizes = ("global_num_gpus", "num_gpus", "train_batch_size")
-    if ranks is None and not any(args.is_set(name) for name in sizes):
-        LOGGER.warning(
-            "nothing in the config says how many ranks the run has, which decides its batch size and with it which "
-            "samples a step takes: set global_num_gpus or train_batch_size"
-        )
+    warn_of_unknown_ranks(args, ranks, "which samples a step takes")
     args = derive(args, Facts(num_devices=ranks))
     check_trainable(args)
     tokenizer = build_tokenizer(args.tokenizer)
