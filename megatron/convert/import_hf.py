@@ -24,6 +24,7 @@ from megatron.checkpoint.folder import write_latest
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.weights import save_weights
+from megatron.convert import read_families
 from megatron.convert.check import compare
 from megatron.convert.export import PRECISIONS
 from megatron.convert.family import FAMILIES, WORD_EMBEDDINGS, Constant, Rule
@@ -44,6 +45,7 @@ logger = get_logger(__name__)
 
 CONFIG, TOKENIZER = "config.yml", "tokenizer"
 _KEYS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bfloat16"}
+READER_MODULES = (read_families,)  # importing it is what fills the registry of readers
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def llama_keys(fields: Fields) -> dict[str, Any]:
         "use_bias_in_attn_linear": fields.take("attention_bias", False),
         "use_bias_in_mlp": fields.take("mlp_bias", False),
     }
-    return {**_common(fields), **biases}
+    return {**decoder_keys(fields), **biases}
 
 
 def mistral_keys(fields: Fields) -> dict[str, Any]:
@@ -91,11 +91,12 @@ def mistral_keys(fields: Fields) -> dict[str, Any]:
     window = fields.take("sliding_window", None)
     if window is not None and window < 2:
         raise UserError(f"{fields.where}: sliding_window: {window} lets no token see another and cannot be expressed")
-    keys = {**_common(fields), "use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
+    keys = {**decoder_keys(fields), "use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
     return keys if window is None else {**keys, "sliding_window_width": window - 1}
 
 
-def _common(fields: Fields) -> dict[str, Any]:
+def decoder_keys(fields: Fields, rotary: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What LLaMA and its relatives have in common. `rotary`: our keys of the positions, if they were read already."""
     hidden, heads = fields.take("hidden_size"), fields.take("num_attention_heads")
     width = fields.take("head_dim", hidden // heads)
     return {
@@ -112,7 +113,7 @@ def _common(fields: Fields) -> dict[str, Any]:
         "activation": fields.choose("hidden_act", _GATES, "silu"),
         "no_weight_tying": not fields.take("tie_word_embeddings", False),
         "pos_emb": "rotary",
-        **fields.rotary("rope_theta"),
+        **(rotary or fields.rotary("rope_theta")),
         "attention_dropout": float(fields.take("attention_dropout", 0.0)),
         "hidden_dropout": 0.0,
         "init_method_std": float(fields.take("initializer_range", 0.02)),

@@ -218,7 +218,7 @@ def changed(folder, **fields):
     ("fields", "message"),
     [
         ({"logit_softcapping": 30.0}, "not known here.*logit_softcapping: 30.0"),
-        ({"model_type": "t5"}, "model_type: 't5' is not known here. Known: gpt_neox"),
+        ({"model_type": "t5"}, "model_type: 't5' is not known here. Known: .*gpt_neox"),
         ({"hidden_act": "quick_gelu"}, "hidden_act: 'quick_gelu' cannot be expressed"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rotary positions scaled as 'yarn'"),
         ({"rope_scaling": {"type": "linear"}}, "linear scaling of rotary positions lacks factor"),
