@@ -93,7 +93,8 @@ class RankOutput:
         if self._path is not None:
             self._write_log(self._path, line)
         elif not self.straight:
-            self._console(b"[rank %d] %s\n" % (self.rank, line))
+            name = b"[rank %d] " % self.rank  # which our own messages have already
+            self._console(name + line.removeprefix(name) + b"\n")
 
     def _write_log(self, path: Path, line: bytes) -> None:
         try:

@@ -47,6 +47,11 @@ def test_without_a_traceback_it_is_the_last_lines_and_of_a_progress_bar_its_last
     assert lines[-3:] == ["line 99", "100%", "unfinished"] and len(lines) == 30
 
 
+def test_a_line_on_the_console_names_its_rank_once(capfd: pytest.CaptureFixture[str]) -> None:
+    output("[rank 1] told\nraw\n[rank 2] quoted\n", log_file=None)
+    assert capfd.readouterr().err == "[rank 1] told\n[rank 1] raw\n[rank 1] [rank 2] quoted\n"
+
+
 def test_a_log_that_cannot_be_written_is_said_and_does_not_stop_the_output(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
