@@ -32,9 +32,8 @@ class JoinedTokens(IndexedDataset):
         self._first = np.cumsum([0, *(len(part) for part in parts)])
         # Where each item is, counted in tokens of all parts: there is no one file for byte offsets.
         self.pointers = np.cumsum(self.sizes, dtype=np.int64) - self.sizes
-        starts = [part.doc_idx[:1] * 0 + first for part, first in zip(parts[:1], self._first[:1], strict=True)]
         ends = [part.doc_idx[1:] + first for part, first in zip(parts, self._first[:-1], strict=True)]
-        self.doc_idx = np.concatenate([*starts, *ends])
+        self.doc_idx = np.concatenate([np.zeros(1, np.int64), *ends])
 
     @property
     def parts(self) -> list[IndexedDataset]:
