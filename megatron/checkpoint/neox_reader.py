@@ -64,6 +64,7 @@ class NeoXReader(CheckpointReader):
         self.folder = Path(folder)
         self.heads = Heads.of(model)
         self._files: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._numbered: dict[str, dict[int, dict[str, Any]]] = {}  # of files that hold a whole model
         self._layout = NeoXFiles.of(self.folder)
         self.tp_size = self._layout.tp_size
         self._sum_biases = model.gpt_j_residual and self.tp_size > 1
@@ -167,7 +168,8 @@ class NeoXReader(CheckpointReader):
     def _check_depth(self, layers: set[int]) -> None:
         stored = {number for number, _ in self._layout.layers}
         if not self._layout.layers:
-            stored = set(_numbers(self._entries(layout.state_file(0)), self.folder / layout.state_file(0)))
+            self._layer(0, 0)
+            stored = set(self._numbered[layout.state_file(0)])
         if more := sorted(number for number in stored - layers if number <= 1 or self._parameters_of(number)):
             raise UserError(
                 f"{self.folder} holds layers {more}, which num_layers and no_weight_tying leave no place for"
@@ -182,7 +184,9 @@ class NeoXReader(CheckpointReader):
         name = self._layout.name(number, tp_rank)
         if self._layout.layers:
             return self._entries(name)
-        return _numbers(self._entries(name), self.folder / name).get(number, {})
+        if name not in self._numbered:
+            self._numbered[name] = _numbers(self._entries(name), self.folder / name)
+        return self._numbered[name].get(number, {})
 
     def _entries(self, name: str) -> dict[str, Any]:
         """A file's content; the last ones stay mapped."""
