@@ -41,7 +41,14 @@ def test_files_named_in_the_text_exist(document: str) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", (ROOT / document).read_text()):
-        assert target.startswith("https://") or (ROOT / target).exists(), f"{document} links to {target}"
+        if target.startswith("https://"):
+            continue
+        file, _, heading = target.partition("#")
+        path = ROOT / file if file else ROOT / document
+        assert path.exists(), f"{document} links to {target}"
+        headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE) if heading else []
+        slugs = {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}
+        assert not heading or heading in slugs, f"{document} links to {target}, which has {sorted(slugs)}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

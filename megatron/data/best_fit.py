@@ -32,6 +32,7 @@ class BestFit(WholeDocuments):
     """`pack_impl: best_fit` for the documents of one source."""
 
     kind = "best_fit"
+    counted = "documents or pieces of one"
 
     def _cut(self, sizes: np.ndarray, first: int) -> tuple[Pieces, LeftOut]:
         if not self.allow_chopped:

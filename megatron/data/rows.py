@@ -30,6 +30,7 @@ class WholeDocuments(Packing):
 
     kind: ClassVar[str]
     version: ClassVar[int] = 1  # part of every cache key: raise it when the arrays change
+    counted: ClassVar[str] = "documents"  # what rows are made of, in words
 
     @property
     def capacity(self) -> int:
@@ -112,7 +113,7 @@ class WholeDocuments(Packing):
             said.append(self._cut_note())
         if out.silent:
             why = "less than two tokens, or all labels -100" if self.labels is not None else "less than two tokens"
-            said.append(f"{out.silent} documents train nothing ({why}) and are left out")
+            said.append(f"{out.silent} {self.counted} train nothing ({why}) and are left out")
         if rows := self.samples_per_epoch():
             said.append(f"an epoch is {rows} samples, {self.padding:.2%} of them padding")
         return said

@@ -122,7 +122,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "attention in packed samples",
         "crosses document boundaries",
-        "the same unless intra_document_masking: true",
+        "with intra_document_masking: true it stops at them, and positions restart",
         lambda args: args.model.intra_document_masking,
     ),
     Difference(

@@ -201,7 +201,7 @@ def test_what_is_left_out_is_counted_and_said(tmp_path: Path) -> None:
     ]
     assert packing("best_fit", data, 8).notes() == [
         "1 documents of more than 9 tokens (seq_length + 1) are read in several pieces",
-        "1 documents train nothing (less than two tokens) and are left out",
+        "1 documents or pieces of one train nothing (less than two tokens) and are left out",
         "an epoch is 3 samples, 3.70% of them padding",
     ]
     assert packing("packed", data, 8).notes() == []

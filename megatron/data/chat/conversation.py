@@ -144,8 +144,9 @@ def with_joined_parts(chat: Conversation) -> Conversation:
 
 
 def _joined(parts: list[Any], index: int) -> str:
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    if not all(isinstance(text, str) for text in texts):
+    found = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    texts = [text for text in found if isinstance(text, str)]
+    if len(texts) < len(found):
         raise BadChat(f"message {index + 1}: a part of its content is no text, and the chat template takes only texts")
     return "".join(texts)
 
