@@ -23,6 +23,10 @@ STYLES = {
         *("norm=rmsnorm", "pos_emb=rotary", "activation=swiglu", "num_kv_heads=2", "intermediate_size=48"),
         *("use_bias_in_mlp=false", "use_bias_in_attn_linear=false", "no_weight_tying=true"),
     ],
+    "wide heads": [
+        *("norm=rmsnorm", "pos_emb=rotary", "num_kv_heads=2", "head_dim=12", "use_bias_in_attn_output=false"),
+        *("use_separate_qk_norms=true", "qk_norm_per_head=true"),
+    ],
 }
 VOCAB = 99
 
