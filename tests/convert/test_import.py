@@ -36,6 +36,7 @@ from megatron.tokenizer import build_tokenizer
 from tests.convert.helpers import LLAMA, NEOX, VOCAB, hugging_face, resolved
 from tests.convert.test_export import CASES
 from tests.convert.test_tools import TEMPLATE, vocabulary  # noqa: F401 (a fixture)
+from tests.data.hub_server import Hub, Repo
 from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.cpu
@@ -362,3 +363,31 @@ def resolved_for(vocab, **keys):
     from megatron.neox_arguments import NeoXArgs
 
     return derive(NeoXArgs.from_dict(keys), Facts(vocab_size=vocab))
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hub_by_revision(tmp_path):
+    """Against a Hub on this machine: only the safetensors are fetched, and what is not there is one message."""
+    source_of(tmp_path / "hf", GQA, "llama")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    with Hub() as hub:
+        hub.models["lab/tiny"] = Repo({**files, "pytorch_model.bin": b"the same again", "README.md": b"# Tiny"})
+        environment = {**os.environ, **hub.environment(tmp_path / "home")}
+
+        def convert(model, revision, output):
+            given = ["--hf-model", model, "--revision", revision, "--output-dir", str(tmp_path / output)]
+            command = [sys.executable, "huggingface/convert_hf_to_neox.py", *given]
+            run = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 110}
+            return subprocess.run(command, check=False, **run)
+
+        done = convert("lab/tiny", hub.models["lab/tiny"].commit, "out")
+        assert done.returncode == 0, done.stderr
+        assert hub.count("pytorch_model.bin") == 0
+        for model, revision in (("lab/tiny", "step9"), ("lab/other", "main")):
+            failed = convert(model, revision, "none")
+            assert failed.returncode == 2 and "Traceback" not in failed.stderr
+            assert f"cannot fetch {model} at revision {revision}" in failed.stderr
+    assert sorted(os.listdir(tmp_path)) == ["hf", "home", "out"]
+    export(tmp_path / "out", tmp_path / "again", tokenizer=False)
+    theirs, again = tensors_in(tmp_path / "hf"), tensors_in(tmp_path / "again")
+    assert all(torch.equal(tensor, again[name]) for name, tensor in theirs.items())
