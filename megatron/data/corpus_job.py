@@ -47,6 +47,10 @@ class JobOptions:
     num_docs: int | None = None
     log_interval: int = 100
 
+    def prefix(self, output_prefix: str) -> str:
+        """What the names of everything written begin with: the prefix given, and which shard it is."""
+        return output_prefix + (self.shard.name if self.shard else "")
+
 
 @dataclass(frozen=True)
 class Result:
@@ -85,7 +89,7 @@ def tokenise_files(
     written to, before anything is read.
     """
     started = time.monotonic()
-    prefix = output_prefix + (options.shard.name if options.shard else "")
+    prefix = options.prefix(output_prefix)
     check_writable(prefix)
     parts = options.shard.parts(paths) if options.shard else [Part(path) for path in paths]
     size = sum(part.size for part in parts)

@@ -13,11 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from megatron import log
-from megatron.data.corpus_job import add_job_arguments, job_options, tokenise_files, write_metadata
+from megatron.data.corpus_job import job_options, tokenise_files, write_metadata
 from megatron.data.encode_text import EncodeOptions, TextEncoder, sample_of_files
 from megatron.data.inputs import find_inputs
-from megatron.errors import UserError, run_cli
-from megatron.tokenizer import ENCODERS, TOKENIZERS, choose_encoder, create_tokenizer
+from megatron.data.text_command import parse_texts, text_parser
+from megatron.errors import run_cli
+from megatron.tokenizer import ENCODERS, choose_encoder, create_tokenizer
 
 EXAMPLES = """
 examples:
@@ -49,46 +50,22 @@ guide:   documentation/tokenizing.md
 """
 
 
-def parse_args() -> argparse.Namespace:
-    """GPT-NeoX's flags (unambiguous beginnings of a flag work too: `--vocab`), and `--skip-bad-lines`."""
-    types = ", ".join(sorted(TOKENIZERS))
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    group = parser.add_argument_group("input")
-    group.add_argument("--input", required=True, nargs="+", metavar="A[,B...]", help="files, lists, globs or folders")
-    group.add_argument("--jsonl-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (default: text)")
-    group.add_argument("--skip-bad-lines", action="store_true", help="leave unusable records out, and count them")
-    group = parser.add_argument_group("tokenizer")
-    group.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=f"one of {types}")
-    group.add_argument("--vocab-file", metavar="PATH", help="tokenizer.json, vocab.json, .model, ... or a folder")
-    group.add_argument("--merge-file", metavar="PATH", help="merges.txt of a BPE vocabulary")
-    group.add_argument(
+def parse_args() -> tuple[argparse.Namespace, EncodeOptions]:
+    """The flags of all tools over texts, and `--encoder`."""
+    parser = text_parser(__doc__, EXAMPLES)
+    parser.tokenizer.add_argument(
         "--encoder",
         default="auto",
         choices=ENCODERS,
         help="library that does the work: the fastest that gives the same ids as tokenizers (auto), or this one, "
         "which is refused when it gives others",
     )
-    group.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document token")
-    group.add_argument("--ftfy", action="store_true", help="mend broken Unicode with ftfy first")
-    group = parser.add_argument_group("output")
-    group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path without suffix")
-    group.add_argument(
-        "--dataset-impl", default="mmap", choices=["lazy", "cached", "mmap"], help="mmap is the one kept"
-    )
-    add_job_arguments(parser)
-    args = parser.parse_args()
-    if args.dataset_impl != "mmap":
-        raise UserError(f"--dataset-impl {args.dataset_impl}: training reads only mmap datasets; leave the flag out")
-    if len(set(args.jsonl_keys)) < len(args.jsonl_keys):
-        raise UserError(f"--jsonl-keys {' '.join(args.jsonl_keys)}: a key is given twice")
-    return args
+    return parse_texts(parser.whole)
 
 
 def main() -> None:
     """Check everything, then tokenise."""
-    args = parse_args()
+    args, texts = parse_args()
     log.configure()
     # Leaving by an exception is what removes temporary files.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
@@ -96,13 +73,12 @@ def main() -> None:
     options = job_options(args, os.environ)
     paths = find_inputs(args.input)
     tokenizer = create_tokenizer(args.tokenizer_type, args.vocab_file, args.merge_file)
-    keys = tuple(args.jsonl_keys)
-    encoder = TextEncoder(tokenizer, EncodeOptions(keys, args.append_eod, args.ftfy, args.skip_bad_lines))
+    encoder = TextEncoder(tokenizer, texts)
     sizes = f"vocabulary {tokenizer.vocab_size}, eod {tokenizer.eod}, ids stored as {encoder.dtype}"
     logger.info(f"tokenizer: {tokenizer.describe()}, {sizes}")
-    choose_encoder(tokenizer, args.encoder, sample_of_files(paths, keys))
+    choose_encoder(tokenizer, args.encoder, sample_of_files(paths, texts.keys))
     result = tokenise_files(paths, encoder, args.output_prefix, options, settings={}, skip_bad=args.skip_bad_lines)
-    write_metadata(args.output_prefix + (options.shard.name if options.shard else ""), vars(args), result)
+    write_metadata(options.prefix(args.output_prefix), vars(args), result)
     print(result.summary())
 
 

@@ -198,7 +198,7 @@ def main() -> None:
     logger.info(f"chats: {columns.described()}; trained: {options.described()}")
     settings = {**asdict(options), "chat_template": template.digest(), "eos": eos}
     result = tokenise_files(paths, encoder, args.output_prefix, job, settings=settings, skip_bad=args.skip_bad_lines)
-    write_metadata(args.output_prefix + (job.shard.name if job.shard else ""), vars(args), result)
+    write_metadata(job.prefix(args.output_prefix), vars(args), result)
     tell(result, encoder)
 
 
