@@ -53,7 +53,7 @@ def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, fold
             fill(module, reader, state, dtype)
         modules.append(module)
     model = args.model
-    return Stage(modules, state, model.hidden_size, dtype, model.intra_document_masking, position_limit(model))
+    return Stage(modules, state, model.hidden_size, dtype, position_limit(model))
 
 
 @torch.no_grad()

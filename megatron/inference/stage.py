@@ -26,7 +26,6 @@ class Stage:
         layers: this stage's modules in order; the first stage starts with the embedding, the last ends with the head.
         state: this rank's place in the layout; sequence parallelism must be off (a single token cannot be split).
         hidden_size, dtype: of the hidden states between stages.
-        document_ids: the model masks attention across documents, so every layer expects document ids.
         max_positions: the longest sequence that the model can take.
     """
 
@@ -36,7 +35,6 @@ class Stage:
         state: ParallelState,
         hidden_size: int,
         dtype: torch.dtype,
-        document_ids: bool,
         max_positions: int,
     ) -> None:
         if state.sequence_parallel:
@@ -45,7 +43,6 @@ class Stage:
         self.state = state
         self.hidden_size = hidden_size
         self.dtype = dtype
-        self.document_ids = document_ids
         self.max_positions = max_positions
         cached = [i for i, layer in enumerate(self.layers) if getattr(layer, "uses_cache", False)]
         self._slots = {layer: slot for slot, layer in enumerate(cached)}
@@ -63,8 +60,7 @@ class Stage:
             cache: what `new_cache` gave, or None to run without one (then `tokens` is everything so far).
         """
         first = tokens if self.state.is_first_stage else self._receive(tokens.numel())
-        documents = (torch.zeros_like(positions),) if self.document_ids else ()
-        carry: Any = (first, positions, *documents)
+        carry: Any = (first, positions)  # without document numbers: a row is one document
         for i, layer in enumerate(self.layers):
             carry = layer(carry, cache[self._slots[i]]) if cache is not None and i in self._slots else layer(carry)
         if self.state.is_last_stage:

@@ -97,7 +97,7 @@ def _step(state: ParallelState, keys: dict[str, Any], weights: dict[str, Tensor]
         for name, p in named_parameters(network):
             gradients[name] = before[name] - p
             p.copy_(before[name])
-    stage = Stage(modules, state, model.hidden_size, torch.float32, False, model.max_position_embeddings)
+    stage = Stage(modules, state, model.hidden_size, torch.float32, model.max_position_embeddings)
     with torch.inference_mode():
         out = stage.run(tokens, positions)
         logits = None if out is None else out.logits()
