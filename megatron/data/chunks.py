@@ -251,18 +251,23 @@ def _texts_of_line(line: bytes, keys: Sequence[str]) -> list[str] | None:
         record = _parse_fast(line)
         texts = [record[key] for key in keys]
         for text in texts:
-            if not text.isascii() and _parse_fast is json.loads:
+            if not text.isascii() and _parse_fast is _parse_json:
                 text.encode("utf-8")  # half of a UTF-16 pair cannot be; the other parser takes none
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
     return texts
 
 
+def _parse_json(line: bytes) -> Any:
+    """Python's parser, which would guess the encoding of bytes: half of the lines of a UTF-16 file would be taken."""
+    return json.loads(line.decode("utf-8-sig", "surrogatepass"))
+
+
 def _fast_parser() -> Callable[[bytes], Any]:
     try:
         from orjson import loads
     except ImportError:
-        return json.loads
+        return _parse_json
     return loads
 
 
@@ -274,7 +279,7 @@ def _parse(where: str, line: bytes) -> Record | Fault | None:
     if not line or line.isspace():
         return None
     try:
-        value = json.loads(line)
+        value = _parse_json(line)
     except UnicodeDecodeError as error:
         return Fault(where, f"not UTF-8: {error.reason} at byte {error.start} of the line")
     except (ValueError, RecursionError) as error:

@@ -138,7 +138,7 @@ def test_the_faster_parser_is_in_use_here_and_need_not_be(monkeypatch: pytest.Mo
     assert chunks_module._parse_fast is orjson.loads
     line = b'{"text": "half \\ud83d"}\n{"text": "whole"}\n{"text": 1}\n'
     fast = LineChunk("in.jsonl", 1, line, 1).columns(["text"])
-    monkeypatch.setattr(chunks_module, "_parse_fast", json.loads)
+    monkeypatch.setattr(chunks_module, "_parse_fast", chunks_module._parse_json)
     assert LineChunk("in.jsonl", 1, line, 1).columns(["text"]) == fast
     assert fast[0] == [["half \ufffd", "whole"]]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.data import chunks as chunks_module
 from megatron.data import formats
 from megatron.data.chunks import Document, Fault, Record
 from megatron.data.formats import read_chunks
@@ -181,6 +182,19 @@ def test_faults_name_line_and_reason(tmp_path: Path) -> None:
         ("a.jsonl:6", "not valid JSON: Expecting valu"),
         ("a.jsonl:7", "not UTF-8: invalid start byte "),
     ]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
+def test_other_encodings_are_not_guessed(tmp_path: Path, encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"text": "a"}\n{"text": "b"}\n'.encode(encoding))
+    assert [where for where, _ in faults(path)][:2] == ["a.jsonl:1", "a.jsonl:2"]
+    found = [chunk.columns(["text"]) for chunk in read_chunks([path])]
+    monkeypatch.setattr(
+        chunks_module, "_parse_fast", chunks_module._parse_json
+    )  # where the faster one is not installed
+    assert [chunk.columns(["text"]) for chunk in read_chunks([path])] == found
+    assert all(columns == [[]] for columns, _ in found)
 
 
 def test_blank_lines_are_empty_documents(tmp_path: Path) -> None:
