@@ -39,7 +39,8 @@ def named_mixture(draft: Draft) -> None:
         inside = {name: where for name, where in draft.sources.items() if name.startswith("mixture.")}
         raise UserError(fault_at(fault, inside, draft.source("mixture"))) from fault
     if draft["data_path"] is not None:
-        draft.fail("data_path", f"mixture is set too ({draft.source('mixture')}); use one of the two")
+        said = f"mixture is set too ({draft.source('mixture')}); use one of the two"
+        draft.fail("data_path", f"{said} (data_path: null undoes that of a file merged or extended)")
     for name, value in _flat(mixture).items():
         if draft.is_set(name) and draft[name] != value:
             draft.fail(name, f"mixture is set too ({draft.source('mixture')}) and says {value}; keep one of the two")
