@@ -69,7 +69,11 @@ _OF_THE_START = (
     "no_load_optim",
     "no_load_rng",
     "allow_config_changes",
+    "override_lr_scheduler",
+    "use_checkpoint_lr_scheduler",
     "git_hash",
+    "save",
+    *("do_train", "do_valid", "do_test"),  # derived from what is said already
 )
 _SAID_BY_OTHERS = ("mixture",)  # the keys that it fills in
 _KINDS = {

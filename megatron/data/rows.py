@@ -115,7 +115,7 @@ class WholeDocuments(Packing):
             why = "less than two tokens, or all labels -100" if self.labels is not None else "less than two tokens"
             said.append(f"{out.silent} {self.counted} train nothing ({why}) and are left out")
         if rows := self.samples_per_epoch():
-            said.append(f"an epoch is {rows} samples, {self.padding:.2%} of them padding")
+            said.append(f"an epoch is {rows} sample{'s' * (rows != 1)}, {self.padding:.2%} of them padding")
         return said
 
     @property
