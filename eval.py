@@ -6,12 +6,14 @@ from __future__ import annotations
 import sys
 
 from megatron.cluster.command_line import parse_rank_command_line
+from megatron.cluster.devices import choose_accelerator
 from megatron.errors import run_cli
 
 
 def main() -> int:
     """Join the job, load the model, run the tasks; results also go where the run's metrics go."""
     paths, overrides, resolved = parse_rank_command_line(sys.argv[1:])
+    choose_accelerator()
     from megatron.callbacks.defaults import build_trackers
     from megatron.inference.evaluate import evaluate
     from megatron.neox_arguments.inference import for_inference

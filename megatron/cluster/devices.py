@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from megatron.errors import UserError
@@ -29,6 +29,12 @@ def count_gpus(env: Mapping[str, str]) -> int:
             break
         count += 1
     return count
+
+
+def choose_accelerator(env: MutableMapping[str, str] = os.environ) -> None:
+    """Tell DeepSpeed that there is no GPU, before it is imported: it looks then, and warns on every rank otherwise."""
+    if count_gpus(env) == 0:
+        env.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def _count_with_nvidia_smi() -> int:

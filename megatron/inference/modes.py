@@ -182,4 +182,4 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise UserError(f"sample_output_file: {path} cannot be written: {error}") from error
-    logger.info(f"{len(records)} samples written to {path}")
+    logger.info(f"samples written to {path}: {len(records)}")

@@ -100,7 +100,7 @@ class Model:
 
         from megatron.convert.export import export
 
-        exported = export(self.checkpoint, self.folder / "hf").folder
+        exported = export(self.checkpoint, self.folder / "hf", overwrite=True).folder
         model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(exported)
         # Its cache of logits reads the wrong positions for texts that are split at different places (0.4.13).
