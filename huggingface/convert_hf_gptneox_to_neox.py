@@ -13,18 +13,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from convert_hf_to_neox import common_flags, convert
+
 from megatron.errors import UserError, run_cli
-from megatron.log import configure
 
 
-def parser() -> argparse.ArgumentParser:
-    """The fork's flags."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--hf-model", required=True, metavar="PATH_OR_ID", help="a folder, or a model of the Hub")
-    flags.add_argument("--revision", help="branch, tag or commit on the Hub")
-    flags.add_argument("--output-dir", required=True, help="the folder to make, or one with other steps of the model")
-    flags.add_argument("--tp", type=int, default=1, help="cut the files for so many tensor-parallel ranks")
-    flags.add_argument("--iteration", type=int, default=0, help="the step in the checkpoint's name")
+def main() -> int:
+    """Convert with the fork's flags."""
+    flags = common_flags(__doc__)
     flags.add_argument("--save-tokenizer", action="store_true", help="the tokenizer is always copied")
     flags.add_argument(
         "--transformer-engine",
@@ -32,31 +28,10 @@ def parser() -> argparse.ArgumentParser:
         default=False,
         help="parameter names: GPT-NeoX's are written; those of Transformer Engine are not available",
     )
-    flags.add_argument("--no-check", action="store_true", help="publish without comparing logits")
-    flags.add_argument("--overwrite", action="store_true", help="replace an iteration that is there")
-    return flags
-
-
-def main() -> int:
-    """Convert and say what was made."""
-    given = parser().parse_args()
-    configure()
+    given = flags.parse_args()
     if given.transformer_engine:
         raise UserError("--transformer-engine: its parameter names are not written; leave the flag out")
-    from megatron.convert.import_hf import import_model  # after the flags: torch takes seconds to import
-
-    done = import_model(
-        given.hf_model,
-        given.output_dir,
-        revision=given.revision,
-        tp=given.tp,
-        iteration=given.iteration,
-        check=not given.no_check,
-        overwrite=given.overwrite,
-    )
-    checked = "not checked" if done.largest_difference is None else f"largest {done.largest_difference:.2e}"
-    print(f"{done.folder}\n{done.config}")
-    print(f"logit difference between Deepy and transformers in fp32: {checked}")
+    convert(given)
     return 0
 
 

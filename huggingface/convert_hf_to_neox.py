@@ -19,24 +19,21 @@ from megatron.errors import run_cli
 from megatron.log import configure
 
 
-def parser() -> argparse.ArgumentParser:
-    """The flags."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def common_flags(description: str | None) -> argparse.ArgumentParser:
+    """The flags that every face of this conversion has."""
+    flags = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--hf-model", required=True, metavar="PATH_OR_ID", help="a folder, or a model of the Hub")
     flags.add_argument("--revision", help="branch, tag or commit on the Hub")
     flags.add_argument("--output-dir", required=True, help="the folder to make, or one with other steps of the model")
     flags.add_argument("--tp", type=int, default=1, help="cut the files for so many tensor-parallel ranks")
-    flags.add_argument("--pp", type=int, default=1, help="pipe_parallel_size of the config file")
     flags.add_argument("--iteration", type=int, default=0, help="the step in the checkpoint's name")
-    flags.add_argument("--precision", default="auto", choices=("auto", "fp16", "bf16", "fp32"), help="auto: as stored")
     flags.add_argument("--no-check", action="store_true", help="publish without comparing logits")
     flags.add_argument("--overwrite", action="store_true", help="replace an iteration that is there")
     return flags
 
 
-def main() -> int:
-    """Convert and say what was made."""
-    given = parser().parse_args()
+def convert(given: argparse.Namespace, *, pp: int = 1, precision: str = "auto") -> None:
+    """Convert as the common flags say, and tell what was made."""
     configure()
     from megatron.convert.import_hf import import_model  # after the flags: torch takes seconds to import
 
@@ -45,15 +42,24 @@ def main() -> int:
         given.output_dir,
         revision=given.revision,
         tp=given.tp,
-        pp=given.pp,
+        pp=pp,
         iteration=given.iteration,
-        precision=given.precision,
+        precision=precision,
         check=not given.no_check,
         overwrite=given.overwrite,
     )
     checked = "not checked" if done.largest_difference is None else f"largest {done.largest_difference:.2e}"
     print(f"{done.folder}\n{done.config}")
     print(f"logit difference between Deepy and transformers in fp32: {checked}")
+
+
+def main() -> int:
+    """Convert with all flags."""
+    flags = common_flags(__doc__)
+    flags.add_argument("--pp", type=int, default=1, help="pipe_parallel_size of the config file")
+    flags.add_argument("--precision", default="auto", choices=("auto", "fp16", "bf16", "fp32"), help="auto: as stored")
+    given = flags.parse_args()
+    convert(given, pp=given.pp, precision=given.precision)
     return 0
 
 

@@ -233,5 +233,9 @@ def job_options(args: argparse.Namespace, env: Mapping[str, str]) -> JobOptions:
     """From those flags. Raises `UserError` for values that make no sense."""
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: give at least 1")
+    if not args.save_every >= 0:  # so that nan is caught too
+        raise UserError(f"--save-every {args.save_every:g}: give a number of seconds, 0 or more")
+    if args.num_docs is not None and args.num_docs < 0:
+        raise UserError(f"--num-docs {args.num_docs}: give a number of documents, or leave it out")
     shard = parse_shard(args.shard, env) if args.shard else None
     return JobOptions(args.workers, shard, args.save_every, args.restart, args.num_docs, args.log_interval)

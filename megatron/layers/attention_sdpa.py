@@ -6,6 +6,7 @@ Legend: b batch, s queries, s_k keys, n query heads, n_kv key/value heads, d hea
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,33 +118,10 @@ CUDNN_FIRST = [
 ]
 
 
-def cudnn_sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    window: int | None = None,
-    documents: Documents | None = None,
-    scale: float,
-    dropout: float = 0.0,
-    slopes: Tensor | None = None,
-    key_start: Tensor | None = None,
-) -> Tensor:
-    """The same with cuDNN's kernel first, where it can (half precision on CUDA)."""
+def cudnn_sdpa(q: Tensor, k: Tensor, v: Tensor, **rules: Any) -> Tensor:
+    """The same with cuDNN's kernel first, where it can (half precision on CUDA). `rules` are those of `torch_sdpa`."""
     with sdpa_kernel(CUDNN_FIRST, set_priority=True):
-        return torch_sdpa(
-            q,
-            k,
-            v,
-            causal=causal,
-            window=window,
-            documents=documents,
-            scale=scale,
-            dropout=dropout,
-            slopes=slopes,
-            key_start=key_start,
-        )
+        return torch_sdpa(q, k, v, **rules)
 
 
 def _cudnn_obstacle(task: Task) -> str | None:

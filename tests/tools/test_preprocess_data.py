@@ -72,6 +72,8 @@ def test_lists_and_globs(tmp_path: Path, corpus: Path) -> None:
         (["--jsonl-keys", "text", "text"], "a key is given twice"),
         (["--dataset-impl", "lazy"], "only mmap"),
         (["--workers", "0"], "--workers 0"),
+        (["--save-every", "nan"], "--save-every nan"),
+        (["--num-docs", "-1"], "--num-docs -1"),
         (["--shard", "4/4"], "--shard 4/4: shards are counted from 0, so the last of 4 is 3/4"),
         (["--shard", "auto"], "--shard auto: none of RANK"),
         (["--output-prefix", "{corpus}/c"], "is not a folder"),
