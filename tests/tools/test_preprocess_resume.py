@@ -45,7 +45,7 @@ def same(one: Path, other: Path, key: str = "text") -> bool:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_by_force_and_continued(tmp_path: Path, workers: int) -> None:
-    corpus = write_corpus(tmp_path / "corpus.jsonl", 12)
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 80)  # MB: about a second, so that it is not over when it is killed
     out = tmp_path / "out"
     again = command(corpus, out / "c", "--workers", workers, "--save-every", "0.05")
     journal = out / "c.resume.partial"
@@ -71,7 +71,7 @@ def test_killed_by_force_and_continued(tmp_path: Path, workers: int) -> None:
 
 
 def test_interrupted_after_a_save_says_how_to_go_on(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus.jsonl", 12)
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 80)  # MB: about a second, so that it is not over when it is killed
     again = command(corpus, tmp_path / "c", "--save-every", "0.01")
     process = subprocess.Popen([sys.executable, *again], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "c.resume.partial").exists() and process.poll() is None:
