@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
 
 # Before anything imports torch: many small processes on few cores are fastest with one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,6 +37,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_logger() -> Iterator[None]:
+    """Undo what a test's in-process command did to our logger.
+
+    pytest gives its own handlers to a logger that does not propagate when a test starts. Were it still so then, and
+    propagated again inside the test, every message would be seen twice.
+    """
+    yield
+    logger = logging.getLogger("deepy")
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
 
 
 def pytest_sessionfinish() -> None:

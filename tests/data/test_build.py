@@ -179,7 +179,6 @@ def test_missing_and_unusable_data(tmp_path: Path, caplog: pytest.LogCaptureFixt
         plan_datasets(DataConfig(data_path=prefix, split="0,1"), **counts)
     with pytest.raises(UserError, match=r"x \(train, 7 documents\): 55 tokens are too few.*at least 65 tokens"):
         plan_datasets(DataConfig(data_path=prefix, split="1"), **{**counts, "seq_length": 64})
-    logging.getLogger("deepy").propagate = True
     with caplog.at_level(logging.WARNING):
         plan = plan_datasets(DataConfig(data_path=prefix, split="949,50,1"), valid_samples=5, **counts)
     assert list(plan.roles) == ["train"]

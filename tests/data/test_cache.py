@@ -190,7 +190,6 @@ def test_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, room: int) -> 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    logging.getLogger("deepy").propagate = True
     with caplog.at_level(logging.WARNING):
         found = IndexCache(tmp_path / "file" / "cache").arrays("x", "a" * 64, lambda: {"x": np.arange(3)})
     assert found["x"].tolist() == [0, 1, 2]
@@ -227,7 +226,6 @@ def test_a_folder_that_refuses_the_files_only_when_they_are_written(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(caches.tempfile, "mkdtemp", refused)
-    logging.getLogger("deepy").propagate = True
     with caplog.at_level(logging.WARNING):
         found = IndexCache(tmp_path).arrays("x", "a" * 64, lambda: {"x": np.arange(3)})
     assert found["x"].tolist() == [0, 1, 2]

@@ -106,7 +106,6 @@ def test_without_manifest_one_warning_and_the_range(tmp_path: Path, caplog: pyte
 
     data = IndexedDataset(write(tmp_path / "x", [[1, 2], [3, 0]]))
     once = Once(get_logger("megatron.data.test"))
-    logging.getLogger("deepy").propagate = True
     with caplog.at_level(logging.WARNING):
         manifests.check_tokenizer(data, MapTokenizer(BASE), once)
         manifests.check_tokenizer(data, MapTokenizer(BASE), once)

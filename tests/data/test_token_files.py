@@ -141,7 +141,6 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
 def test_an_end_that_never_comes_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("deepy").propagate = True
     path = tmp_path / "x.npy"
     np.full(1_100_000, 777, "<u2").tofile(path)
     with caplog.at_level(logging.WARNING):
@@ -168,7 +167,6 @@ def test_a_glob_joins_files_in_the_order_of_their_names(tmp_path: Path) -> None:
 def test_a_glob_without_manifests_is_one_warning_and_all_ids_are_looked_at(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logging.getLogger("deepy").propagate = True
     for k in range(3):
         raw(tmp_path / f"{k}.npy", [[1, 2, 30 + k, 0]])
     data = open_tokens(tmp_path / "*.npy", eod=0, dtype="uint16")

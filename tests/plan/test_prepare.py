@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -101,7 +100,6 @@ def test_ranks_that_are_not_here(run_config: Path) -> None:
 
 
 def test_an_unknown_number_of_ranks_is_said(run_config: Path, caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("deepy").propagate = True
     prepared(run_config)
     assert "global_num_gpus" not in caplog.text  # the batch size is in the config
     run_config.write_text(run_config.read_text().replace("train_batch_size: 16\n", ""))
@@ -110,7 +108,6 @@ def test_an_unknown_number_of_ranks_is_said(run_config: Path, caplog: pytest.Log
 
 
 def test_a_cache_per_node_is_said(run_config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("deepy").propagate = True
     text = prepared(run_config, f"data_cache_path={tmp_path / 'cache'}", "use_shared_fs=false")
     assert f"prepares {os.uname().nodename} alone" in caplog.text
     assert f"{tmp_path}/cache.{os.uname().nodename}/" in text
