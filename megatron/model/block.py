@@ -8,6 +8,7 @@ Legend: b batch, s sequence, t = b·s, h hidden, /tp = this rank's part.
 | parallel       | x + A(n1 x) + M(n2 x)                                        | gpt_j_residual                     |
 | parallel, tied | x + A(n1 x) + M(n1 x)                                        | gpt_j_residual, gpt_j_tied         |
 | OLMo 2/3       | x = x + n2(A(x)); x = x + n3(M(x))                           | norm_placement: olmo3              |
+| sandwich       | x = x + n2(A(n1 x)); x = x + n4(M(n3 x))                     | norm_placement: sandwich           |
 
 The parallel forms add the partial sums of A and M before the one reduction over tensor-parallel ranks, and both biases
 once after it (GPT-NeoX adds each rank's copy, hence tp times the bias); dropout acts on that sum.
@@ -22,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.layers.attention import MIXERS
-from megatron.layers.documents import Documents
+from megatron.layers.attention import MIXERS, SelfAttention
+from megatron.layers.documents import Documents, Need
 from megatron.layers.dropout import hidden_dropout
 from megatron.layers.kv_cache import LayerCache
 from megatron.layers.mlp import MLPS
@@ -31,38 +32,30 @@ from megatron.layers.norms import build_norm
 from megatron.model.recompute import Recompute, recomputed
 from megatron.mpu.collectives import enter_tensor_parallel, leave_tensor_parallel
 from megatron.mpu.state import ParallelState
+from megatron.registry import Registry
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
 
-class TransformerBlock(nn.Module):
-    """A mixer ("attention") and an MLP around the residual stream; parameter names as in GPT-NeoX's new style.
+class Block(nn.Module):
+    """What blocks of every kind have in common: the way of the carry, recomputation, dropout.
 
-    `kind` and `window`: this layer's entries of attention_config and layer_windows. `rotary`: the position module that
-    the layers of a stage share.
+    A kind of block is a subclass with `residual`, made as `kind(model, state, kind=, mlp=, window=, rotary=)`:
+
+    * `kind`, `mlp`, `window`: its layer's entries of attention_config, layer_mlps and layer_windows;
+    * `rotary`: the position module that the layers of a stage share.
     """
 
     uses_cache = True
 
-    def __init__(
-        self, model: ModelConfig, state: ParallelState, *, kind: str, window: int | None, rotary: nn.Module | None
-    ) -> None:
+    def __init__(self, model: ModelConfig, state: ParallelState) -> None:
         super().__init__()
         self.state = state
         self.dropout = model.hidden_dropout
-        self.form = _form(model)
         self.chunking = Recompute.of(model)
-        # Chunks of several blocks are recomputed by whoever runs the list (pipe.run_layers).
+        # Chunks of several blocks are recomputed by whoever runs the list (sequential.run_layers).
         self.recompute = self.chunking.policy if self.chunking.every == 1 else "none"
-        if self.form != "olmo":
-            self.input_layernorm = build_norm(model, state)
-        self.attention = MIXERS[kind](model, state, kind=kind, window=window, rotary=rotary)
-        if self.form != "tied":
-            self.post_attention_layernorm = build_norm(model, state)
-        self.mlp = MLPS["dense"](model, state)
-        if self.form == "olmo":
-            self.post_feedforward_layernorm = build_norm(model, state)
 
     def forward(self, carry: tuple[Tensor, ...], cache: LayerCache | None = None) -> tuple[Tensor, ...]:
         """(hidden [t, h] or [t/tp, h], positions [b, s][, documents or their numbers]) -> the same, hidden changed.
@@ -79,12 +72,62 @@ class TransformerBlock(nn.Module):
         self, x: Tensor, positions: Tensor, documents: Documents | Tensor | None, cache: LayerCache | None = None
     ) -> Tensor:
         """The block's function on the hidden states alone."""
+        raise TypeError(f"{type(self).__name__} has no residual")
+
+    def document_needs(self) -> set[Need]:
+        """What its parts read of packed documents (`Documents.of`)."""
+        return set()
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return hidden_dropout(x, self.dropout, self.training, self.state)
+
+
+# Kind of mixer -> class of block, for kinds that are not a mixer in a `TransformerBlock`.
+BLOCKS: Registry[type[Block]] = Registry("attention_config")
+
+
+class TransformerBlock(Block):
+    """A mixer ("attention") and an MLP around the residual stream; parameter names as in GPT-NeoX's new style."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        state: ParallelState,
+        *,
+        kind: str,
+        mlp: str,
+        window: int | None,
+        rotary: nn.Module | None,
+    ) -> None:
+        super().__init__(model, state)
+        self.form = _form(model)
+        if self.form != "olmo":
+            self.input_layernorm = build_norm(model, state)
+        self.attention = MIXERS[kind](model, state, kind=kind, window=window, rotary=rotary)
+        if self.form != "tied":
+            self.post_attention_layernorm = build_norm(model, state)
+        if self.form == "sandwich":
+            self.pre_feedforward_layernorm = build_norm(model, state)
+        self.mlp = MLPS[mlp](model, state)
+        if self.form in ("olmo", "sandwich"):
+            self.post_feedforward_layernorm = build_norm(model, state)
+
+    def document_needs(self) -> set[Need]:
+        return {self.attention.document_need()} if isinstance(self.attention, SelfAttention) else set()
+
+    def residual(
+        self, x: Tensor, positions: Tensor, documents: Documents | Tensor | None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """The block's function on the hidden states alone."""
         where = (positions, documents, cache)
         if self.form in ("parallel", "tied"):
             return x + self._drop(self._parallel(x, where))
         if self.form == "olmo":
             x = x + self._drop(self.post_attention_layernorm(self.attention(x, *where)))
             return x + self._drop(self.post_feedforward_layernorm(self.mlp(x)))
+        if self.form == "sandwich":
+            x = x + self._drop(self.post_attention_layernorm(self.attention(self.input_layernorm(x), *where)))
+            return x + self._drop(self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))))
         x = x + self._drop(self.attention(self.input_layernorm(x), *where))
         return x + self._drop(self.mlp(self.post_attention_layernorm(x)))
 
@@ -101,17 +144,16 @@ class TransformerBlock(nn.Module):
         total = leave_tensor_parallel(partial, self.state)
         return self.mlp.linear2.add_bias(self.attention.dense.add_bias(total))
 
-    def _drop(self, x: Tensor) -> Tensor:
-        return hidden_dropout(x, self.dropout, self.training, self.state)
-
 
 def _form(model: ModelConfig) -> str:
-    if model.norm_placement == "olmo3":
+    if model.norm_placement in ("olmo3", "sandwich"):
         if model.gpt_j_residual:
-            raise UserError("norm_placement: olmo3 is a sequential block; set gpt_j_residual to false")
-        return "olmo"
+            raise UserError(
+                f"norm_placement: {model.norm_placement} is a sequential block; set gpt_j_residual to false"
+            )
+        return model.norm_placement.rstrip("3")
     if model.norm_placement != "pre":
-        raise UserError(f"norm_placement: {model.norm_placement!r} is not available; use pre or olmo3")
+        raise UserError(f"norm_placement: {model.norm_placement!r} is not available; use pre, olmo3 or sandwich")
     if not model.gpt_j_residual:
         if model.gpt_j_tied:
             raise UserError("gpt_j_tied: true needs gpt_j_residual: true, or set it to false")

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron.layers.embedding import Embedding
 from megatron.layers.positions import POSITIONS
-from megatron.model.block import TransformerBlock
+from megatron.model.block import BLOCKS, TransformerBlock
 from megatron.model.head import TIED_NAME, FinalNorm, Head
 from megatron.model.partition import layer_parameters, layer_rows
 from megatron.mpu import sharding
@@ -44,7 +44,7 @@ class Layer:
 
 def gpt_layers(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int, state: ParallelState) -> list[Layer]:
     """The layers of the whole network, in order. Builds nothing yet. `model` must be derived (no None sizes)."""
-    mixers = list(zip(model.attention_config, model.layer_windows, strict=True))
+    parts = list(zip(model.attention_config, model.layer_mlps, model.layer_windows, strict=True))
 
     @cache
     def rotary() -> nn.Module | None:
@@ -55,11 +55,11 @@ def gpt_layers(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int, s
     vocabulary = {"vocab_size": vocab_size, "padded_vocab_size": padded_vocab_size}
     builders: list[Callable[..., nn.Module]] = [
         partial(Embedding, model, state, **vocabulary),
-        *(partial(_block, model, state, kind, window, rotary) for kind, window in mixers),
+        *(partial(_block, model, state, rotary, kind=kind, mlp=mlp, window=window) for kind, mlp, window in parts),
         partial(FinalNorm, model, state),
         partial(Head, model, state, **vocabulary),
     ]
-    rows = layer_rows(model.num_layers)
+    rows = layer_rows(model)
     tied = None if model.no_weight_tying else TIED_NAME
     return [
         Layer(row.index, build, row.name, parameters, tied if row.name == "Head" else None)
@@ -68,9 +68,16 @@ def gpt_layers(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int, s
 
 
 def _block(
-    model: ModelConfig, state: ParallelState, kind: str, window: int | None, rotary: Callable[[], nn.Module | None]
-) -> TransformerBlock:
-    return TransformerBlock(model, state, kind=kind, window=window, rotary=rotary())
+    model: ModelConfig,
+    state: ParallelState,
+    rotary: Callable[[], nn.Module | None],
+    *,
+    kind: str,
+    mlp: str,
+    window: int | None,
+) -> nn.Module:
+    block = BLOCKS[kind] if kind in BLOCKS else TransformerBlock  # noqa: SIM401 (a registry has no get)
+    return block(model, state, kind=kind, mlp=mlp, window=window, rotary=rotary())
 
 
 def build_layer(

@@ -25,6 +25,10 @@ from megatron.errors import UserError
 from megatron.neox_arguments.formulas import parameter_count
 from megatron.neox_arguments.schema_model import ModelConfig
 
+# Kind of mixer -> class name of its block, where that is not `TransformerBlock`.
+BLOCK_NAMES: dict[str, str] = {}
+_AROUND = ("Embedding", "FinalNorm", "Head")
+
 
 @dataclass(frozen=True)
 class LayerRow:
@@ -32,6 +36,10 @@ class LayerRow:
 
     index: int
     name: str
+
+    @property
+    def is_block(self) -> bool:
+        return self.name not in _AROUND
 
 
 @dataclass(frozen=True)
@@ -45,17 +53,18 @@ class StageRow:
     parameters: int | None
 
 
-def layer_rows(num_layers: int) -> list[LayerRow]:
+def layer_rows(model: ModelConfig) -> list[LayerRow]:
     """The list of layers: embedding, blocks, final norm, head (numbers 1 and L+2 hold no parameters in GPT-NeoX)."""
-    blocks = [LayerRow(i + 2, "TransformerBlock") for i in range(num_layers)]
-    return [LayerRow(0, "Embedding"), *blocks, LayerRow(num_layers + 3, "FinalNorm"), LayerRow(num_layers + 4, "Head")]
+    kinds = model.attention_config
+    blocks = [LayerRow(i, BLOCK_NAMES.get(kind, "TransformerBlock")) for i, kind in enumerate(kinds, start=2)]
+    return [LayerRow(0, "Embedding"), *blocks, LayerRow(len(kinds) + 3, "FinalNorm"), LayerRow(len(kinds) + 4, "Head")]
 
 
 def layer_parameters(model: ModelConfig, vocab_size: int) -> list[int]:
     """Parameters of each layer over the real vocabulary; a tied head counts the copy its stage holds."""
     count = parameter_count(model, vocab_size)
     head = vocab_size * model.hidden_size
-    return [count.embedding, *[count.per_layer] * model.num_layers, count.final_norm, head]
+    return [count.embedding, *(block.total for block in count.blocks), count.final_norm, head]
 
 
 def partition(rows: Sequence[LayerRow], stages: int, method: str, parameters: Sequence[int] | None = None) -> list[int]:
@@ -64,7 +73,7 @@ def partition(rows: Sequence[LayerRow], stages: int, method: str, parameters: Se
     `parameters`: parameters of each layer, needed by the method "parameters".
     Raises `UserError` for an unknown method, or when a stage would own no block.
     """
-    blocks = sum(row.name == "TransformerBlock" for row in rows)
+    blocks = sum(row.is_block for row in rows)
     if blocks < stages:
         raise UserError(
             f"pipe_parallel_size: {stages} stages for num_layers={blocks} leave a stage without a block; "

@@ -15,7 +15,7 @@ from megatron.layers.attention import SelfAttention
 from megatron.layers.documents import Documents
 from megatron.layers.kv_cache import KVCache
 from megatron.log import get_logger
-from megatron.model.block import TransformerBlock
+from megatron.model.block import Block
 from megatron.model.gpt import Layer, build_layer
 from megatron.model.head import LMOutput, Then
 from megatron.model.recompute import Recompute, recomputed
@@ -51,8 +51,7 @@ def share_documents(layers: Sequence[nn.Module], carry: Any) -> Any:
     """
     if len(carry) < 3 or isinstance(carry[2], Documents):
         return carry
-    parts = (layer.attention for layer in layers if isinstance(layer, TransformerBlock))
-    needs = {part.document_need() for part in parts if isinstance(part, SelfAttention)}
+    needs = {need for layer in layers if isinstance(layer, Block) for need in layer.document_needs()}
     return (*carry[:2], Documents.of(carry[2], needs), *carry[3:])
 
 
@@ -67,8 +66,8 @@ def _chunks(layers: Sequence[nn.Module], recompute: Recompute) -> list[list[nn.M
     """Consecutive blocks in groups of `recompute.every`; every other layer by itself."""
     chunks: list[list[nn.Module]] = []
     for layer in layers:
-        room = chunks and isinstance(chunks[-1][-1], TransformerBlock) and len(chunks[-1]) < recompute.every
-        if room and recompute.active and isinstance(layer, TransformerBlock):
+        room = chunks and isinstance(chunks[-1][-1], Block) and len(chunks[-1]) < recompute.every
+        if room and recompute.active and isinstance(layer, Block):
             chunks[-1].append(layer)
         else:
             chunks.append([layer])
@@ -93,7 +92,7 @@ def log_backends(module: nn.Module, state: ParallelState) -> None:
 
 def recompute_of(layers: Sequence[nn.Module]) -> Recompute:
     """The recomputation its blocks were built for."""
-    return next((layer.chunking for layer in layers if isinstance(layer, TransformerBlock)), Recompute())
+    return next((layer.chunking for layer in layers if isinstance(layer, Block)), Recompute())
 
 
 class SequentialModel(nn.Module):

@@ -27,6 +27,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     rules_model.rope_scaling,
     rules_model.residual_form,
     rules_model.attention,
+    rules_model.layer_mlps,
     rules_model.feed_forward,
     rules_model.recomputation,
     rules_model.mup,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
-from megatron.neox_arguments.formulas import flops_per_token, parameter_count
+from megatron.neox_arguments.formulas import ParameterCount, flops_per_token, parameter_count
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
@@ -60,12 +61,18 @@ def _optimizer(args: NeoXArgs) -> str:
     )
 
 
+def _layers(count: ParameterCount) -> str:
+    """Blocks by size: `24 layers x 12,596,224`."""
+    sizes = Counter(block.total for block in count.blocks)
+    return " + ".join(f"{times} layers x {size:,}" for size, times in sizes.items())
+
+
 def _size(args: NeoXArgs, vocab_size: int) -> list[str]:
     count = parameter_count(args.model, vocab_size)
     tokens = args.training.train_batch_size * args.model.seq_length
     flops = flops_per_token(args.model, vocab_size) * tokens
     return [
-        f"parameters: {count.total:,} = embedding {count.embedding:,} + {args.model.num_layers} layers x"
-        f" {count.per_layer:,} + final norm {count.final_norm:,} + head {count.head:,}",
+        f"parameters: {count.total:,} = embedding {count.embedding:,} + {_layers(count)} + final norm"
+        f" {count.final_norm:,} + head {count.head:,}",
         f"work: {flops / 1e12:,.3g} TFLOP per step",
     ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron.neox_arguments.arguments import NeoXArgs
+from megatron.neox_arguments.block_sizes import GATED
 from megatron.neox_arguments.difference import Difference, never
 from megatron.neox_arguments.differences_data import DATA, untrained_tokens
-from megatron.neox_arguments.formulas import GATED
 
 
 def _two_meanings(args: NeoXArgs) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.neox_arguments.block_sizes import MIXER_COSTS, Size, block_size, norm_parameters
 from megatron.neox_arguments.schema_model import ModelConfig
-
-GATED = ("geglu", "reglu", "swiglu", "bilinear", "glu")
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -27,17 +26,25 @@ class ParameterCount:
 
     embedding: int
     """Word and position embeddings at the input."""
-    per_layer: int
-    """One transformer block."""
-    layers: int
-    """All blocks together."""
+    blocks: tuple[Size, ...]
+    """Each block, first to last."""
     final_norm: int
     head: int
     """The output matrix when it is not the word embedding."""
 
     @property
+    def layers(self) -> int:
+        """All blocks together."""
+        return sum(block.total for block in self.blocks)
+
+    @property
     def total(self) -> int:
         return self.embedding + self.layers + self.final_norm + self.head
+
+    @property
+    def active(self) -> int:
+        """What one token uses: without the experts it is not sent to."""
+        return self.total - sum(block.idle for block in self.blocks)
 
     @property
     def non_embedding(self) -> int:
@@ -45,37 +52,15 @@ class ParameterCount:
         return self.layers + self.final_norm + self.head
 
 
-def norm_parameters(model: ModelConfig, width: int) -> int:
-    """Parameters of one norm over `width` features."""
-    return {"layernorm": 2 * width, "rmsnorm": width, "non_parametric_layernorm": 0, "scalenorm": 1}[model.norm]
-
-
 def parameter_count(model: ModelConfig, vocab_size: int) -> ParameterCount:
     """Count the parameters of a derived model with `vocab_size` (real, unpadded) tokens."""
-    h, heads, kv, d, f = (
-        model.hidden_size, model.num_attention_heads, model.num_kv_heads, model.head_dim, model.ffn_width
-    )  # fmt: skip
-    qkv_rows = (heads + 2 * kv) * d
-    up_rows = 2 * f if model.activation in GATED else f
-    attention = qkv_rows * h + h * heads * d
-    if model.use_bias_in_attn_linear:
-        attention += qkv_rows + h * model.use_bias_in_attn_output
-    if model.use_qk_layernorm:
-        attention += norm_parameters(model, d)  # one norm over the head dimension, for queries and keys
-    if model.use_separate_qk_norms:
-        attention += 2 * d if model.qk_norm_per_head else (heads + kv) * d
-    mlp = up_rows * h + h * f
-    if model.use_bias_in_mlp:
-        mlp += up_rows + h
-    norms = 1 if model.gpt_j_residual and model.gpt_j_tied else 2
-    per_layer = attention + mlp + norms * norm_parameters(model, h)
+    h = model.hidden_size
     embedding = vocab_size * h
     if model.pos_emb == "learned":
         embedding += model.max_position_embeddings * h
     return ParameterCount(
         embedding=embedding,
-        per_layer=per_layer,
-        layers=per_layer * model.num_layers,
+        blocks=tuple(block_size(model, layer) for layer in range(model.num_layers)),
         final_norm=norm_parameters(model, h),
         head=vocab_size * h if model.no_weight_tying else 0,
     )
@@ -91,14 +76,17 @@ def loss_chunk(configured: int | None, on_gpu: bool) -> int:
 
 
 def flops_per_token(model: ModelConfig, vocab_size: int) -> float:
-    """Training FLOPs per token: 6 per parameter in a matrix product plus full attention, 12 L n d s (n heads of d).
+    """Training FLOPs per token: 6 per parameter in a matrix product plus full attention, 12 n d s per layer (n heads of
+    d).
 
     Full attention means the causal half is counted too, the convention of most published MFU figures; recomputation is
-    not counted. The output matrix counts once whether tied or not; embedding look-ups do not count.
+    not counted. The output matrix counts once whether tied or not; embedding look-ups do not count, nor do experts that
+    a token is not sent to.
     """
     count = parameter_count(model, vocab_size)
-    matrices = count.layers + count.final_norm + vocab_size * model.hidden_size
-    return 6.0 * matrices + 12.0 * model.num_layers * model.num_attention_heads * model.head_dim * model.seq_length
+    matrices = sum(block.active for block in count.blocks) + count.final_norm + vocab_size * model.hidden_size
+    assert model.attention_config is not None  # derived
+    return 6.0 * matrices + sum(MIXER_COSTS[kind].flops(model) for kind in model.attention_config)
 
 
 def neox_flops_per_token(model: ModelConfig, vocab_size: int, *, recompute: bool | None = None) -> float:

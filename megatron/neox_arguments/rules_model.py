@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.errors import nearest
+from megatron.neox_arguments.block_sizes import GATED
 from megatron.neox_arguments.draft import Draft, nearest_multiples
-from megatron.neox_arguments.formulas import GATED, gated_width, round_up
+from megatron.neox_arguments.formulas import gated_width, round_up
 
 KINDS = ("global", "local", "flash")
+# Kinds of mixer whose blocks have no feed-forward.
+WITHOUT_MLP: tuple[str, ...] = ()
 _UNAVAILABLE_KINDS = {
     "sparse_fixed": "use 'local' with sliding_window_width",
     "sparse_variable": "use 'local' with sliding_window_width",
@@ -115,8 +118,8 @@ def residual_form(draft: Draft) -> None:
     """Combinations of residual form and norm placement that exist."""
     if draft["gpt_j_tied"] and not draft["gpt_j_residual"]:
         draft.fail("gpt_j_tied", "needs gpt_j_residual: true")
-    if draft["norm_placement"] == "olmo3" and draft["gpt_j_residual"]:
-        draft.fail("norm_placement", "olmo3 blocks are sequential; set gpt_j_residual: false")
+    if draft["norm_placement"] in ("olmo3", "sandwich") and draft["gpt_j_residual"]:
+        draft.fail("norm_placement", f"{draft['norm_placement']} blocks are sequential; set gpt_j_residual: false")
     if draft["use_qk_layernorm"] and draft["use_separate_qk_norms"]:
         draft.fail("use_separate_qk_norms", "use_qk_layernorm is set too; keep one of the two")
     if draft["qk_norm_per_head"] and not draft["use_separate_qk_norms"]:
@@ -136,6 +139,12 @@ def attention(draft: Draft) -> None:
     only_local = "local" in kinds
     windows = tuple(None if only_local and kind != "local" else window for kind in kinds)
     draft.set("layer_windows", windows, "sliding_window_width and attention_config")
+
+
+def layer_mlps(draft: Draft) -> None:
+    """The feed-forward of each layer."""
+    mlps = tuple("none" if kind in WITHOUT_MLP else "dense" for kind in draft["attention_config"])
+    draft.set("layer_mlps", mlps, "attention_config")
 
 
 def _expand_attention(draft: Draft, config: tuple[Any, ...] | None, layers: int) -> tuple[str, ...]:

@@ -93,9 +93,10 @@ class ModelConfig:
             "te_layernorm": "use norm: layernorm, which computes the same",
         },
     )
-    norm_placement: Literal["pre", "post", "olmo3"] = key(
+    norm_placement: Literal["pre", "post", "olmo3", "sandwich"] = key(
         "pre",
-        "Where the norms of a block stand: pre, or olmo3 (after attention and feed-forward, inside the residual).",
+        "Where the norms of a block stand: pre, olmo3 (after attention and feed-forward, inside the residual), or"
+        " sandwich (before and after each, Gemma 2 and 3).",
         unavailable={
             "post": "GPT-NeoX builds pre-norm blocks for it; use norm_placement: pre",
         },
@@ -164,6 +165,9 @@ class ModelConfig:
         "Sliding window of each layer (None: full attention). Only 'local' layers have it when there are any.",
         derived="check",
         new=True,
+    )
+    layer_mlps: tuple[str, ...] | None = key(
+        None, "Feed-forward of each layer: dense, or none (in blocks that have none).", derived="check", new=True
     )
     sparsity_config: dict[str, Any] | None = key(
         None, "Options of block-sparse attention.", unavailable="use attention_config 'global' or sliding_window_width"

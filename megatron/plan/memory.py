@@ -24,7 +24,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.formulas import GATED, loss_chunk
+from megatron.neox_arguments.block_sizes import GATED
+from megatron.neox_arguments.formulas import loss_chunk
 
 _MOMENTS = {"sgd": 0, "lion": 1}
 

@@ -33,7 +33,7 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | 
             args,
             parameters=parameters,
             stage=stage.stage,
-            blocks=sum(layer.name == "TransformerBlock" for layer in stage.layers),
+            blocks=sum(layer.is_block for layer in stage.layers),
             padded_vocab_size=args.tokenizer.padded_vocab_size,
         )
         for stage, parameters in zip(stages, held, strict=True)

@@ -88,7 +88,7 @@ def stages(rows: Sequence[StageRow], held: Sequence[int]) -> list[str]:
     body = []
     for row, local in zip(rows, held, strict=True):
         names = [layer.name for layer in row.layers]
-        blocks = [layer.index - 2 for layer in row.layers if layer.name == "TransformerBlock"]
+        blocks = [layer.index - 2 for layer in row.layers if layer.is_block]
         parts = [f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}"]
         parts = (["embedding"] if "Embedding" in names else []) + parts + (["norm", "head"] if "Head" in names else [])
         body.append((row.stage, len(blocks), f"{row.parameters:,}", f"{local:,}", " + ".join(parts)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.model.partition import StageRow, layer_parameters, layer_rows, partition, stage_table
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.formulas import norm_parameters, parameter_count, round_up
+from megatron.neox_arguments.formulas import parameter_count, round_up
 from megatron.neox_arguments.schema_model import ModelConfig
 
 
@@ -40,18 +40,9 @@ def layer_sizes(model: ModelConfig, vocab_size: int, padded_vocab_size: int, tp:
     h = model.hidden_size
     positions = total.embedding - vocab_size * h
     matrix = LayerSize(vocab_size * h, padded_vocab_size * h // tp)
-    norms = 1 if model.gpt_j_residual and model.gpt_j_tied else 2
-    replicated = norms * norm_parameters(model, h)
-    output_bias = model.use_bias_in_attn_linear and model.use_bias_in_attn_output
-    replicated += h * (output_bias + model.use_bias_in_mlp)  # biases of the row-parallel layers
-    if model.use_qk_layernorm:
-        replicated += norm_parameters(model, model.head_dim)
-    if model.qk_norm_per_head:
-        replicated += 2 * model.head_dim
-    block = LayerSize(total.per_layer, (total.per_layer - replicated) // tp + replicated)
     return [
         LayerSize(matrix.full + positions, matrix.local + positions),
-        *[block] * model.num_layers,
+        *(LayerSize(block.total, block.local(tp)) for block in total.blocks),
         LayerSize(total.final_norm, total.final_norm),
         matrix if model.no_weight_tying else LayerSize(0, 0),
     ]
@@ -63,7 +54,7 @@ def stage_sizes(args: NeoXArgs, vocab_size: int) -> tuple[list[StageRow], list[i
     padded = args.tokenizer.padded_vocab_size or padded_vocabulary(args, vocab_size)
     sizes = layer_sizes(model, vocab_size, padded, tp)
     full = [layer.full for layer in sizes]
-    rows = layer_rows(model.num_layers)
+    rows = layer_rows(model)
     stages = max(1, args.parallel.pipe_parallel_size)
     # Weighed as the run weighs them (a tied head counts its copy), so that both show the same stages.
     weights = layer_parameters(model, vocab_size)

@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron.errors import UserError
 from megatron.log import get_logger
-from megatron.model.block import TransformerBlock
+from megatron.model.block import Block
 from megatron.model.head import OutputMatrix
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.schema_model import ModelConfig
@@ -49,7 +49,7 @@ def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:
 
     Call it after the engine is built: the engine's hooks must not become part of the graphs.
     """
-    blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:
         block.compile(fullgraph=True, backend=backend)
     for module in model.modules():

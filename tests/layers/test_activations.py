@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.layers.activations import ACTIVATIONS, build_activation
-from megatron.neox_arguments.formulas import GATED
+from megatron.neox_arguments.block_sizes import GATED
 
 pytestmark = pytest.mark.cpu
 

@@ -19,13 +19,11 @@ pytestmark = pytest.mark.cpu
 
 def _blocks(layers: int, stages: int, method: str, parameters: list[int] | None = None) -> list[int]:
     """Blocks per stage."""
-    rows = layer_rows(layers)
+    rows = layer_rows(tiny(num_layers=layers))
     bounds = partition(rows, stages, method, parameters)
     assert bounds[0] == 0
     assert bounds[-1] == len(rows)
-    return [
-        sum(row.name == "TransformerBlock" for row in rows[start:stop]) for start, stop in itertools.pairwise(bounds)
-    ]
+    return [sum(row.is_block for row in rows[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +102,7 @@ def test_refusals(layers: int, stages: int, method: str, message: str) -> None:
 
 
 def test_stage_table() -> None:
-    rows = layer_rows(3)
+    rows = layer_rows(tiny(num_layers=3))
     table = stage_table(rows, partition(rows, 2, "type:transformer"), [50, 10, 10, 10, 1, 50])
     assert [[row.index for row in stage.layers] for stage in table] == [[0, 2, 3], [4, 6, 7]]
     assert [stage.parameters for stage in table] == [70, 61]
@@ -116,6 +114,7 @@ FORMS = [
     {"pos_emb": "learned", "use_qk_layernorm": True},
     {"gpt_j_residual": True, "gpt_j_tied": True},
     {"norm_placement": "olmo3", "norm": "rmsnorm", "use_separate_qk_norms": True},
+    {"norm_placement": "sandwich", "norm": "rmsnorm", "use_separate_qk_norms": True, "qk_norm_per_head": True},
 ]
 
 
@@ -123,7 +122,7 @@ FORMS = [
 def test_parameters_per_layer_are_those_of_the_model(changes: dict[str, object]) -> None:
     model = tiny(**changes)
     network = build(model)
-    counted = dict.fromkeys((row.index for row in layer_rows(2)), 0)
+    counted = dict.fromkeys((row.index for row in layer_rows(model)), 0)
     for name, parameter in named_parameters(network):
         size = 1
         for n in parameter.spec.shape:

@@ -1,0 +1,111 @@
+"""Parameters and arithmetic of the parts of a block: one entry per kind of mixer and of feed-forward. Torch-free.
+
+A block is what `attention_config` and `layer_mlps` name for its layer: norms, a mixer (attention, ...) and a
+feed-forward (dense, ...; a kind of block may have none).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.neox_arguments.schema_model import ModelConfig
+
+GATED = ("geglu", "reglu", "swiglu", "bilinear", "glu")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Parameters of a part.
+
+    Attributes:
+        split: divided over tensor-parallel ranks. replicated: held whole by each of them.
+        experts: those of `split` that are experts' (expert-parallel ranks divide them further).
+        idle: those that one token does not use (experts it is not sent to).
+    """
+
+    split: int = 0
+    replicated: int = 0
+    experts: int = 0
+    idle: int = 0
+
+    def __add__(self, other: Size) -> Size:
+        return Size(
+            self.split + other.split,
+            self.replicated + other.replicated,
+            self.experts + other.experts,
+            self.idle + other.idle,
+        )
+
+    @property
+    def total(self) -> int:
+        return self.split + self.replicated
+
+    @property
+    def active(self) -> int:
+        """What one token uses."""
+        return self.total - self.idle
+
+    def local(self, tp: int, ep: int = 1) -> int:
+        """What one of `tp` tensor- and `ep` expert-parallel ranks holds."""
+        return (self.split - self.experts) // tp + self.experts // (tp * ep) + self.replicated
+
+
+@dataclass(frozen=True)
+class MixerCost:
+    """A kind of mixer: its parameters, and the training FLOPs per token that are not products with weights."""
+
+    size: Callable[[ModelConfig], Size]
+    flops: Callable[[ModelConfig], float]
+
+
+def norm_parameters(model: ModelConfig, width: int) -> int:
+    """Parameters of one norm over `width` features."""
+    return {"layernorm": 2 * width, "rmsnorm": width, "non_parametric_layernorm": 0, "scalenorm": 1}[model.norm]
+
+
+def attention_size(model: ModelConfig) -> Size:
+    h, heads, kv, d = model.hidden_size, model.num_attention_heads, model.num_kv_heads, model.head_dim
+    qkv_rows = (heads + 2 * kv) * d
+    split, replicated = qkv_rows * h + h * heads * d, 0
+    if model.use_bias_in_attn_linear:
+        split += qkv_rows
+        replicated += h * model.use_bias_in_attn_output
+    if model.use_qk_layernorm:
+        replicated += norm_parameters(model, d)  # one norm over the head dimension, for queries and keys
+    if model.use_separate_qk_norms and model.qk_norm_per_head:
+        replicated += 2 * d
+    elif model.use_separate_qk_norms:
+        split += (heads + kv) * d
+    return Size(split, replicated)
+
+
+def attention_flops(model: ModelConfig) -> float:
+    """Scores and weighted values, forward and backward; the causal half counts too, as in most published figures."""
+    return 12.0 * model.num_attention_heads * model.head_dim * model.seq_length
+
+
+def dense_size(model: ModelConfig) -> Size:
+    h, f = model.hidden_size, model.ffn_width
+    up_rows = 2 * f if model.activation in GATED else f
+    bias = model.use_bias_in_mlp
+    return Size(up_rows * h + h * f + up_rows * bias, h * bias)
+
+
+_ATTENTION = MixerCost(attention_size, attention_flops)
+MIXER_COSTS: dict[str, MixerCost] = dict.fromkeys(("global", "flash", "local"), _ATTENTION)
+MLP_SIZES: dict[str, Callable[[ModelConfig], Size]] = {"dense": dense_size, "none": lambda model: Size()}
+
+
+def block_size(model: ModelConfig, layer: int) -> Size:
+    """Of block `layer` (from 0) of a derived model."""
+    assert model.attention_config is not None and model.layer_mlps is not None  # derived
+    mlp = model.layer_mlps[layer]
+    norms = Size(replicated=_norms(model, mlp) * norm_parameters(model, model.hidden_size))
+    return norms + MIXER_COSTS[model.attention_config[layer]].size(model) + MLP_SIZES[mlp](model)
+
+
+def _norms(model: ModelConfig, mlp: str) -> int:
+    if mlp == "none" or (model.gpt_j_residual and model.gpt_j_tied):
+        return 1
+    return 4 if model.norm_placement == "sandwich" else 2
