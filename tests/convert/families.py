@@ -1,10 +1,14 @@
-"""The dense families: flat keys of small models with every option that each of them expresses."""
+"""The families: flat keys of small models with every option that each of them expresses.
+
+Every family has a case with as many key/value heads as query heads, with fewer, and with one; with a tied and an untied
+head; with and without biases and windows: where it expresses that (test_families.py checks it).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.convert.helpers import BASE, LLAMA
+from tests.convert.helpers import BASE, LLAMA, NEOX
 
 GROUPED: dict[str, Any] = {**LLAMA, "num_kv_heads": 2}
 QWEN2 = {**GROUPED, "use_bias_in_attn_linear": True, "use_bias_in_attn_output": False}
@@ -15,25 +19,51 @@ FALCON = {**BASE, "norm": "layernorm", "gpt_j_residual": True, "no_weight_tying"
 PHI3 = {**GROUPED, "rotary_pct": 0.5}
 NO_BIAS = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
 TIED, UNTIED = {"no_weight_tying": False}, {"no_weight_tying": True}
-ABOVE = {"sliding_window_width": 5, "attention_config": ["flash", "local"]}
-LAYERED = {"sliding_window_width": 5, "attention_config": ["local", "global"]}
+ALL, ONE = {"num_kv_heads": 4}, {"num_kv_heads": 1}
+WINDOW = {"sliding_window_width": 5}
+ABOVE = {**WINDOW, "attention_config": ["flash", "local"]}
+LAYERED = {**WINDOW, "attention_config": ["local", "global"]}
+# The kinds of frequencies that Llama 3.1 tells apart are all there at head size 8, base 500.
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 FAMILY_CASES: list[tuple[str, str, dict[str, Any]]] = [
-    ("qwen2", "grouped, tied", {**QWEN2, "no_weight_tying": False}),
-    ("qwen2", "all heads, a window above", {**QWEN2, **ABOVE, "num_kv_heads": 4}),
+    ("neox", "parallel", {**NEOX, "gpt_j_residual": True}),
+    ("neox", "sequential, tied, full rotary, tanh gelu", {**NEOX, **TIED, "rotary_pct": 1.0, "bias_gelu_fusion": True}),
+    ("neox", "no attention bias", {**NEOX, "use_bias_in_attn_linear": False, "activation": "relu"}),
+    ("llama", "all heads, biases", {**LLAMA, "use_bias_in_attn_linear": True, "use_bias_in_mlp": True}),
+    ("llama", "grouped, tied, scaled positions", {**GROUPED, **TIED, "rope_scaling": LLAMA_3_1}),
+    ("llama", "one key head, geglu", {**LLAMA, **ONE, "activation": "geglu"}),
+    ("mistral", "grouped, a window", {**GROUPED, **WINDOW}),
+    ("mistral", "all heads, a window, tied", {**LLAMA, **TIED, **WINDOW}),
+    ("mistral", "one key head", {**LLAMA, **ONE}),
+    ("qwen2", "grouped, tied", {**QWEN2, **TIED}),
+    ("qwen2", "all heads, a window above", {**QWEN2, **ABOVE, **ALL}),
+    ("qwen2", "one key head", {**QWEN2, **ONE}),
     ("qwen3", "wide heads", QWEN3),
-    ("qwen3", "biases, one key head, tied", {**QWEN3, **TIED, "num_kv_heads": 1, "use_bias_in_attn_linear": True}),
+    ("qwen3", "all heads, a window above", {**QWEN3, **ABOVE, **ALL}),
+    ("qwen3", "biases, one key head, tied", {**QWEN3, **TIED, **ONE, "use_bias_in_attn_linear": True}),
     ("olmo2", "grouped", OLMO),
-    ("olmo2", "all heads, biases", {**OLMO, "num_kv_heads": 4, "use_bias_in_attn_linear": True}),
+    ("olmo2", "all heads, biases", {**OLMO, **ALL, "use_bias_in_attn_linear": True}),
+    ("olmo2", "one key head, tied", {**OLMO, **ONE, **TIED}),
     ("olmo3", "windows in some layers", {**OLMO, **LAYERED}),
-    ("olmo3", "a window everywhere, tied", {**OLMO, "sliding_window_width": 5, "no_weight_tying": False}),
+    ("olmo3", "all heads, windows in some layers, biases", {**OLMO, **LAYERED, **ALL, "use_bias_in_attn_linear": True}),
+    ("olmo3", "one key head, a window everywhere, tied", {**OLMO, **ONE, **WINDOW, **TIED}),
+    ("olmo3", "no window", OLMO),
+    ("olmo3", "no window", OLMO),
     ("gpt2", "tied, tanh gelu", GPT2),
     ("gpt2", "untied, gelu, narrow", {**GPT2, "bias_gelu_fusion": False, **UNTIED, "intermediate_size": 80}),
-    ("falcon", "7B: one norm, one key head", {**FALCON, **NO_BIAS, "gpt_j_tied": True, "num_kv_heads": 1}),
+    ("falcon", "7B: one norm, one key head", {**FALCON, **NO_BIAS, **ONE, "gpt_j_tied": True}),
     ("falcon", "40B: two norms, grouped", {**FALCON, "num_kv_heads": 2}),
     ("falcon", "11B: one norm, grouped", {**FALCON, "num_kv_heads": 2, "gpt_j_tied": True}),
     ("falcon", "all heads, one norm", {**FALCON, "gpt_j_tied": True}),
-    ("falcon", "sequential, untied", {**FALCON, "gpt_j_residual": False, "no_weight_tying": True}),
+    ("falcon", "sequential, untied", {**FALCON, "gpt_j_residual": False, **UNTIED}),
     ("phi3", "grouped, half rotary", PHI3),
-    ("phi3", "window, tied", {**PHI3, "sliding_window_width": 5, "no_weight_tying": False}),
+    ("phi3", "all heads, a window, tied", {**PHI3, **ALL, **WINDOW, **TIED}),
+    ("phi3", "one key head", {**PHI3, **ONE}),
 ]  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import deepspeed
@@ -10,24 +12,59 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.convert.check import TOLERANCE, compare
 from megatron.convert.export import export
-from megatron.convert.family import FAMILIES, Constant, choose_family
+from megatron.convert.family import FAMILIES, Constant, Family, choose_family
 from megatron.errors import UserError
+from megatron.inference.generate import Limits, generate
+from megatron.inference.sampling import Sampling
 from megatron.inference.stage import Stage
 from megatron.model.gpt import gpt_layers
 from megatron.model.pipe import LayerPipe, SequentialModel
-from megatron.mpu.sharding import named_parameters, shard, unshard
+from megatron.mpu.sharding import ParamSpec, named_parameters, shard, unshard
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
+from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.objectives import OBJECTIVES
 from tests.convert.families import FAMILY_CASES, GPT2, GROUPED, OLMO, PHI3, QWEN2, QWEN3
-from tests.convert.helpers import VOCAB, full_tensors, hugging_face, resolved, specs_of, write_checkpoint
+from tests.convert.helpers import (
+    VOCAB,
+    full_tensors,
+    hugging_face,
+    random_tensors,
+    resolved,
+    specs_of,
+    write_checkpoint,
+)
 from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.cpu
 
-Outcome = tuple[Tensor | None, dict[str, Tensor]]
+PROMPTS, NEW_TOKENS, END = ([5, 9, 33, 2, 8, 61, 17], [8, 40]), 8, VOCAB - 1
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers makes of a random model: logits, our parameters and their gradients, greedy texts."""
+
+    logits: Tensor
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    texts: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The same of one of our ranks: logits on the last stage, its parameters' gradients, texts cached and not."""
+
+    logits: Tensor | None
+    gradients: dict[str, Tensor]
+    texts: list[list[list[int]]]
+
+
 CASES = [pytest.param(architecture, keys, id=f"{architecture}: {name}") for architecture, name, keys in FAMILY_CASES]
+ARCHITECTURES = list(dict.fromkeys(architecture for architecture, _, _ in FAMILY_CASES))
 
 
 @pytest.mark.parametrize(("architecture", "keys"), CASES)
@@ -54,8 +91,7 @@ def _batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return text[:, :-1].contiguous(), positions, text[:, 1:].contiguous(), mask
 
 
-def _reference(architecture: str, keys: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """transformers' (logits, our parameters, their gradients) of a random model."""
+def _reference(architecture: str, keys: dict[str, Any]) -> Reference:
     args = resolved(**keys)
     model, theirs = hugging_face(args, architecture)
     tokens, _, targets, mask = _batch()
@@ -63,11 +99,22 @@ def _reference(architecture: str, keys: dict[str, Any]) -> tuple[Tensor, dict[st
     losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     ((losses * mask.flatten()).sum() / mask.sum()).backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    return logits.detach(), full_tensors(args, architecture, theirs), full_tensors(args, architecture, gradients)
+    written = FAMILIES[architecture].aliases
+    gradients |= {name: gradients[now] for name, now in written.items() if now in gradients}
+    greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": END, "pad_token_id": END}
+    texts = [model.generate(torch.tensor([p]), **greedy)[0, len(p) :].tolist() for p in PROMPTS]
+    weights = full_tensors(args, architecture, theirs)
+    return Reference(logits.detach(), weights, full_tensors(args, architecture, gradients), texts)
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Reference]:
+    """By `family: case`."""
+    return {f"{a}: {name}": _reference(a, keys) for a, name, keys in FAMILY_CASES}
 
 
 def _ranks(rank: int, world: int, pipe: int, forms: list[tuple[dict[str, Any], dict[str, Tensor]]]) -> list[Outcome]:
-    """Logits and the gradients of one step (weights before and after SGD at rate 1) on this rank of a layout."""
+    """What this rank of a layout makes of every form; gradients are what SGD at rate 1 takes off the weights."""
     topology = Topology({"pipe": pipe, "data": 1, "model": world // pipe})
     state = ParallelState.build(topology, rank, torch.device("cpu"))
     deepspeed.init_distributed(dist_backend="gloo", dist_init_required=False, verbose=False)
@@ -101,7 +148,11 @@ def _step(state: ParallelState, keys: dict[str, Any], weights: dict[str, Tensor]
     with torch.inference_mode():
         out = stage.run(tokens, positions)
         logits = None if out is None else out.logits()
-    return logits, gradients
+    texts = []
+    for use_cache in (True, False):
+        done = generate(stage, PROMPTS, Limits(NEW_TOKENS, END), Sampling(), use_cache=use_cache)
+        texts.append([[*text.tokens, END] if text.finished else text.tokens for text in done])
+    return Outcome(logits, gradients, texts)
 
 
 def _train(network: nn.Module, state: ParallelState, inputs: tuple[Tensor, ...], labels: tuple[Tensor, Tensor]) -> None:
@@ -125,29 +176,101 @@ def _train(network: nn.Module, state: ParallelState, inputs: tuple[Tensor, ...],
     engine.train_batch(iter([(tuple(x[r] for x in inputs), (targets[r], mask[r], weight)) for r in rows]))
 
 
-@pytest.mark.parametrize(("tensor", "pipe"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_logits_and_gradients_are_those_of_transformers_at_any_layout(tensor, pipe):
-    cases = [(a, name, keys) for a, name, keys in FAMILY_CASES if resolved(**keys).model.num_kv_heads % tensor == 0]
-    references = [_reference(architecture, keys) for architecture, _, keys in cases]
-    forms = [(keys, weights) for (_, _, keys), (_, weights, _) in zip(cases, references, strict=True)]
+def _divides(keys: dict[str, Any], tensor: int) -> bool:
+    try:
+        resolved(**keys, model_parallel_size=tensor)
+    except UserError:
+        return False
+    return True
+
+
+VARIANTS: dict[str, list[Any]] = {
+    "num_kv_heads": [4, 2, 1],
+    "no_weight_tying": [True, False],
+    "use_bias_in_attn_linear": [True, False],
+    "use_bias_in_mlp": [True, False],
+    "sliding_window_width": [None, 5],
+}
+
+
+@pytest.mark.parametrize("key", VARIANTS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_cases_have_every_variant_that_a_family_expresses(architecture, key):
+    models = [resolved(**keys).model for a, _, keys in FAMILY_CASES if a == architecture]
+    for value in VARIANTS[key]:
+        variant = [replace(model, **{key: value}, **_follows(model, key, value)) for model in models]
+        if any(_expresses(FAMILIES[architecture], model) for model in variant):
+            assert any(getattr(model, key) == value for model in models), value
+
+
+def _expresses(family: Family, model: ModelConfig) -> bool:
+    """Also without tensors that only their model has."""
+    return family.unsupported(model) == [] and not any(isinstance(rule, Constant) for rule in family.table(model))
+
+
+def _expresses(family: Family, model: ModelConfig) -> bool:
+    """Also without tensors that only their model has."""
+    return family.unsupported(model) == [] and not any(isinstance(rule, Constant) for rule in family.table(model))
+
+
+def _follows(model: ModelConfig, key: str, value: Any) -> dict[str, Any]:
+    return {"layer_windows": (value,) * model.num_layers} if key == "sliding_window_width" else {}
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_logits_gradients_and_texts_are_those_of_transformers_at_any_layout(references, record_property, tensor, pipe):
+    cases = {f"{a}: {name}": keys for a, name, keys in FAMILY_CASES if _divides(keys, tensor)}
+    forms = [(keys, references[case].weights) for case, keys in cases.items()]
     ranks = run_distributed(_ranks, tensor * pipe, pipe, forms, timeout=300)
     topology = Topology({"pipe": pipe, "data": 1, "model": tensor})
-    for i, (architecture, name, keys) in enumerate(cases):
-        logits, _, gradients = references[i]
-        specs = specs_of(resolved(**keys), tensor)
-        for rank, outcomes in enumerate(ranks):
-            last = topology.coord(rank)["pipe"] == pipe - 1
-            assert (outcomes[i][0] is not None) == last
-            if last:
-                error = (outcomes[i][0] - logits).abs().max()
-                assert error < 1e-5 * logits.abs().max().clamp(min=1), (architecture, name, error)
-        for parameter, expected in gradients.items():
-            parts = [outcomes[i][1][parameter] for outcomes in ranks if parameter in outcomes[i][1]]
-            parts = parts[:tensor]
-            mine = unshard(parts, specs[parameter]) if specs[parameter].split_dim is not None else parts[0]
-            error = (mine[: expected.shape[0]] - expected).abs().max()
-            assert error < 1e-5 * expected.abs().max().clamp(min=0.1), (architecture, name, parameter, error)
-            assert expected.abs().max() > 0, (architecture, name, parameter)
+    for i, (case, keys) in enumerate(cases.items()):
+        outcomes, expected = [of_rank[i] for of_rank in ranks], references[case]
+        last = [topology.coord(rank)["pipe"] == pipe - 1 for rank in range(len(ranks))]
+        assert [outcome.logits is not None for outcome in outcomes] == last
+        allowed = 1e-5 * float(expected.logits.abs().max().clamp(min=1))
+        error = max(float((o.logits - expected.logits).abs().max()) for o in outcomes if o.logits is not None)
+        record_property(f"{case}: logits", error)
+        assert error < allowed, (case, error)
+        assert all(text == expected.texts for outcome in outcomes for text in outcome.texts), case
+        error = max(_gradient_errors(case, outcomes, expected.gradients, specs_of(resolved(**keys), tensor), tensor))
+        record_property(f"{case}: gradients", error)
+
+
+def _gradient_errors(
+    case: str, outcomes: list[Outcome], expected: dict[str, Tensor], specs: dict[str, ParamSpec], tensor: int
+) -> Iterator[float]:
+    """Checks them, and gives the largest error of each parameter, relative to its largest entry."""
+    for name, wanted in expected.items():
+        parts = [outcome.gradients[name] for outcome in outcomes if name in outcome.gradients][:tensor]
+        mine = unshard(parts, specs[name]) if specs[name].split_dim is not None else parts[0]
+        scale = wanted.abs().max()
+        error = (mine[: wanted.shape[0]] - wanted).abs().max() / scale.clamp(min=0.1)
+        assert error < 1e-5, (case, name, error)
+        assert scale > 0, (case, name)
+        yield float(error)
+
+
+def _swaps(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """(what, tensors of a model whose middle block is wrong): each weight in the place of the last block's."""
+    for name, tensor in tensors.items():
+        if name.startswith("3."):
+            other = "4." + name[2:]
+            yield name, {**tensors, name: tensors[other], other: tensor}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_two_swapped_weights_of_the_same_shape_are_noticed_and_their_block_named(tmp_path, architecture):
+    """Of a model of three blocks, each weight of the middle one with the last one's, biases and norms too."""
+    keys = next(keys for a, _, keys in FAMILY_CASES if a == architecture)
+    args = resolved(**{**keys, "num_layers": 3, "attention_config": None})
+    tensors = random_tensors(args, architecture)
+    export(write_checkpoint(tmp_path / "right", args, tensors), tmp_path / "hf", tokenizer=False)
+    for i, (name, swapped) in enumerate(_swaps(tensors)):
+        reader = CheckpointReader(write_checkpoint(tmp_path / f"wrong{i}", args, swapped))
+        result = compare(reader, args.model, tmp_path / "hf", torch.float32)
+        assert not result.ok and result.logits > 100 * TOLERANCE, (name, result)
+        assert result.first_drift == "block 1 (layer 3)", (name, result)
 
 
 REFUSALS = [
