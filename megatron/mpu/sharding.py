@@ -44,6 +44,8 @@ class ParamSpec:
     * `tied`: canonical name of the parameter whose value this one shares, or None.
     * `sequence_reduced`: replicated, and its gradient is summed over tensor-parallel ranks under sequence parallelism.
     * `kind`: "matrix", "vector" or "embedding" (default from the number of dimensions); Muon and muP ask for it.
+    * `experts`: dimension 0 counts the experts of a mixture: it is split over tensor-parallel ranks (`split_dim` 0),
+      and each of these parts once more over the ranks of the group "expert". `init` then fills one expert at a time.
     * `name`: canonical name, NeoX's `"{layer_index}.{name in the layer}"`; set by `bind`.
     """
 
@@ -57,6 +59,7 @@ class ParamSpec:
     tied: str | None = None
     sequence_reduced: bool = False
     kind: str = ""
+    experts: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -65,6 +68,8 @@ class ParamSpec:
             object.__setattr__(self, "decay", self.kind != "vector")
         if self.kind not in ("matrix", "vector", "embedding"):
             raise ValueError(f"{self.name}: kind {self.kind!r} is not matrix, vector or embedding")
+        if self.experts and (self.split_dim != 0 or self.blocks or self.padded):
+            raise ValueError(f"{self.name}: experts are split along dimension 0, whole, without blocks and padding")
         if self.split_dim is None:
             if self.blocks or self.padded:
                 raise ValueError(f"{self.name}: blocks and padded need a split_dim")
@@ -94,12 +99,19 @@ class ParamSpec:
                 )
         return [size // tp_size for size in whole]
 
-    def local_shape(self, tp_size: int) -> tuple[int, ...]:
-        """Shape in memory on each of `tp_size` ranks, padding included."""
+    def local_shape(self, tp_size: int, ep_size: int = 1) -> tuple[int, ...]:
+        """Shape in memory on each of `tp_size` ranks, padding included; of experts on each of `tp_size * ep_size`."""
         if self.split_dim is None:
             return self.shape
         local = list(self.shape)
         local[self.split_dim] = sum(self.local_blocks(tp_size))
+        if self.experts and ep_size > 1:
+            if local[0] % ep_size:
+                raise UserError(
+                    f"{self.name or 'a parameter'} of shape {list(self.shape)}: {self.shape[0]} experts cannot be split"
+                    f" over model_parallel_size={tp_size} x expert_parallel_size={ep_size}; change one of the three"
+                )
+            local[0] //= ep_size
         return tuple(local)
 
     def real_size(self, tp_rank: int, tp_size: int) -> int:
@@ -145,12 +157,34 @@ def unshard(locals_: Sequence[Tensor], spec: ParamSpec) -> Tensor:
     return torch.cat([parts[i] for i in range(len(split[0])) for parts in split], dim)
 
 
+def own_experts(part: Tensor, spec: ParamSpec, state: ParallelState) -> Tensor:
+    """What this rank holds of a tensor-parallel part [experts/tp, ...]; other parameters are returned as they are.
+
+    The inverse of `gather_experts`; may be a view.
+    """
+    if not spec.experts or state.ep_size == 1:
+        return part
+    held = spec.local_shape(state.tp_size, state.ep_size)[0]
+    return part.narrow(0, state.ep_rank * held, held)
+
+
+def gather_experts(local: Tensor, spec: ParamSpec, state: ParallelState) -> Tensor:
+    """The whole tensor-parallel part [experts/tp, ...] from the ranks of the group "expert". Collective over it."""
+    group = state.group("expert")
+    if not spec.experts or group is None:
+        return local
+    whole = local.new_empty(spec.local_shape(state.tp_size))
+    dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
+    return whole
+
+
 def parameter(spec: ParamSpec, state: ParallelState) -> nn.Parameter:
     """This rank's part of a parameter: zeros, fp32, on `state.device`, with `.spec`; `initialize` gives it its value.
 
     DeepSpeed counts a parameter on every tensor-parallel rank only if it carries `model_parallel = True`.
     """
-    local = nn.Parameter(torch.zeros(spec.local_shape(state.tp_size), dtype=torch.float32, device=state.device))
+    shape = spec.local_shape(state.tp_size, state.ep_size)
+    local = nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=state.device))
     local.spec = spec  # type: ignore[attr-defined]
     local.model_parallel = spec.split_dim is not None and state.tp_size > 1  # type: ignore[attr-defined]
     return local
@@ -196,10 +230,30 @@ def initialize(module: nn.Module, seed: int, state: ParallelState) -> None:
     """Fill every parameter of a bound module with its initial value.
 
     A value depends on (seed, canonical or tied name, full shape) only, so no layout and no padding changes it. Each
-    parameter is drawn whole in fp32 on the CPU and cut: one full parameter is alive at a time.
+    parameter is drawn whole in fp32 on the CPU and cut: one full parameter is alive at a time. Experts are drawn one by
+    one, each from (seed, name, its number), so a rank draws those that it holds.
     """
     for key, local in named_parameters(module):
-        local.copy_(_initial_shard(spec_of(local), key, seed, state))
+        if spec_of(local).experts:
+            _draw_experts(local, spec_of(local), key, seed, state)
+        else:
+            local.copy_(_initial_shard(spec_of(local), key, seed, state))
+
+
+def first_expert(experts: int, state: ParallelState) -> int:
+    """Number of the first of the consecutive experts that this rank holds, of `experts` in all.
+
+    Tensor-parallel rank r holds part r of tp; of that part, rank e of the group "expert" holds part e of ep.
+    """
+    return (state.tp_rank * state.ep_size + state.ep_rank) * (experts // (state.tp_size * state.ep_size))
+
+
+def _draw_experts(local: Tensor, spec: ParamSpec, key: str, seed: int, state: ParallelState) -> None:
+    first = first_expert(spec.shape[0], state)
+    for i, held in enumerate(local):
+        expert = torch.empty(spec.shape[1:], dtype=torch.float32)
+        spec.init(expert, torch.Generator("cpu").manual_seed(stable_seed(seed, key, first + i)))
+        held.copy_(expert)
 
 
 def _initial_shard(spec: ParamSpec, key: str, seed: int, state: ParallelState) -> Tensor:
@@ -216,32 +270,40 @@ def stable_seed(*parts: object) -> int:
 
 
 def is_owned(spec: ParamSpec, state: ParallelState) -> bool:
-    """Whether this rank counts the parameter (its part) in a sum over the "model_pipe" group: norms, counts.
+    """Whether this rank counts the parameter (its part) in a sum over the ranks of one copy of the model (`sum_owned`).
 
-    Split parameters count on every tensor-parallel rank, replicated ones on the first; a tied copy on a later pipeline
-    stage never does, because its original on the first stage does.
+    Split parameters count on every tensor-parallel rank, replicated ones on the first; experts on every rank of the
+    group "expert", others on its first. A tied copy on a later pipeline stage never does, because its original on the
+    first stage does.
     """
     copy_on_later_stage = spec.tied is not None and spec.tied != spec.name and not state.is_first_stage
-    return not copy_on_later_stage and (spec.split_dim is not None or state.tp_rank == 0)
+    counted = (spec.split_dim is not None or state.tp_rank == 0) and (spec.experts or state.ep_rank == 0)
+    return counted and not copy_on_later_stage
+
+
+def sum_owned(x: Tensor, state: ParallelState) -> Tensor:
+    """Add up, in place, what the ranks that together hold one copy of the model count (`is_owned`). Collective over
+    the groups "model_pipe" and "expert"."""
+    for name in ("model_pipe", "expert"):
+        if (group := state.group(name)) is not None:
+            dist.all_reduce(x, group=group)
+    return x
 
 
 def count_parameters(module: nn.Module, state: ParallelState) -> int:
-    """Number of parameters of the whole model, each once, without padding. Collective over the "model_pipe" group.
+    """Number of parameters of the whole model, each once, without padding. Collective like `sum_owned`.
 
     Reads the declarations, so it is right under ZeRO-3 as well, where a parameter's own tensor may be empty.
     """
     specs = [spec_of(local) for _, local in named_parameters(module)]
     count = sum(_real_numel(spec, state) for spec in specs if is_owned(spec, state))
-    group = state.group("model_pipe")
-    if group is None:
-        return count
-    total = torch.tensor(count, dtype=torch.int64, device=state.device)
-    dist.all_reduce(total, group=group)
-    return int(total)
+    return int(sum_owned(torch.tensor(count, dtype=torch.int64, device=state.device), state))
 
 
 def _real_numel(spec: ParamSpec, state: ParallelState) -> int:
     shape = list(spec.shape)
     if spec.split_dim is not None:
         shape[spec.split_dim] = spec.real_size(state.tp_rank, state.tp_size)
+    if spec.experts:
+        shape[0] //= state.ep_size
     return torch.Size(shape).numel()

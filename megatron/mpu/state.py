@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megatron.errors import UserError
 from megatron.mpu.topology import Topology
 
 # Every process group a rank may ask for, and the axes along which its members differ.
@@ -19,6 +20,8 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "data": ("data",),
     "pipe": ("pipe",),
     "model_pipe": ("pipe", "model"),
+    "expert": ("expert",),
+    "expert_data": ("expert_data",),
 }
 
 
@@ -28,6 +31,9 @@ class ParallelState:
 
     `sequence_parallel` is what takes effect: it is False when there is only one tensor-parallel rank.
     The ranks and sizes are plain integers, set once, because compiled code reads them.
+
+    `ep_size` consecutive ranks of a data-parallel group share the experts of mixture-of-experts layers: they are the
+    group "expert". The ranks of the data-parallel group that hold the same experts are the group "expert_data".
     """
 
     topology: Topology
@@ -35,12 +41,14 @@ class ParallelState:
     device: torch.device
     sequence_parallel: bool = False
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    ep_size: int = 1
     tp_rank: int = field(init=False)
     tp_size: int = field(init=False)
     dp_rank: int = field(init=False)
     dp_size: int = field(init=False)
     pp_rank: int = field(init=False)
     pp_size: int = field(init=False)
+    ep_rank: int = field(init=False)
 
     def __post_init__(self) -> None:
         coord = self.topology.coord(self.rank)
@@ -48,6 +56,8 @@ class ParallelState:
         for short, axis in (("tp", "model"), ("dp", "data"), ("pp", "pipe")):
             derived[f"{short}_rank"] = coord.get(axis, 0)
             derived[f"{short}_size"] = self.topology.size(axis)
+        with_experts(self.topology, self.ep_size)
+        derived["ep_rank"] = coord.get("data", 0) % self.ep_size
         derived["sequence_parallel"] = self.sequence_parallel and self.topology.size("model") > 1
         for name, value in derived.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
@@ -63,27 +73,37 @@ class ParallelState:
         return self.pp_rank == self.pp_size - 1
 
     def group(self, name: str) -> dist.ProcessGroup | None:
-        """The process group "model", "data", "pipe" or "model_pipe" of this rank; None if it is alone in it."""
+        """The process group of this rank called so in GROUP_AXES; None if it is alone in it."""
         if name not in GROUP_AXES:
             raise ValueError(f"no group {name!r}; there are {', '.join(GROUP_AXES)}")
         return self.groups.get(name)
 
     @classmethod
     def build(
-        cls, topology: Topology, rank: int, device: torch.device | str, sequence_parallel: bool = False
+        cls,
+        topology: Topology,
+        rank: int,
+        device: torch.device | str,
+        sequence_parallel: bool = False,
+        ep_size: int = 1,
     ) -> ParallelState:
         """Make the process groups. torch.distributed must be initialised; collective over all ranks of the world."""
         if dist.get_world_size() != topology.world_size:
             raise ValueError(f"{topology} needs {topology.world_size} ranks, there are {dist.get_world_size()}")
         groups: dict[str, dist.ProcessGroup] = {}
+        finer = with_experts(topology, ep_size)
         for name, axes in GROUP_AXES.items():
-            for ranks in topology.groups(*axes):
+            if name.startswith("expert") and finer.size(name) == topology.size("data"):
+                if "data" in groups:
+                    groups[name] = groups["data"]  # the same ranks
+                continue
+            for ranks in (finer if name.startswith("expert") else topology).groups(*axes):
                 if len(ranks) == 1:
                     continue
                 made = dist.new_group(ranks)  # every rank must take part in making every group, in the same order
                 if rank in ranks:
                     groups[name] = made
-        return cls(topology, rank, torch.device(device), sequence_parallel, groups)
+        return cls(topology, rank, torch.device(device), sequence_parallel, groups, ep_size)
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> ParallelState:
@@ -92,3 +112,11 @@ class ParallelState:
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelState:
         return self  # a copied module stays on the same ranks; process groups cannot be copied
+
+
+def with_experts(topology: Topology, ep_size: int) -> Topology:
+    """The topology with its axis "data" seen as "expert_data" x "expert". Raises `UserError` if that cannot be."""
+    data = topology.size("data")
+    if ep_size < 1 or data % ep_size:
+        raise UserError(f"expert_parallel_size: {ep_size} does not divide the {data} data-parallel ranks")
+    return topology.refined("data", {"expert_data": data // ep_size, "expert": ep_size})

@@ -66,6 +66,19 @@ class Topology:
         size = math.prod(self._ranks.shape[i] for i in chosen)
         return self._ranks.transpose(others + chosen).reshape(-1, size).tolist()
 
+    def refined(self, axis: str, parts: Mapping[str, int]) -> Topology:
+        """The same ranks with `axis` seen as several axes, outermost first, whose sizes multiply to its own.
+
+        >>> Topology({"data": 4, "model": 2}).refined("data", {"expert_data": 2, "expert": 2}).groups("expert")
+        [[0, 2], [1, 3], [4, 6], [5, 7]]
+        """
+        if math.prod(parts.values()) != self.size(axis):
+            raise ValueError(f"the sizes {dict(parts)} do not multiply to {axis}={self.size(axis)}")
+        axes: dict[str, int] = {}
+        for name, size in self.axes.items():
+            axes.update(parts if name == axis else {name: size})
+        return Topology(axes)
+
     def _check(self, names: Mapping[str, int]) -> None:
         for name in names:
             if name not in self.axes:
