@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron.errors import UserError
 from megatron.layers.init import build_init
+from megatron.layers.rope_scaling import attention_factor, frequencies
 from megatron.mpu import sharding
 from megatron.mpu.collectives import split_sequence, sum_gradient
 from megatron.mpu.sharding import ParamSpec
@@ -63,25 +64,6 @@ class Table(nn.Module):
         return self
 
 
-def scaled_frequencies(frequency: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Rotary frequencies [r/2] stretched to longer texts than the model first learned.
-
-    * `linear` (Chen et al. 2023, arXiv 2306.15595): all of them divided by `factor`.
-    * `llama3` (Llama 3.1): those that turn less than `low_freq_factor` times in the original length are divided by
-      `factor`, those that turn more than `high_freq_factor` times stay, and between them it is interpolated.
-    """
-    kind = scaling.get("rope_type", "default")
-    if kind == "default":
-        return frequency
-    stretched = frequency / scaling["factor"]
-    if kind == "linear":
-        return stretched
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] / (2 * math.pi / frequency)
-    share = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1.0 - share) * stretched + share * frequency
-
-
 class Rotary(Table):
     """Rotary embedding (Su et al. 2021, arXiv 2104.09864) in the rotate-half layout on the first r dims of a head.
 
@@ -91,11 +73,9 @@ class Rotary(Table):
     def __init__(
         self, dims: int, base: float, length: int, device: torch.device, scaling: Mapping[str, Any] | None = None
     ) -> None:
-        # In fp32, not fp64: bit for bit what GPT-NeoX and transformers compute, so exported models see the same angles.
-        frequency = 1.0 / base ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
-        frequency = scaled_frequencies(frequency, scaling or {})
-        angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency)
-        super().__init__(cos=angle.cos().to(device), sin=angle.sin().to(device))
+        angle = torch.outer(torch.arange(length, dtype=torch.float32), frequencies(dims, base, scaling))
+        factor = attention_factor(scaling)
+        super().__init__(cos=(angle.cos() * factor).to(device), sin=(angle.sin() * factor).to(device))
         self.dims = dims
 
     @classmethod

@@ -8,6 +8,7 @@ from megatron.errors import nearest
 from megatron.neox_arguments.block_sizes import GATED
 from megatron.neox_arguments.draft import Draft, nearest_multiples
 from megatron.neox_arguments.formulas import gated_width, round_up
+from megatron.neox_arguments.rope_kinds import rope_problem
 
 KINDS = ("global", "local", "flash")
 # Kinds of mixer whose blocks have no feed-forward.
@@ -89,12 +90,6 @@ def positions(draft: Draft) -> None:
     draft.set("max_position_embeddings", longest or needed, "seq_length")
 
 
-_SCALINGS = {
-    "linear": {"rope_type", "factor"},
-    "llama3": {"rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-}
-
-
 def rope_scaling(draft: Draft) -> None:
     """A known kind of rotary scaling with exactly its numbers."""
     scaling = draft["rope_scaling"]
@@ -102,16 +97,8 @@ def rope_scaling(draft: Draft) -> None:
         return
     if draft["pos_emb"] != "rotary":
         draft.fail("rope_scaling", f"pos_emb is {draft['pos_emb']}; it needs rotary")
-    kind = scaling.get("rope_type")
-    if kind not in _SCALINGS:
-        draft.fail("rope_scaling", f"rope_type {kind!r} is not available; use {' or '.join(_SCALINGS)}")
-    if different := sorted(_SCALINGS[kind] ^ set(scaling)):
-        draft.fail("rope_scaling", f"{kind} has {', '.join(sorted(_SCALINGS[kind]))}; mend {', '.join(different)}")
-    numbers = {name: value for name, value in scaling.items() if name != "rope_type"}
-    if wrong := [name for name, value in numbers.items() if not isinstance(value, int | float) or value <= 0]:
-        draft.fail("rope_scaling", f"{', '.join(wrong)} must be positive numbers")
-    if kind == "llama3" and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
-        draft.fail("rope_scaling", "low_freq_factor must be below high_freq_factor")
+    if problem := rope_problem(scaling):
+        draft.fail("rope_scaling", problem)
 
 
 def residual_form(draft: Draft) -> None:

@@ -67,8 +67,12 @@ class ModelConfig:
     )
     ffn_width: int | None = key(None, "Feed-forward width actually built, after all rules.", derived="check", new=True)
     activation: Literal[
-        "gelu", "geglu", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu"
-    ] = key("gelu", "Feed-forward activation; geglu, reglu, swiglu, bilinear and glu are gated.")
+        "gelu", "geglu", "geglu_tanh", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu"
+    ] = key(
+        "gelu",
+        "Feed-forward activation; geglu, geglu_tanh (GELU's tanh approximation on the gate), reglu, swiglu, bilinear"
+        " and glu are gated.",
+    )
     bias_gelu_fusion: bool = key(
         False, "Use the tanh approximation of GELU. A 'fusion' in GPT-NeoX that changes the numbers, so it is kept."
     )
@@ -82,12 +86,28 @@ class ModelConfig:
         differs="false works with every activation and with gpt_j_residual",
     )
     no_weight_tying: bool = key(False, "Give the output head its own matrix instead of sharing the word embeddings.")
+    use_bias_in_head: bool = key(False, "A bias in the output head (with no_weight_tying).", new=True)
+    final_logit_softcapping: float | None = key(
+        None, "Bound logits smoothly: c * tanh(logits / c), in training as in generation (Gemma 2: 30).", new=True
+    )
+    scale_embedding: bool = key(
+        False, "Multiply word embeddings by sqrt(hidden_size), rounded to the model's precision (Gemma).", new=True
+    )
     output_layer_parallelism: Literal["column"] = key("column", "How the output head is split over tensor parallel.")
 
     # normalisation
-    norm: Literal["layernorm", "rmsnorm", "non_parametric_layernorm", "scalenorm", "te_rmsnorm", "te_layernorm"] = key(
+    norm: Literal[
         "layernorm",
-        "Normalisation layer.",
+        "rmsnorm",
+        "rmsnorm_unit_offset",
+        "non_parametric_layernorm",
+        "scalenorm",
+        "te_rmsnorm",
+        "te_layernorm",
+    ] = key(
+        "layernorm",
+        "Normalisation layer. rmsnorm_unit_offset multiplies by 1 + weight, which starts at 0 (Gemma); norms of queries"
+        " and keys are then of that kind too.",
         unavailable={
             "te_rmsnorm": "use norm: rmsnorm, which computes the same",
             "te_layernorm": "use norm: layernorm, which computes the same",
@@ -118,7 +138,7 @@ class ModelConfig:
         new=True,
     )
     layernorm_epsilon: float = key(1e-5, "Epsilon of layernorm and non_parametric_layernorm.")
-    rms_norm_epsilon: float = key(1e-8, "Epsilon of rmsnorm, inside the root.")
+    rms_norm_epsilon: float = key(1e-8, "Epsilon of rmsnorm and rmsnorm_unit_offset, inside the root.")
     scalenorm_epsilon: float = key(1e-8, "Smallest norm that scalenorm divides by.")
 
     # residual form
@@ -135,11 +155,20 @@ class ModelConfig:
     rpe_max_distance: int = key(128, "Reach of T5 relative biases.", unavailable="use pos_emb: rotary or alibi")
     opt_pos_emb_offset: int = key(0, "Constant added to learned positions (OPT models use 2).")
     rotary_pct: float = key(1.0, "Fraction of each head's dimensions that are rotated.")
-    rotary_emb_base: int = key(10000, "Base (theta) of the rotary frequencies.")
+    rotary_emb_base: float = key(10000.0, "Base (theta) of the rotary frequencies.")
+    rotary_emb_base_local: float | None = key(
+        None,
+        "Base of the rotary frequencies in layers with a sliding window, where they are not scaled either (Gemma 3)."
+        " Default: as in all other layers.",
+        new=True,
+    )
     rope_scaling: dict[str, Any] | None = key(
         None,
-        "Stretches rotary positions: {rope_type: linear, factor: F}, or {rope_type: llama3, factor, low_freq_factor, "
-        "high_freq_factor, original_max_position_embeddings}, as in Hugging Face's config.json.",
+        "Stretches rotary positions, as in Hugging Face's config.json: {rope_type: linear, factor: F}, {rope_type:"
+        " llama3, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}, or {rope_type: yarn,"
+        " factor, original_max_position_embeddings}, with attention_factor, beta_fast, beta_slow, mscale,"
+        " mscale_all_dim, truncate if wanted. {rope_type: dynamic, factor} changes nothing up to"
+        " max_position_embeddings.",
         new=True,
     )
 
@@ -155,6 +184,15 @@ class ModelConfig:
         "Attention implementation: auto picks the best exact one for the device and the task; the one used is logged."
         " varlen runs packed documents one by one (intra_document_masking), cudnn is torch's with cuDNN's kernel"
         " first.",
+        new=True,
+    )
+    query_pre_attn_scalar: float | None = key(
+        None, "Attention scores are divided by the square root of this. Default: head_dim.", new=True
+    )
+    attn_logit_softcapping: float | None = key(
+        None,
+        "Bound attention scores smoothly: c * tanh(scores / c), before the mask (Gemma 2: 50). Needs a back-end that"
+        " can (flash, flex or manual; auto takes one).",
         new=True,
     )
     sliding_window_width: int | None = key(
@@ -180,6 +218,7 @@ class ModelConfig:
 
     # dropout
     attention_dropout: float = key(0.0, "Dropout on attention probabilities.")
+    embedding_dropout: float | None = key(None, "Dropout on embeddings. Default: hidden_dropout.", new=True)
     hidden_dropout: float = key(0.0, "Dropout on embeddings and on what each block adds to the residual stream.")
 
     # initialisation

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron.errors import UserError
-from megatron.layers.positions import scaled_frequencies
+from megatron.layers.positions import Rotary
+from megatron.layers.rope_scaling import frequencies
 from tests.neox_args.helpers import derived
 
 pytestmark = pytest.mark.cpu
@@ -26,39 +27,68 @@ LLAMA_3_1 = {
 LINEAR = {"rope_type": "linear", "factor": 3.0}
 
 
-@pytest.mark.parametrize("scaling", [LLAMA_3_1, {**LLAMA_3_1, "factor": 32.0, "low_freq_factor": 2.0}, LINEAR])
-def test_frequencies_are_those_of_transformers(scaling: dict[str, Any]) -> None:
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+CASES = [
+    {},
+    LLAMA_3_1,
+    {**LLAMA_3_1, "factor": 32.0, "low_freq_factor": 2.0},
+    LINEAR,
+    {"rope_type": "dynamic", "factor": 4.0},
+    YARN,
+    # OLMo 3's, with its own magnitude; then every number in another place
+    {**YARN, "factor": 8.0, "original_max_position_embeddings": 8192, "attention_factor": 1.2079441541679836},
+    {**YARN, "beta_fast": 16, "beta_slow": 2.5, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.3},
+    {**YARN, "mscale": 0.7},
+    {**YARN, "factor": 0.5},
+    {**YARN, "original_max_position_embeddings": 8},  # the ramp begins before the first pair
+]
+
+
+@pytest.mark.parametrize("base", [500000.0, 10000.5])
+@pytest.mark.parametrize("scaling", CASES)
+def test_tables_are_those_of_transformers(scaling: dict[str, Any], base: float) -> None:
+    """Frequencies and magnitude; head size 128."""
     config = LlamaConfig(
         hidden_size=1024,
         num_attention_heads=8,
         max_position_embeddings=131072,
-        rope_parameters={**scaling, "rope_theta": 500000.0},
+        rope_parameters={"rope_type": "default", **scaling, "rope_theta": base},
     )
-    wanted, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
-    plain = 1.0 / 500000.0 ** (torch.arange(0, 128, 2, dtype=torch.float32) / 128)
-    ours = scaled_frequencies(plain, scaling)
-    assert factor == 1.0
-    torch.testing.assert_close(ours, wanted, rtol=1e-6, atol=0)
-    kinds = (ours == plain, ours == plain / scaling["factor"])
-    if scaling["rope_type"] == "llama3":
+    theirs = LlamaRotaryEmbedding(config)
+    plain, ours = frequencies(128, base), frequencies(128, base, scaling)
+    torch.testing.assert_close(ours, theirs.inv_freq, rtol=1e-6 if "low_freq_factor" in scaling else 0, atol=0)
+    if scaling.get("rope_type") in ("llama3", "yarn") and scaling["original_max_position_embeddings"] > 8:
+        kinds = (ours == plain, (ours / (plain / scaling["factor"]) - 1).abs() < 1e-6)
         assert kinds[0].any() and kinds[1].any() and not (kinds[0] | kinds[1]).all()
-    assert torch.equal(scaled_frequencies(plain, {}), plain)
+    positions = torch.tensor([[0, 1, 7, 95]])
+    cos, sin = theirs(torch.zeros(1), positions)
+    rotary = Rotary(128, base, 96, torch.device("cpu"), scaling)
+    for mine, other in ((rotary.cos, cos), (rotary.sin, sin)):
+        torch.testing.assert_close(mine[positions], other[..., :64], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"factor": 2.0}, "rope_type None is not available; use linear or llama3"),
-        ({"rope_type": "yarn", "factor": 2.0}, "'yarn'"),
-        ({"rope_type": "linear"}, "mend factor"),
+        ({"factor": 2.0}, "rope_type None is not available; use linear, dynamic, llama3, yarn"),
+        ({"rope_type": "longrope", "factor": 2.0}, "'longrope'"),
+        ({"rope_type": "linear"}, "linear lacks factor"),
+        ({"rope_type": "yarn", "factor": 2.0}, "yarn lacks original_max_position_embeddings"),
+        ({**YARN, "truncate": 1}, "truncate must be true or false"),
+        ({**YARN, "beta_fast": True}, "beta_fast must be positive"),
         ({**LINEAR, "factor": 0}, "factor must be positive"),
-        ({**LINEAR, "facto": 1.0}, "mend facto"),
+        ({**LINEAR, "facto": 1.0}, "linear has no facto; it has factor"),
         ({**LLAMA_3_1, "low_freq_factor": 4.0}, "low_freq_factor must be below high_freq_factor"),
     ],
 )
 def test_scalings_that_make_no_sense_are_refused(tmp_path: Path, scaling: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         derived(tmp_path, pos_emb="rotary", rope_scaling=scaling)
+
+
+def test_the_base_need_not_be_whole(tmp_path: Path) -> None:
+    assert derived(tmp_path, pos_emb="rotary", rotary_emb_base=10000.5).model.rotary_emb_base == 10000.5
+    assert derived(tmp_path, pos_emb="rotary", rotary_emb_base=500000).model.rotary_emb_base == 500000
 
 
 def test_only_rotary_positions_are_scaled(tmp_path: Path) -> None:
