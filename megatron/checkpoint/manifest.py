@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.neox_folder import is_neox_folder
+from megatron.checkpoint.neox_names import NEOX
 from megatron.errors import UserError
 
 _PACKAGES = ("torch", "deepspeed", "numpy", "transformers")
@@ -54,6 +55,7 @@ class Manifest:
         optimizer: whether the optimizer files are there.
         parameters: by canonical name.
         config: the resolved configuration, flat NeoX keys.
+        names: of the parameters inside the weight files: `neox`, or `transformer_engine` (neox_names.py).
     """
 
     step: int
@@ -67,6 +69,7 @@ class Manifest:
     git: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     created: str = ""
+    names: str = NEOX
     format: int = layout.FORMAT_VERSION
 
     def write(self, folder: Path) -> None:

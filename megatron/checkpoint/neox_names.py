@@ -25,6 +25,27 @@ _RENAMED = (
 # What Transformer Engine keeps for itself, and tables that are computed.
 _NO_PARAMETER = re.compile(r"(^|\.)_extra_state|(^|\.)inv_freq$|^attention\.rotary_emb\.|^attention\.(masked_)?bias$")
 TRANSFORMER_ENGINE_MLP = "mlp.fc1_weight"
+# Biases of row-parallel projections.
+ROW_BIASES = ("attention.dense.bias", "mlp.linear2.bias")
+
+# Which names a checkpoint's files have; the reader knows both.
+NEOX, TRANSFORMER_ENGINE = "neox", "transformer_engine"
+_TRANSFORMER_ENGINE = (
+    ("attention.query_key_value.", "attention.qkv."),
+    ("attention.dense.", "attention.proj."),
+    ("mlp.linear1.", "mlp.fc1_"),
+    ("mlp.linear2.", "mlp.fc2_"),
+    ("post_attention_layernorm.", "mlp.layer_norm_"),
+)
+
+
+def stored_name(local: str, names: str) -> str:
+    """The name of a layer's parameter in files of these `names`: `mlp.linear1.weight` -> `mlp.fc1_weight`."""
+    if names == TRANSFORMER_ENGINE:
+        for today, theirs in _TRANSFORMER_ENGINE:
+            if local.startswith(today):
+                return theirs + local.removeprefix(today)
+    return local
 
 
 def sources(stored: Collection[str], wanted: Collection[str]) -> tuple[dict[str, tuple[str, ...]], list[str]]:

@@ -26,19 +26,19 @@ from megatron.checkpoint.foreign import load_foreign
 from megatron.checkpoint.manifest import Manifest, ParameterEntry, neox_manifest
 from megatron.checkpoint.neox_folder import NeoXFiles, is_neox_folder
 from megatron.checkpoint.neox_layout import Heads
-from megatron.checkpoint.neox_names import TRANSFORMER_ENGINE_MLP, sources
+from megatron.checkpoint.neox_names import ROW_BIASES, TRANSFORMER_ENGINE_MLP, sources
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.mpu.sharding import ParamSpec, named_parameters, shard
 from megatron.mpu.state import ParallelState
+from megatron.neox_arguments.block_sizes import GATED
 from megatron.neox_arguments.schema_model import ModelConfig
 
 logger = get_logger(__name__)
 
 _VOCABULARY = ("word_embeddings.weight", "final_linear.weight")
-_ROW_BIASES = ("attention.dense.bias", "mlp.linear2.bias")
 _MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads")
 
 
@@ -159,7 +159,7 @@ class NeoXReader(CheckpointReader):
                 f"{self.folder}: layer {number} has norms over each rank's share of the queries, so at "
                 f"model_parallel_size {self.tp_size} it computes what no other layout does (use_separate_qk_norms)"
             )
-        if TRANSFORMER_ENGINE_MLP in stored and model.activation in ("geglu", "reglu", "swiglu", "bilinear", "glu"):
+        if TRANSFORMER_ENGINE_MLP in stored and model.activation in GATED:
             raise UserError(
                 f"{self.folder}: layer {number} has a gated feed-forward under Transformer Engine's names, whose rows "
                 f"are gate and up in an order that the files do not tell (activation: {model.activation})"
@@ -210,7 +210,7 @@ class NeoXReader(CheckpointReader):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _weights(self, name: str, tp_rank: int) -> Tensor:
-        if self._sum_biases and name.endswith(_ROW_BIASES):
+        if self._sum_biases and name.endswith(ROW_BIASES):
             return torch.stack([self._part(name, rank).float() for rank in range(self.tp_size)]).sum(0)
         return self._part(name, tp_rank)
 

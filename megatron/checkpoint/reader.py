@@ -19,6 +19,7 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.manifest import Manifest, ParameterEntry
 from megatron.checkpoint.neox_folder import is_neox_folder
 from megatron.checkpoint.neox_layout import Heads, from_disk
+from megatron.checkpoint.neox_names import stored_name
 from megatron.errors import UserError
 from megatron.mpu.sharding import ParamSpec, shard, unshard, zeros
 
@@ -147,7 +148,7 @@ class CheckpointReader:
 
     def _weights(self, name: str, tp_rank: int) -> Tensor:
         layer, local = layout.split_name(name)
-        return self._entry(layout.weights_file(layer, tp_rank), local)
+        return self._entry(layout.weights_file(layer, tp_rank), stored_name(local, self.manifest.names))
 
     def _moments(self, name: str, tp_rank: int) -> dict[str, Tensor]:
         layer, _ = layout.split_name(name)

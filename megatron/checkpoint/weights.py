@@ -18,7 +18,20 @@ from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.manifest import Manifest, ParameterEntry
 from megatron.checkpoint.neox_layout import Heads, to_disk
+from megatron.checkpoint.neox_names import NEOX, ROW_BIASES, stored_name
 from megatron.mpu.sharding import ParamSpec, shard
+
+# What GPT-NeoX compares with its own configuration.
+_NEOX_ARGS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "padded_vocab_size",
+    "tokenizer_type",
+    "model_parallel_size",
+)
 
 
 def save_weights(
@@ -30,6 +43,9 @@ def save_weights(
     heads: Heads,
     config: dict[str, Any],
     dtype: torch.dtype,
+    pp_size: int = 1,
+    names: str = NEOX,
+    row_biases_once: bool = False,
 ) -> Path:
     """Write `<root>/global_step<step>` and point `latest` at it. Returns the folder.
 
@@ -37,6 +53,10 @@ def save_weights(
         tensors: (declaration for `tp_size` ranks, full tensor in memory row order), layer by layer.
         config: the resolved configuration, `args.to_dict()`.
         dtype: of the weight files.
+        pp_size: for how many pipeline stages there are state files, which GPT-NeoX wants.
+        names: of the parameters in the files, `neox` or `transformer_engine`.
+        row_biases_once: leave the biases of row-parallel projections to rank 0 and give the others zeros. In the
+            parallel form (gpt_j_residual) GPT-NeoX adds every rank's copy; Deepy reads rank 0's in any case.
 
     Raises `UserError` when a parameter cannot be divided by `tp_size`; then nothing is left behind.
     """
@@ -45,8 +65,9 @@ def save_weights(
     try:
         parameters: dict[str, ParameterEntry] = {}
         for layer, group in groupby(tensors, key=lambda item: layout.split_name(item[0].name)[0]):
-            _write_layer(folder, layer, group, parameters, tp_size, heads, dtype)
-        folder.write_object(layout.state_file(0), {"module": None, "iteration": step, "scalars": {}, "client": {}})
+            _write_layer(folder, layer, group, parameters, tp_size, heads, dtype, names, row_biases_once)
+        for rank in range(pp_size * tp_size):
+            folder.write_object(layout.state_file(rank), _state(step, tp_size, config))
         folder.sync()
         return folder.publish(
             Manifest(
@@ -61,11 +82,22 @@ def save_weights(
                 git=manifest.git_revision(),
                 versions=manifest.versions(),
                 created=manifest.now(),
+                names=names,
             )
         )
     except BaseException:
         folder.discard()
         raise
+
+
+def _state(step: int, tp_size: int, config: dict[str, Any]) -> dict[str, Any]:
+    """A state file without a run behind it: ours, and the entries that DeepSpeed and GPT-NeoX ask for."""
+    return {
+        **{"module": None, "iteration": step, "scalars": {}, "client": {}},
+        **{"optimizer": None, "lr_scheduler": None, "sparse_tensor_module_names": []},
+        **{"global_steps": step, "skipped_steps": 0, "global_samples": 0, "dp_world_size": 1, "mp_world_size": tp_size},
+        "args": {key: config[key] for key in _NEOX_ARGS if key in config},
+    }
 
 
 def _write_layer(
@@ -76,12 +108,16 @@ def _write_layer(
     tp_size: int,
     heads: Heads,
     dtype: torch.dtype,
+    names: str,
+    row_biases_once: bool,
 ) -> None:
     with ExitStack() as stack:
         files = [stack.enter_context(folder.tensor_file(layout.weights_file(layer, r))) for r in range(tp_size)]
         for spec, full in group:
             for rank, file in enumerate(files):
                 local = to_disk(shard(full, spec, rank, tp_size), spec, heads, rank, tp_size)
-                file.add(layout.split_name(spec.name)[1], local.to(dtype))
+                if rank and row_biases_once and spec.name.endswith(ROW_BIASES):
+                    local = torch.zeros_like(local)
+                file.add(stored_name(layout.split_name(spec.name)[1], names), local.to(dtype))
             name = str(dtype).removeprefix("torch.")
             parameters[spec.name] = ParameterEntry(spec.shape, spec.split_dim, spec.blocks, spec.padded, name)

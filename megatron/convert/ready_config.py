@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from megatron.neox_arguments.yaml_files import CONFIG_DIR
+
 LONGEST = 4096  # a first seq_length for models whose positions reach much further
 _TRAINING = """\
 # where training starts: these weights, at step 0. Set `save` to a folder of the new run's own.
@@ -37,34 +39,35 @@ log_interval: 10
 
 
 def ready_config(
-    keys: dict[str, Any], *, source: str, folder: Path, tokenizer: dict[str, Any], tp: int, pp: int, precision: str
+    keys: dict[str, Any], *, source: str, tool: str, tokenizer: dict[str, Any], tp: int, pp: int, precision: str
 ) -> str:
-    """The text of a YAML file.
+    """The text of a YAML file that stands beside the checkpoint and names what is there relative to itself.
 
     Args:
         keys: our keys of the architecture.
-        source: what the model is called where it comes from.
-        folder: where the checkpoint will be.
+        source: what the model is called where it comes from; `tool`: what converted it.
         tokenizer: the keys of the tokenizer; empty when there is none.
         precision: `fp32`, `fp16` or `bfloat16`.
     """
-    head = f"# Made from {source} by convert_hf_to_neox.py.\n"
+    head = f"# Made from {source} by {tool}.\n# ${{CONFIG_DIR}} is the folder of this file: it may be moved.\n"
     if not tokenizer:
         head += "# The model came without a tokenizer: set tokenizer_type and vocab_file.\n"
     length = min(keys["max_position_embeddings"], LONGEST)
     layout = {"pipe_parallel_size": pp, "model_parallel_size": tp}
     parts = [head, _dump(layout), "# network", _dump({**keys, "seq_length": length}), "# tokenizer", _dump(tokenizer)]
-    load = yaml.safe_dump(str(folder), allow_unicode=True, width=10**6).removesuffix("...\n").strip()
-    return "\n".join([*parts, _dump({"precision": precision}), _TRAINING.format(load=load)])
+    return "\n".join([*parts, _dump({"precision": precision}), _TRAINING.format(load=CONFIG_DIR)])
 
 
-def tokenizer_keys(copied: Path, final: Path) -> dict[str, Any]:
-    """`tokenizer_type` and `vocab_file` for the files in `copied`, which will be at `final`; {} when it has none."""
+def tokenizer_keys(copied: Path) -> dict[str, Any]:
+    """`tokenizer_type` and `vocab_file` for the files in `copied`, a folder beside the config; {} without any."""
+    final = f"{CONFIG_DIR}/{copied.name}"
     whole = (copied / "tokenizer.json").is_file()
     if whole or all((copied / name).is_file() for name in ("vocab.json", "merges.txt")):
-        return {"tokenizer_type": "HFTokenizer", "vocab_file": str(final)}
+        return {"tokenizer_type": "HFTokenizer", "vocab_file": final}
     if (copied / "tokenizer.model").is_file():
-        return {"tokenizer_type": "SPMTokenizer", "vocab_file": str(final / "tokenizer.model")}
+        return {"tokenizer_type": "SPMTokenizer", "vocab_file": f"{final}/tokenizer.model"}
+    if (copied / "tokenizer.tiktoken").is_file():
+        return {"tokenizer_type": "TiktokenTokenizer", "vocab_file": f"{final}/tokenizer.tiktoken"}
     return {}
 
 

@@ -9,9 +9,14 @@ from typing import Any
 import yaml
 
 from megatron.errors import UserError
+from megatron.neox_arguments import plugin_key
 from megatron.neox_arguments.retired import ALIASES
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+# In a value: the folder of the file that it is written in, so that a folder with a config can be moved.
+CONFIG_DIR = "${CONFIG_DIR}"
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,17 @@ def _inherit(base: dict[str, Entry], child: dict[str, Entry]) -> dict[str, Entry
     merged = dict(base)
     for name, entry in child.items():
         under = merged.get(name)
-        if under is not None and isinstance(under.value, dict) and isinstance(entry.value, dict):
+        if under is not None and name == plugin_key.KEY:
+            entry = joined_plugins(under, entry)
+        elif under is not None and isinstance(under.value, dict) and isinstance(entry.value, dict):
             entry = Entry(_deep_merge(under.value, entry.value), entry.where, under.inside | entry.inside)
         merged[name] = entry
     return merged
+
+
+def joined_plugins(below: Entry, above: Entry) -> Entry:
+    """The entries of the key `plugins` in two files."""
+    return Entry(plugin_key.joined(below.value, above.value), above.where, below.inside | above.inside)
 
 
 def _deep_merge(base: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
@@ -118,11 +130,38 @@ def _entries(root: yaml.MappingNode, path: str, loader: Any) -> dict[str, Entry]
         name = normalise(written)
         inside: dict[str, str] = {}
         _check_inside(value_node, name, path, inside)
+        lines = _item_lines(value_node, path) if name == plugin_key.KEY else {}
         if name in entries:
             other = "" if name == written else f" (as {written!r})"
             raise UserError(f"{where}: {name}{other} is already set at {entries[name].where}; keep one of the two")
-        entries[name] = Entry(loader.construct_object(value_node, deep=True), where, inside)
+        value = _with_folder(loader.construct_object(value_node, deep=True), os.path.dirname(os.path.abspath(path)))
+        entries[name] = Entry(value, where, inside)
+        if name == plugin_key.KEY:
+            entries[name] = _located_plugins(entries[name], path, lines)
     return entries
+
+
+def _item_lines(node: yaml.Node, path: str) -> dict[str, str]:
+    """Where the items of a list stand, by their text."""
+    listed = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    return {str(item.value): f"{path}:{item.start_mark.line + 1}" for item in listed}
+
+
+def _located_plugins(entry: Entry, path: str, lines: dict[str, str]) -> Entry:
+    """With absolute paths, and where each plugin is named."""
+    folder = os.path.dirname(os.path.abspath(path))
+    return Entry(*plugin_key.located(entry.value, entry.where, folder, lines))
+
+
+def _with_folder(value: Any, folder: str) -> Any:
+    """`value` with `folder` in the place of `CONFIG_DIR`."""
+    if isinstance(value, str):
+        return value.replace(CONFIG_DIR, folder)
+    if isinstance(value, list):
+        return [_with_folder(item, folder) for item in value]
+    if isinstance(value, dict):
+        return {key: _with_folder(item, folder) for key, item in value.items()}
+    return value
 
 
 def _check_inside(node: yaml.Node, prefix: str, path: str, lines: dict[str, str]) -> None:

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert import import_hf
+from megatron.convert import importing
 from megatron.convert.export import export
-from megatron.convert.family import FAMILIES, Constant
+from megatron.convert.family import FAMILIES, Constant, Rule
 from megatron.convert.hf_folder import HuggingFaceFolder
 from megatron.convert.import_hf import import_model
 from megatron.convert.read_config import read_config
@@ -136,14 +136,17 @@ def test_the_checkpoint_runs_at_any_layout_and_writes_what_transformers_writes(t
 
 def test_two_swapped_weights_are_noticed_and_nothing_is_left(tmp_path, monkeypatch):
     source_of(tmp_path / "hf", GQA, "llama")
-    read = HuggingFaceFolder.tensor
+    read = importing._read
     other = {"self_attn.q_proj.weight": "self_attn.o_proj.weight", "self_attn.o_proj.weight": "self_attn.q_proj.weight"}
 
-    def swapped(folder, name):
-        head, _, tail = name.partition("layers.0.")
-        return read(folder, f"{head}layers.0.{other.get(tail, tail)}" if tail else name)
+    def swapped(source, rule, dtype):
+        names = []
+        for name in rule.theirs:
+            head, _, tail = name.partition("layers.0.")
+            names.append(f"{head}layers.0.{other.get(tail, tail)}" if tail else name)
+        return read(source, Rule(rule.ours, tuple(names), rule.transform), dtype)
 
-    monkeypatch.setattr(HuggingFaceFolder, "tensor", swapped)
+    monkeypatch.setattr(importing, "_read", swapped)
     with pytest.raises(UserError, match=r"logits differ by .*first after block 0.*Nothing was published"):
         import_model(str(tmp_path / "hf"), tmp_path / "out")
     assert os.listdir(tmp_path) == ["hf"]
@@ -227,7 +230,7 @@ def changed(folder, **fields):
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_hidden_layers": 3}, "missing: model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 1}, "not known: model.layers.1.input_layernorm.weight"),
-        ({"intermediate_size": 96}, r"up_proj.weight has shape \[80, 32\], config.json describes \[96, 32\]"),
+        ({"intermediate_size": 96}, r"up_proj.weight has shape \[80, 32\], its config describes \[96, 32\]"),
     ],
 )
 def test_what_is_unknown_or_does_not_fit_is_named_before_anything_is_written(tmp_path, fields, message):
@@ -268,7 +271,7 @@ def test_steps_of_one_model_gather_in_a_folder(tmp_path):
 
 def test_only_one_parameter_is_in_memory_while_writing(tmp_path, monkeypatch):
     source_of(tmp_path / "hf", GQA, "llama")
-    alive, peak, original = set(), [], import_hf._read
+    alive, peak, original = set(), [], importing._read
 
     def read(source, rule, dtype):
         value = original(source, rule, dtype).clone()
@@ -277,7 +280,7 @@ def test_only_one_parameter_is_in_memory_while_writing(tmp_path, monkeypatch):
         peak.append(len(alive))
         return value
 
-    monkeypatch.setattr(import_hf, "_read", read)
+    monkeypatch.setattr(importing, "_read", read)
     import_model(str(tmp_path / "hf"), tmp_path / "out", check=False)
     assert max(peak) <= 2
 
@@ -349,7 +352,7 @@ def test_published_configs_are_read_without_a_field_left(config, parameters):
     family, keys = read_config(config, "config.json")
     vocab = config["vocab_size"]
     args = resolved_for(vocab, **{**keys, "seq_length": 2048, "train_micro_batch_size_per_gpu": 1})
-    specs = import_hf._specs(args, vocab, 2)
+    specs = importing.specs_of(args, vocab, 2)
     assert sum(torch.Size(spec.shape).numel() for spec in specs.values()) == parameters
     assert FAMILIES[family].unsupported(args.model) == []
     if config is MISTRAL_7B:

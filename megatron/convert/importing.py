@@ -1,0 +1,268 @@
+"""A model from elsewhere → a checkpoint for any TP, with a config file and the tokenizer: streamed, checked, all or none.
+
+    <output>/global_step<N>/    the checkpoint, and `latest`
+    <output>/tokenizer/         the tokenizer's files, chat template included
+    <output>/config.yml         loads and dry-runs; trains further once it has data
+
+What is common to every source: import_hf.py and import_raw.py say what theirs is. Everything is written beside `output`
+and checked there; only then does it get its name. One parameter is in memory at a time while writing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint import layout
+from megatron.checkpoint.folder import write_latest
+from megatron.checkpoint.neox_layout import Heads
+from megatron.checkpoint.neox_names import NEOX
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.weights import save_weights
+from megatron.convert.check import Difference
+from megatron.convert.export import PRECISIONS
+from megatron.convert.family import Rule
+from megatron.convert.hf_folder import Stored
+from megatron.convert.ready_config import ready_config, tokenizer_keys
+from megatron.errors import UserError
+from megatron.log import progress
+from megatron.model.gpt import build_layer, gpt_layers
+from megatron.mpu.sharding import ParamSpec, named_parameters, spec_of
+from megatron.mpu.state import ParallelState
+from megatron.mpu.topology import Topology
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, derive
+from megatron.neox_arguments.load import load
+from megatron.neox_arguments.schema_model import ModelConfig
+
+CONFIG, TOKENIZER = "config.yml", "tokenizer"
+_KEYS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bfloat16"}
+
+
+class Source(Protocol):
+    """A folder of tensors, read one at a time."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def tensors(self) -> Mapping[str, Stored]: ...
+    def tensor(self, name: str) -> Tensor: ...
+    def copy_tokenizer(self, target: Path) -> None: ...
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A model to import.
+
+    Attributes:
+        source: its tensors.
+        title: what it is called where it comes from; `tool`: what reads it. Both for the head of the config file.
+        keys: our flat keys of its architecture, `vocab_size` included.
+        rules: the table of its tensors by our names, for the model that `keys` describe.
+        check: whether the checkpoint computes what the source does, its weights rounded to a type.
+    """
+
+    source: Source
+    title: str
+    tool: str
+    keys: dict[str, Any]
+    rules: Callable[[ModelConfig], dict[str, Rule]]
+    check: Callable[[CheckpointReader, ModelConfig, torch.dtype], Difference]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import made.
+
+    Attributes:
+        folder: the checkpoint, `<output>/global_step<N>`.
+        config: the YAML file.
+        largest_difference: of any logit in fp32; None when the check was switched off.
+    """
+
+    folder: Path
+    config: Path
+    largest_difference: float | None
+
+
+def check_output(output: Path, iteration: int, overwrite: bool, key: str = "--output-dir") -> None:
+    """Refuse a folder that cannot take this step. `key`: the flag that names it."""
+    if iteration < 0:
+        raise UserError(f"--iteration: {iteration} is negative")
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise UserError(f"{key}: {output} is not a folder")
+    if (output / layout.step_folder(iteration)).exists():
+        if not overwrite:
+            raise UserError(f"{key}: {output} holds iteration {iteration} already; give --overwrite to replace it")
+    elif any(output.iterdir()) and not (output / CONFIG).is_file():
+        raise UserError(f"{key}: {output} is not empty and not an earlier conversion; choose another folder")
+
+
+def import_from(
+    incoming: Incoming,
+    output: Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    iteration: int = 0,
+    precision: str = "auto",
+    check: bool = True,
+    names: str = NEOX,
+) -> Imported:
+    """Write the checkpoint, its config and its tokenizer; `output` has passed `check_output`.
+
+    Args:
+        tp: the tensor files are cut for so many ranks (any other number can load them too). pp: for the config file.
+        iteration: the step in the checkpoint's name.
+        precision: `auto` (as stored), `fp16`, `bf16` or `fp32`.
+        check: compare logits with the source and refuse to publish when they differ.
+        names: of the parameters in the files, `neox` or `transformer_engine`; both load.
+
+    Raises `UserError` naming what cannot be expressed, divided or does not agree; then nothing is left behind.
+    """
+    source = incoming.source
+    dtype = _dtype(source, precision)
+    _remove_abandoned(output)
+    draft = output.with_name(f".{output.name}.importing-{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        source.copy_tokenizer(draft / TOKENIZER)
+        text = ready_config(
+            incoming.keys,
+            source=incoming.title,
+            tool=incoming.tool,
+            tokenizer=tokenizer_keys(draft / TOKENIZER),
+            tp=tp,
+            pp=pp,
+            precision=_KEYS[dtype],
+        )
+        (draft / CONFIG).write_text(text, encoding="utf-8")
+        vocab_size = incoming.keys["vocab_size"]
+        args = derive(load([str(draft / CONFIG)]), Facts(vocab_size=vocab_size))
+        rules = incoming.rules(args.model)
+        specs = specs_of(args, vocab_size, tp)
+        _check_shapes(source, rules, specs)
+        folder = save_weights(
+            draft,
+            iteration,
+            ((spec, _read(source, rules[name], dtype)) for name, spec in _walk(specs)),
+            tp_size=tp,
+            pp_size=max(pp, 1),
+            heads=Heads.of(args.model),
+            config=_config(args, draft, output),
+            dtype=dtype,
+            names=names,
+            row_biases_once=args.model.gpt_j_residual,
+        )
+        difference = None
+        if check:
+            difference = _accepted(incoming.check(CheckpointReader(folder), args.model, dtype))
+        _publish(draft, output, iteration)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return Imported(output / layout.step_folder(iteration), output / CONFIG, difference)
+
+
+def _config(args: NeoXArgs, draft: Path, output: Path) -> dict[str, Any]:
+    """The resolved configuration, with the paths of the finished folder in the place of the draft's."""
+    here, there = str(draft), str(output)
+    return {
+        key: there + value.removeprefix(here) if isinstance(value, str) and value.startswith(here) else value
+        for key, value in args.to_dict().items()
+    }
+
+
+def _remove_abandoned(output: Path) -> None:
+    """Remove drafts of conversions into `output` whose process was killed."""
+    for draft in output.parent.glob(f".{output.name}.importing-*"):
+        number = draft.name.rpartition("-")[2]
+        if number.isdigit() and not Path(f"/proc/{number}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _dtype(source: Source, precision: str) -> torch.dtype:
+    if precision != "auto":
+        if precision not in PRECISIONS:
+            raise UserError(f"--precision: {precision!r} is not known. Choices: auto, {', '.join(PRECISIONS)}")
+        return PRECISIONS[precision]
+    kinds = {stored.dtype for stored in source.tensors.values()}
+    return kinds.pop() if len(kinds) == 1 and kinds <= _KEYS.keys() else torch.float32
+
+
+def specs_of(args: NeoXArgs, vocab_size: int, tp: int) -> dict[str, ParamSpec]:
+    """Our declarations by canonical name, layer by layer. Nothing is allocated: the layers are built on `meta`.
+
+    Raises `UserError` when a parameter cannot be divided by `tp`.
+    """
+    state = ParallelState(Topology({"pipe": 1, "data": 1, "model": tp}), 0, torch.device("meta"))
+    padded = args.tokenizer.padded_vocab_size
+    assert padded is not None  # the vocabulary was known
+    specs: dict[str, ParamSpec] = {}
+    for layer in gpt_layers(args.model, vocab_size=vocab_size, padded_vocab_size=padded, state=state):
+        if layer.tied is None:
+            for name, parameter in named_parameters(build_layer(layer, None, state)):
+                specs.setdefault(name, spec_of(parameter))
+    return specs
+
+
+def _check_shapes(source: Source, rules: dict[str, Rule], specs: dict[str, ParamSpec]) -> None:
+    if rules.keys() != specs.keys():
+        raise ValueError(f"table and model disagree on {sorted(rules.keys() ^ specs.keys())}")
+    for name, rule in rules.items():
+        parts = rule.transform.export(torch.empty(specs[name].shape, device="meta"))
+        for theirs, part in zip(rule.theirs, parts, strict=True):
+            shape = source.tensors[theirs].shape
+            if shape != tuple(part.shape):
+                raise UserError(
+                    f"{source.path}: {theirs} has shape {list(shape)}, its config describes {list(part.shape)}"
+                )
+
+
+def _walk(specs: dict[str, ParamSpec]) -> Iterator[tuple[str, ParamSpec]]:
+    yield from progress(list(specs.items()), what="importing", unit="parameters")
+
+
+def _read(source: Source, rule: Rule, dtype: torch.dtype) -> Tensor:
+    try:
+        full = rule.transform.load([source.tensor(name) for name in rule.theirs])
+    except ValueError as error:
+        raise UserError(f"{source.path}: {', '.join(rule.theirs)}: {error}") from error
+    if dtype == torch.float16 and full.dtype != dtype and full.isfinite().all() and not full.to(dtype).isfinite().all():
+        raise UserError(f"{', '.join(rule.theirs)}: values beyond fp16's range; use --precision bf16 or fp32")
+    return full
+
+
+def _accepted(result: Difference) -> float:
+    if not result.ok:
+        raise UserError(
+            f"the converted model computes something else: logits differ by {result.logits:.3g} (allowed "
+            f"{result.allowed:.3g}), first after {result.first_drift}. Nothing was published."
+        )
+    return result.logits
+
+
+def _publish(draft: Path, output: Path, iteration: int) -> None:
+    """Give the draft its name; into a folder with other steps, its parts one by one, the checkpoint before `latest`."""
+    if not output.exists() or not any(output.iterdir()):
+        os.replace(draft, output)
+        return
+    for name in (TOKENIZER, CONFIG, layout.step_folder(iteration)):
+        if not (draft / name).exists():
+            continue
+        older = output / f".older-{name}"
+        shutil.rmtree(older, ignore_errors=True)
+        if (output / name).is_dir():
+            os.rename(output / name, older)
+        os.replace(draft / name, output / name)
+        shutil.rmtree(older, ignore_errors=True)
+    write_latest(output, iteration)
