@@ -48,8 +48,8 @@ class Stage:
         self._slots = {layer: slot for slot, layer in enumerate(cached)}
 
     def new_cache(self, capacity: int, start: Tensor | None) -> KVCache:
-        """A cache for this stage's attention layers. `start`: first real column of each left-padded row."""
-        return KVCache(len(self._slots), capacity, start)
+        """A cache for this stage's layers. `start`: first real column of each left-padded row."""
+        return KVCache(self.layers, capacity, start)
 
     @torch.inference_mode()
     def run(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> LMOutput | None:

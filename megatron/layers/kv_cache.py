@@ -1,21 +1,36 @@
-"""Keys and values of the tokens already seen, for generation.
+"""What the layers remember of the tokens already seen, for generation: keys and values, or a state of constant size.
 
 Legend: b batch, s new tokens, s_max capacity, n_kv/tp key/value heads of this rank, d head dim.
 
 Prompts of different lengths are padded on the LEFT: row i of the batch starts at column `start[i]`, all rows end in
 the same column, and every later token of every row lands in the same next column. Column c of row i has position
-c - start[i] (`left_padded_positions`). Keys in columns before `start` are never attended to, so pad tokens may have
-any valid id.
+c - start[i] (`left_padded_positions`). Columns before `start` are never attended to and never enter a state, so pad
+tokens may have any valid id.
+
+Each layer makes its own entry (`new_cache(capacity, start)`), so kinds of layers can stand side by side.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Protocol
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+class CacheEntry(Protocol):
+    """One layer's memory. `length`: columns seen so far, padding included."""
+
+    length: int
+
+    def tensors(self) -> list[Tensor]:
+        """What it holds on this rank."""
+        ...
 
 
 class LayerCache:
-    """One layer's keys and values, allocated on the first append (that call knows dtype and device)."""
+    """One attention layer's keys and values, allocated on the first append (that call knows dtype and device)."""
 
     def __init__(self, capacity: int, start: Tensor | None) -> None:
         self.capacity = capacity
@@ -37,19 +52,53 @@ class LayerCache:
         self.length += s
         return self._keys[:, : self.length], self._values[:, : self.length]
 
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self._keys, self._values) if x is not None]
+
+
+class StateCache:
+    """One recurrent layer's memory: the inputs that its convolution still reaches, and its state.
+
+    `tail` and `state` are None before the first tokens; their shapes are the layer's matter. They do not grow.
+    """
+
+    def __init__(self, start: Tensor | None) -> None:
+        self.start = start
+        self.length = 0
+        self.tail: Tensor | None = None
+        self.state: Tensor | None = None
+        self._longest_padding = 0 if start is None else int(start.max())
+
+    def real(self, s: int) -> Tensor | None:
+        """bool [b, s, 1]: which of the next s columns are tokens and not padding; None when all of them are."""
+        if self.start is None or self.length >= self._longest_padding:
+            return None
+        columns = torch.arange(self.length, self.length + s, device=self.start.device)
+        return (columns.unsqueeze(0) >= self.start.unsqueeze(1)).unsqueeze(2)
+
+    def advance(self, s: int, tail: Tensor, state: Tensor) -> None:
+        """Take what the layer remembers after s more columns."""
+        self.length += s
+        self.tail, self.state = tail, state
+
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self.tail, self.state) if x is not None]
+
 
 class KVCache:
-    """One `LayerCache` per layer of a stage, in order; `cache[i]` is what layer i's forward is handed.
+    """One entry per layer of a stage that keeps one, in order; `cache[i]` is what the i-th such layer is handed.
 
     `start` [b] int64: first real column of each row (None: nothing is padded). `capacity`: prompt plus new tokens.
     """
 
-    def __init__(self, layers: int, capacity: int, start: Tensor | None = None) -> None:
+    def __init__(self, layers: Iterable[nn.Module], capacity: int, start: Tensor | None = None) -> None:
         # Without padding no mask is needed, and attention keeps its fast path.
-        padded = start is not None and bool((start > 0).any())
-        self.layers = [LayerCache(capacity, start if padded else None) for _ in range(layers)]
+        padded = start if start is not None and bool((start > 0).any()) else None
+        self.layers: list[CacheEntry] = [
+            layer.new_cache(capacity, padded) for layer in layers if getattr(layer, "uses_cache", False)
+        ]
 
-    def __getitem__(self, layer: int) -> LayerCache:
+    def __getitem__(self, layer: int) -> CacheEntry:
         return self.layers[layer]
 
     def __len__(self) -> int:
@@ -61,9 +110,8 @@ class KVCache:
         return max((layer.length for layer in self.layers), default=0)
 
     def bytes(self) -> int:
-        """Memory held by keys and values on this rank."""
-        held = [x for layer in self.layers for x in (layer._keys, layer._values) if x is not None]
-        return sum(x.numel() * x.element_size() for x in held)
+        """Memory that the layers' entries hold on this rank."""
+        return sum(x.numel() * x.element_size() for layer in self.layers for x in layer.tensors())
 
 
 def left_padded_positions(start: Tensor, first: int, count: int) -> Tensor:

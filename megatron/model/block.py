@@ -26,7 +26,7 @@ from megatron.errors import UserError
 from megatron.layers.attention import MIXERS, SelfAttention
 from megatron.layers.documents import Documents, Need
 from megatron.layers.dropout import hidden_dropout
-from megatron.layers.kv_cache import LayerCache
+from megatron.layers.kv_cache import CacheEntry, LayerCache
 from megatron.layers.mlp import MLPS
 from megatron.layers.norms import build_norm
 from megatron.model.recompute import Recompute, recomputed
@@ -48,6 +48,7 @@ class Block(nn.Module):
     """
 
     uses_cache = True
+    one_graph = True  # whether torch.compile can take it whole
 
     def __init__(self, model: ModelConfig, state: ParallelState) -> None:
         super().__init__()
@@ -57,10 +58,10 @@ class Block(nn.Module):
         # Chunks of several blocks are recomputed by whoever runs the list (sequential.run_layers).
         self.recompute = self.chunking.policy if self.chunking.every == 1 else "none"
 
-    def forward(self, carry: tuple[Tensor, ...], cache: LayerCache | None = None) -> tuple[Tensor, ...]:
+    def forward(self, carry: tuple[Tensor, ...], cache: CacheEntry | None = None) -> tuple[Tensor, ...]:
         """(hidden [t, h] or [t/tp, h], positions [b, s][, documents or their numbers]) -> the same, hidden changed.
 
-        `cache` holds earlier tokens' keys and values (inference); it grows by s.
+        `cache`: what `new_cache` gave, with the earlier tokens (inference); it takes s more.
         """
         hidden, positions, *rest = carry
         documents = rest[0] if rest else None
@@ -73,6 +74,10 @@ class Block(nn.Module):
     ) -> Tensor:
         """The block's function on the hidden states alone."""
         raise TypeError(f"{type(self).__name__} has no residual")
+
+    def new_cache(self, capacity: int, start: Tensor | None) -> CacheEntry:
+        """What it keeps of up to `capacity` tokens of rows that start at `start` [b] (None: nothing is padded)."""
+        return LayerCache(capacity, start)
 
     def document_needs(self) -> set[Need]:
         """What its parts read of packed documents (`Documents.of`)."""

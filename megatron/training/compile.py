@@ -49,7 +49,7 @@ def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:
 
     Call it after the engine is built: the engine's hooks must not become part of the graphs.
     """
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    blocks = [module for module in model.modules() if isinstance(module, Block) and module.one_graph]
     for block in blocks:
         block.compile(fullgraph=True, backend=backend)
     for module in model.modules():

@@ -130,7 +130,7 @@ def test_with_a_cache_logits_are_the_same(changes: dict[str, Any], pieces: list[
     network = build(tiny(init_method_std=0.2, **changes)).eval()
     tokens, positions, _ = batch()
     whole = logits(network, tokens, positions)
-    cache = KVCache(layers=2, capacity=16)
+    cache = KVCache(network.sequential, capacity=16)
     parts, done = [], 0
     for count in pieces:
         columns = slice(done, done + count)
@@ -151,7 +151,7 @@ def test_left_padded_prompts_of_different_lengths(changes: dict[str, Any]) -> No
     alone = [logits(network, tokens[i : i + 1, n:], positions[:1, : 16 - n])[0] for i, n in enumerate(start.tolist())]
     for pad in (0, 66):
         padded = torch.where(torch.arange(16) < start[:, None], pad, tokens)
-        cache = KVCache(layers=2, capacity=20, start=start)
+        cache = KVCache(network.sequential, capacity=20, start=start)
         parts = []
         for first, count in ((0, 10), (10, 1), (11, 5)):
             inputs = (padded[:, first : first + count], left_padded_positions(start, first, count))
@@ -164,7 +164,7 @@ def test_left_padded_prompts_of_different_lengths(changes: dict[str, Any]) -> No
 def test_cache_limits_and_size() -> None:
     network = build(tiny()).eval()
     tokens, positions, _ = batch()
-    cache = KVCache(layers=2, capacity=8)
+    cache = KVCache(network.sequential, capacity=8)
     with torch.no_grad():
         network((tokens[:, :8], positions[:, :8]), cache=cache)
         assert cache.bytes() == 2 * 2 * (2 * 8 * 2 * 8) * 4  # layers, k and v, [b, capacity, n_kv, d], fp32
