@@ -27,6 +27,9 @@ ARCHITECTURE = (
     "use_bias_in_attn_linear",
     "use_bias_in_attn_output",
     "use_bias_in_mlp",
+    "use_bias_in_head",
+    "final_logit_softcapping",
+    "scale_embedding",
     "no_weight_tying",
     "norm",
     "norm_placement",
@@ -42,8 +45,11 @@ ARCHITECTURE = (
     "opt_pos_emb_offset",
     "rotary_pct",
     "rotary_emb_base",
+    "rotary_emb_base_local",
     "rope_scaling",
     "attention_config",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
     "sliding_window_width",
     "use_mup",
     "mup_width_mult",
@@ -75,7 +81,7 @@ _OF_THE_START = (
     "save",
     *("do_train", "do_valid", "do_test"),  # derived from what is said already
 )
-_SAID_BY_OTHERS = ("mixture",)  # the keys that it fills in
+_SAID_BY_OTHERS = ("mixture", "plugins", "plugin_sources")  # the keys that it fills in; plugins.source_changes
 _KINDS = {
     **dict.fromkeys(ARCHITECTURE, "architecture"),
     **dict.fromkeys(TOKENIZER, "tokenizer"),

@@ -9,6 +9,7 @@ rank holds [Q/tp | K/tp | V/tp]. On disk it is in GPT-NeoX's order; the checkpoi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from megatron.layers.documents import Documents, Need
 from megatron.layers.dropout import sharded_rng
 from megatron.layers.init import build_init
 from megatron.layers.kv_cache import LayerCache
-from megatron.layers.norms import RMSNorm, SplitRMSNorm, build_norm
+from megatron.layers.norms import SplitRMSNorm, build_norm, build_rms_norm
 from megatron.layers.positions import POSITIONS
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.state import ParallelState
@@ -55,7 +56,7 @@ class SelfAttention(nn.Module):
         self.heads, self.kv_heads, self.d = heads // state.tp_size, kv_heads // state.tp_size, d
         self.window = window
         # muP: scores of wide heads grow with d, not sqrt(d), once queries and keys correlate (Tensor Programs V).
-        self.scale = 1.0 / d if model.use_mup else d**-0.5
+        self.scale = 1.0 / d if model.use_mup else (model.query_pre_attn_scalar or d) ** -0.5
         self.dropout = model.attention_dropout
         bias = model.use_bias_in_attn_linear
         self.query_key_value = ColumnParallelLinear(
@@ -87,10 +88,13 @@ class SelfAttention(nn.Module):
             window=window is not None,
             alibi=slopes is not None,
             dropout=model.attention_dropout > 0,
+            softcap=model.attn_logit_softcapping is not None,
             head_dim=d,
         )
         self.choice = choose_backend(task, model.attention_backend)
         self.attend = self.choice.backend.attend
+        if task.softcap:
+            self.attend = partial(self.attend, softcap=model.attn_logit_softcapping)
 
     def _build_qk_norms(self, model: ModelConfig) -> None:
         self.qk_layernorm: nn.Module | None = None
@@ -101,9 +105,7 @@ class SelfAttention(nn.Module):
             self.qk_layernorm = build_norm(model, self.state, width=self.d, region="tensor")
         self.norm_per_head = model.qk_norm_per_head
         if self.norm_per_head:
-            self.q_norm, self.k_norm = (
-                RMSNorm(self.d, eps=model.rms_norm_epsilon, state=self.state, region="tensor") for _ in "qk"
-            )
+            self.q_norm, self.k_norm = (build_rms_norm(model, self.state, width=self.d, region="tensor") for _ in "qk")
         elif model.use_separate_qk_norms:
             tp, eps = self.state.tp_size, model.rms_norm_epsilon
             self.q_norm = SplitRMSNorm(self.heads * tp * self.d, eps=eps, state=self.state)

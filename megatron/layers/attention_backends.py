@@ -12,11 +12,12 @@ __all__ = ["ATTENTION_BACKENDS", "Attention", "Backend", "Choice", "Task", "choo
 
 assert attention_kernels and attention_sdpa
 
-# By device, best first; torch's SDPA can do everything everywhere and ends each list.
+# By device, best first; what can do everything everywhere ends each list: torch's SDPA, the formula for capped scores.
 PLAIN: dict[str, tuple[str, ...]] = {"cuda": ("torch",), "cpu": ("torch",)}
 # Sliding windows and packed documents: masks cost O(s²) memory and most of the time a kernel saves.
 PACKED: dict[str, tuple[str, ...]] = {"cuda": ("varlen", "flash", "flex", "torch"), "cpu": ("varlen", "torch")}
 WINDOWED: dict[str, tuple[str, ...]] = {"cuda": ("varlen", "torch"), "cpu": ("torch",)}
+CAPPED: dict[str, tuple[str, ...]] = {"cuda": ("flash", "flex", "manual"), "cpu": ("manual",)}
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,20 @@ def choose_backend(task: Task, wanted: str = "auto") -> Choice:
     """
     if wanted != "auto":
         backend = ATTENTION_BACKENDS[wanted]()
-        if reason := backend.obstacle(task):
+        if reason := backend.why_not(task):
             raise UserError(f"attention_backend: {wanted} cannot be used: {reason}; auto takes one that can")
         return Choice(wanted, backend)
-    table = PACKED if task.documents else WINDOWED if task.window else PLAIN
-    names = table.get(task.device.type, ("torch",))
+    table = CAPPED if task.softcap else PACKED if task.documents else WINDOWED if task.window else PLAIN
+    names = table.get(task.device.type, ("manual",) if task.softcap else ("torch",))
     passed_over: list[str] = []
     if task.kind == "flash" and task.device.type != "cuda":
         passed_over.append("flash-attn needs a GPU")
-    elif task.kind == "flash" and not task.documents:
+    elif task.kind == "flash" and not task.documents and "flash" not in names:
         names = ("flash", *names)
     for name in names:
         try:
             backend = ATTENTION_BACKENDS[name]()
-            reason = backend.obstacle(task)
+            reason = backend.why_not(task)
         except UserError as error:
             reason = str(error)
         if reason is None:

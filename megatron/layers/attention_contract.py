@@ -21,7 +21,7 @@ from megatron.registry import Registry
 
 
 class Attention(Protocol):
-    """softmax(q kᵀ · scale + mask) v."""
+    """softmax(cap(q kᵀ · scale) + mask) v."""
 
     def __call__(
         self,
@@ -36,9 +36,11 @@ class Attention(Protocol):
         dropout: float = 0.0,
         slopes: Tensor | None = None,
         key_start: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """q [b, s, n, d], k and v [b, s_k, n_kv, d] -> [b, s, n, d]. See `Visibility` for the masking arguments;
-        `slopes` fp32 [n] are ALiBi's; `dropout` is the probability now (0 outside training)."""
+        `slopes` fp32 [n] are ALiBi's; `dropout` is the probability now (0 outside training); `softcap` c bounds scores
+        by c · tanh(score / c), before ALiBi and masks, and is passed to back-ends with `softcap` only."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class Task:
     """What a layer will ask of its back-end.
 
     * `kind`: the layer's entry of attention_config; "flash" asks for flash-attn where it is installed.
-    * `documents`: intra_document_masking; `window`: a sliding one; `alibi`: slopes on the scores; `dropout` of weights.
+    * `documents`: intra_document_masking; `window`: a sliding one; `alibi`: slopes on the scores; `dropout` of weights;
+      `softcap`: attn_logit_softcapping.
     """
 
     device: torch.device
@@ -55,6 +58,7 @@ class Task:
     window: bool = False
     alibi: bool = False
     dropout: bool = False
+    softcap: bool = False
     head_dim: int = 64
 
 
@@ -67,13 +71,21 @@ class Backend:
     """`attend` and what it reads of packed documents.
 
     * `form` of `Documents` it wants; `cuda_fp32_form`: in fp32 on a GPU, where some kernels do not exist.
-    * `obstacle(task)`: why it cannot do the task (the key and what to do), None if it can.
+    * `softcap`: whether it can bound scores; one that cannot is never handed such a task.
+    * `obstacle(task)`: why else it cannot do the task (the key and what to do), None if it can; ask `why_not`.
     """
 
     attend: Attention
     form: Form = "mask"
     cuda_fp32_form: Form | None = None
+    softcap: bool = False
     obstacle: Callable[[Task], str | None] = _no_obstacle
+
+    def why_not(self, task: Task) -> str | None:
+        """Why it cannot do the task; None if it can."""
+        if task.softcap and not self.softcap:
+            return "it cannot cap scores (attn_logit_softcapping)"
+        return self.obstacle(task)
 
     def form_for(self, weight: Tensor) -> Form:
         """The form for a layer with this weight."""

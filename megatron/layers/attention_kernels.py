@@ -5,13 +5,16 @@ Legend: b batch, s queries, s_k keys, t = b·s, n query heads, n_kv key/value he
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
+
 import torch
 from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.layers.attention_contract import ATTENTION_BACKENDS, Backend, Task
 from megatron.layers.attention_packed import gpu_kernel, packed_attention
-from megatron.layers.attention_sdpa import torch_sdpa
+from megatron.layers.attention_sdpa import manual, torch_sdpa
 from megatron.layers.documents import Documents, document_bounds
 
 
@@ -110,7 +113,12 @@ def _load_flex() -> Backend:
         dropout: float = 0.0,
         slopes: Tensor | None = None,
         key_start: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
+        if softcap is not None and (key_start is not None or q.shape[1] != k.shape[1]):
+            # A cache grows by one at every step, and each length would be compiled; one query's scores are small.
+            rules = {"causal": causal, "window": window, "documents": documents, "key_start": key_start}
+            return manual(q, k, v, **rules, scale=scale, dropout=dropout, slopes=slopes, softcap=softcap)
         if dropout > 0.0:
             raise UserError("attention_dropout: FlexAttention has no dropout; use the torch back-end or set it to 0")
         if not q.is_cuda and torch.is_grad_enabled() and q.requires_grad:
@@ -132,8 +140,10 @@ def _load_flex() -> Backend:
                 seen = (seen & (key >= key_start[batch])) | (distance == 0)
             return seen
 
-        def alibi(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return score + slopes[head] * (key - query - shift)
+        def modified(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            if softcap is not None:
+                score = softcap * torch.tanh(score / softcap)
+            return score if slopes is None else score + slopes[head] * (key - query - shift)
 
         blocks = None
         if documents is not None and causal and key_start is None:
@@ -144,7 +154,7 @@ def _load_flex() -> Backend:
             q.transpose(1, 2),
             k.transpose(1, 2),
             v.transpose(1, 2),
-            score_mod=None if slopes is None else alibi,
+            score_mod=None if slopes is None and softcap is None else modified,
             block_mask=blocks,
             scale=scale,
             enable_gqa=q.shape[2] != k.shape[2],
@@ -153,7 +163,7 @@ def _load_flex() -> Backend:
         )
         return out.transpose(1, 2)
 
-    return Backend(flex, form="blocks", obstacle=lambda task: _no_dropout(task, "flex"))
+    return Backend(flex, form="blocks", softcap=True, obstacle=lambda task: _no_dropout(task, "flex"))
 
 
 @ATTENTION_BACKENDS.register("flash")
@@ -179,10 +189,12 @@ def _load_flash() -> Backend:
         dropout: float = 0.0,
         slopes: Tensor | None = None,
         key_start: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         if key_start is not None or q.dtype == torch.float32:
             rules = {"causal": causal, "window": window, "documents": documents, "key_start": key_start}
-            return torch_sdpa(q, k, v, **rules, scale=scale, dropout=dropout, slopes=slopes)
+            rules |= {"scale": scale, "dropout": dropout, "slopes": slopes}
+            return torch_sdpa(q, k, v, **rules) if softcap is None else manual(q, k, v, **rules, softcap=softcap)
         w = -1 if window is None else window
         options = {
             "dropout_p": dropout,
@@ -190,6 +202,7 @@ def _load_flash() -> Backend:
             "causal": causal,
             "window_size": (w, 0 if causal else w),
             "alibi_slopes": slopes,
+            **({} if softcap is None else {"softcap": softcap}),
         }
         if documents is None:
             return flash_attn_func(q, k, v, **options)
@@ -200,8 +213,19 @@ def _load_flash() -> Backend:
         rows = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
         return flash_attn_varlen_func(*rows, bounds, bounds, longest, longest, **options).view_as(q)
 
-    return Backend(flash, form="bounds", cuda_fp32_form="mask", obstacle=_flash_obstacle)
+    return Backend(flash, form="bounds", cuda_fp32_form="mask", softcap=True, obstacle=_flash_obstacle)
 
 
 def _flash_obstacle(task: Task) -> str | None:
-    return None if task.device.type == "cuda" else "flash-attn needs a GPU"
+    if task.device.type != "cuda":
+        return "flash-attn needs a GPU"
+    if not task.softcap:
+        return None
+    version = importlib.metadata.version("flash-attn")
+    if _numbers(version) < (2, 6, 2):
+        return f"flash-attn caps scores in both directions from 2.6.2 on, not in {version}"
+    return "flash-attn has no dropout of capped scores, and attention_dropout is not 0" if task.dropout else None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

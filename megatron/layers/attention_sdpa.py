@@ -40,11 +40,14 @@ def manual(
     dropout: float = 0.0,
     slopes: Tensor | None = None,
     key_start: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """The formula: fp32 scores and softmax. The reference for the others, O(s²) memory."""
     s, s_k, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) if groups > 1 else x for x in (k, v))
     scores = torch.einsum("bsnd,btnd->bnst", q.float(), k.float()) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if slopes is not None:
         scores = scores + linear_bias(slopes, s, s_k)
     rules, mask = _seen(q, k, causal, window, documents, key_start)
@@ -58,7 +61,7 @@ def manual(
 
 @ATTENTION_BACKENDS.register("manual")
 def _load_manual() -> Backend:
-    return Backend(manual)
+    return Backend(manual, softcap=True)
 
 
 def torch_sdpa(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from megatron.layers.dropout import hidden_dropout
@@ -29,8 +30,9 @@ class Embedding(nn.Module):
     def __init__(self, model: ModelConfig, state: ParallelState, *, vocab_size: int, padded_vocab_size: int) -> None:
         super().__init__()
         self.state = state
-        self.dropout = model.hidden_dropout
+        self.dropout = model.hidden_dropout if model.embedding_dropout is None else model.embedding_dropout
         self.multiplier = model.mup_embedding_mult if model.use_mup else 1.0
+        self.width_scale = model.hidden_size**0.5 if model.scale_embedding else None
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size,
             padded_vocab_size,
@@ -45,6 +47,9 @@ class Embedding(nn.Module):
         """(tokens [b, s], positions [b, s][, doc_ids]) -> (hidden [t, h] or [t/tp, h], positions[, doc_ids])."""
         tokens, positions, *doc_ids = carry
         hidden = self.word_embeddings(tokens)
+        if self.width_scale is not None:
+            # As a tensor, so that the factor is rounded to bf16 where the model is bf16, as Gemma was trained.
+            hidden = hidden * torch.full((), self.width_scale, dtype=hidden.dtype, device=hidden.device)
         if self.position_embeddings is not None:
             # An fp32 table (sinusoids) must not widen the residual stream of a bf16 model.
             hidden = hidden + self.position_embeddings(positions).to(hidden.dtype)

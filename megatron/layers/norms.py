@@ -61,6 +61,12 @@ def build_norm(
     return kind(width, eps=getattr(model, kind.epsilon_key), state=state, region=region)
 
 
+def build_rms_norm(model: ModelConfig, state: ParallelState, *, width: int, region: Region = "sequence") -> Norm:
+    """An RMSNorm, whatever `norm` is: with weights around 0 where the config's norms have them, else around 1."""
+    kind = "rmsnorm_unit_offset" if model.norm == "rmsnorm_unit_offset" else "rmsnorm"
+    return NORMS[kind](width, eps=model.rms_norm_epsilon, state=state, region=region)
+
+
 @NORMS.register("layernorm")
 class LayerNorm(Norm):
     """(x - mean) / sqrt(var + eps) · weight + bias."""
@@ -94,6 +100,21 @@ class RMSNorm(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (self.width,), self._shared(self.scale), self.eps)
+
+
+@NORMS.register("rmsnorm_unit_offset")
+class UnitOffsetRMSNorm(Norm):
+    """x / sqrt(mean(x²) + eps) · (1 + scale), in fp32 up to the cast (Gemma): `scale` starts at 0, and small values of
+    it keep their precision in bf16."""
+
+    epsilon_key = "rms_norm_epsilon"
+
+    def __init__(self, width: int, *, eps: float, state: ParallelState, region: Region = "sequence") -> None:
+        super().__init__(width, eps=eps, state=state, region=region)
+        self.scale = self._vector(width, sharding.zeros)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (self.width,), 1.0 + self._shared(self.scale).float(), self.eps).to(x.dtype)
 
 
 @NORMS.register("scalenorm")

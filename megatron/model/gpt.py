@@ -7,7 +7,7 @@ has two reshaping functions that hold no parameters: 0 embedding, 2 .. L+1 block
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -47,10 +47,11 @@ def gpt_layers(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int, s
     parts = list(zip(model.attention_config, model.layer_mlps, model.layer_windows, strict=True))
 
     @cache
-    def rotary() -> nn.Module | None:
-        # One set of tables for all layers of this process.
+    def rotary(local: bool) -> nn.Module | None:
+        # One set of tables for all layers of this process, or one for those with a window and one for the others.
         make = POSITIONS[model.pos_emb].in_attention
-        return None if make is None else make(model, state)
+        turned = replace(model, rotary_emb_base=model.rotary_emb_base_local, rope_scaling=None) if local else model
+        return None if make is None else make(turned, state)
 
     vocabulary = {"vocab_size": vocab_size, "padded_vocab_size": padded_vocab_size}
     builders: list[Callable[..., nn.Module]] = [
@@ -70,14 +71,15 @@ def gpt_layers(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int, s
 def _block(
     model: ModelConfig,
     state: ParallelState,
-    rotary: Callable[[], nn.Module | None],
+    rotary: Callable[[bool], nn.Module | None],
     *,
     kind: str,
     mlp: str,
     window: int | None,
 ) -> nn.Module:
     block = BLOCKS[kind] if kind in BLOCKS else TransformerBlock  # noqa: SIM401 (a registry has no get)
-    return block(model, state, kind=kind, mlp=mlp, window=window, rotary=rotary())
+    local = window is not None and model.rotary_emb_base_local is not None
+    return block(model, state, kind=kind, mlp=mlp, window=window, rotary=rotary(local))
 
 
 def build_layer(

@@ -22,6 +22,7 @@ from megatron.mpu import sharding
 from megatron.mpu.collectives import enter_tensor_parallel, gather_last_dim
 from megatron.mpu.cross_entropy import linear_cross_entropy, weighted_linear_cross_entropy
 from megatron.mpu.layers import linear
+from megatron.mpu.loss_kernels import soft_cap
 from megatron.mpu.sharding import ParamSpec
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.formulas import loss_chunk
@@ -38,6 +39,7 @@ class LMOutput:
 
     * `hidden` [t, h] ([t/tp, h] under sequence parallelism), after the final norm.
     * `weight` [v/tp, h] of the output matrix; `shape` (b, s); `multiplier` of the logits (muP: 1 / width multiplier).
+    * `bias` [v/tp] of the logits or None; `softcap` that bounds them or None.
     """
 
     hidden: Tensor
@@ -48,6 +50,8 @@ class LMOutput:
     multiplier: float = 1.0
     chunk: int = 512
     compiled: bool = False  # the loss's element-wise part
+    bias: Tensor | None = None
+    softcap: float | None = None
 
     def token_loss(self, targets: Tensor) -> Tensor:
         """Cross entropy in nats of every target [b, s] int64 -> [t] fp32, equal on all tensor-parallel ranks."""
@@ -65,8 +69,10 @@ class LMOutput:
         hidden = enter_tensor_parallel(self._scaled(), self.state)
         if last is not None:
             hidden = hidden.view(*self.shape, -1)[:, -last:].reshape(-1, hidden.shape[-1])
-        full = gather_last_dim(linear(hidden, self.weight), self.state)[:, : self.vocab_size]
-        return full.reshape(self.shape[0], -1, self.vocab_size).float()
+        full = gather_last_dim(linear(hidden, self.weight, self.bias), self.state)[:, : self.vocab_size].float()
+        if self.softcap is not None:
+            full = soft_cap(full, self.softcap)
+        return full.reshape(self.shape[0], -1, self.vocab_size)
 
     def last_logits(self) -> Tensor:
         """[b, v] fp32: the next token of every row."""
@@ -76,7 +82,14 @@ class LMOutput:
         return self.hidden if self.multiplier == 1.0 else self.hidden * self.multiplier
 
     def _options(self) -> dict[str, Any]:
-        return {"vocab_size": self.vocab_size, "state": self.state, "chunk": self.chunk, "compiled": self.compiled}
+        return {
+            "vocab_size": self.vocab_size,
+            "state": self.state,
+            "chunk": self.chunk,
+            "compiled": self.compiled,
+            "bias": self.bias,
+            "softcap": self.softcap,
+        }
 
 
 class FinalNorm(nn.Module):
@@ -94,26 +107,34 @@ Then = Callable[[LMOutput], Any]
 
 
 class OutputMatrix(nn.Module):
-    """`weight` [v/tp, h] without bias; a module of its own so that ZeRO-3 gathers the weight around `forward`."""
+    """`weight` [v/tp, h] and, with use_bias_in_head, `bias` [v/tp]; a module of its own so that ZeRO-3 gathers them
+    around `forward`."""
 
-    def __init__(self, model: ModelConfig, state: ParallelState, weight: nn.Parameter, vocab_size: int) -> None:
+    def __init__(
+        self, model: ModelConfig, state: ParallelState, weight: nn.Parameter, vocab_size: int, padded_vocab_size: int
+    ) -> None:
         super().__init__()
         self.weight = weight
+        self.bias: nn.Parameter | None = None
+        if model.use_bias_in_head:
+            spec = ParamSpec(shape=(vocab_size,), init=sharding.zeros, split_dim=0, padded=padded_vocab_size)
+            self.bias = sharding.parameter(spec, state)
         self.options = {
             "vocab_size": vocab_size,
             "state": state,
             "multiplier": 1.0 / model.mup_width_mult if model.use_mup else 1.0,
             "chunk": loss_chunk(model.loss_chunk_size, on_gpu=state.device.type == "cuda"),
             "compiled": False,  # training/compile says when
+            "softcap": model.final_logit_softcapping,
         }
 
     def forward(self, hidden: Tensor, shape: torch.Size, then: Then | None) -> Any:
-        out = LMOutput(hidden, self.weight, tuple(shape), **self.options)
+        out = LMOutput(hidden, self.weight, tuple(shape), bias=self.bias, **self.options)
         return out if then is None else then(out)
 
 
 class Head(nn.Module):
-    """Layer L+4: the output matrix, `final_linear.weight`, or `word_embeddings.weight` when it is the embedding's.
+    """Layer L+4: the output matrix, `final_linear.weight` (and `.bias`), or the embedding's, `word_embeddings.weight`.
 
     `weight`: the embedding's parameter, if this process holds it; a tied head without it makes a copy of its own, which
     the pipeline keeps equal to the original.
@@ -140,7 +161,7 @@ class Head(nn.Module):
                 tied=TIED_NAME if tied else None,
             )
             weight = sharding.parameter(spec, state)
-        matrix = OutputMatrix(model, state, weight, vocab_size)
+        matrix = OutputMatrix(model, state, weight, vocab_size, padded_vocab_size)
         self.final_linear = None if tied else matrix
         self.word_embeddings = matrix if tied else None
 

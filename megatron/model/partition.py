@@ -63,7 +63,7 @@ def layer_rows(model: ModelConfig) -> list[LayerRow]:
 def layer_parameters(model: ModelConfig, vocab_size: int) -> list[int]:
     """Parameters of each layer over the real vocabulary; a tied head counts the copy its stage holds."""
     count = parameter_count(model, vocab_size)
-    head = vocab_size * model.hidden_size
+    head = vocab_size * (model.hidden_size + model.use_bias_in_head)
     return [count.embedding, *(block.total for block in count.blocks), count.final_norm, head]
 
 

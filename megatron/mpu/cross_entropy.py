@@ -2,15 +2,16 @@
 
 Legend: t = b·s tokens, c tokens of one chunk, h hidden, v vocabulary, /tp = this rank's part.
 
-With logits z = hidden · weightᵀ: loss_i = logsumexp(z_i) - z_i[target_i], and its derivative by z_i is
-softmax(z_i) - onehot(target_i). Logits exist for one chunk of tokens at a time, so memory holds [c, v/tp], never
-[t, v]. Rows of the weight beyond the real vocabulary (padding) take no part and get a zero gradient.
-Logits have the dtype of the inputs; everything after them is at least fp32.
+With logits z = cap(hidden · weightᵀ + bias), cap and bias optional: loss_i = logsumexp(z_i) - z_i[target_i], and its
+derivative by z_i is softmax(z_i) - onehot(target_i), by what is capped that times the cap's slope. Logits exist for one
+chunk of tokens at a time, so memory holds [c, v/tp], never [t, v]. Rows of the weight beyond the real vocabulary
+(padding) take no part and get a zero gradient. Logits have the dtype of the inputs; everything after them is at least
+fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from megatron.errors import UserError
 from megatron.mpu.collectives import all_gather, enter_tensor_parallel
 from megatron.mpu.layers import linear
-from megatron.mpu.loss_kernels import at_least_fp32, logits_gradient, row_sums
+from megatron.mpu.loss_kernels import at_least_fp32, cap_slope, logits_gradient, row_sums
 from megatron.mpu.loss_kernels import compiled as kernel
 from megatron.mpu.state import ParallelState
 
@@ -38,8 +39,12 @@ def linear_cross_entropy(
     chunk: int = CHUNK,
     entered: bool = False,
     compiled: bool = False,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Loss of every token: hidden [t, h] ([t/tp, h] under sequence parallelism), weight [v/tp, h], targets [t] -> [t].
+
+    `bias` [v/tp] is added to the logits; `softcap` c then bounds them by c · tanh(z / c).
 
     Losses are in nats, fp32, and equal on all tensor-parallel ranks. Any gradient may flow back into each of them;
     backward computes the logits a second time. For a weighted sum `weighted_linear_cross_entropy` is faster.
@@ -49,7 +54,7 @@ def linear_cross_entropy(
     _check_targets(targets, vocab_size)
     if not entered:
         hidden = enter_tensor_parallel(hidden, state)
-    return _PerToken.apply(hidden, weight, targets, vocab_size, state, chunk, compiled)
+    return _PerToken.apply(hidden, weight, bias, targets, vocab_size, state, chunk, compiled, softcap)
 
 
 def weighted_linear_cross_entropy(
@@ -63,6 +68,8 @@ def weighted_linear_cross_entropy(
     chunk: int = CHUNK,
     entered: bool = False,
     compiled: bool = False,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(Σ_i token_weights_i · loss_i, losses [t] without gradient), for token_weights [t] fp32 without gradient.
 
@@ -73,8 +80,9 @@ def weighted_linear_cross_entropy(
     if not entered:
         hidden = enter_tensor_parallel(hidden, state)
     # Asked here because inside an autograd.Function grad mode is always off, and needs_input_grad ignores no_grad.
-    wanted = (torch.is_grad_enabled() and hidden.requires_grad, torch.is_grad_enabled() and weight.requires_grad)
-    return _Weighted.apply(hidden, weight, targets, token_weights, vocab_size, state, chunk, compiled, wanted)
+    inputs = (hidden, weight, bias)
+    wanted = tuple(x is not None and torch.is_grad_enabled() and x.requires_grad for x in inputs)
+    return _Weighted.apply(*inputs, targets, token_weights, vocab_size, state, chunk, compiled, softcap, wanted)
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, state: ParallelState) -> Tensor:
@@ -102,17 +110,24 @@ class _Shard:
     rows: int
     state: ParallelState
     compiled: bool = False
+    cap: float | None = None
 
     @classmethod
-    def of(cls, local_size: int, vocab_size: int, state: ParallelState, compiled: bool = False) -> _Shard:
+    def of(
+        cls, local_size: int, vocab_size: int, state: ParallelState, compiled: bool = False, cap: float | None = None
+    ) -> _Shard:
         start = state.tp_rank * local_size
         rows = min(max(vocab_size - start, 0), local_size)
-        return cls(start, rows, state, compiled and rows > 0)
+        return cls(start, rows, state, compiled and rows > 0, cap)
 
-    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [c, h], weight [v/tp, h] -> this rank's logits [c, rows], at least fp32 but for kernels."""
-        logits = linear(x, weight[: self.rows])
-        return logits if self.compiled else logits.to(at_least_fp32(logits.dtype))
+    def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [c, h], weight [v/tp, h], bias [v/tp] -> this rank's logits [c, rows], at least fp32 and capped but for
+        kernels."""
+        logits = linear(x, weight[: self.rows], None if bias is None else bias[: self.rows])
+        if self.compiled:
+            return logits
+        logits = logits.to(at_least_fp32(logits.dtype))
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """(losses [c], logsumexp [c]) over the whole vocabulary, from this rank's logits."""
@@ -121,7 +136,8 @@ class _Shard:
             at_target = torch.zeros_like(log_sum)
         else:
             index, mine = self._local(targets)
-            log_sum, at_target = (kernel(row_sums) if self.compiled else _row_sums)(logits, index)
+            sums = kernel(row_sums)(logits, index, self.cap) if self.compiled else _row_sums(logits, index)
+            log_sum, at_target = sums
             at_target = torch.where(mine, at_target, 0.0)
         if self.state.tp_size == 1:
             return log_sum - at_target, log_sum
@@ -131,14 +147,15 @@ class _Shard:
         return log_sum - both[:, 1].sum(0), log_sum
 
     def logits_gradient_(self, logits: Tensor, log_sum: Tensor, targets: Tensor) -> Tensor:
-        """softmax - onehot [c, rows]; may overwrite `logits`."""
+        """softmax - onehot [c, rows], times the cap's slope; may overwrite `logits`."""
         if self.compiled:
-            return kernel(logits_gradient)(logits, log_sum, *self._local(targets))
+            return kernel(logits_gradient)(logits, log_sum, *self._local(targets), self.cap)
+        slope = None if self.cap is None else cap_slope(logits, self.cap)
         gradient = logits.sub_(log_sum.unsqueeze(1)).exp_()
         if self.rows:
             index, mine = self._local(targets)
             gradient.scatter_add_(1, index.unsqueeze(1), -mine.to(gradient.dtype).unsqueeze(1))
-        return gradient
+        return gradient if slope is None else gradient.mul_(slope)
 
     def _local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         index = targets - self.start
@@ -146,20 +163,24 @@ class _Shard:
 
 
 class _Gradients:
-    """Gradients of hidden [t, h] and weight [v/tp, h], filled chunk by chunk; either may be unwanted (None)."""
+    """Gradients of hidden [t, h], weight [v/tp, h] and bias [v/tp], filled chunk by chunk; unwanted ones are None."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, rows: int, wanted: tuple[bool, bool]) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, rows: int, wanted: Sequence[bool]) -> None:
         self.real_weight = weight[:rows]
         self.rows = rows
         self.hidden = torch.empty_like(hidden) if wanted[0] else None
         # Chunks are summed in fp32, whatever the dtype of the weight.
-        self.weight = torch.zeros_like(weight, dtype=at_least_fp32(weight.dtype)) if wanted[1] else None
+        wide = at_least_fp32(weight.dtype)
+        self.weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+        self.bias = weight.new_zeros(weight.shape[0], dtype=wide) if wanted[2] else None
 
     def add(self, part: slice, x: Tensor, gradient: Tensor, scale: Tensor) -> None:
         """`gradient` [c, rows] of the unweighted losses, `scale` [c] their weights.
 
         The weights multiply the [c, h] side of both products, which is much smaller than the [c, rows] side.
         """
+        if self.bias is not None:
+            self.bias[: self.rows] += scale.to(self.bias.dtype) @ gradient.to(self.bias.dtype)
         gradient, scale = gradient.to(x.dtype), scale.unsqueeze(1)
         if self.hidden is not None:
             self.hidden[part] = gradient.mm(self.real_weight).mul_(scale)
@@ -170,8 +191,9 @@ class _Gradients:
             else:
                 total += gradient.t().mm(x)
 
-    def result(self, weight_dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        return self.hidden, None if self.weight is None else self.weight.to(weight_dtype)
+    def result(self, weight_dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        weight, bias = (None if total is None else total.to(weight_dtype) for total in (self.weight, self.bias))
+        return self.hidden, weight, bias
 
 
 def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
@@ -188,31 +210,33 @@ class _PerToken(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         targets: Tensor,
         vocab_size: int,
         state: ParallelState,
         chunk: int,
         compiled: bool,
+        cap: float | None,
     ) -> Tensor:
-        own = _Shard.of(weight.shape[0], vocab_size, state, compiled)
+        own = _Shard.of(weight.shape[0], vocab_size, state, compiled, cap)
         losses = hidden.new_empty(hidden.shape[0], dtype=at_least_fp32(hidden.dtype))
         log_sums = torch.empty_like(losses)
         for part in _chunks(hidden.shape[0], chunk):
-            losses[part], log_sums[part] = own.losses(own.logits(hidden[part], weight), targets[part])
-        ctx.save_for_backward(hidden, weight, targets, log_sums)
+            losses[part], log_sums[part] = own.losses(own.logits(hidden[part], weight, bias), targets[part])
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums)
         ctx.own, ctx.chunk = own, chunk
         return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_sums = ctx.saved_tensors
-        gradients = _Gradients(hidden, weight, ctx.own.rows, ctx.needs_input_grad[:2])
+        hidden, weight, bias, targets, log_sums = ctx.saved_tensors
+        gradients = _Gradients(hidden, weight, ctx.own.rows, ctx.needs_input_grad[:3])
         for part in _chunks(hidden.shape[0], ctx.chunk):
-            logits = ctx.own.logits(hidden[part], weight)
+            logits = ctx.own.logits(hidden[part], weight, bias)
             unweighted = ctx.own.logits_gradient_(logits, log_sums[part], targets[part])
             gradients.add(part, hidden[part], unweighted, grad[part])
-        return (*gradients.result(weight.dtype), None, None, None, None, None)
+        return (*gradients.result(weight.dtype), None, None, None, None, None, None)
 
 
 class _Weighted(torch.autograd.Function):
@@ -221,15 +245,17 @@ class _Weighted(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         targets: Tensor,
         token_weights: Tensor,
         vocab_size: int,
         state: ParallelState,
         chunk: int,
         compiled: bool,
-        wanted: tuple[bool, bool],
+        cap: float | None,
+        wanted: tuple[bool, ...],
     ) -> tuple[Tensor, Tensor]:
-        own = _Shard.of(weight.shape[0], vocab_size, state, compiled)
+        own = _Shard.of(weight.shape[0], vocab_size, state, compiled, cap)
         losses = hidden.new_empty(hidden.shape[0], dtype=at_least_fp32(hidden.dtype))
         token_weights = token_weights.to(losses.dtype)
         # Weights of 1/(number of tokens) would leave fp16's range before the loss scale arrives in backward, so
@@ -239,7 +265,7 @@ class _Weighted(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, own.rows, wanted)
         for part in _chunks(hidden.shape[0], chunk):
             x = hidden[part]
-            logits = own.logits(x, weight)
+            logits = own.logits(x, weight, bias)
             losses[part], log_sum = own.losses(logits, targets[part])
             if any(wanted):
                 gradients.add(part, x, own.logits_gradient_(logits, log_sum, targets[part]), relative[part])
@@ -255,7 +281,7 @@ class _Weighted(torch.autograd.Function):
         # One-dimensional, because a 0-dim factor would be rounded to the gradient's dtype first and overflow fp16.
         factor = (grad * unit).reshape(1)
         scaled = [None if gradient is None else gradient.mul_(factor) for gradient in gradients]
-        return (*scaled, None, None, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None, None, None)
 
 
 class _FromLogits(torch.autograd.Function):

@@ -21,18 +21,33 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def row_sums(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [c, r], index [c] -> (logsumexp [c], the logit at index [c]), at least fp32."""
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """cap · tanh(logits / cap): bounded by ±cap, with slope 1 at 0 (Gemma 2, arXiv 2408.00118)."""
+    return cap * torch.tanh(logits / cap)
+
+
+def row_sums(logits: Tensor, index: Tensor, cap: float | None = None) -> tuple[Tensor, Tensor]:
+    """logits [c, r], index [c] -> (logsumexp [c], the logit at index [c]), at least fp32; logits are capped first."""
     wide = logits.to(at_least_fp32(logits.dtype))
+    if cap is not None:
+        wide = soft_cap(wide, cap)
     return torch.logsumexp(wide, -1), wide.gather(1, index.unsqueeze(1)).squeeze(1)
 
 
-def logits_gradient(logits: Tensor, log_sum: Tensor, index: Tensor, mine: Tensor) -> Tensor:
-    """softmax - onehot [c, r] in the type of the logits; the one only where `mine` [c]."""
-    wide = (logits.to(at_least_fp32(logits.dtype)) - log_sum.unsqueeze(1)).exp()
+def logits_gradient(logits: Tensor, log_sum: Tensor, index: Tensor, mine: Tensor, cap: float | None = None) -> Tensor:
+    """softmax - onehot [c, r] in the type of the logits; the one only where `mine` [c]. With a cap, times its slope."""
+    wide = logits.to(at_least_fp32(logits.dtype))
+    if cap is not None:
+        wide = soft_cap(wide, cap)
     columns = torch.arange(logits.shape[1], device=logits.device)
     hit = (columns == index.unsqueeze(1)) & mine.unsqueeze(1)
-    return (wide - hit.to(wide.dtype)).to(logits.dtype)
+    gradient = (wide - log_sum.unsqueeze(1)).exp() - hit.to(wide.dtype)
+    return (gradient if cap is None else gradient * cap_slope(wide, cap)).to(logits.dtype)
+
+
+def cap_slope(capped: Tensor, cap: float) -> Tensor:
+    """The derivative of `soft_cap` where it gave `capped`: 1 - tanh²."""
+    return 1.0 - (capped / cap).square()
 
 
 @cache

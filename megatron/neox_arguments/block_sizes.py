@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron.neox_arguments.schema_model import ModelConfig
 
-GATED = ("geglu", "reglu", "swiglu", "bilinear", "glu")
+GATED = ("geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class MixerCost:
 
 def norm_parameters(model: ModelConfig, width: int) -> int:
     """Parameters of one norm over `width` features."""
-    return {"layernorm": 2 * width, "rmsnorm": width, "non_parametric_layernorm": 0, "scalenorm": 1}[model.norm]
+    vectors = {"layernorm": 2, "rmsnorm": 1, "rmsnorm_unit_offset": 1, "non_parametric_layernorm": 0}
+    return 1 if model.norm == "scalenorm" else vectors[model.norm] * width
 
 
 def attention_size(model: ModelConfig) -> Size:

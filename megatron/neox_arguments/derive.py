@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.errors import UserError
-from megatron.neox_arguments import rules_data, rules_mixture, rules_model, rules_parallel, rules_start, rules_train
+from megatron.neox_arguments import (
+    rules_data,
+    rules_experts,
+    rules_mixture,
+    rules_model,
+    rules_parallel,
+    rules_scales,
+    rules_start,
+    rules_train,
+)
 from megatron.neox_arguments.arguments import NeoXArgs
 from megatron.neox_arguments.draft import Draft, Facts
 
@@ -28,6 +37,11 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     rules_model.residual_form,
     rules_model.attention,
     rules_model.layer_mlps,
+    rules_scales.soft_caps,
+    rules_scales.embedding,
+    rules_scales.local_positions,
+    rules_scales.head_bias,
+    rules_scales.unit_offset,
     rules_model.feed_forward,
     rules_model.recomputation,
     rules_model.mup,
@@ -36,6 +50,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     rules_train.gradient_accumulation_type,
     rules_train.optimizer,
     rules_train.zero,
+    rules_experts.expert_parallel,
     rules_train.communication_type,
     rules_train.engine_limits,
     rules_mixture.named_mixture,
@@ -48,6 +63,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     rules_train.schedule,
     rules_train.checkpoints,
     rules_start.init_from,
+    rules_start.plugin_sources,
     rules_train.evaluation,
     rules_data.registered_names,
 )

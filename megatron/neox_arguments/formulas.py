@@ -62,7 +62,7 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> ParameterCount:
         embedding=embedding,
         blocks=tuple(block_size(model, layer) for layer in range(model.num_layers)),
         final_norm=norm_parameters(model, h),
-        head=vocab_size * h if model.no_weight_tying else 0,
+        head=vocab_size * (h + model.use_bias_in_head) if model.no_weight_tying else 0,
     )
 
 

@@ -72,6 +72,7 @@ class ModelConfig:
         "gelu",
         "Feed-forward activation; geglu, geglu_tanh (GELU's tanh approximation on the gate), reglu, swiglu, bilinear"
         " and glu are gated.",
+        registry="activation",
     )
     bias_gelu_fusion: bool = key(
         False, "Use the tanh approximation of GELU. A 'fusion' in GPT-NeoX that changes the numbers, so it is kept."
@@ -108,6 +109,7 @@ class ModelConfig:
         "layernorm",
         "Normalisation layer. rmsnorm_unit_offset multiplies by 1 + weight, which starts at 0 (Gemma); norms of queries"
         " and keys are then of that kind too.",
+        registry="norm",
         unavailable={
             "te_rmsnorm": "use norm: rmsnorm, which computes the same",
             "te_layernorm": "use norm: layernorm, which computes the same",
@@ -149,6 +151,7 @@ class ModelConfig:
     pos_emb: Literal["learned", "rotary", "sinusoidal", "rpe", "alibi", "none"] = key(
         "learned",
         "How positions enter the network.",
+        registry="pos_emb",
         unavailable={"rpe": "T5 relative biases are not available; use rotary or alibi"},
     )
     rpe_num_buckets: int = key(32, "Buckets of T5 relative biases.", unavailable="use pos_emb: rotary or alibi")
@@ -184,6 +187,7 @@ class ModelConfig:
         "Attention implementation: auto picks the best exact one for the device and the task; the one used is logged."
         " varlen runs packed documents one by one (intra_document_masking), cudnn is torch's with cuDNN's kernel"
         " first.",
+        registry="attention_backend",
         new=True,
     )
     query_pre_attn_scalar: float | None = key(
@@ -223,10 +227,15 @@ class ModelConfig:
 
     # initialisation
     init_method: Init = key(
-        "normal", "Initialisation of weights other than the output projections.", differs="orthogonal works"
+        "normal",
+        "Initialisation of weights other than the output projections.",
+        registry="init_method",
+        differs="orthogonal works",
     )
     output_layer_init_method: Init = key(
-        "scaled_normal", "Initialisation of the attention output and second feed-forward projections."
+        "scaled_normal",
+        "Initialisation of the attention output and second feed-forward projections.",
+        registry="init_method",
     )
     init_method_std: float = key(0.02, "Standard deviation of the normal initialisations.")
 

@@ -44,8 +44,14 @@ def layer_sizes(model: ModelConfig, vocab_size: int, padded_vocab_size: int, tp:
         LayerSize(matrix.full + positions, matrix.local + positions),
         *(LayerSize(block.total, block.local(tp)) for block in total.blocks),
         LayerSize(total.final_norm, total.final_norm),
-        matrix if model.no_weight_tying else LayerSize(0, 0),
+        _head(model, vocab_size, padded_vocab_size, tp),
     ]
+
+
+def _head(model: ModelConfig, vocab_size: int, padded_vocab_size: int, tp: int) -> LayerSize:
+    """The output matrix and its bias, where they are not the embedding's."""
+    width = model.hidden_size + model.use_bias_in_head if model.no_weight_tying else 0
+    return LayerSize(vocab_size * width, padded_vocab_size * width // tp)
 
 
 def stage_sizes(args: NeoXArgs, vocab_size: int) -> tuple[list[StageRow], list[int]]:

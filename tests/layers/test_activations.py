@@ -34,6 +34,7 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "mish": lambda x: x * torch.tanh(torch.log(1 + torch.exp(x))),
     "swiglu": lambda x: x / (1 + torch.exp(-x)),
     "geglu": _gelu,
+    "geglu_tanh": _gelu_tanh,
     "reglu": lambda x: x.clamp(min=0),
     "bilinear": lambda x: x,
     "glu": lambda x: 1 / (1 + torch.exp(-x)),

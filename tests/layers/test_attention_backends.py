@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.layers.attention_backends import ATTENTION_BACKENDS, Task, choose_backend
+from megatron.layers.attention_backends import ATTENTION_BACKENDS, Backend, Task, choose_backend
 from megatron.layers.attention_masks import Visibility
 from megatron.layers.documents import Documents, document_bounds
 from megatron.layers.positions import alibi_slopes
+from megatron.neox_arguments.rules_scales import WITHOUT_SOFTCAP
 
 pytestmark = pytest.mark.cpu
 
@@ -33,6 +35,8 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, rules: dict[str, Any]) -> Tensor
                 column = s_k - s + i
                 keys = [j for j in range(s_k) if _visible(rules, row, column, j)]
                 score = k[row, keys, head // group] @ q[row, i, head] * rules["scale"]
+                if rules.get("softcap") is not None:
+                    score = rules["softcap"] * torch.tanh(score / rules["softcap"])
                 if rules.get("slopes") is not None:
                     score = score - rules["slopes"][head] * torch.tensor([column - j for j in keys])
                 out[row, i, head] = score.softmax(0) @ v[row, keys, head // group]
@@ -71,6 +75,8 @@ RULES: list[dict[str, Any]] = [
     {"causal": True, "key_start": torch.tensor([0, 3])},
 ]
 
+CAPPED: list[dict[str, Any]] = [{**rules, "softcap": 0.7} for rules in RULES]
+
 
 def _inputs(kv_heads: int, s_k: int = S) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
@@ -80,9 +86,13 @@ def _inputs(kv_heads: int, s_k: int = S) -> tuple[Tensor, Tensor, Tensor]:
     return q[:, s_k - S :], k, v
 
 
-@pytest.mark.parametrize("backend", ["torch", "varlen", "manual"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("rules", RULES, ids=lambda rules: "+".join(rules))
+@pytest.mark.parametrize(
+    ("backend", "rules"),
+    [(backend, rules) for backend in ("torch", "varlen", "manual") for rules in RULES]
+    + [("manual", rules) for rules in CAPPED],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
+)
 def test_formula_and_gradients(backend: str, kv_heads: int, rules: dict[str, Any]) -> None:
     rules = {**rules, "scale": 0.3}
     inputs = [x.clone().requires_grad_() for x in _inputs(kv_heads)]
@@ -99,7 +109,9 @@ def test_formula_and_gradients(backend: str, kv_heads: int, rules: dict[str, Any
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
-    "rules", [RULES[1], RULES[6], RULES[8], RULES[10], RULES[11]], ids=lambda rules: "+".join(rules)
+    "rules",
+    [*(RULES[i] for i in (1, 6, 8, 10, 11)), *(CAPPED[i] for i in (0, 8, 10, 11))],
+    ids=lambda rules: "+".join(rules),
 )
 def test_flex(rules: dict[str, Any]) -> None:
     """Forward only: on a CPU torch has no backward for FlexAttention, and we say so."""
@@ -107,6 +119,8 @@ def test_flex(rules: dict[str, Any]) -> None:
     q, k, v = _inputs(2)
     attend = ATTENTION_BACKENDS["flex"]()
     assert (attend(q, k, v, **rules) - _reference(q.double(), k.double(), v.double(), rules)).abs().max() < 1e-5
+    if "softcap" in rules and "key_start" in rules:
+        return  # by the formula
     with pytest.raises(UserError, match="cannot train on a CPU"):
         attend(q.clone().requires_grad_(), k, v, **rules)
 
@@ -117,8 +131,10 @@ def test_flex(rules: dict[str, Any]) -> None:
 def test_fewer_queries_than_keys_are_the_last_ones(backend: str, rules: dict[str, Any]) -> None:
     q, k, v = _inputs(2, s_k=S + 5)
     rules = {"causal": True, "scale": 0.5, "slopes": torch.tensor(alibi_slopes(N)), **rules}
-    out = ATTENTION_BACKENDS[backend]()(q, k, v, **rules)
-    assert (out - _reference(q.double(), k.double(), v.double(), rules)).abs().max() < 1e-5
+    attend = ATTENTION_BACKENDS[backend]()
+    for cap in ({}, {"softcap": 0.7}) if attend.softcap else ({},):
+        out = attend(q, k, v, **rules, **cap)
+        assert (out - _reference(q.double(), k.double(), v.double(), {**rules, **cap})).abs().max() < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -208,6 +224,78 @@ def test_choice_of_the_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_backend(Task(GPU, documents=True, head_dim=20)).name == "flex"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     assert choose_backend(Task(GPU, documents=True)).name == "flex"
+
+
+def test_capped_scores_go_where_they_can_be_capped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never silently dropped: a back-end that does not declare it is not taken, whatever its table entry says."""
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    for options in ({}, {"documents": True}, {"window": True}, {"dropout": True}, {"alibi": True}):
+        assert choose_backend(Task(CPU, softcap=True, **options)).name == "manual"
+    assert str(choose_backend(Task(CPU, "flash", softcap=True))) == "manual (flash-attn needs a GPU)"
+    without = choose_backend(Task(GPU, softcap=True))
+    assert without.name == "flex" and "requirements/requirements-flashattention.txt" in str(without)
+    assert choose_backend(Task(GPU, "flash", softcap=True, documents=True, window=True)).name == "flex"
+    dropped = choose_backend(Task(GPU, softcap=True, dropout=True))
+    assert dropped.name == "manual" and "FlexAttention" not in str(dropped)
+    for name in ("torch", "varlen", "cudnn"):
+        with pytest.raises(UserError, match=r"cannot cap scores \(attn_logit_softcapping\); auto takes one that can"):
+            choose_backend(Task(GPU, softcap=True), name)
+    monkeypatch.setattr("megatron.layers.attention_backends.CAPPED", {"cpu": ("foreign", "manual")})
+    monkeypatch.setitem(ATTENTION_BACKENDS._entries, "foreign", lambda: Backend(lambda *args, **rules: args[0]))
+    assert str(choose_backend(Task(CPU, softcap=True))).startswith("manual (it cannot cap scores")
+
+
+def test_the_configuration_knows_which_back_ends_cannot_cap() -> None:
+    loaded = {name: ATTENTION_BACKENDS[name]() for name in ATTENTION_BACKENDS if name != "flash"}
+    assert {name for name, backend in loaded.items() if not backend.softcap} == set(WITHOUT_SOFTCAP)
+
+
+def _flash_attn(monkeypatch: pytest.MonkeyPatch, version: str) -> list[dict[str, Any]]:
+    """A stand-in for the package on a CPU: what its function was called with."""
+    calls: list[dict[str, Any]] = []
+
+    def function(q: Tensor, *args: Any, **options: Any) -> Tensor:
+        calls.append(options)
+        return q
+
+    package = types.SimpleNamespace(flash_attn_func=function, flash_attn_varlen_func=function)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("version", "options", "reason"),
+    [
+        ("2.6.1", {}, "caps scores in both directions from 2.6.2 on, not in 2.6.1"),
+        ("2.6.2", {"dropout": True}, "no dropout of capped scores"),
+        ("2.6.2.post1", {}, None),
+        ("2.10.0", {"documents": True}, None),
+    ],
+)
+def test_flash_attn_caps_from_the_version_that_can(
+    monkeypatch: pytest.MonkeyPatch, version: str, options: dict[str, Any], reason: str | None
+) -> None:
+    calls = _flash_attn(monkeypatch, version)
+    task = Task(GPU, softcap=True, **options)
+    choice = choose_backend(task)
+    if reason is not None:
+        assert choice.name in ("flex", "manual") and reason in str(choice)
+        return
+    assert choice.name == "flash"
+    assert choose_backend(Task(GPU, "flash")).name == "flash"
+    q, k, v = (x.bfloat16() for x in _inputs(2))
+    choice.backend(q, k, v, causal=True, scale=0.3, softcap=0.7)
+    choice.backend(q, k, v, causal=True, scale=0.3)
+    assert [call.get("softcap") for call in calls] == [0.7, None]
+
+
+def test_flash_attn_leaves_what_it_cannot_do_to_the_capped_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _flash_attn(monkeypatch, "2.8.3")
+    q, k, v = _inputs(2)
+    rules = {"causal": True, "scale": 0.3, "softcap": 0.7, "key_start": torch.tensor([0, 3])}
+    out = ATTENTION_BACKENDS["flash"]()(q, k, v, **rules)
+    assert (out - _reference(q.double(), k.double(), v.double(), rules)).abs().max() < 1e-5 and not calls
 
 
 REFUSED = [

@@ -39,13 +39,14 @@ def test_plain(bias: bool) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("activation", ["swiglu", "geglu", "reglu", "bilinear", "glu"])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "geglu_tanh", "reglu", "bilinear", "glu"])
 def test_gated_rows_are_up_then_gate(activation: str, bias: bool) -> None:
     mlp = _filled(DenseMLP(tiny(activation=activation, intermediate_size=40, use_bias_in_mlp=bias), STATE))
     x = torch.randn(5, 32)
     wide = F.linear(x, mlp.linear1.weight, mlp.linear1.bias)
     up, gate = wide[:, :40], wide[:, 40:]
     function = {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu, "bilinear": lambda g: g, "glu": torch.sigmoid}
+    function["geglu_tanh"] = lambda g: F.gelu(g, approximate="tanh")
     expected = F.linear(function[activation](gate) * up, mlp.linear2.weight, mlp.linear2.bias)
     assert (mlp(x) - expected).abs().max() < 1e-6
 
@@ -79,6 +80,23 @@ def test_mup_multipliers_act_under_mup_only() -> None:
         expected = word * embedding.word_embeddings.weight[tokens]
         expected = expected + position * embedding.position_embeddings.weight[positions]
         assert torch.allclose(embedding((tokens, positions))[0], expected.flatten(0, 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_words_are_scaled_by_the_root_of_the_width_rounded_to_the_dtype(dtype: torch.dtype) -> None:
+    """sqrt(1136) = 33.70 is 33.75 in bf16; positions are not scaled."""
+    changes = {"hidden_size": 1136, "head_dim": 8, "pos_emb": "learned"}
+    embedding = _embedding(scale_embedding=True, **changes).to(dtype)
+    tokens, positions, _ = batch()
+    factor = {torch.float32: 1136**0.5, torch.bfloat16: 33.75}[dtype]
+    words = (embedding.word_embeddings.weight[tokens].float() * factor).to(dtype)
+    expected = words + embedding.position_embeddings.weight[positions]
+    assert torch.equal(embedding((tokens, positions))[0], expected.flatten(0, 1))
+
+
+def test_dropout_of_embeddings_is_hidden_dropout_unless_it_has_its_own() -> None:
+    rates = [_embedding(hidden_dropout=0.25, **own).dropout for own in ({}, {"embedding_dropout": 0.0})]
+    assert rates == [0.25, 0.0]
 
 
 def test_a_bf16_model_keeps_a_bf16_residual_stream() -> None:

@@ -7,9 +7,18 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from megatron.errors import UserError
-from megatron.layers.norms import NORMS, LayerNorm, RMSNorm, SplitRMSNorm, build_norm
+from megatron.layers.norms import (
+    NORMS,
+    LayerNorm,
+    RMSNorm,
+    SplitRMSNorm,
+    UnitOffsetRMSNorm,
+    build_norm,
+    build_rms_norm,
+)
 from megatron.mpu.state import ParallelState
 from tests.model.networks import tiny
 
@@ -27,6 +36,7 @@ FORMULAS: dict[str, Callable[..., Tensor]] = {
     "layernorm": lambda x, eps, weight, bias: _layernorm(x, eps) * weight + bias,
     "non_parametric_layernorm": lambda x, eps: _layernorm(x, eps),
     "rmsnorm": lambda x, eps, scale: x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * scale,
+    "rmsnorm_unit_offset": lambda x, eps, scale: x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (1 + scale),
     "scalenorm": lambda x, eps, g: g * x / x.square().sum(-1, keepdim=True).sqrt().clamp(min=eps),
 }
 
@@ -61,7 +71,12 @@ def test_rmsnorm_epsilon_is_inside_the_root() -> None:
 
 @pytest.mark.parametrize(
     ("norm", "key"),
-    [("layernorm", "layernorm_epsilon"), ("rmsnorm", "rms_norm_epsilon"), ("scalenorm", "scalenorm_epsilon")],
+    [
+        ("layernorm", "layernorm_epsilon"),
+        ("rmsnorm", "rms_norm_epsilon"),
+        ("rmsnorm_unit_offset", "rms_norm_epsilon"),
+        ("scalenorm", "scalenorm_epsilon"),
+    ],
 )
 def test_each_norm_reads_its_own_epsilon_key(norm: str, key: str) -> None:
     assert build_norm(tiny(norm=norm, **{key: 0.125}), STATE).eps == 0.125
@@ -73,6 +88,7 @@ def test_initial_weights_and_names() -> None:
         "layernorm": ["weight", "bias"],
         "non_parametric_layernorm": [],
         "rmsnorm": ["scale"],
+        "rmsnorm_unit_offset": ["scale"],
         "scalenorm": ["g"],
     }
     norm = LayerNorm(4, eps=0.0, state=STATE)
@@ -86,6 +102,27 @@ def test_a_half_precision_norm_keeps_its_dtype() -> None:
     for name in NORMS:
         norm = NORMS[name](16, eps=1e-5, state=STATE).bfloat16()
         assert norm(torch.randn(3, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_a_unit_offset_is_added_in_fp32_as_gemma_does() -> None:
+    """Bit for bit transformers' class in bf16: 1 + w there would lose what is below 2^-8 of w."""
+    theirs = Gemma2RMSNorm(64, eps=1e-6).bfloat16()
+    norm = NORMS["rmsnorm_unit_offset"](64, eps=1e-6, state=STATE).bfloat16()
+    assert not norm.scale.any()  # starts at 0
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        norm.scale.normal_(std=0.01, generator=generator)
+        theirs.weight.copy_(norm.scale)
+    x = torch.randn(50, 64, generator=generator).bfloat16()
+    assert torch.equal(norm(x), theirs(x))
+
+
+def test_norms_of_queries_and_keys_are_of_the_kind_of_the_others() -> None:
+    kinds = {
+        norm: type(build_rms_norm(tiny(norm=norm, rms_norm_epsilon=0.5), STATE, width=8))
+        for norm in ("rmsnorm_unit_offset", "rmsnorm", "layernorm")
+    }
+    assert kinds == {"rmsnorm_unit_offset": UnitOffsetRMSNorm, "rmsnorm": RMSNorm, "layernorm": RMSNorm}
 
 
 def test_split_rmsnorm_on_one_rank_is_rmsnorm() -> None:

@@ -44,16 +44,30 @@ def case(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tensor
     return hidden, weight, targets, grad
 
 
-def expected(hidden: Tensor, weight: Tensor, targets: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses, gradient of hidden, gradient of weight) in fp64."""
-    hidden, weight = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    losses = F.cross_entropy(hidden @ weight.T, targets, reduction="none")
-    return losses.detach(), *torch.autograd.grad(losses, [hidden, weight], grad)
+def expected(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    grad: Tensor,
+    bias: Tensor | None = None,
+    cap: float | None = None,
+) -> tuple[Tensor, ...]:
+    """(losses, gradients of hidden, weight and, if there is one, bias) in fp64."""
+    inputs = [x.detach().double().requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    logits = inputs[0] @ inputs[1].T + sum(inputs[2:])
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    return losses.detach(), *torch.autograd.grad(losses, inputs, grad)
+
+
+def some_bias(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(8), dtype=torch.float64).to(dtype)
 
 
 def pad(weight: Tensor, rows: int) -> Tensor:
     """Padding rows that would ruin every loss if they took part."""
-    return torch.cat([weight, torch.full((rows - weight.shape[0], weight.shape[1]), 50.0, dtype=weight.dtype)])
+    return torch.cat([weight, torch.full((rows - weight.shape[0], *weight.shape[1:]), 50.0, dtype=weight.dtype)])
 
 
 def both_ways(
@@ -64,16 +78,20 @@ def both_ways(
     state: ParallelState,
     chunk: int,
     compiled: bool = False,
-) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """(losses, gradient of hidden, gradient of weight) of the per-token and of the weighted function."""
-    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
-    options = {"vocab_size": VOCAB, "state": state, "chunk": chunk, "compiled": compiled}
+    bias: Tensor | None = None,
+    cap: float | None = None,
+) -> list[tuple[Tensor, ...]]:
+    """(losses, gradients of hidden, weight and bias) of the per-token and of the weighted function."""
+    inputs = [x.detach().requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    hidden, weight = inputs[:2]
+    options: dict[str, Any] = {"vocab_size": VOCAB, "state": state, "chunk": chunk, "compiled": compiled}
+    options |= {"bias": inputs[2] if bias is not None else None, "softcap": cap}
     losses = linear_cross_entropy(hidden, weight, targets, **options)
-    results = [(losses.detach(), *torch.autograd.grad(losses, [hidden, weight], grad.to(losses.dtype)))]
+    results = [(losses.detach(), *torch.autograd.grad(losses, inputs, grad.to(losses.dtype)))]
     total, losses = weighted_linear_cross_entropy(hidden, weight, targets, grad, **options)
     torch.testing.assert_close(total.detach(), (losses * grad.to(losses.dtype)).sum())
     assert not losses.requires_grad
-    results.append((losses, *(g / 3 for g in torch.autograd.grad(3 * total, [hidden, weight]))))
+    results.append((losses, *(g / 3 for g in torch.autograd.grad(3 * total, inputs))))
     return results
 
 
@@ -94,7 +112,30 @@ def test_one_rank(chunk: int, compiled: bool) -> None:
 
 
 def pad0(weight: Tensor, rows: int) -> Tensor:
-    return torch.cat([weight, weight.new_zeros(rows - weight.shape[0], weight.shape[1])])
+    return torch.cat([weight, weight.new_zeros(rows - weight.shape[0], *weight.shape[1:])])
+
+
+FORMS = [{"bias": some_bias()}, {"cap": 1.5}, {"bias": some_bias(), "cap": 1.5}]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: "+".join(form))
+@pytest.mark.parametrize("chunk", [7, 512])
+def test_bias_and_cap(chunk: int, compiled: bool, form: dict[str, Any]) -> None:
+    hidden, weight, targets, grad = case()
+    losses, *gradients = expected(hidden, weight, targets, grad, **form)
+    rows = padded_vocab(1)
+    wanted = (losses, gradients[0], *(pad0(gradient, rows) for gradient in gradients[1:]))
+    padded = {**form, **({"bias": pad(form["bias"], rows)} if "bias" in form else {})}
+    for got in both_ways(hidden, pad(weight, rows), targets, grad, SINGLE, chunk, compiled, **padded):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_a_cap_bounds_what_would_overflow() -> None:
+    """Logits of 10^4 lose at most 2 · cap + ln(vocabulary), and their gradient is that of the flat tanh."""
+    hidden, weight, targets, grad = case(scale=1e4)
+    for losses, *gradients in both_ways(hidden, weight, targets, grad, SINGLE, 7, cap=3.0):
+        assert losses.max() < 6 + 4.3
+        assert all(gradient.isfinite().all() for gradient in gradients)
 
 
 def on_every_rank(rank: int, world_size: int, sequence_parallel: bool) -> None:
@@ -110,6 +151,13 @@ def on_every_rank(rank: int, world_size: int, sequence_parallel: bool) -> None:
     for compiled in (False, True):
         for got in both_ways(hidden[tokens], pad(weight, rows)[local], targets, grad, state, 7, compiled):
             torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
+    bias = some_bias()
+    losses_, *gradients = expected(hidden, weight, targets, grad, bias, 1.5)
+    capped = (losses_, gradients[0][tokens], *(pad0(gradient, rows)[local] for gradient in gradients[1:]))
+    inputs = (hidden[tokens], pad(weight, rows)[local], targets, grad, state, 7)
+    for compiled in (False, True):
+        for got in both_ways(*inputs, compiled, pad(bias, rows)[local], 1.5):
+            torch.testing.assert_close(got, capped, rtol=1e-9, atol=1e-12)
 
     logits = F.linear(hidden, pad(weight, rows)[local]).requires_grad_()
     got = vocab_parallel_cross_entropy(logits, targets, VOCAB, state)
@@ -133,11 +181,16 @@ def test_gradcheck() -> None:
     def per_token(hidden: Tensor, weight: Tensor) -> Tensor:
         return linear_cross_entropy(hidden, weight, targets[few], vocab_size=VOCAB, state=SINGLE, chunk=4)
 
+    def capped(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        options = {"vocab_size": VOCAB, "state": SINGLE, "chunk": 4, "bias": bias, "softcap": 2.0}
+        return linear_cross_entropy(hidden, weight, targets[few], **options)
+
     def from_logits(logits: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(logits, targets[few], VOCAB, SINGLE)
 
     inputs = (hidden[few].clone().requires_grad_(), pad(weight, 72).requires_grad_())
     assert torch.autograd.gradcheck(per_token, inputs)
+    assert torch.autograd.gradcheck(capped, (*inputs, pad0(some_bias(), 72).requires_grad_()))
     assert torch.autograd.gradcheck(from_logits, (torch.randn(6, 72, dtype=torch.float64, requires_grad=True),))
 
 
@@ -151,6 +204,17 @@ def test_lower_precision(dtype: torch.dtype, tolerance: float, compiled: bool) -
         for value, reference in zip(got, wanted):
             error = (value.double() - reference).abs().max() / reference.abs().max()
             assert error < tolerance
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_lower_precision_of_bias_and_cap(dtype: torch.dtype, tolerance: float, compiled: bool) -> None:
+    hidden, weight, targets, grad = case(dtype)
+    form = {"bias": some_bias(dtype), "cap": 5.0}
+    wanted = expected(hidden, weight, targets, grad, **form)
+    for got in both_ways(hidden, weight, targets, grad.float(), SINGLE, 7, compiled, **form):
+        assert [value.dtype for value in got] == [torch.float32, dtype, dtype, dtype]
+        for value, reference in zip(got, wanted, strict=True):
+            assert (value.double() - reference).abs().max() / reference.abs().max() < tolerance
 
 
 def test_chunks_are_summed_in_fp32() -> None:

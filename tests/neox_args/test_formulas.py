@@ -24,6 +24,9 @@ pytestmark = pytest.mark.cpu
         {"use_qk_layernorm": True},
         {"use_separate_qk_norms": True, "norm": "rmsnorm", "norm_placement": "olmo3"},
         {"activation": "geglu", "mlp_multiple_of": 16, "num_kv_heads": 1},
+        {"norm": "rmsnorm_unit_offset", "norm_placement": "sandwich", "activation": "geglu_tanh", "head_dim": 16},
+        {**LLAMA, "norm": "rmsnorm_unit_offset", "use_separate_qk_norms": True, "qk_norm_per_head": True},
+        {**NEOX, "gpt_j_tied": True, "use_bias_in_head": True},
         {"use_bias_in_mlp": False, "use_bias_in_attn_linear": False, "no_weight_tying": True},
     ],
 )
