@@ -1,32 +1,28 @@
-"""Does the Hugging Face copy compute what our model computes?
+"""Do two copies of a model compute the same?
 
-Both run in fp32 on random tokens. Ours is run layer by layer, each built, filled from the checkpoint and dropped
-again, so that only one layer of it is in memory. When the logits differ, the first hidden state that differs names
-the culprit.
+Both run in fp32 on random tokens, layer by layer, so that one layer of each is in memory whatever the size. When the
+logits differ, the first part of the network whose output differs names the culprit.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.family import WORD_EMBEDDINGS
+from megatron.convert.hf_folder import HuggingFaceFolder
+from megatron.convert.hf_outputs import folder_outputs
+from megatron.convert.outputs import LOGITS, Outputs, checkpoint_outputs, random_tokens
 from megatron.convert.settings import open_source
 from megatron.errors import UserError
-from megatron.model.gpt import build_layer, gpt_layers
-from megatron.mpu.sharding import named_parameters
-from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.schema_model import ModelConfig
 
 TOLERANCE = 1e-4
-TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -48,47 +44,28 @@ class Difference:
         return self.logits <= self.allowed  # also False for NaN
 
 
-def random_tokens(model: ModelConfig, vocab_size: int, seed: int = 0) -> Tensor:
-    """[2, s] ids: s is 32, and more where a sliding window would otherwise not show."""
-    windows = [window for window in model.layer_windows or () if window is not None]
-    length = max(TOKENS, min(max(windows, default=0) + 8, 512))
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(vocab_size, (2, min(length, model.max_position_embeddings)), generator=generator)
+def compare_outputs(a: Outputs, b: Outputs) -> Difference:
+    """Compare two streams of (name, output [b, p, ...]) as `outputs.py` and `hf_outputs.py` make them.
 
-
-@torch.no_grad()
-def our_outputs(
-    reader: CheckpointReader, model: ModelConfig, tokens: Tensor, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, output [b, s, h]) after the embedding and each block, then (`logits`, [b, s, v]); fp32.
-
-    `dtype`: weights are rounded to it first, as the exported copy's are.
+    The streams are taken in turn, so of lazy ones only one output each is in memory. Raises `UserError` when they are
+    of networks with other parts or sizes.
     """
-    vocab_size = reader.entry(WORD_EMBEDDINGS).shape[0]
-    state = ParallelState.single()
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    carry: tuple[Tensor, ...] = (tokens, positions)
-    if model.intra_document_masking:
-        carry = (*carry, torch.zeros_like(tokens))
-    for layer in gpt_layers(model, vocab_size=vocab_size, padded_vocab_size=vocab_size, state=state):
-        module = build_layer(layer, None, state).eval()
-        for name, parameter in named_parameters(module):
-            parameter.copy_(reader.weight(name).to(dtype))
-        out = module(carry)
-        if isinstance(out, tuple):
-            carry = out
-            yield _label(layer.index, model.num_layers), carry[0].view(*tokens.shape, -1)
-        else:
-            yield "logits", out.logits()
+    drift = None
+    for (name, one), (other_name, other) in zip(a, b, strict=False):
+        if name != other_name or one.shape != other.shape:
+            raise UserError(
+                f"these are different networks: {name} {list(one.shape)} here, {other_name} {list(other.shape)} there"
+            )
+        difference = float((one.float() - other.float()).abs().max())
+        allowed = TOLERANCE * max(1.0, float(other.float().std()))
+        if name == LOGITS:
+            ok = difference <= allowed
+            return Difference(difference, allowed, None if ok else drift or "the head")
+        if drift is None and not difference <= allowed:
+            drift = name
+    raise UserError("these networks give no logits")
 
 
-def _label(index: int, num_layers: int) -> str:
-    if index == 0:
-        return "the embedding"
-    return "the final norm" if index > num_layers + 1 else f"block {index - 2} (layer {index})"
-
-
-@torch.no_grad()
 def compare(
     reader: CheckpointReader,
     model: ModelConfig,
@@ -97,28 +74,16 @@ def compare(
     tokens: Tensor | None = None,
     rounded: bool = False,
 ) -> Difference:
-    """Load `folder` with transformers and compare. Raises `UserError` when weights are missing or left over.
+    """Compare a checkpoint with a Hugging Face folder. Raises `UserError` when weights are missing or left over there.
 
-    `rounded`: `folder` is the source and may be stored in a wider type than `dtype`; its weights are rounded too.
+    `dtype`: that of the folder's copy. `rounded`: `folder` is the source and may be stored in a wider type than
+    `dtype`; its weights are rounded too.
     """
-    vocab_size = reader.entry(WORD_EMBEDDINGS).shape[0]
-    tokens = random_tokens(model, vocab_size) if tokens is None else tokens
-    theirs = _their_outputs(folder, tokens, dtype if rounded else None)
-    drift = None
-    logits = torch.tensor(float("nan"))
-    for position, (name, output) in enumerate(our_outputs(reader, model, tokens, dtype)):
-        if name == "logits":
-            logits = output
-        elif drift is None and position < model.num_layers:
-            # Index L of their hidden states is behind the final norm, so the last block shows in the logits.
-            other = theirs.hidden_states[position].float()
-            difference = (output - other).abs().max()
-            if not difference <= TOLERANCE * max(1.0, float(other.std())):
-                drift = name
-    difference = float((logits - theirs.logits.float()).abs().max())
-    allowed = TOLERANCE * max(1.0, float(theirs.logits.float().std()))
-    result = Difference(difference, allowed, None)
-    return result if result.ok else Difference(difference, allowed, drift or "the last block, final norm or head")
+    if tokens is None:
+        vocab_size = reader.entry(WORD_EMBEDDINGS).shape[0]
+        tokens = random_tokens(vocab_size, model.max_position_embeddings, model.layer_windows or ())
+    theirs = folder_outputs(HuggingFaceFolder(folder), tokens, dtype if rounded else None)
+    return compare_outputs(checkpoint_outputs(reader, model, tokens, dtype), theirs)
 
 
 def check_pair(checkpoint: str | Path, folder: str | Path, config_files: Sequence[str] = ()) -> Difference:
@@ -126,34 +91,12 @@ def check_pair(checkpoint: str | Path, folder: str | Path, config_files: Sequenc
 
     Raises `UserError` when there is no such pair: no folder, another vocabulary, weights missing or left over.
     """
-    folder = Path(folder)
     reader, settings = open_source(checkpoint, config_files)
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--output_dir: {folder} is not a Hugging Face folder ({error})") from error
+    source = HuggingFaceFolder(Path(folder))
     vocab_size = reader.entry(WORD_EMBEDDINGS).shape[0]
-    if config.get("vocab_size") != vocab_size:
-        raise UserError(f"{folder} has vocab_size {config.get('vocab_size')}, {reader.folder} has {vocab_size} tokens")
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return compare(reader, settings.model, folder, getattr(torch, name))
-
-
-def _their_outputs(folder: Path, tokens: Tensor, dtype: torch.dtype | None) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    finally:
-        if bars:
-            logging.enable_progress_bar()
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if found := sorted(map(str, info.get(what) or ())):
-            raise UserError(f"transformers reports {what.replace('_', ' ')} in {folder}: {', '.join(found[:8])}")
-    if dtype is not None:
-        for parameter in loaded.parameters():
-            parameter.copy_(parameter.to(dtype))
-    return loaded.eval()(input_ids=tokens, use_cache=False, output_hidden_states=True)
+    if source.config.get("vocab_size") != vocab_size:
+        raise UserError(
+            f"{folder} has vocab_size {source.config.get('vocab_size')}, {reader.folder} has {vocab_size} tokens"
+        )
+    name = source.config.get("dtype") or source.config.get("torch_dtype") or "float32"
+    return compare(reader, settings.model, Path(folder), getattr(torch, name))

@@ -71,7 +71,7 @@ class HuggingFaceFolder:
                 return sorted(set(_read_json(self.path / f"{name}.index.json")["weight_map"].values()))
             if (self.path / name).is_file():
                 return [name]
-        raise UserError(f"--hf-model: {self.path} holds no weights ({' or '.join(_WEIGHTS)}, or their index)")
+        raise UserError(f"{self.path} holds no weights ({' or '.join(_WEIGHTS)}, or their index)")
 
 
 def open_model(model: str, revision: str | None) -> HuggingFaceFolder:
@@ -107,7 +107,7 @@ def _download(model: str, revision: str | None) -> Path:
 def _contents(folder: Path, file: str) -> dict[str, Stored]:
     path = folder / file
     if not path.is_file():
-        raise UserError(f"--hf-model: {path} is missing")
+        raise UserError(f"{path} is missing")
     if not file.endswith(".safetensors"):
         found = {name: Stored(file, tuple(tensor.shape), tensor.dtype) for name, tensor in _load(path).items()}
     else:
@@ -124,9 +124,9 @@ def _headers(path: Path) -> list[tuple[str, list[int], torch.dtype]]:
             slices = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118 (not a mapping)
             kinds = [(name, part.get_shape(), part.get_dtype()) for name, part in slices]
     except (SafetensorError, OSError) as error:
-        raise UserError(f"--hf-model: {path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error}") from error
     if other := sorted({kind for _, _, kind in kinds} - types.keys()):
-        raise UserError(f"--hf-model: {path} holds {', '.join(other)} tensors; quantised models are not converted")
+        raise UserError(f"{path} holds {', '.join(other)} tensors; quantised models are not converted")
     return [(name, shape, types[kind]) for name, shape, kind in kinds]
 
 
@@ -134,11 +134,11 @@ def _load(path: Path) -> dict[str, Tensor]:
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:
-        raise UserError(f"--hf-model: {path} cannot be read safely: {error}") from error
+        raise UserError(f"{path} cannot be read safely: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"--hf-model: {path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error}") from error

@@ -12,7 +12,7 @@ from megatron.checkpoint.init_from import InitFrom
 from megatron.checkpoint.neox_folder import is_neox_folder
 from megatron.checkpoint.neox_reader import NeoXReader
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert.check import our_outputs
+from megatron.convert.outputs import checkpoint_outputs
 from megatron.errors import UserError
 from tests.checkpoint.neox_files import write_neox
 from tests.convert.helpers import LLAMA, NEOX, VOCAB, hugging_face, random_tensors, resolved, write_checkpoint
@@ -51,7 +51,7 @@ def model_of(keys, architecture="neox"):
 
 
 def logits_of(reader, model, tokens):
-    return dict(our_outputs(reader, model, tokens, torch.float32))["logits"]
+    return dict(checkpoint_outputs(reader, model, tokens, torch.float32))["logits"]
 
 
 def largest_difference(folder, model, theirs) -> float:

@@ -1,0 +1,81 @@
+"""What a model says about random tokens, layer by layer: streams of (name, output) that can be compared.
+
+Legend: b batch, s sequence, p positions that are kept, h hidden, v vocabulary.
+
+A stream is `the embedding`, `block 0`, ..., `the final norm`, `logits`, in fp32. Only one layer of the model is in
+memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.convert.family import WORD_EMBEDDINGS
+from megatron.model.gpt import build_layer, gpt_layers
+from megatron.mpu.sharding import named_parameters
+from megatron.mpu.state import ParallelState
+from megatron.neox_arguments.schema_model import ModelConfig
+
+Outputs = Iterable[tuple[str, Tensor]]
+EMBEDDING, NORM, LOGITS = "the embedding", "the final norm", "logits"
+TOKENS = 32
+_LONGEST = 512  # of a text that shows a sliding window
+
+
+def block(index: int) -> str:
+    """Name of a block's output."""
+    return f"block {index}"
+
+
+def random_tokens(vocab_size: int, longest: int, windows: Iterable[int | None] = (), seed: int = 0) -> Tensor:
+    """[2, s] ids: s is 32, and more where a sliding window would otherwise not show; at most `longest`."""
+    window = max((each for each in windows if each is not None), default=0)
+    length = min(max(TOKENS, min(window + 8, _LONGEST)), longest)
+    return torch.randint(vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def kept(output: Tensor) -> Tensor:
+    """[b, s, ...] -> [b, p, ...]: all positions of short texts, the first and the last 32 of long ones."""
+    if output.shape[1] <= 2 * TOKENS:
+        return output
+    return torch.cat((output[:, :TOKENS], output[:, -TOKENS:]), dim=1)
+
+
+@torch.no_grad()
+def checkpoint_outputs(
+    reader: CheckpointReader, model: ModelConfig, tokens: Tensor, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Outputs [b, p, h] of our model with the weights of a checkpoint, then the logits [b, p, v].
+
+    `dtype`: weights are rounded to it first, as an exported copy's are; None takes them as they are.
+    """
+    vocab_size = reader.entry(WORD_EMBEDDINGS).shape[0]
+    state = ParallelState.single()
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    carry: tuple[Tensor, ...] = (tokens, positions)
+    if model.intra_document_masking:
+        carry = (*carry, torch.zeros_like(tokens))
+    for layer in gpt_layers(model, vocab_size=vocab_size, padded_vocab_size=vocab_size, state=state):
+        module = build_layer(layer, None, state).eval()
+        for name, parameter in named_parameters(module):
+            stored = reader.weight(name)
+            parameter.copy_(stored if dtype is None else stored.to(dtype))
+        out = module(carry)
+        if isinstance(out, tuple):
+            carry = out
+            yield _label(layer.index, model.num_layers), kept(carry[0].view(*tokens.shape, -1))
+        else:
+            hidden = kept(out.hidden.view(*tokens.shape, -1))
+            short = replace(out, hidden=hidden.flatten(0, 1), shape=(hidden.shape[0], hidden.shape[1]))
+            yield LOGITS, short.logits()
+
+
+def _label(index: int, num_layers: int) -> str:
+    if index == 0:
+        return EMBEDDING
+    return NORM if index > num_layers + 1 else block(index - 2)
