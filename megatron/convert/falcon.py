@@ -24,6 +24,7 @@ from megatron.convert.family import (
     rotary_refusals,
     width_refusals,
 )
+from megatron.convert.rope import rope_fields
 from megatron.convert.transforms import Copy, PerGroup, PerHead, Transform
 
 if TYPE_CHECKING:
@@ -98,8 +99,7 @@ def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]
         "parallel_attn": model.gpt_j_residual,
         "bias": model.use_bias_in_mlp,
         "max_position_embeddings": model.max_position_embeddings,
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(model.rotary_emb_base)},
-        "rope_theta": float(model.rotary_emb_base),  # for transformers 4
+        **rope_fields(model),
         "use_cache": True,
         "bos_token_id": ids.bos,
         "eos_token_id": ids.eos,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +85,26 @@ def choose_family(model: ModelConfig, name: str | None) -> Family:
     raise UserError(f"no Hugging Face architecture known here can express this model:{''.join(refusals)}")
 
 
-def common_refusals(model: ModelConfig) -> list[str]:
-    """What no family of this package expresses."""
-    reasons = []
+# Keys that few architectures have, and the value that says nothing.
+_RARE: dict[str, Any] = {
+    "scale_embedding": False,
+    "use_bias_in_head": False,
+    "query_pre_attn_scalar": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "rotary_emb_base_local": None,
+    "embedding_dropout": None,
+}
+
+
+def common_refusals(model: ModelConfig, expressed: Collection[str] = ()) -> list[str]:
+    """What no family of this package expresses, and rare keys that are not among those `expressed` by this one."""
+    same = {"query_pre_attn_scalar": model.head_dim, "embedding_dropout": model.hidden_dropout}
+    reasons = [
+        f"{key}: {getattr(model, key)} (it has no such thing)"
+        for key, nothing in _RARE.items()
+        if key not in expressed and getattr(model, key) not in (nothing, same.get(key))
+    ]
     if model.use_qk_layernorm:
         reasons.append("use_qk_layernorm (one norm for queries and keys)")
     if model.use_mup:
@@ -107,12 +124,9 @@ def pre_norm_refusals(model: ModelConfig) -> list[str]:
     return reasons
 
 
-def rotary_refusals(model: ModelConfig, *, rope_scaling: bool = False) -> list[str]:
-    """For families with rotary positions only; `rope_scaling`: they can be scaled there."""
-    reasons = [] if model.pos_emb == "rotary" else [f"pos_emb: {model.pos_emb} (it has rotary positions only)"]
-    if model.rope_scaling and not rope_scaling:
-        reasons.append("rope_scaling (its positions are not scaled here)")
-    return reasons
+def rotary_refusals(model: ModelConfig) -> list[str]:
+    """For families with rotary positions only; all of those may be scaled (`rope.py`)."""
+    return [] if model.pos_emb == "rotary" else [f"pos_emb: {model.pos_emb} (it has rotary positions only)"]
 
 
 def output_bias_refusals(model: ModelConfig) -> list[str]:

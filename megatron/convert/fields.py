@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.errors import UserError
+from megatron.neox_arguments.rope_kinds import rope_problem
 
 # Fields that say nothing about what the network computes: files, classes, generation, outputs of the Python object.
 WITHOUT_MEANING = frozenset(
@@ -19,12 +20,8 @@ WITHOUT_MEANING = frozenset(
     }
 )  # fmt: skip
 REQUIRED = object()
-# Kinds of rotary scaling that `rope_scaling` expresses, and their numbers.
-SCALINGS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+# Scaled positions that say how long the model's first texts were: its max_position_embeddings, where they do not.
+_WITH_LENGTH, _LENGTH = ("llama3", "yarn"), "original_max_position_embeddings"
 
 
 class Fields:
@@ -48,6 +45,15 @@ class Fields:
             raise UserError(f"{self.where}: {name} is missing")
         return default
 
+    def take_or_null(self, name: str, default: Any) -> Any:
+        """The value of a field, null included, where null says something else than leaving it out."""
+        self._seen.add(name)
+        return self._values.get(name, default)
+
+    def only(self, name: str, value: Any) -> None:
+        """Refuse a field that is there with another value than the only one that can be expressed."""
+        self.choose(name, {value: value}, value)
+
     def choose(self, name: str, choices: Mapping[Any, Any], default: Any = REQUIRED) -> Any:
         """`choices` of the field's value. Raises `UserError` naming a value that is not among them."""
         value = self.take(name, default)
@@ -60,7 +66,7 @@ class Fields:
         """`rotary_emb_base`, `rotary_pct`, `rope_scaling` from `rope_parameters`, or from transformers 4's fields.
 
         `theta`, `fraction`: the older names of the base and of the rotated fraction. Raises `UserError` for a scaling
-        that is not known, and for a base that is not whole.
+        that cannot be expressed.
         """
         rope = {"rope_theta": self.take(theta, None), **self.take("rope_parameters", {})}
         self.take("rope_theta", None)
@@ -69,19 +75,20 @@ class Fields:
         older = [self.take(name, None) for name in ("partial_rotary_factor", *([fraction] if fraction else []))]
         kinds = {str(part.pop(key)) for part in (rope, scaling) for key in ("rope_type", "type") if key in part}
         kind = next(iter(sorted(kinds - {"default"})), "default")
-        if kind not in SCALINGS:
-            raise UserError(f"{self.where}: rotary positions scaled as {kind!r} cannot be expressed")
         base = rope.pop("rope_theta", None) or 10000.0
-        scaled = {name: value for name, value in (scaling | rope).items() if value is not None}
-        if extra := sorted(scaled.keys() - set(SCALINGS[kind])):
-            raise UserError(f"{self.where}: unknown fields of the rotary positions: {', '.join(extra)}")
-        if missing := sorted(set(SCALINGS[kind]) - scaled.keys()):
-            raise UserError(f"{self.where}: {kind} scaling of rotary positions lacks {', '.join(missing)}")
-        if base != int(base):
-            raise UserError(f"{self.where}: {theta}: {base} is not a whole number, as rotary_emb_base must be")
         fractions = [value for value in (pct, *older) if value is not None]
-        keys = {"rotary_emb_base": int(base), "rotary_pct": float(fractions[0] if fractions else fraction_default)}
-        return keys if kind == "default" else {**keys, "rope_scaling": {"rope_type": kind, **scaled}}
+        keys = {"rotary_emb_base": float(base), "rotary_pct": float(fractions[0] if fractions else fraction_default)}
+        scaled = {name: value for name, value in (scaling | rope).items() if value is not None}
+        scaled.pop("finetuned", None)  # says how it came about
+        if kind == "default" and not scaled:
+            return keys
+        if kind in _WITH_LENGTH:
+            scaled = {_LENGTH: self.take("max_position_embeddings"), **scaled}
+            scaled[_LENGTH] = self.take(_LENGTH, scaled[_LENGTH])  # beside the scaling, it wins in transformers too
+        scaled = {"rope_type": kind, **scaled}
+        if problem := rope_problem(scaled):
+            raise UserError(f"{self.where}: rotary positions scaled as {kind!r} cannot be expressed: {problem}")
+        return {**keys, "rope_scaling": scaled}
 
     def finish(self) -> None:
         """Raise `UserError` for fields that no rule has taken."""

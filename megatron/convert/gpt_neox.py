@@ -21,6 +21,7 @@ from megatron.convert.family import (
     rotary_refusals,
     width_refusals,
 )
+from megatron.convert.rope import rope_fields
 from megatron.convert.transforms import Duplicate, PerHead
 
 if TYPE_CHECKING:
@@ -74,11 +75,7 @@ def _norm(model: ModelConfig, ours: str, theirs: tuple[str, ...]) -> list[Rule |
 
 def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
     activation = "gelu_pytorch_tanh" if model.bias_gelu_fusion else ACTIVATIONS[model.activation]
-    rope = {
-        "rope_type": "default",
-        "rope_theta": float(model.rotary_emb_base),
-        "partial_rotary_factor": model.rotary_pct,
-    }
+    rope = rope_fields(model, fraction=True)
     return {
         "model_type": "gpt_neox",
         "vocab_size": vocab_size,
@@ -99,9 +96,10 @@ def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]
         "tie_word_embeddings": not model.no_weight_tying,
         "use_parallel_residual": model.gpt_j_residual,
         "attention_bias": model.use_bias_in_attn_linear,
-        "rope_parameters": rope,
-        "rotary_pct": model.rotary_pct,  # these two for transformers 4
+        "rope_parameters": rope["rope_parameters"],
+        "rotary_pct": model.rotary_pct,  # these for transformers 4
         "rotary_emb_base": model.rotary_emb_base,
+        **({"rope_scaling": rope["rope_scaling"]} if model.rope_scaling else {}),
     }
 
 

@@ -19,17 +19,36 @@ from megatron.convert.family import (
     pre_norm_refusals,
     rotary_refusals,
 )
+from megatron.convert.rope import rope_fields
 from megatron.convert.transforms import Split
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
 # Gated activation → the function on the gate, by its name in transformers.
-ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "glu": "sigmoid", "bilinear": "linear"}
+ACTIVATIONS = {
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_pytorch_tanh",
+    "reglu": "relu",
+    "glu": "sigmoid",
+    "bilinear": "linear",
+}
+# The norms of a block by norm_placement; theirs have the same names.
+_NORMS = {
+    "pre": ("input_layernorm", "post_attention_layernorm"),
+    "olmo3": ("post_feedforward_layernorm", "post_attention_layernorm"),
+    "sandwich": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
 
 
 def table(model: ModelConfig) -> list[Rule | Constant]:
-    """Of LLaMA and of the families that keep its names (qwen.py, olmo.py)."""
+    """Of LLaMA and of the families that keep its names (qwen.py, olmo.py, gemma.py)."""
     rules: list[Rule | Constant] = [Rule(WORD_EMBEDDINGS, ("model.embed_tokens.weight",))]
     for block in range(model.num_layers):
         rules += _block(model, block)
@@ -42,9 +61,8 @@ def table(model: ModelConfig) -> list[Rule | Constant]:
 def _block(model: ModelConfig, block: int) -> list[Rule | Constant]:
     ours, theirs = f"{block + 2}.", f"model.layers.{block}."
     q, kv = model.num_attention_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    before = "input_layernorm" if model.norm_placement == "pre" else "post_feedforward_layernorm"
     rules: list[Rule | Constant] = [
-        Rule(f"{ours}{name}.scale", (f"{theirs}{name}.weight",)) for name in (before, "post_attention_layernorm")
+        Rule(f"{ours}{name}.scale", (f"{theirs}{name}.weight",)) for name in _NORMS[model.norm_placement]
     ]
     for kind in ("weight", "bias") if model.use_bias_in_attn_linear else ("weight",):
         projections = tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv")
@@ -79,7 +97,6 @@ def mistral_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[s
 
 
 def common_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
-    scaling = dict(model.rope_scaling or {})
     return {
         "vocab_size": vocab_size,
         "hidden_size": model.hidden_size,
@@ -98,18 +115,14 @@ def common_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[st
         "pad_token_id": ids.pad,
         "tie_word_embeddings": not model.no_weight_tying,
         "attention_dropout": model.attention_dropout,
-        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": float(model.rotary_emb_base)},
-        "rope_theta": float(model.rotary_emb_base),  # these two for transformers 4
-        **({"rope_scaling": scaling} if scaling else {}),
+        **rope_fields(model),
     }
 
 
-def decoder_refusals(
-    model: ModelConfig, *, rotary_pct: bool = False, hidden_dropout: bool = False, rope_scaling: bool = False
-) -> list[str]:
+def decoder_refusals(model: ModelConfig, *, rotary_pct: bool = False, hidden_dropout: bool = False) -> list[str]:
     """What LLaMA and its relatives do not express: other norms, plain activations, parallel residuals.
 
-    `rotary_pct`, `hidden_dropout`, `rope_scaling`: the relative has that key.
+    `rotary_pct`, `hidden_dropout`: the relative has that key.
     """
     reasons = common_refusals(model)
     if model.norm != "rmsnorm":
@@ -120,21 +133,21 @@ def decoder_refusals(
         reasons.append("gpt_j_residual (its residuals are sequential)")
     if model.rotary_pct != 1.0 and not rotary_pct:
         reasons.append(f"rotary_pct: {model.rotary_pct} (it rotates whole heads)")
-    reasons += rotary_refusals(model, rope_scaling=rope_scaling)
+    reasons += rotary_refusals(model)
     if model.hidden_dropout and not hidden_dropout:
         reasons.append(f"hidden_dropout: {model.hidden_dropout} (it has none)")
     return reasons
 
 
 def llama_unsupported(model: ModelConfig) -> list[str]:
-    reasons = [*decoder_refusals(model, rope_scaling=True), *pre_norm_refusals(model), *output_bias_refusals(model)]
+    reasons = [*decoder_refusals(model), *pre_norm_refusals(model), *output_bias_refusals(model)]
     if any(window is not None for window in model.layer_windows or ()):
         reasons.append("sliding_window_width (it has full attention only; try --architecture mistral)")
     return reasons
 
 
 def mistral_unsupported(model: ModelConfig) -> list[str]:
-    reasons = [*decoder_refusals(model, rope_scaling=True), *pre_norm_refusals(model)]
+    reasons = [*decoder_refusals(model), *pre_norm_refusals(model)]
     if len(set(model.layer_windows or ())) > 1:
         reasons.append("attention_config with a window in some layers only")
     if model.use_bias_in_attn_linear or model.use_bias_in_mlp:

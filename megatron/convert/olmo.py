@@ -24,11 +24,12 @@ def olmo2_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str
 
 def olmo3_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
     fields = olmo2_config(model, vocab_size, ids)
-    rope = fields["rope_parameters"]
+    rope, windows = fields["rope_parameters"], window_fields(model)
     return {
         **fields,
         "model_type": "olmo3",
-        **window_fields(model),
+        **windows,
+        "sliding_window": windows["sliding_window"] or 4096,  # transformers wants one where no layer uses it, too
         "rope_parameters": {SLIDING: dict(rope), FULL: dict(rope)},
     }
 

@@ -1,6 +1,6 @@
 """Phi-3 (and Phi-4) ↔ `Phi3ForCausalLM`: LLaMA with fused projections, [Q | K | V] and [gate ; up].
 
-Positions scaled for long contexts (the "128k" models) are not expressed.
+Positions scaled as longrope (the "128k" models), other ones in short than in long texts, are not expressed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megatron.convert.family import (
     width_refusals,
 )
 from megatron.convert.llama import common_config, decoder_refusals
+from megatron.convert.rope import rope_fields
 from megatron.convert.transforms import Copy, SwapHalves
 
 if TYPE_CHECKING:
@@ -50,12 +51,11 @@ def table(model: ModelConfig) -> list[Rule | Constant]:
 def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
     fields = common_config(model, vocab_size, ids)
     del fields["head_dim"]
-    fields["rope_parameters"] = {**fields["rope_parameters"], "partial_rotary_factor": model.rotary_pct}
     window = model.layer_windows[0]
     return {
         "model_type": "phi3",
         **fields,
-        "partial_rotary_factor": model.rotary_pct,  # for transformers 4
+        **rope_fields(model, fraction=True),
         "original_max_position_embeddings": model.max_position_embeddings,
         "sliding_window": None if window is None else window + 1,
         "resid_pdrop": model.hidden_dropout,
@@ -71,6 +71,8 @@ def unsupported(model: ModelConfig) -> list[str]:
     ]
     if model.use_bias_in_attn_linear or model.use_bias_in_mlp:
         reasons.append("use_bias_in_attn_linear or use_bias_in_mlp (it has no biases)")
+    if model.rope_scaling:
+        reasons.append("rope_scaling (its positions are scaled as longrope or not at all)")
     if len(set(model.layer_windows or ())) > 1:
         reasons.append("attention_config with a window in some layers only")
     return reasons

@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.convert.helpers import BASE, LLAMA, NEOX
 
+NO_ATTENTION_BIAS = {"use_bias_in_attn_linear": False, "activation": "relu"}
 GROUPED: dict[str, Any] = {**LLAMA, "num_kv_heads": 2}
 QWEN2 = {**GROUPED, "use_bias_in_attn_linear": True, "use_bias_in_attn_output": False}
 QWEN3 = {**GROUPED, "head_dim": 16, "use_separate_qk_norms": True, "qk_norm_per_head": True}
@@ -31,37 +32,44 @@ LLAMA_3_1 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+}
+SCALED = {"rope_scaling": YARN}
 
 FAMILY_CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("neox", "parallel", {**NEOX, "gpt_j_residual": True}),
     ("neox", "sequential, tied, full rotary, tanh gelu", {**NEOX, **TIED, "rotary_pct": 1.0, "bias_gelu_fusion": True}),
-    ("neox", "no attention bias", {**NEOX, "use_bias_in_attn_linear": False, "activation": "relu"}),
+    ("neox", "no attention bias, half rotary, scaled", {**NEOX, **NO_ATTENTION_BIAS, "rotary_pct": 0.5, **SCALED}),
     ("llama", "all heads, biases", {**LLAMA, "use_bias_in_attn_linear": True, "use_bias_in_mlp": True}),
     ("llama", "grouped, tied, scaled positions", {**GROUPED, **TIED, "rope_scaling": LLAMA_3_1}),
     ("llama", "one key head, geglu", {**LLAMA, **ONE, "activation": "geglu"}),
     ("mistral", "grouped, a window", {**GROUPED, **WINDOW}),
     ("mistral", "all heads, a window, tied", {**LLAMA, **TIED, **WINDOW}),
-    ("mistral", "one key head", {**LLAMA, **ONE}),
+    ("mistral", "one key head, a base not whole", {**LLAMA, **ONE, "rotary_emb_base": 500.5}),
     ("qwen2", "grouped, tied", {**QWEN2, **TIED}),
     ("qwen2", "all heads, a window above", {**QWEN2, **ABOVE, **ALL}),
-    ("qwen2", "one key head", {**QWEN2, **ONE}),
-    ("qwen3", "wide heads", QWEN3),
+    ("qwen2", "one key head, scaled positions", {**QWEN2, **ONE, **SCALED}),
+    ("qwen3", "wide heads, scaled positions", {**QWEN3, **SCALED}),
     ("qwen3", "all heads, a window above", {**QWEN3, **ABOVE, **ALL}),
     ("qwen3", "biases, one key head, tied", {**QWEN3, **TIED, **ONE, "use_bias_in_attn_linear": True}),
     ("olmo2", "grouped", OLMO),
     ("olmo2", "all heads, biases", {**OLMO, **ALL, "use_bias_in_attn_linear": True}),
-    ("olmo2", "one key head, tied", {**OLMO, **ONE, **TIED}),
+    ("olmo2", "one key head, tied, scaled", {**OLMO, **ONE, **TIED, "rope_scaling": LLAMA_3_1}),
     ("olmo3", "windows in some layers", {**OLMO, **LAYERED}),
     ("olmo3", "all heads, windows in some layers, biases", {**OLMO, **LAYERED, **ALL, "use_bias_in_attn_linear": True}),
     ("olmo3", "one key head, a window everywhere, tied", {**OLMO, **ONE, **WINDOW, **TIED}),
-    ("olmo3", "no window", OLMO),
     ("olmo3", "no window", OLMO),
     ("gpt2", "tied, tanh gelu", GPT2),
     ("gpt2", "untied, gelu, narrow", {**GPT2, "bias_gelu_fusion": False, **UNTIED, "intermediate_size": 80}),
     ("falcon", "7B: one norm, one key head", {**FALCON, **NO_BIAS, **ONE, "gpt_j_tied": True}),
     ("falcon", "40B: two norms, grouped", {**FALCON, "num_kv_heads": 2}),
     ("falcon", "11B: one norm, grouped", {**FALCON, "num_kv_heads": 2, "gpt_j_tied": True}),
-    ("falcon", "all heads, one norm", {**FALCON, "gpt_j_tied": True}),
+    ("falcon", "all heads, one norm, scaled positions", {**FALCON, "gpt_j_tied": True, **SCALED}),
     ("falcon", "sequential, untied", {**FALCON, "gpt_j_residual": False, **UNTIED}),
     ("phi3", "grouped, half rotary", PHI3),
     ("phi3", "all heads, a window, tied", {**PHI3, **ALL, **WINDOW, **TIED}),

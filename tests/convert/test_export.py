@@ -207,7 +207,6 @@ REFUSALS = [
     ("neox", {"use_qk_layernorm": True}, "use_qk_layernorm"),
     ("neox", {"use_mup": True, "mup_base_hidden_size": 16}, "use_mup"),
     ("llama", {"norm": "layernorm"}, "norm: layernorm"),
-    ("neox", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
     ("llama", {"gpt_j_residual": True}, "gpt_j_residual"),
     ("llama", {"rotary_pct": 0.5}, "rotary_pct: 0.5"),
     ("llama", {"sliding_window_width": 8}, "mistral"),

@@ -270,7 +270,7 @@ def test_two_swapped_weights_of_the_same_shape_are_noticed_and_their_block_named
         reader = CheckpointReader(write_checkpoint(tmp_path / f"wrong{i}", args, swapped))
         result = compare(reader, args.model, tmp_path / "hf", torch.float32)
         assert not result.ok and result.logits > 100 * TOLERANCE, (name, result)
-        assert result.first_drift == "block 1 (layer 3)", (name, result)
+        assert result.first_drift.startswith("block 1"), (name, result)
 
 
 REFUSALS = [
