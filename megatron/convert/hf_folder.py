@@ -41,6 +41,8 @@ class HuggingFaceFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if not (path / "config.json").is_file():
+            raise UserError(f"{path} is not a Hugging Face folder: it has no config.json")
         self.config: dict[str, Any] = _read_json(path / "config.json")
         self.tensors: dict[str, Stored] = {}
         for file in self._files():
