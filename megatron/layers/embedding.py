@@ -5,6 +5,7 @@ Legend: b batch, s sequence, t = b·s, h hidden, v vocabulary, /tp = this rank's
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from megatron.layers.dropout import hidden_dropout
 from megatron.layers.init import build_init
 from megatron.layers.kv_cache import LayerCache
+from megatron.layers.moe.losses import no_balance
 from megatron.layers.positions import POSITIONS
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.state import ParallelState
@@ -40,11 +42,13 @@ class Embedding(nn.Module):
             state=state,
             init=build_init(model, hidden_matrix=False),
         )
+        self.balance = partial(no_balance, model, state.device)
         at_embedding = POSITIONS[model.pos_emb].at_embedding
         self.position_embeddings = None if at_embedding is None else at_embedding(model, state)
 
     def forward(self, carry: tuple[Tensor, ...], cache: LayerCache | None = None) -> tuple[Tensor, ...]:
-        """(tokens [b, s], positions [b, s][, doc_ids]) -> (hidden [t, h] or [t/tp, h], positions[, doc_ids])."""
+        """(tokens [b, s], positions [b, s][, doc_ids]) -> (hidden [t, h] or [t/tp, h], positions[, doc_ids][, balance
+        loss of mixtures of experts])."""
         tokens, positions, *doc_ids = carry
         hidden = self.word_embeddings(tokens)
         if self.width_scale is not None:
@@ -55,4 +59,5 @@ class Embedding(nn.Module):
             hidden = hidden + self.position_embeddings(positions).to(hidden.dtype)
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
-        return (hidden_dropout(hidden, self.dropout, self.training, self.state), positions, *doc_ids)
+        hidden = hidden_dropout(hidden, self.dropout, self.training, self.state)
+        return (hidden, positions, *doc_ids, *self.balance())

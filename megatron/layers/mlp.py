@@ -27,24 +27,28 @@ MLPS: Registry[Callable[..., nn.Module]] = Registry("mlp")
 
 @MLPS.register("dense")
 class DenseMLP(nn.Module):
-    """linear2(act(linear1(x))) or linear2(act(gate) · up); the activation decides which."""
+    """linear2(act(linear1(x))) or linear2(act(gate) · up); the activation decides which.
 
-    def __init__(self, model: ModelConfig, state: ParallelState) -> None:
+    `width` and `bias`: instead of ffn_width and use_bias_in_mlp.
+    """
+
+    def __init__(
+        self, model: ModelConfig, state: ParallelState, *, width: int | None = None, bias: bool | None = None
+    ) -> None:
         super().__init__()
         activation = build_activation(model.activation, bias_gelu_fusion=model.bias_gelu_fusion)
         self.function, self.gated = activation.function, activation.gated
-        h, width = model.hidden_size, model.ffn_width
+        h, width = model.hidden_size, width or model.ffn_width
+        bias = model.use_bias_in_mlp if bias is None else bias
         self.linear1 = ColumnParallelLinear(
             h,
             2 * width if self.gated else width,
             state=state,
             init=build_init(model),
-            bias=model.use_bias_in_mlp,
+            bias=bias,
             blocks=(width, width) if self.gated else (),
         )
-        self.linear2 = RowParallelLinear(
-            width, h, state=state, init=build_init(model, residual=True), bias=model.use_bias_in_mlp
-        )
+        self.linear2 = RowParallelLinear(width, h, state=state, init=build_init(model, residual=True), bias=bias)
 
     def forward(self, x: Tensor, *, entered: bool = False, reduce: bool = True) -> Tensor:
         """[t, h] ([t/tp, h] under sequence parallelism) -> the same; `entered` and `reduce` as in mpu.layers."""
@@ -55,3 +59,7 @@ class DenseMLP(nn.Module):
         else:
             wide = self.function(wide)
         return self.linear2(wide, reduce=reduce)
+
+    def add_bias(self, y: Tensor) -> Tensor:
+        """What `reduce=False` leaves out, to be added once the partial sums are reduced."""
+        return self.linear2.add_bias(y)

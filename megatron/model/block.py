@@ -13,6 +13,8 @@ Legend: b batch, s sequence, t = b·s, h hidden, /tp = this rank's part.
 The parallel forms add the partial sums of A and M before the one reduction over tensor-parallel ranks, and both biases
 once after it (GPT-NeoX adds each rank's copy, hence tp times the bias); dropout acts on that sum.
 
+M is dense or a mixture of experts (layer_mlps), which may add to the loss too.
+
 forward reads no attribute that differs from layer to layer, so torch.compile makes one graph for all blocks of a kind.
 """
 
@@ -28,7 +30,9 @@ from megatron.layers.documents import Documents, Need
 from megatron.layers.dropout import hidden_dropout
 from megatron.layers.kv_cache import CacheEntry, LayerCache
 from megatron.layers.mlp import MLPS
+from megatron.layers.moe import MixtureOfExperts
 from megatron.layers.norms import build_norm
+from megatron.model.carry import Carry, documents_of, passed_on
 from megatron.model.recompute import Recompute, recomputed
 from megatron.mpu.collectives import enter_tensor_parallel, leave_tensor_parallel
 from megatron.mpu.state import ParallelState
@@ -58,21 +62,22 @@ class Block(nn.Module):
         # Chunks of several blocks are recomputed by whoever runs the list (sequential.run_layers).
         self.recompute = self.chunking.policy if self.chunking.every == 1 else "none"
 
-    def forward(self, carry: tuple[Tensor, ...], cache: CacheEntry | None = None) -> tuple[Tensor, ...]:
-        """(hidden [t, h] or [t/tp, h], positions [b, s][, documents or their numbers]) -> the same, hidden changed.
+    def forward(self, carry: Carry, cache: CacheEntry | None = None) -> Carry:
+        """The carry (model/carry.py) -> the same, hidden changed, the balance loss added to by a mixture of experts.
 
         `cache`: what `new_cache` gave, with the earlier tokens (inference); it takes s more.
         """
-        hidden, positions, *rest = carry
-        documents = rest[0] if rest else None
+        hidden, positions, documents = *carry[:2], documents_of(carry)
         if cache is not None:
-            return (self.residual(hidden, positions, documents, cache), *carry[1:])
-        return (recomputed(self.residual, self.recompute, hidden, positions, documents), *carry[1:])
+            made = self.residual(hidden, positions, documents, cache)
+        else:
+            made = recomputed(self.residual, self.recompute, hidden, positions, documents)
+        return passed_on(carry, *made) if isinstance(made, tuple) else passed_on(carry, made)
 
     def residual(
         self, x: Tensor, positions: Tensor, documents: Documents | Tensor | None, cache: LayerCache | None = None
-    ) -> Tensor:
-        """The block's function on the hidden states alone."""
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """The block's function on the hidden states alone; with what it adds to the loss, if there may be any."""
         raise TypeError(f"{type(self).__name__} has no residual")
 
     def new_cache(self, capacity: int, start: Tensor | None) -> CacheEntry:
@@ -114,6 +119,7 @@ class TransformerBlock(Block):
         if self.form == "sandwich":
             self.pre_feedforward_layernorm = build_norm(model, state)
         self.mlp = MLPS[mlp](model, state)
+        self.one_graph = not isinstance(self.mlp, MixtureOfExperts)
         if self.form in ("olmo", "sandwich"):
             self.post_feedforward_layernorm = build_norm(model, state)
 
@@ -122,32 +128,41 @@ class TransformerBlock(Block):
 
     def residual(
         self, x: Tensor, positions: Tensor, documents: Documents | Tensor | None, cache: LayerCache | None = None
-    ) -> Tensor:
-        """The block's function on the hidden states alone."""
+    ) -> tuple[Tensor, Tensor | None]:
         where = (positions, documents, cache)
         if self.form in ("parallel", "tied"):
-            return x + self._drop(self._parallel(x, where))
+            change, loss = self._parallel(x, where)
+            return x + self._drop(change), loss
         if self.form == "olmo":
             x = x + self._drop(self.post_attention_layernorm(self.attention(x, *where)))
-            return x + self._drop(self.post_feedforward_layernorm(self.mlp(x)))
+            change, loss = self._feed(x, positions)
+            return x + self._drop(self.post_feedforward_layernorm(change)), loss
         if self.form == "sandwich":
             x = x + self._drop(self.post_attention_layernorm(self.attention(self.input_layernorm(x), *where)))
-            return x + self._drop(self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x))))
+            change, loss = self._feed(self.pre_feedforward_layernorm(x), positions)
+            return x + self._drop(self.post_feedforward_layernorm(change)), loss
         x = x + self._drop(self.attention(self.input_layernorm(x), *where))
-        return x + self._drop(self.mlp(self.post_attention_layernorm(x)))
+        change, loss = self._feed(self.post_attention_layernorm(x), positions)
+        return x + self._drop(change), loss
 
-    def _parallel(self, x: Tensor, where: tuple[Any, ...]) -> Tensor:
+    def _parallel(self, x: Tensor, where: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
         normed = self.input_layernorm(x)
         if self.form == "tied":
             # One input for both: enter the tensor-parallel region once.
             normed = enter_tensor_parallel(normed, self.state)
             partial = self.attention(normed, *where, entered=True, reduce=False)
-            partial = partial + self.mlp(normed, entered=True, reduce=False)
+            change, loss = self._feed(normed, where[0], entered=True, reduce=False)
         else:
             partial = self.attention(normed, *where, reduce=False)
-            partial = partial + self.mlp(self.post_attention_layernorm(x), reduce=False)
-        total = leave_tensor_parallel(partial, self.state)
-        return self.mlp.linear2.add_bias(self.attention.dense.add_bias(total))
+            change, loss = self._feed(self.post_attention_layernorm(x), where[0], reduce=False)
+        total = leave_tensor_parallel(partial + change, self.state)
+        return self.mlp.add_bias(self.attention.dense.add_bias(total)), loss
+
+    def _feed(self, x: Tensor, positions: Tensor, **crossing: bool) -> tuple[Tensor, Tensor | None]:
+        """The feed-forward, and what it adds to the loss; `crossing`: `entered` and `reduce` of it."""
+        if isinstance(self.mlp, MixtureOfExperts):
+            return self.mlp(x, positions.shape[0], **crossing)
+        return self.mlp(x, **crossing), None
 
 
 def _form(model: ModelConfig) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatron.layers.init import build_init
 from megatron.layers.kv_cache import LayerCache
 from megatron.layers.norms import build_norm
+from megatron.model.carry import balance_of
 from megatron.mpu import sharding
 from megatron.mpu.collectives import enter_tensor_parallel, gather_last_dim
 from megatron.mpu.cross_entropy import linear_cross_entropy, weighted_linear_cross_entropy
@@ -40,6 +41,7 @@ class LMOutput:
     * `hidden` [t, h] ([t/tp, h] under sequence parallelism), after the final norm.
     * `weight` [v/tp, h] of the output matrix; `shape` (b, s); `multiplier` of the logits (muP: 1 / width multiplier).
     * `bias` [v/tp] of the logits or None; `softcap` that bounds them or None.
+    * `balance`: what mixtures of experts add to the loss, 0-dim fp32, or None.
     """
 
     hidden: Tensor
@@ -52,6 +54,11 @@ class LMOutput:
     compiled: bool = False  # the loss's element-wise part
     bias: Tensor | None = None
     softcap: float | None = None
+    balance: Tensor | None = None
+
+    def with_balance(self, loss: Tensor) -> Tensor:
+        """A loss with the gradient of the balance loss too, and its own value: what is reported stays comparable."""
+        return loss if self.balance is None else loss + (self.balance - self.balance.detach())
 
     def token_loss(self, targets: Tensor) -> Tensor:
         """Cross entropy in nats of every target [b, s] int64 -> [t] fp32, equal on all tensor-parallel ranks."""
@@ -128,8 +135,8 @@ class OutputMatrix(nn.Module):
             "softcap": model.final_logit_softcapping,
         }
 
-    def forward(self, hidden: Tensor, shape: torch.Size, then: Then | None) -> Any:
-        out = LMOutput(hidden, self.weight, tuple(shape), bias=self.bias, **self.options)
+    def forward(self, hidden: Tensor, shape: torch.Size, balance: Tensor | None, then: Then | None) -> Any:
+        out = LMOutput(hidden, self.weight, tuple(shape), bias=self.bias, balance=balance, **self.options)
         return out if then is None else then(out)
 
 
@@ -171,4 +178,4 @@ class Head(nn.Module):
         `then` runs inside the matrix's forward, where its weight is whole under ZeRO-3 as well.
         """
         matrix = self.word_embeddings if self.final_linear is None else self.final_linear
-        return matrix(carry[0], carry[1].shape, then)
+        return matrix(carry[0], carry[1].shape, balance_of(carry), then)

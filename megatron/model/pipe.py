@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from torch import nn
+from torch import Tensor, nn
 
+from megatron.model.carry import balance_of
 from megatron.model.gpt import Layer, build_layer
 from megatron.model.partition import LayerRow, partition
 from megatron.model.sequential import SequentialModel, log_backends, recompute_of, run_layers
@@ -82,5 +84,27 @@ class LayerPipe(PipelineModule):
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
     def forward(self, forward_input: Any) -> Any:
-        """This stage's layers: (tokens or hidden, positions[, doc_ids]) -> the same, or `LMOutput` at the end."""
-        return run_layers(self.forward_funcs, forward_input, self.recompute)
+        """This stage's layers: (tokens or hidden, positions[, doc_ids][, balance]) -> the same, or `LMOutput` at the
+        end."""
+        out = run_layers(self.forward_funcs, forward_input, self.recompute)
+        if isinstance(out, tuple) and (balance := balance_of(out)) is not None and balance.requires_grad:
+            _backward_at_once(out[0], balance)
+        return out
+
+
+def _backward_at_once(hidden: Tensor, balance: Tensor) -> None:
+    """Make DeepSpeed's `hidden.backward(...)`, then `balance.backward(...)` one pass through the stage.
+
+    It would keep the whole graph after the first and walk it once more for the second: twice the work, with every
+    gradient hook and count of a layer done twice.
+    """
+    kept: list[Tensor] = []
+
+    def first(gradient: Tensor, retain_graph: bool = False) -> None:
+        kept.append(gradient)
+
+    def second(gradient: Tensor, retain_graph: bool = False) -> None:
+        del hidden.backward, balance.backward  # they hold each other
+        torch.autograd.backward((hidden, balance), (kept.pop(), gradient))
+
+    hidden.backward, balance.backward = first, second  # type: ignore[method-assign, assignment]

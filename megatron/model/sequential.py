@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megatron.layers.attention import SelfAttention
@@ -16,6 +17,7 @@ from megatron.layers.documents import Documents
 from megatron.layers.kv_cache import KVCache
 from megatron.log import get_logger
 from megatron.model.block import Block
+from megatron.model.carry import balance_of, documents_of, passed_on
 from megatron.model.gpt import Layer, build_layer
 from megatron.model.head import LMOutput, Then
 from megatron.model.recompute import Recompute, recomputed
@@ -39,20 +41,21 @@ def run_layers(layers: Sequence[nn.Module], carry: Any, recompute: Recompute, ca
         if len(chunk) == 1:
             carry = chunk[0](carry)
         else:
-            carry = (recomputed(_through(chunk), recompute.policy, *carry), *carry[1:])
+            carry = passed_on(carry, *recomputed(_through(chunk), recompute.policy, *carry))
     return numbers_only(carry)
 
 
 def share_documents(layers: Sequence[nn.Module], carry: Any) -> Any:
-    """(hidden or tokens, positions, document numbers) -> the same with the numbers made into what `layers` read.
+    """(hidden or tokens, positions, document numbers, ...) -> the same with the numbers made into what `layers` read.
 
     Here, once for all of them, and not in a block: it depends on the data, which a compiled graph must not, and it
     would be computed again with every block that activation checkpointing recomputes.
     """
-    if len(carry) < 3 or isinstance(carry[2], Documents):
+    ids = documents_of(carry)
+    if ids is None or isinstance(ids, Documents):
         return carry
     needs = {need for layer in layers if isinstance(layer, Block) for need in layer.document_needs()}
-    return (*carry[:2], Documents.of(carry[2], needs), *carry[3:])
+    return (*carry[:2], Documents.of(ids, needs), *carry[3:])
 
 
 def numbers_only(carry: Any) -> Any:
@@ -74,11 +77,14 @@ def _chunks(layers: Sequence[nn.Module], recompute: Recompute) -> list[list[nn.M
     return chunks
 
 
-def _through(chunk: list[nn.Module]) -> Any:
-    def run(*carry: Tensor) -> Tensor:
+def _through(chunk: list[nn.Module]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def run(*carry: Any) -> tuple[Tensor, Tensor | None]:
+        """(hidden behind the chunk, what its blocks add to the balance loss)"""
+        if (before := balance_of(carry)) is not None:
+            carry = (*carry[:-1], torch.zeros_like(before))
         for block in chunk:
             carry = block(carry)
-        return carry[0]
+        return carry[0], balance_of(carry)
 
     return run
 

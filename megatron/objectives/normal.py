@@ -16,6 +16,9 @@ class NormalObjective:
 
     With weight = (accumulation steps · data-parallel size) / N, N the trained tokens of the whole global batch, the
     mean over micro-batches and ranks is Σ / N. A micro-batch without trained tokens adds 0.
+
+    Mixtures of experts add the gradient of their balance loss, a mean over the sequences of the micro-batch, hence over
+    those of the global batch.
     """
 
     batch_keys = ("targets", "mask")
@@ -23,7 +26,7 @@ class NormalObjective:
     def loss(self, out: LMOutput, labels: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """labels: targets [b, s] int64, mask [b, s] fp32, weight 0-dim fp32 -> scalar fp32."""
         targets, mask, weight = labels
-        return out.weighted_loss(targets, mask * weight)[0]
+        return out.with_balance(out.weighted_loss(targets, mask * weight)[0])
 
 
 OBJECTIVES.register("normal")(NormalObjective())
