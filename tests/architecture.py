@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("log",),
     ("registry",),
+    ("plugins",),
     ("neox_arguments",),
     ("mpu", "tokenizer"),
     ("layers", "data", "optim"),

@@ -27,9 +27,10 @@ from megatron.errors import DeepyError, StopRequested
 from megatron.log import get_logger
 from megatron.mpu.sharding import count_parameters
 from megatron.mpu.state import ParallelState
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import NeoXArgs, plugin_key
 from megatron.neox_arguments.derive import check_device, check_trainable
 from megatron.neox_arguments.differences import differences_for
+from megatron.plugins import source_changes
 from megatron.tokenizer import Tokenizer
 from megatron.training.callback import Callback
 from megatron.training.setup import Process, build_engine, build_model, build_schedule
@@ -73,6 +74,8 @@ def train(process: Process) -> int:
                 load_data=start.load_data,
             ):
                 logger.info(message)
+            for message in source_changes(saved.config.get("plugin_sources"), args.launcher.plugin_sources):
+                logger.info(f"changed since the checkpoint: {message}")
             args = with_schedule(with_origin(args, saved, start), saved.config, start)
         plan = plan_data(args, process, *continued(start))
         batches = build_batches(args, process, plan)
@@ -188,6 +191,8 @@ def say_start(args: NeoXArgs, start: Start) -> None:
     """What is worth saying before anything is built: notes, differences from GPT-NeoX, where the run starts."""
     for note in args.notes:
         logger.info(note)
+    for name, digest, registered in plugin_key.describe(args.launcher.plugins):
+        logger.info(f"plugin {name} (sha256 {digest}) registers {registered}")
     if differences := differences_for(args):
         logger.info("what differs from GPT-NeoX for this config:")
         for line in differences:

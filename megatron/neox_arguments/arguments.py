@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from megatron.errors import UserError, nearest
+from megatron.neox_arguments import plugin_key
 from megatron.neox_arguments.coerce import WrongValue, coerce, thaw
 from megatron.neox_arguments.describe import describe
 from megatron.neox_arguments.keys import KeyInfo, group_keys
@@ -92,7 +93,9 @@ class NeoXArgs:
         """The inverse of `to_dict`. Raises `UserError` for an unknown key or a wrong type.
 
         Values at their defaults count as not set, and computed values as computed, so that `derive` can run again.
+        Plugins that it names are imported first.
         """
+        plugin_key.import_plugins(values.get(plugin_key.KEY), lambda name: source)
         typed = {}
         for name, value in values.items():
             if name not in all_keys():
@@ -118,6 +121,7 @@ class NeoXArgs:
         try:
             stored = json.loads(text)
             args = cls.from_dict(stored["values"])
+            plugin_key.check_sources(args.launcher.plugins, args.launcher.plugin_sources)
             return dataclasses.replace(args, sources=dict(stored["sources"]), notes=tuple(stored["notes"]))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"this is not a resolved config as deepy.py writes it ({error})") from error

@@ -22,7 +22,7 @@ def coerce(value: Any, info: KeyInfo) -> Any:
         return info.default
     if isinstance(value, str):
         value = _spelling(value, info)
-    return coerce_type(value, info.type)
+    return coerce_type(value, info.accepts)
 
 
 def coerce_type(value: Any, annotation: Any) -> Any:

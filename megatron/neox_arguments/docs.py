@@ -74,7 +74,7 @@ def _document(live: list[KeyInfo], unavailable: list[KeyInfo], derived: list[Key
 
 
 def _type(info: KeyInfo) -> str:
-    return wanted(info.type)
+    return wanted(info.type) + (", or a plugin's" if info.registry is not None else "")
 
 
 def _default(info: KeyInfo) -> str:

@@ -12,7 +12,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import MISSING, dataclass
 from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from megatron.registry import added
 
 
 def key(
@@ -23,6 +25,7 @@ def key(
     derived: str | None = None,
     differs: str | None = None,
     spellings: dict[str, str] | None = None,
+    registry: str | None = None,
     new: bool = False,
 ) -> Any:
     """Declare a configuration key as a dataclass field.
@@ -30,7 +33,8 @@ def key(
     `unavailable`: what to use instead when any value but the default is asked for, or a table from the unavailable
     values to that advice. `derived`: the field is computed (`"check"`: a value given by the user must agree with the
     computed one; `"recompute"`: it depends on the layout and is computed afresh). `differs`: what is not as in
-    GPT-NeoX. `spellings`: other spellings of values. `new`: not a GPT-NeoX key.
+    GPT-NeoX. `spellings`: other spellings of values. `registry`: the kind of the registry behind the choices; the names
+    that plugins added to it are choices too. `new`: not a GPT-NeoX key.
     """
     metadata = {
         "doc": doc,
@@ -38,6 +42,7 @@ def key(
         "derived": derived,
         "differs": differs,
         "spellings": spellings or {},
+        "registry": registry,
         "new": new,
     }
     return dataclasses.field(default=default, metadata=metadata)
@@ -56,6 +61,7 @@ class KeyInfo:
     derived: str | None
     differs: str | None
     spellings: dict[str, str]
+    registry: str | None
     new: bool
 
     @property
@@ -65,8 +71,32 @@ class KeyInfo:
 
     @property
     def choices(self) -> list[Any]:
-        """The values of a `Literal` type, without None; empty for other types."""
-        return [value for member in union_members(self.type) if _is_literal(member) for value in get_args(member)]
+        """The values of a `Literal` type, without None, and the names of plugins; empty for other types."""
+        ours = [value for member in union_members(self.type) if _is_literal(member) for value in get_args(member)]
+        return [*ours, *(name for name in self.added if name not in ours)]
+
+    @property
+    def added(self) -> list[str]:
+        """The names that plugins registered for this key."""
+        return list(added(self.registry)) if self.registry is not None else []
+
+    @property
+    def accepts(self) -> Any:
+        """`type`, its choices with the names of plugins."""
+        names = self.added
+        if not names:
+            return self.type
+        accepted: Any = None
+        for member in union_members(self.type):
+            one = Literal[tuple(self.choices)] if _is_literal(member) else member  # type: ignore[valid-type]
+            accepted = one if accepted is None else accepted | one
+        return accepted
+
+    def refusal(self, value: Any) -> str | None:
+        """What to use instead of a value that is known but not available; None when it is (a plugin may bring it)."""
+        if not isinstance(self.unavailable, dict) or isinstance(value, (dict, list, tuple)) or value in self.added:
+            return None
+        return self.unavailable.get(value)
 
 
 def union_members(annotation: Any) -> list[Any]:
@@ -77,8 +107,6 @@ def union_members(annotation: Any) -> list[Any]:
 
 
 def _is_literal(annotation: Any) -> bool:
-    from typing import Literal
-
     return get_origin(annotation) is Literal
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import yaml
 
 from megatron.errors import UserError, nearest
-from megatron.neox_arguments import mixture_files
+from megatron.neox_arguments import mixture_files, plugin_key
 from megatron.neox_arguments.arguments import NeoXArgs, all_keys
 from megatron.neox_arguments.coerce import WrongValue, coerce, thaw
 from megatron.neox_arguments.keys import KeyInfo
 from megatron.neox_arguments.nested import check_nested
 from megatron.neox_arguments.retired import ALIASES, NEVER_DEFAULT, OTHER_VERSIONS, RETIRED
-from megatron.neox_arguments.yaml_files import Entry, config_path, normalise, read_config
+from megatron.neox_arguments.yaml_files import Entry, config_path, joined_plugins, normalise, read_config
 
 COMMAND_LINE = "command line"
 
@@ -57,7 +57,9 @@ def _merge(paths: list[str]) -> dict[str, Entry]:
             raise UserError(f"{path}: this config file is given twice")
         read.add(os.path.realpath(path))
         for name, entry in read_config(path).items():
-            if name in merged and merged[name].value != entry.value:
+            if name in merged and name == plugin_key.KEY:
+                merged[name] = joined_plugins(merged[name], entry)
+            elif name in merged and merged[name].value != entry.value:
                 raise UserError(
                     f"{entry.where}: {name} is {entry.value!r} here and {merged[name].value!r} at {merged[name].where};"
                     f" keep one of the two, or put `extends: {os.path.basename(paths[0])}` into the one that should win"
@@ -81,11 +83,16 @@ def _apply_override(entries: dict[str, Entry], override: str) -> None:
         raise UserError(f"{where}: the value is not valid YAML: {getattr(error, 'problem', error)}") from error
     if name not in all_keys() and name not in RETIRED:
         raise UserError(f"{where}: {_unknown(name)}")
-    if not inner:
+    if not inner and name == plugin_key.KEY:
+        entries[name] = Entry(*plugin_key.located(value, where, None, {}))
+    elif not inner:
         entries[name] = Entry(value, where, {})
+    if not inner:
         _silence(entries, name)
         return
     inner = [part.replace("-", "_") for part in inner]
+    if name == plugin_key.KEY:
+        raise UserError(f"{where}: write the whole list: plugins=[my_module,path/to/file.py]")
     under = entries.get(name, Entry({}, where, {}))
     if under.value is not None and not isinstance(under.value, dict):
         raise UserError(f"{where}: {name} is not a mapping")
@@ -148,6 +155,8 @@ def _build(entries: dict[str, Entry]) -> NeoXArgs:
     sources: dict[str, str] = {}
     notes: list[str] = []
     silent: list[str] = []
+    if plugin_key.KEY in entries:  # first: other keys may hold names that they register
+        entries[plugin_key.KEY] = _import_plugins(entries[plugin_key.KEY], notes)
     _lift_extra_args(entries)
     for name, entry in entries.items():
         if name in RETIRED:
@@ -162,6 +171,11 @@ def _build(entries: dict[str, Entry]) -> NeoXArgs:
     if silent:
         notes.append(f"these keys have no effect and are at GPT-NeoX's defaults: {', '.join(silent)}")
     return NeoXArgs.from_values(values, sources, tuple(notes))
+
+
+def _import_plugins(entry: Entry, notes: list[str]) -> Entry:
+    notes += plugin_key.import_plugins(entry.value, lambda name: entry.inside.get(name, entry.where))
+    return Entry(entry.value, entry.where, {})
 
 
 def _lift_extra_args(entries: dict[str, Entry]) -> None:
@@ -204,8 +218,7 @@ def _value(info: KeyInfo, entry: Entry, notes: list[str]) -> Any:
 def _check_available(info: KeyInfo, value: Any, where: str) -> None:
     """Refuse keys and values of the class 'known, not available', naming the alternative."""
     if isinstance(info.unavailable, dict):
-        advice = info.unavailable.get(value) if not isinstance(value, (dict, list)) else None
-        if advice is not None:
+        if (advice := info.refusal(value)) is not None:
             raise UserError(f"{where}: {info.name}: {value} is not available: {advice}")
     elif info.unavailable is not None and value != info.default and not _switched_off(value):
         raise UserError(f"{where}: {info.name} is not available: {info.unavailable}")

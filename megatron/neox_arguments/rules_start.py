@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from megatron.neox_arguments.draft import Draft
+from megatron.plugins import sources
 
 _DEFAULTS = {"iteration": None, "data": "continue", "optimizer": "keep", "step": "continue"}
 # What says the same or the opposite of one of the keys of init_from -> what to write instead.
@@ -13,6 +14,11 @@ _OTHER_WAYS = {
     "iteration": "init_from.iteration says which checkpoint",
     "no_load_optim": "init_from.optimizer=reset says it",
 }
+
+
+def plugin_sources(draft: Draft) -> None:
+    """What the plugins consist of, so that ranks and later starts notice another version."""
+    draft.set("plugin_sources", sources(draft["plugins"]) or None, "the files of plugins")
 
 
 def init_from(draft: Draft) -> None:

@@ -77,13 +77,12 @@ def optimizer(draft: Draft) -> None:
 
 def _optimizer_type(draft: Draft, inner: str | None) -> None:
     info = all_keys()["optimizer_type"]
-    unavailable = info.unavailable if isinstance(info.unavailable, dict) else {}
+    unavailable = {name: info.refusal(name) for name in info.choices if info.refusal(name) is not None}
     stated = draft.given("optimizer_type")
     chosen = info.default
     if inner is not None:
-        chosen = {"fusedadam": "adam", "onebit_adam": "onebitadam", "cpuadam": "cpu_adam"}.get(
-            inner.lower(), inner.lower()
-        )
+        spellings = {**_OPTIMIZER_SPELLINGS, **{name.lower(): name for name in info.added}}
+        chosen = spellings.get(inner.lower(), inner.lower())
         usable = [name for name in info.choices if name not in unavailable]
         if chosen in unavailable:
             draft.fail("optimizer.type", f"{inner} is not available: {unavailable[chosen]}")

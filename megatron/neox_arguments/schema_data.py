@@ -27,7 +27,7 @@ class TokenizerConfig:
         "CharLevelTokenizer",
         "TiktokenTokenizer",
         "bytes",
-    ] = key("GPT2BPETokenizer", "Tokenizer class.")
+    ] = key("GPT2BPETokenizer", "Tokenizer class.", registry="tokenizer_type")
     vocab_file: str | None = key(None, "Vocabulary file (tokenizer.json, vocab.json, .model) or name, by class.")
     merge_file: str | None = key(None, "BPE merges file, for the classes that have one.")
     vocab_size: int | None = key(

@@ -41,8 +41,18 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class LauncherConfig:
-    """How the ranks are started."""
+    """How the ranks are started, and which code beyond the library they import."""
 
+    plugins: tuple[str, ...] = key(
+        (),
+        "Python modules and files (path/to/file.py, beside the config file or in the working directory) that register"
+        " norms, activations, mixers, model families, objectives, ... of your own; see documentation/plugins.md."
+        " Several config files may each name some. A plugin is code and runs with your rights.",
+        new=True,
+    )
+    plugin_sources: dict[str, Any] | None = key(
+        None, "SHA-256 of the source of each plugin.", derived="recompute", new=True
+    )
     hostfile: str | None = key(None, "File of `host slots=N` lines.")
     include: str | None = key(None, "Hosts and slots to use: `host[:slot,...]@host`.")
     exclude: str | None = key(None, "Hosts and slots not to use.")

@@ -29,6 +29,7 @@ class OptimizerConfig:
         "adam",
         "Optimizer, usually given as optimizer.type. adam, adamw and cpu_torch_adam are the same:"
         " decoupled weight decay.",
+        registry="optimizer.type",
         unavailable=dict.fromkeys(_OTHER_OPTIMIZERS, _OPTIMIZER),
         differs="AdamW is accepted",
     )
@@ -75,6 +76,7 @@ class ScheduleConfig:
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key(
         "linear",
         "Shape of the decay.",
+        registry="lr_decay_style",
         differs="holds its end value after lr_decay_iters (cosine rises in GPT-NeoX)",
     )
     lr_decay_iters: int | None = key(None, "Length of the schedule in steps. Default: train_iters.")
@@ -108,6 +110,7 @@ class TrainingConfig:
     train_impl: Literal["normal", "dpo", "rm", "kto", "reinforce"] = key(
         "normal",
         "Objective.",
+        registry="train_impl",
         unavailable=dict.fromkeys(("dpo", "rm", "kto", "reinforce"), _OBJECTIVE),
     )
     replica_check_interval: int = key(

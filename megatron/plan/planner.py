@@ -41,6 +41,7 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | 
     parts = [
         sections.config(args),
         sections.differences(args),
+        sections.plugins(args),
         sections.ranks(topology(args), placement),
         sections.model(args, tokenizer.describe(), vocab_size),
         sections.stages(stages, held),

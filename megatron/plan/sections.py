@@ -12,7 +12,7 @@ from megatron.cluster.launch import Placement
 from megatron.data.build import SourceRow
 from megatron.model.partition import StageRow
 from megatron.mpu.topology import Topology
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import NeoXArgs, plugin_key
 from megatron.neox_arguments.arguments import all_keys
 from megatron.neox_arguments.coerce import thaw
 from megatron.neox_arguments.differences import differences_for
@@ -48,6 +48,12 @@ def differences(args: NeoXArgs) -> list[str]:
     """What is not as in GPT-NeoX for this config, and what reading it brought up."""
     lines = titled("differences from GPT-NeoX for this config", differences_for(args))
     return lines + (["", *titled("notes", args.notes)] if args.notes else [])
+
+
+def plugins(args: NeoXArgs) -> list[str]:
+    """Each plugin with what it registered; no section without any."""
+    rows = plugin_key.describe(args.launcher.plugins)
+    return titled("plugins", table(("plugin", "sha256", "registers"), rows)) if rows else []
 
 
 def ranks(topology: Topology, placement: Placement) -> list[str]:
