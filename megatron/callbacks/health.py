@@ -50,8 +50,9 @@ class SkippedSteps(Callback):
 
 
 class ReplicaCheck(Callback):
-    """Every `interval` steps, compares what must be equal: replicated parameters over the tensor-parallel
-    group, and all parameters over the data-parallel group. Catches silent corruption and lost reductions.
+    """Every `interval` steps, compares what must be equal: replicated parameters over the tensor-parallel group, all
+    but experts over the data-parallel group, experts over the ranks that hold the same ones. Catches silent corruption
+    and lost reductions.
     """
 
     def __init__(self, interval: int) -> None:
@@ -60,7 +61,10 @@ class ReplicaCheck(Callback):
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
         if self.interval <= 0 or trainer.step % self.interval:
             return
-        self._compare(trainer, "data", lambda p: True)
+        shares_experts = trainer.state.ep_size > 1
+        self._compare(trainer, "data", lambda p: not (shares_experts and p.spec.experts))
+        if shares_experts:
+            self._compare(trainer, "expert_data", lambda p: p.spec.experts)
         self._compare(trainer, "model", lambda p: p.spec.split_dim is None)
 
     @torch.no_grad()

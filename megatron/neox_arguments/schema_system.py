@@ -28,6 +28,9 @@ class ParallelConfig:
     pipe_partition_method: str = key(
         "type:transformer|mlp", "How layers are dealt to stages: type:REGEX, uniform or parameters."
     )
+    expert_parallel_size: int = key(
+        1, "Consecutive data-parallel ranks that share the experts of mixture-of-experts layers.", new=True
+    )
     global_num_gpus: int | None = key(None, "All ranks of the job, over all nodes.")
     num_gpus: int | None = key(None, "Ranks per node (on a CPU too). Default: its GPUs, else what the layout needs.")
     distributed_backend: Literal["nccl", "gloo", "mpi"] = key(

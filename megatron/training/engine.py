@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron.data.batch import StepBatch
-from megatron.mpu.sharding import named_parameters, spec_of
+from megatron.mpu.sharding import gather_experts, named_parameters, own_experts, spec_of
 from megatron.mpu.state import ParallelState
+from megatron.training.engine_experts import expert_parallel
 from megatron.training.engine_state import OptimizerState
 from megatron.training.engine_update import (
     Bf16Gradients,
@@ -109,9 +110,12 @@ class DeepSpeedEngine:
         self.pipelined = state.pp_size > 1
         self.before_update: Callable[[], None] | None = None
         extra = {} if self.pipelined or grid is None else {"mpu": grid}
-        self.deepspeed, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False, **extra
-        )
+        with expert_parallel(model.parameters(), state) as experts_apart:
+            self.deepspeed, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=config, dist_init_required=False, **extra
+            )
+        # From here on DeepSpeed reduces the gradients of experts apart from the others.
+        self.deepspeed.has_moe_layers = experts_apart
         self.module = self.deepspeed.module
         self.micro_batches = config["gradient_accumulation_steps"]
         masters = stage > 0 or precision != "fp32"
@@ -300,18 +304,23 @@ class DeepSpeedEngine:
         return self._names
 
     def read(self, name: str) -> dict[str, Tensor]:
-        """fp32 master weight and optimizer moments of a parameter. Collective over the data group."""
-        return self._optimizer_state.read(self._params[name])
+        """fp32 master weight and optimizer moments of a parameter: this rank's tensor-parallel part, experts of all
+        expert-parallel ranks. Collective over the data group."""
+        p = self._params[name]
+        return {k: gather_experts(v, spec_of(p), self.state) for k, v in self._optimizer_state.read(p).items()}
 
     def write(self, name: str, values: dict[str, Tensor]) -> None:
         """Set what `read` gave. Call on every data rank with the same values, then `finish_writing` once."""
         if set(values) - {"weight"} and not self._optimizer_state.keys():
             self._optimizer_state.materialize()
-        self._optimizer_state.write(self._params[name], values)
+        p = self._params[name]
+        mine = {key: own_experts(value, spec_of(p), self.state) for key, value in values.items()}
+        self._optimizer_state.write(p, mine)
 
     def write_weight(self, name: str, weight: Tensor) -> None:
         """Set a weight (and its master), leaving the optimizer's moments alone."""
-        self._optimizer_state.write_weight(self._params[name], weight)
+        p = self._params[name]
+        self._optimizer_state.write_weight(p, own_experts(weight, spec_of(p), self.state))
 
     def finish_writing(self) -> None:
         """Bring model weights in line with the masters after the last `write`."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron.mpu.sharding import is_owned, spec_of
+from megatron.mpu.sharding import is_owned, spec_of, sum_owned
 from megatron.mpu.state import ParallelState
 
 # Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ and Megatron do.
@@ -155,7 +155,8 @@ class Update:
 def global_norm(gradients: Gradients, state: ParallelState) -> Tensor:
     """L2 norm of the whole model's gradient, every parameter counted once. Returns a 0-dim fp32 tensor.
 
-    Replicated parameters are counted on tensor-parallel rank 0, tied copies on the first stage only.
+    Replicated parameters are counted on tensor-parallel rank 0, tied copies on the first stage only, experts where they
+    are.
     """
     # In fp32 whatever the type of the gradients: the norm of finite fp16 gradients may lie beyond fp16.
     owned = [g for g, p in gradients.pieces() if is_owned(spec_of(p), state)]
@@ -163,8 +164,7 @@ def global_norm(gradients: Gradients, state: ParallelState) -> Tensor:
         squares = torch.stack(torch._foreach_norm(owned, 2, dtype=torch.float32)).square().sum()
     else:
         squares = torch.zeros((), device=state.device)
-    if (group := state.group("model_pipe")) is not None:
-        torch.distributed.all_reduce(squares, group=group)
+    sum_owned(squares, state)
     if gradients.partitioned and (group := state.group("data")) is not None:
         torch.distributed.all_reduce(squares, group=group)
     return squares.sqrt()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron.mpu.sharding import is_owned, spec_of
+from megatron.mpu.sharding import is_owned, spec_of, sum_owned
 from megatron.mpu.state import ParallelState
 
 
@@ -41,7 +41,7 @@ def named_norms(
         spec = spec_of(p)
         if is_owned(spec, state):
             squares[index[spec.key]] += torch.linalg.vector_norm(tensor, dtype=torch.float32).square()
-    for axes, wanted in (("model_pipe", True), ("data", partitioned)):
-        if wanted and (group := state.group(axes)) is not None:
-            dist.all_reduce(squares, group=group)
+    sum_owned(squares, state)
+    if partitioned and (group := state.group("data")) is not None:
+        dist.all_reduce(squares, group=group)
     return dict(zip(names, squares.sqrt().unbind(), strict=True))

@@ -35,6 +35,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.compile import compile_blocks, wants_compile
 from megatron.training.engine import DeepSpeedEngine
 from megatron.training.engine_config import deepspeed_config, effective_zero_stage
+from megatron.training.engine_experts import experts_apart
 from megatron.training.rendezvous import make_store, share_config
 
 logger = log.get_logger(__name__)
@@ -92,7 +93,9 @@ def start_process(
             "model": args.parallel.model_parallel_size,
         }
     )
-    state = ParallelState.build(topology, info.rank, device, args.parallel.sequence_parallel)
+    state = ParallelState.build(
+        topology, info.rank, device, args.parallel.sequence_parallel, args.parallel.expert_parallel_size
+    )
     seed_everything(args.training.seed, state)
     return Process(args, state, tokenizer)
 
@@ -208,6 +211,8 @@ def build_engine(process: Process, model: torch.nn.Module) -> DeepSpeedEngine:
     # muP: hidden matrices learn at lr / width multiplier (Yang et al. 2022, table 8, Adam).
     mult = 1.0 / args.model.mup_width_mult if args.model.use_mup else 1.0
     groups = parameter_groups(model.parameters(), weight_decay=optimizer_args.weight_decay, matrix_lr_mult=mult)
+    if state.ep_size > 1:
+        groups = experts_apart(groups)
     params = {"betas": optimizer_args.betas, "eps": optimizer_args.eps, "momentum": optimizer_args.momentum}
     optimizer = build_optimizer(optimizer_args.optimizer_type, groups, optimizer_args.lr, params)
     grid = None
