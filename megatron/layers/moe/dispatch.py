@@ -4,6 +4,9 @@ Legend: t tokens, k experts per token, h hidden, r rows of this rank's experts, 
 
 Every tensor-parallel rank sees all tokens of its micro-batch, so without expert parallelism nothing is sent: a rank
 takes the assignments to its own experts and returns a partial sum, which the layer's last reduction completes.
+
+Under expert parallelism the ranks of the group "expert" divide a tensor-parallel rank's experts, and each has other
+tokens: the rows of their experts travel to them, and the outputs back (mpu/exchange).
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.layers.moe.grouped_linear import Groups
 from megatron.layers.moe.permute import Order, combine_rows, gather_rows, order_by
+from megatron.mpu.exchange import Exchange
 from megatron.mpu.state import ParallelState
 
 
@@ -79,7 +84,38 @@ class LocalDispatch:
         return LocalRows(gather_rows(x, order), order)
 
 
+@dataclass(frozen=True)
+class ExchangedRows:
+    """The rows of all ranks of the group "expert" for this rank's experts."""
+
+    rows: Tensor
+    groups: Groups
+    own: LocalRows
+    exchange: Exchange
+
+    def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
+        back = self.exchange.from_experts(outputs)
+        # On a GPU the rows of this rank's tokens go on behind the last group (`Groups`); nobody reads those.
+        return self.own.combine(F.pad(back, (0, 0, 0, len(self.own.rows) - len(back))), weights)
+
+
+@dataclass(frozen=True)
+class ExchangedDispatch:
+    """To the experts of this rank's tensor-parallel part (`part`), whoever has them. Collective over "expert"."""
+
+    part: LocalDispatch
+    state: ParallelState
+
+    def __call__(self, x: Tensor, experts: Tensor, keep: Tensor | None) -> ExchangedRows:
+        own = self.part(x, experts, keep)
+        exchange = Exchange.plan(own.groups.sizes, self.state)
+        rows = exchange.to_experts(own.rows[: sum(exchange.send)])
+        return ExchangedRows(rows, Groups(exchange.counts), own, exchange)
+
+
 def build_dispatch(experts: int, state: ParallelState) -> Dispatch:
-    """For a layer of `experts` experts: whole ones on each tensor-parallel rank, in order."""
+    """For a layer of `experts` experts: whole ones on each tensor-parallel rank, in order, and of these on each
+    expert-parallel rank."""
     count = experts // state.tp_size
-    return LocalDispatch(state.tp_rank * count, count, experts)
+    part = LocalDispatch(state.tp_rank * count, count, experts)
+    return part if state.ep_size == 1 else ExchangedDispatch(part, state)
