@@ -5,6 +5,7 @@ Mistral adds a sliding window and has no biases. Their window counts the query i
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from megatron.convert.family import (
@@ -119,12 +120,14 @@ def common_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[st
     }
 
 
-def decoder_refusals(model: ModelConfig, *, rotary_pct: bool = False, hidden_dropout: bool = False) -> list[str]:
+def decoder_refusals(
+    model: ModelConfig, *, rotary_pct: bool = False, hidden_dropout: bool = False, expressed: Collection[str] = ()
+) -> list[str]:
     """What LLaMA and its relatives do not express: other norms, plain activations, parallel residuals.
 
-    `rotary_pct`, `hidden_dropout`: the relative has that key.
+    `rotary_pct`, `hidden_dropout`: the relative has that key. `expressed`: as in `common_refusals`.
     """
-    reasons = common_refusals(model)
+    reasons = common_refusals(model, expressed)
     if model.norm != "rmsnorm":
         reasons.append(f"norm: {model.norm} (it has rmsnorm only)")
     if model.activation not in ACTIVATIONS:

@@ -7,6 +7,7 @@ from typing import Any
 from megatron.convert import falcon, gpt2
 from megatron.convert.fields import Fields
 from megatron.convert.read_config import READERS, Reader, decoder_keys
+from megatron.convert.read_positions import layered_positions
 from megatron.convert.windows import FULL, SLIDING
 from megatron.errors import UserError
 
@@ -79,19 +80,12 @@ def olmo2_keys(fields: Fields, rotary: dict[str, Any] | None = None) -> dict[str
 
 
 def olmo3_keys(fields: Fields) -> dict[str, Any]:
-    """`Olmo3Config`. It names rotary positions per kind of layer; here all layers have the same."""
-    if fields.take("rope_scaling", None):
-        raise UserError(f"{fields.where}: rope_scaling: positions scaled in some layers only cannot be expressed")
-    rope, theta = fields.take("rope_parameters", {}), fields.take("rope_theta", 500000.0)
-    if FULL in rope or SLIDING in rope:
-        if rope.get(FULL) != rope.get(SLIDING):
-            raise UserError(f"{fields.where}: rope_parameters: positions that differ between layers: {rope}")
-        rope = rope[FULL]
-    rotary = Fields({"rope_theta": theta, "rope_parameters": rope}, fields.where).rotary("rope_theta")
-    layers = fields.take("num_hidden_layers")
+    """`Olmo3Config`."""
+    layers, base = fields.take("num_hidden_layers"), fields.take("rope_theta", 500000.0)
     types = fields.take("layer_types", [FULL if (i + 1) % 4 == 0 else SLIDING for i in range(layers)])
-    keys = olmo2_keys(fields, rotary)
-    return {**keys, **windows(fields, fields.take("sliding_window", 4096), types)}
+    spans = windows(fields, fields.take("sliding_window", 4096), types)
+    rotary, local = layered_positions(fields, base, base)
+    return {**olmo2_keys(fields, rotary), **spans, **({"rotary_emb_base_local": local} if local and spans else {})}
 
 
 def gpt2_keys(fields: Fields) -> dict[str, Any]:

@@ -39,6 +39,7 @@ YARN = {
     "beta_fast": 4.0,
     "beta_slow": 0.5,
 }
+LOCAL = {"rotary_emb_base_local": LLAMA["rotary_emb_base"]}
 SCALED = {"rope_scaling": YARN}
 
 FAMILY_CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -63,7 +64,9 @@ FAMILY_CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("olmo3", "windows in some layers", {**OLMO, **LAYERED}),
     ("olmo3", "all heads, windows in some layers, biases", {**OLMO, **LAYERED, **ALL, "use_bias_in_attn_linear": True}),
     ("olmo3", "one key head, a window everywhere, tied", {**OLMO, **ONE, **WINDOW, **TIED}),
-    ("olmo3", "no window", OLMO),
+    ("olmo3", "no window, scaled positions", {**OLMO, **SCALED}),
+    ("olmo3", "as published: scaled positions where there is no window", {**OLMO, **LAYERED, **SCALED, **LOCAL}),
+    ("olmo3", "other positions in windows", {**OLMO, **LAYERED, "rotary_emb_base_local": 300.5}),
     ("gpt2", "tied, tanh gelu", GPT2),
     ("gpt2", "untied, gelu, narrow", {**GPT2, "bias_gelu_fusion": False, **UNTIED, "intermediate_size": 80}),
     ("falcon", "7B: one norm, one key head", {**FALCON, **NO_BIAS, **ONE, "gpt_j_tied": True}),

@@ -138,7 +138,6 @@ def test_there_and_back_is_bit_identical(tmp_path, architecture, keys):
         ("qwen2.5/0.5B", {"use_mrope": True}, "use_mrope: True"),
         ("qwen3/0.6B", {"colour": "red"}, "colour: 'red'"),
         ("qwen3/0.6B", {"layer_types": ["chunked_attention"] * 28}, "layer_types: must be 28 times"),
-        ("olmo3/7B", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "some layers only"),
         ("olmo3/7B", {"sliding_window": 1}, "sliding_window: 1"),
         ("gpt2/small", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True"),
         ("gpt2/small", {"embd_pdrop": 0.0}, "embd_pdrop: 0.0"),
@@ -152,9 +151,20 @@ def test_what_cannot_be_expressed_is_named(name, changes, message):
         read_config({**PUBLISHED[name], **changes}, "config.json")
 
 
-def test_positions_that_differ_between_layers_are_refused():
+def test_positions_by_kind_of_layer():
+    """OLMo 3 scales those of layers without a window; whatever cannot be expressed is refused."""
     fields = FAMILIES["olmo3"].config(resolved(**OLMO).model, 67, TokenIds())
-    assert read_config(fields, "config.json")[1]["rotary_emb_base"] == OLMO["rotary_emb_base"]
-    fields["rope_parameters"]["full_attention"] = {"rope_type": "default", "rope_theta": 7.0}
+    fields["layer_types"][0] = "sliding_attention"
+    keys = read_config(fields, "config.json")[1]
+    assert keys["rotary_emb_base"] == OLMO["rotary_emb_base"] and "rotary_emb_base_local" not in keys
+    scaled = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+    fields["rope_parameters"]["full_attention"] = scaled
+    keys = read_config(fields, "config.json")[1]
+    assert keys["rotary_emb_base_local"] == 500.0 and keys["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    fields["rope_parameters"]["sliding_attention"] = {**scaled, "factor": 3.0}
     with pytest.raises(UserError, match="differ between layers"):
+        read_config(fields, "config.json")
+    del fields["rope_parameters"]["sliding_attention"]
+    fields["rope_parameters"]["rope_theta"] = 500.0
+    with pytest.raises(UserError, match="rope_theta beside full_attention"):
         read_config(fields, "config.json")
