@@ -16,6 +16,7 @@ States are kept as [n, c]: the channels, of which there are many, are the contig
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -157,7 +158,7 @@ class _Rows:
         order = list(range(self.stretches))[:: -1 if reverse else 1]
         if first is not None:
             enter[:, order[0]] = first.to(self.dtype)
-        for before, now in zip(order, order[1:], strict=False):
+        for before, now in pairwise(order):
             enter[:, now] = own[:, before] + through[:, before] * enter[:, before]
         return enter.flatten(0, 1)
 

@@ -29,13 +29,13 @@ def chunked_scan(
     starts: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [b, s, n_h, p], dt [b, s, n_h], a [n_h] (negative), b, c [b, s, g, n] -> (y as x, the last state [b, n_h, p, n]).
+    """x [b, s, n_h, p], dt [b, s, n_h], a [n_h] (negative), b, c [b, s, g, n] -> (y like x, last state [b, n_h, p, n]).
 
     Args:
         dt: step sizes, after softplus.
         chunk: tokens per chunk; bounds memory and time, not the result.
         starts: bool [b, s], True at the first token of each packed document: the state before it counts exactly 0.
-        state: [b, n_h, p, n] before the first token (None: zeros). No gradient flows into it, nor out of the last state.
+        state: [b, n_h, p, n] before the first token (None: zeros). No gradient flows into it or out of the last one.
 
     Computes in fp32 (fp64 for fp64); y has x's type, the state is fp32.
     """

@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron.layers.embedding import Embedding
 from megatron.layers.positions import POSITIONS
+from megatron.model import mamba_block
 from megatron.model.block import BLOCKS, TransformerBlock
 from megatron.model.head import TIED_NAME, FinalNorm, Head
 from megatron.model.partition import layer_parameters, layer_rows
@@ -23,6 +24,8 @@ from megatron.mpu.state import ParallelState
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
+
+PROVIDERS = (mamba_block,)  # importing it is what fills the registry of blocks
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from megatron.errors import UserError
+from megatron.neox_arguments.block_sizes import MAMBA
 from megatron.neox_arguments.formulas import parameter_count
 from megatron.neox_arguments.schema_model import ModelConfig
 
 # Kind of mixer -> class name of its block, where that is not `TransformerBlock`.
-BLOCK_NAMES: dict[str, str] = {}
+BLOCK_NAMES: dict[str, str] = dict.fromkeys(MAMBA, "MambaBlock")
+BLOCKS = "type:transformer|mlp"  # GPT-NeoX's default: all blocks, whatever their kind is called
 _AROUND = ("Embedding", "FinalNorm", "Head")
 
 
@@ -115,7 +117,8 @@ def _weights(rows: Sequence[LayerRow], method: str, parameters: Sequence[int] | 
             pattern = re.compile(method.partition(":")[2], re.IGNORECASE)
         except re.error as error:
             raise UserError(f"pipe_partition_method: {method!r} is not a regular expression: {error}") from error
-        weights = [int(pattern.search(row.name) is not None) for row in rows]
+        every_block = lowered == BLOCKS
+        weights = [int((every_block and row.is_block) or pattern.search(row.name) is not None) for row in rows]
         if not any(weights):
             names = ", ".join(dict.fromkeys(row.name for row in rows))
             raise UserError(f"pipe_partition_method: {method!r} matches no layer; layers are {names}")

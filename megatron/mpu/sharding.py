@@ -46,6 +46,7 @@ class ParamSpec:
     * `kind`: "matrix", "vector" or "embedding" (default from the number of dimensions); Muon and muP ask for it.
     * `experts`: dimension 0 counts the experts of a mixture: it is split over tensor-parallel ranks (`split_dim` 0),
       and each of these parts once more over the ranks of the group "expert". `init` then fills one expert at a time.
+    * `keep_fp32`: stays in fp32 where the model is in bf16 or fp16.
     * `name`: canonical name, NeoX's `"{layer_index}.{name in the layer}"`; set by `bind`.
     """
 
@@ -60,6 +61,7 @@ class ParamSpec:
     sequence_reduced: bool = False
     kind: str = ""
     experts: bool = False
+    keep_fp32: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron.neox_arguments.schema_model import ModelConfig
 
+MAMBA = ("mamba", "mamba2")  # kinds of mixer whose blocks have no feed-forward
 GATED = ("geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu")
 
 
@@ -93,8 +94,42 @@ def dense_size(model: ModelConfig) -> Size:
     return Size(up_rows * h + h * f + up_rows * bias, h * bias)
 
 
+def mamba_size(model: ModelConfig) -> Size:
+    h, inner, n, rank = (
+        model.hidden_size,
+        model.mamba_expand * model.hidden_size,
+        model.mamba_d_state,
+        model.mamba_dt_rank,
+    )
+    bias = model.mamba_use_bias_in_linears
+    conv = inner * (model.mamba_d_conv + model.mamba_use_bias_in_conv)
+    projections = 2 * inner * (h + bias) + (rank + 2 * n) * inner + inner * (rank + 1) + h * inner
+    biases = bias * (h + (rank + 2 * n) * model.mamba_use_bias_in_x_proj)
+    return Size(projections + conv + inner * (n + 1), biases)
+
+
+def mamba2_size(model: ModelConfig) -> Size:
+    h, inner = model.hidden_size, model.mamba_expand * model.hidden_size
+    heads, bias = inner // model.mamba_head_dim, model.mamba_use_bias_in_linears
+    channels = inner + 2 * model.mamba_n_groups * model.mamba_d_state
+    conv = channels * (model.mamba_d_conv + model.mamba_use_bias_in_conv)
+    projections = (inner + channels + heads) * (h + bias) + h * inner
+    return Size(projections + conv + 3 * heads + inner, bias * h)
+
+
+def mamba_flops(model: ModelConfig) -> float:
+    """Per channel and number of state: decay, drive and readout, a multiply-add each (the scan); and the convolution.
+    Three times that with the backward pass."""
+    inner = model.mamba_expand * model.hidden_size
+    return 18.0 * inner * model.mamba_d_state + 6.0 * inner * model.mamba_d_conv
+
+
 _ATTENTION = MixerCost(attention_size, attention_flops)
-MIXER_COSTS: dict[str, MixerCost] = dict.fromkeys(("global", "flash", "local"), _ATTENTION)
+MIXER_COSTS: dict[str, MixerCost] = {
+    **dict.fromkeys(("global", "flash", "local"), _ATTENTION),
+    "mamba": MixerCost(mamba_size, mamba_flops),
+    "mamba2": MixerCost(mamba2_size, mamba_flops),
+}
 MLP_SIZES: dict[str, Callable[[ModelConfig], Size]] = {"dense": dense_size, "none": lambda model: Size()}
 
 

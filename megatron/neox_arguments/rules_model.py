@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.errors import nearest
-from megatron.neox_arguments.block_sizes import GATED
+from megatron.neox_arguments.block_sizes import GATED, MAMBA
 from megatron.neox_arguments.draft import Draft, nearest_multiples
 from megatron.neox_arguments.formulas import gated_width, round_up
 from megatron.neox_arguments.rope_kinds import rope_problem
 
-KINDS = ("global", "local", "flash")
+KINDS = ("global", "local", "flash", *MAMBA)
 # Kinds of mixer whose blocks have no feed-forward.
-WITHOUT_MLP: tuple[str, ...] = ()
+WITHOUT_MLP: tuple[str, ...] = MAMBA
 _UNAVAILABLE_KINDS = {
     "sparse_fixed": "use 'local' with sliding_window_width",
     "sparse_variable": "use 'local' with sliding_window_width",
@@ -21,13 +21,12 @@ _UNAVAILABLE_KINDS = {
     "gmlp": "use 'global'",
     "amlp": "use 'global'",
     "rwkv": "use 'global'",
-    "mamba": "use 'global'",
 }
 
 
 def required(draft: Draft) -> None:
     """The keys without which there is no model, and the ranges of sizes and fractions."""
-    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
+    for name in ("num_layers", "hidden_size", "seq_length"):
         if draft[name] is None:
             draft.fail(name, "must be set")
     draft.positive(
@@ -50,6 +49,11 @@ def required(draft: Draft) -> None:
 
 def heads(draft: Draft) -> None:
     """head_dim and num_kv_heads; both head counts must divide, also over tensor-parallel ranks."""
+    if set(draft["attention_config"]) <= set(MAMBA):
+        _no_heads(draft)
+        return
+    if draft["num_attention_heads"] is None:
+        draft.fail("num_attention_heads", "must be set")
     hidden, queries, tensor = draft["hidden_size"], draft["num_attention_heads"], draft["model_parallel_size"]
     width = draft.given("head_dim")
     if width is None and hidden % queries:
@@ -73,6 +77,14 @@ def heads(draft: Draft) -> None:
         draft.fail(
             "rotary_pct", f"{rotated} of {draft['head_dim']} dimensions would be rotated; it must be even and > 0"
         )
+
+
+def _no_heads(draft: Draft) -> None:
+    """Without a layer of attention its keys say nothing; they get values that others can calculate with."""
+    queries = draft.given("num_attention_heads") or 1
+    draft.set("num_attention_heads", queries, "no layer of attention")
+    draft.set("num_kv_heads", draft.given("num_kv_heads") or queries, "no layer of attention")
+    draft.set("head_dim", draft.given("head_dim") or max(1, draft["hidden_size"] // queries), "no layer of attention")
 
 
 def _divisors(number: int) -> str:
@@ -183,7 +195,7 @@ def feed_forward(draft: Draft) -> None:
     why = f"{'two-thirds rule on ' if built is thirds else ''}{width}, a multiple of {multiple}"
     draft.set("ffn_width", built, why)
     tensor = draft["model_parallel_size"]
-    if built % tensor:
+    if built % tensor and set(draft["layer_mlps"]) != {"none"}:
         draft.fail(
             "model_parallel_size",
             f"the feed-forward width {built} cannot be split over {tensor} tensor-parallel ranks;"

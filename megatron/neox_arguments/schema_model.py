@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.neox_arguments.keys import key
+from megatron.neox_arguments.schema_mamba import MambaConfig
 
 _TE = "Transformer Engine is not available; the built-in layers do the same"
 _MOE = "mixture of experts is not available yet; train a dense model (moe_num_experts: 1)"
-_MAMBA = "mamba layers are not available yet; use 'global' in attention_config"
 _RWKV = "RWKV layers are not available yet; use 'global' in attention_config"
 _MUP_FILES = "base-shape files are not used; set mup_base_hidden_size to the width the learning rate was tuned at"
 
@@ -29,7 +29,7 @@ Init = Literal[
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(MambaConfig):
     """Shape, layers, initialisation, recomputation and muP of the network."""
 
     # shape
@@ -179,8 +179,8 @@ class ModelConfig:
     attention_config: tuple[Any, ...] | None = key(
         None,
         "Kind of attention per layer: [[[kinds...], n or 'all'], ...] repeats the kinds n times; or a flat list of"
-        " num_layers kinds. 'global' and 'flash' are full causal attention, 'local' is a sliding window. Resolved to"
-        " one kind per layer.",
+        " num_layers kinds. 'global' and 'flash' are full causal attention, 'local' is a sliding window, 'mamba' and"
+        " 'mamba2' are state spaces (blocks without feed-forward). Resolved to one kind per layer.",
     )
     attention_backend: Literal["auto", "torch", "cudnn", "varlen", "flash", "flex", "manual"] = key(
         "auto",
@@ -286,12 +286,6 @@ class ModelConfig:
     moe_top_k: int = key(1, "Experts per token.", unavailable=_MOE)
     moe_router_type: Literal["sinkhorn", "topk"] = key("sinkhorn", "Expert router.", unavailable=_MOE)
     moe_jitter_eps: float | None = key(None, "Noise on router inputs.", unavailable=_MOE)
-    mamba_selective_scan_fusion: bool = key(False, "CUDA selective scan.", unavailable=_MAMBA)
-    mamba_causal_conv_fusion: bool = key(False, "CUDA causal convolution.", unavailable=_MAMBA)
-    mamba_inner_func_fusion: bool = key(False, "Fused Mamba block.", unavailable=_MAMBA)
-    mamba_selective_fp32_params: bool = key(True, "A_log and D in fp32.", unavailable=_MAMBA)
-    mamba_use_bias_in_conv: bool = key(True, "Bias in Mamba's convolution.", unavailable=_MAMBA)
-    mamba_use_bias_in_linears: bool = key(False, "Biases in Mamba's projections.", unavailable=_MAMBA)
     dim_att: int | None = key(None, "Attention width of RWKV.", unavailable=_RWKV)
     head_size: int | None = key(None, "Head width of RWKV.", unavailable=_RWKV)
     ffn_dim: int | None = key(None, "Feed-forward width of RWKV.", unavailable=_RWKV)
