@@ -128,7 +128,7 @@ def process_of(rank: int, keys: dict[str, Any], layout: Layout) -> Process:
     args = derive(args, Facts(vocab_size=tokenizer.vocab_size, num_devices=layout.world))
     init_deepspeed(torch.device("cpu"))
     topology = Topology({"pipe": layout.pp, "data": layout.dp, "model": layout.tp})
-    state = ParallelState.build(topology, rank, torch.device("cpu"), layout.sequence_parallel)
+    state = ParallelState.build(topology, rank, torch.device("cpu"), layout.sequence_parallel, layout.ep)
     seed_everything(args.training.seed, state)
     return Process(args, state, tokenizer)
 

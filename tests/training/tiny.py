@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megatron.data.batch import StepBatch
-from megatron.mpu.sharding import named_parameters, shard, stable_seed
+from megatron.mpu.sharding import named_parameters, own_experts, shard, stable_seed
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
@@ -73,6 +73,7 @@ class Layout:
     micro: int = 2
     zero: int = 0
     sequence_parallel: bool = False
+    ep: int = 1
 
     @property
     def world(self) -> int:
@@ -80,8 +81,8 @@ class Layout:
 
     @property
     def name(self) -> str:
-        sp = "-sp" if self.sequence_parallel else ""
-        return f"pp{self.pp}dp{self.dp}tp{self.tp}-mb{self.micro}-z{self.zero}{sp}"
+        more = ("-sp" if self.sequence_parallel else "") + (f"-ep{self.ep}" if self.ep > 1 else "")
+        return f"pp{self.pp}dp{self.dp}tp{self.tp}-mb{self.micro}-z{self.zero}{more}"
 
     def keys(self) -> dict[str, Any]:
         return {
@@ -89,6 +90,7 @@ class Layout:
             "model_parallel_size": self.tp,
             "train_micro_batch_size_per_gpu": self.micro,
             "sequence_parallel": self.sequence_parallel,
+            "expert_parallel_size": self.ep,
             "zero_optimization": {"stage": self.zero},
         }
 
@@ -103,7 +105,7 @@ def process_of(rank: int, args: NeoXArgs, layout: Layout) -> Process:
     """What `start_process` builds, from the ranks of a distributed test."""
     init_deepspeed(torch.device("cpu"))
     topology = Topology({"pipe": layout.pp, "data": layout.dp, "model": layout.tp})
-    state = ParallelState.build(topology, rank, torch.device("cpu"), layout.sequence_parallel)
+    state = ParallelState.build(topology, rank, torch.device("cpu"), layout.sequence_parallel, layout.ep)
     return Process(args, state, SimpleNamespace(vocab_size=VOCAB))  # type: ignore[arg-type]
 
 
@@ -116,7 +118,7 @@ def randomize_vectors(model: torch.nn.Module, state: ParallelState) -> None:
             full = torch.randn(p.spec.shape, generator=generator) * 0.1
             full += 0.0 if name.endswith("bias") else 1.0
             with deepspeed.zero.GatheredParameters([p], modifier_rank=0, enabled=hasattr(p, "ds_id")):
-                p.copy_(shard(full, p.spec, state.tp_rank, state.tp_size))
+                p.copy_(own_experts(shard(full, p.spec, state.tp_rank, state.tp_size), p.spec, state))
 
 
 def global_batch(step: int, all_masked: bool = False) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,161 @@
+"""Expert parallelism changes no number: the same curve at any ep x tp x pp, micro-batch and recomputation.
+
+The reference is one rank with one micro-batch, which tests/layers/test_moe* hold against plain formulas. The mutation
+tests prove that these tests see the mistakes they are there for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.data.batch import StepBatch
+from megatron.mpu.exchange import Exchange
+from megatron.mpu.state import ParallelState
+from tests.distributed import run_distributed
+from tests.training.tiny import LLAMA, NEOX, SEQUENCE, Layout, build, step_batch
+
+pytestmark = pytest.mark.cpu
+
+STEPS = 20
+EXPERTS = {
+    "moe_num_experts": 8,
+    "moe_router_type": "topk",
+    "moe_top_k": 2,
+    "moe_intermediate_size": 24,
+    "moe_expert_bias": True,
+}
+MODELS = {
+    # a dense layer beside one with experts, tied, with losses of balance
+    "llama": {
+        **LLAMA,
+        **EXPERTS,
+        "moe_layers": ["dense", "moe"],
+        "moe_aux_loss_coeff": 0.02,
+        "moe_z_loss_coeff": 0.01,
+        "moe_shared_expert_size": 16,
+    },
+    # parallel residual, experts in every layer, one expert per token: many get none
+    "neox": {**NEOX, **EXPERTS, "moe_top_k": 1},
+    "documents": {**LLAMA, **EXPERTS, "intra_document_masking": True},
+}
+RECOMPUTED = {"checkpoint_activations": True}
+
+
+def with_documents(batch: StepBatch) -> StepBatch:
+    """Documents of 5, 7 and 4 tokens in each sample."""
+    lengths = torch.tensor([5, 7, 4])
+    numbers = torch.arange(3).repeat_interleave(lengths)
+    positions = torch.cat([torch.arange(int(n)) for n in lengths])
+    assert len(positions) == SEQUENCE
+    shape = batch.tokens.shape
+    return dataclasses.replace(
+        batch, doc_ids=numbers.expand(shape).contiguous(), positions=positions.expand(shape).contiguous()
+    )
+
+
+def train(rank: int, world: int, keys: dict[str, Any], layout: Layout, steps: int) -> dict[str, Any]:
+    """The curve, what every weight and moment is in the end (its squared sum), and how rows travelled."""
+    engine, args, lr = build(rank, keys, layout)
+    documents = with_documents if args.model.intra_document_masking else lambda batch: batch
+    curve: dict[str, Any] = {"loss": [], "grad_norm": [], "least": [], "sent": []}
+    plan = Exchange.plan.__func__
+
+    def watched(cls: Any, counts: torch.Tensor, state: ParallelState) -> Exchange:
+        found = plan(cls, counts, state)
+        curve["least"].append(int(found.counts.min()))
+        curve["sent"].extend(found.send)
+        return found
+
+    with mock.patch.object(Exchange, "plan", classmethod(watched)):
+        for step in range(steps):
+            out = engine.train_batch(documents(step_batch(step, args, engine.state)), lr(step))
+            curve["loss"].append(float(out.loss))
+            curve["grad_norm"].append(float(out.grad_norm))
+        total, tokens = engine.eval_batch(documents(step_batch(99, args, engine.state)))
+    curve["eval"] = [float(total) / tokens]
+    curve["state"] = {
+        f"{name}/{key}": float(value.double().square().sum())
+        for name in engine.params()
+        for key, value in engine.read(name).items()
+    }
+    return curve
+
+
+@functools.cache
+def one_rank(model: str, micro: int = 8) -> dict[str, Any]:
+    return run_distributed(train, 1, MODELS[model], Layout(micro=micro), STEPS)[0]
+
+
+def noise_floor(model: str) -> float:
+    """How far reordered sums alone move the norm: the same run in other micro-batches, on one rank."""
+    pairs = zip(one_rank(model, 1)["grad_norm"], one_rank(model)["grad_norm"], strict=True)
+    return max(abs(a - b) / b for a, b in pairs)
+
+
+def assert_same(model: str, layout: Layout, curves: list[dict[str, Any]]) -> None:
+    ours = one_rank(model)
+    assert ours["loss"][-1] < ours["loss"][0], "the reference does not learn"
+    assert max(ours["grad_norm"]) > MODELS[model]["gradient_clipping"], "the clip is never active"
+    tolerance = max(1e-5, 10 * noise_floor(model))
+    for rank, curve in enumerate(curves):
+        where = f"{layout.name} rank {rank}"
+        assert curve["loss"] == pytest.approx(ours["loss"], rel=1e-5), where
+        assert curve["grad_norm"] == pytest.approx(ours["grad_norm"], rel=tolerance), where
+        assert curve["eval"] == pytest.approx(ours["eval"], rel=1e-5), where
+        if layout.tp == 1:
+            for name, value in curve["state"].items():
+                assert value == pytest.approx(ours["state"][name], rel=1e-3), f"{where} {name}"
+
+
+COVERING = [
+    ("llama", Layout(dp=2, ep=2), {}),
+    ("llama", Layout(dp=4, ep=2, micro=1), {}),
+    ("llama", Layout(dp=2, tp=2, ep=2, sequence_parallel=True), RECOMPUTED),
+    ("neox", Layout(dp=4, ep=4, micro=1), RECOMPUTED),
+    ("neox", Layout(dp=2, tp=2, ep=2), {}),
+    ("neox", Layout(pp=2, dp=2, ep=2, micro=1), {}),
+    ("llama", Layout(pp=2, dp=2, ep=2), RECOMPUTED),
+    ("documents", Layout(dp=2, ep=2, micro=4), {}),
+]
+MORE = [
+    ("llama", Layout(pp=2, dp=2, tp=2, ep=2, sequence_parallel=True), {}),
+    ("neox", Layout(pp=2, dp=2, tp=2, ep=2, micro=1), RECOMPUTED),
+    ("documents", Layout(dp=4, tp=2, ep=4, micro=1), {}),
+    ("documents", Layout(pp=2, dp=2, ep=2, micro=1), {}),
+    ("llama", Layout(dp=2, tp=2, micro=4), {}),
+    ("neox", Layout(dp=2, zero=1), {}),
+]
+
+
+def check(model: str, layout: Layout, more: dict[str, Any]) -> list[dict[str, Any]]:
+    curves = run_distributed(train, layout.world, {**MODELS[model], **more}, layout, STEPS, timeout=180)
+    assert_same(model, layout, curves)
+    return curves
+
+
+def name_of(x: Any) -> str | None:
+    return getattr(x, "name", None) or (x if isinstance(x, str) else "recomputed" if x else "plain")
+
+
+@pytest.mark.parametrize(("model", "layout", "more"), COVERING, ids=name_of)
+def test_same_curve(model: str, layout: Layout, more: dict[str, Any]) -> None:
+    check(model, layout, more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "layout", "more"), MORE, ids=name_of)
+def test_same_curve_at_more_layouts(model: str, layout: Layout, more: dict[str, Any]) -> None:
+    check(model, layout, more)
+
+
+def test_ranks_without_rows_and_experts_without_tokens_take_part() -> None:
+    """The runs above do meet them: an expert without a token, ranks that send each other different numbers of rows."""
+    curves = check("neox", Layout(dp=4, ep=4, micro=1), {})
+    assert all(min(curve["least"]) == 0 for curve in curves), "no expert was ever without a token"
+    assert all(len(set(curve["sent"])) > 3 for curve in curves), "rows were never dealt out unevenly"
