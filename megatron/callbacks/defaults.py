@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron.callbacks.checkpointer import Checkpointer
 from megatron.callbacks.console import Console
 from megatron.callbacks.evaluator import Batches, Evaluator, NamedSet
+from megatron.callbacks.experts import ExpertLoad
 from megatron.callbacks.flops import Flops, device_peak
 from megatron.callbacks.health import ReplicaCheck, SkippedSteps
 from megatron.callbacks.meter import Meter
@@ -43,14 +44,16 @@ def default_callbacks(
 ) -> list[Callback]:
     """All callbacks in the order in which their hooks run. The same on every rank but for who writes.
 
-    Order matters: norms come before the meter that logs them; the streak of skipped steps is known before a checkpoint
+    Order matters: norms and loads of experts come before the meter that logs them; the streak of skipped steps is known before a checkpoint
     is due; evaluation comes before the checkpoint of the same step, so that a resumed run does not repeat it; what
     shows and stores comes after what there is to be shown, at the end of the run as well; the status is written last.
     """
     training, logging = args.training, args.logging
     health = SkippedSteps(args.optimizer.max_skipped_steps)
     meter = Meter(logging.log_interval, step_flops(args, state, vocab_size))
+    experts = [ExpertLoad(meter, args.model)] if "moe" in args.model.layer_mlps else []
     callbacks: list[Callback] = [
+        *experts,
         Norms(meter, gradients=logging.log_grad_norm, parameters=logging.log_param_norm),
         health,
         meter,

@@ -6,7 +6,8 @@ from typing import Any
 
 from megatron.errors import nearest
 from megatron.neox_arguments.draft import Draft
-from megatron.neox_arguments.rules_model import WITHOUT_MLP, expand
+from megatron.neox_arguments.rules_model import expand, without_mlp
+from megatron.registry import added
 
 _KINDS = ("dense", "moe")
 # Keys that mean nothing without experts; GPT-NeoX's own are let pass, its files may carry them.
@@ -30,15 +31,17 @@ def layer_mlps(draft: Draft) -> None:
     draft.positive("moe_num_experts", "moe_expert_interval")
     mixers, layers = draft["attention_config"], draft["num_layers"]
     given, interval = draft["moe_layers"], draft["moe_expert_interval"]
+    plain = _plain(draft, layers)
     if draft["moe_num_experts"] == 1:
-        wanted = ["dense"] * layers
+        wanted = list(plain)
     elif given is None:
-        wanted = ["dense" if layer % interval else "moe" for layer in range(layers)]
+        wanted = [plain[layer] if layer % interval else "moe" for layer in range(layers)]
     else:
         if draft.is_set("moe_expert_interval"):
             draft.fail("moe_layers", "moe_expert_interval is set too; keep one of the two")
-        wanted = _listed(draft, given, layers)
-    mlps = ["none" if mixer in WITHOUT_MLP else mlp for mixer, mlp in zip(mixers, wanted, strict=True)]
+        listed = zip(_listed(draft, given, layers), plain, strict=True)
+        wanted = [mlp if mlp == "moe" else other for mlp, other in listed]
+    mlps = ["none" if without_mlp(mixer) else mlp for mixer, mlp in zip(mixers, wanted, strict=True)]
     if draft["moe_num_experts"] > 1 and "moe" not in mlps:
         draft.fail("moe_num_experts", f"{draft['moe_num_experts']} experts, but no layer is a mixture of experts")
     if given is not None and mlps != wanted:
@@ -46,6 +49,27 @@ def layer_mlps(draft: Draft) -> None:
         if wanted[place] == "moe":
             draft.fail("moe_layers", f"layer {place} is {mixers[place]!r}, which has no feed-forward")
     draft.set("layer_mlps", tuple(mlps), "attention_config, moe_expert_interval or moe_layers")
+
+
+def _plain(draft: Draft, layers: int) -> tuple[str, ...]:
+    """The feed-forward of each layer, were it no mixture of experts: mlp_config."""
+    plugged = {name.lower(): name for name in added("mlp_config")}
+    choices = {"dense": "dense", **plugged}
+
+    def kind(name: Any) -> str:
+        if str(name).lower() not in choices:
+            hint = nearest(str(name), list(choices.values()))
+            listed = ", ".join(choices.values())
+            draft.fail("mlp_config", f"{name!r} is not a kind of feed-forward.{hint} Choices: {listed}")
+        return choices[str(name).lower()]
+
+    given = draft["mlp_config"] or ("dense",)
+    if len(given) == 1 and isinstance(given[0], str):
+        return (kind(given[0]),) * layers
+    kinds = expand(draft, "mlp_config", given, layers, kind)
+    if len(kinds) != layers:
+        draft.fail("mlp_config", f"describes {len(kinds)} layers, num_layers is {layers}")
+    return kinds
 
 
 def _listed(draft: Draft, given: tuple[Any, ...], layers: int) -> list[str]:

@@ -18,6 +18,8 @@ def parameter_groups(
     """
     groups: dict[tuple[bool, float], list[Parameter]] = {}
     for p in params:
+        if not p.requires_grad:
+            continue  # moved by other means (biases that balance experts)
         mult = matrix_lr_mult if p.spec.kind == "matrix" else 1.0
         groups.setdefault((p.spec.decay, mult), []).append(p)
     return [

@@ -47,7 +47,7 @@ class OptimizerState:
 
     def read(self, p: Parameter) -> dict[str, Tensor]:
         """fp32 master weight and moments of one parameter, in its local shape. Collective over the data group."""
-        if not self.partitioned_masters:
+        if not self._has_master(p):
             out = {WEIGHT: p.detach().float()}
             out.update({k: self._inner.state[p][k].detach().float() for k in self.keys() if p in self._inner.state})
             return out
@@ -59,11 +59,11 @@ class OptimizerState:
 
     def write(self, p: Parameter, values: dict[str, Tensor]) -> None:
         """The inverse of `read`; call `publish` once after the last parameter."""
-        if not self.partitioned_masters:
+        if not self._has_master(p):
             with torch.no_grad():
                 p.copy_(values[WEIGHT])
             for key in self.keys():
-                if key in values:
+                if key in values and p in self._inner.state:
                     self._inner.state[p][key].copy_(values[key])
             return
         if self.stage == 3:
@@ -81,8 +81,12 @@ class OptimizerState:
         else:
             with torch.no_grad():
                 p.copy_(weight.to(p.device))
-        if self.partitioned_masters:
+        if self._has_master(p):
             self._write_full(p, weight.float())
+
+    def _has_master(self, p: Parameter) -> bool:
+        """Whether the optimizer keeps a copy of its own; of what it does not train it keeps nothing."""
+        return self.partitioned_masters and p.requires_grad
 
     def _write_partition(self, p: Parameter, weight: Tensor) -> None:
         """Stage 3: set the parameter itself, in the model's type. Collective over the data group."""

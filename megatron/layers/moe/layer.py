@@ -74,7 +74,7 @@ class MixtureOfExperts(nn.Module):
         loss: 0-dim fp32, or None without a coefficient). `entered` and `reduce` as in mpu.layers."""
         if not entered:
             x = enter_tensor_parallel(x, self.state)
-        routing = self.router(x)
+        routing = Routing(*self.router(x))
         keep, factor = None, self.capacity_factor
         if factor is not None and self.training:
             keep = within_capacity(routing.experts, sequences, self.num_experts, factor)

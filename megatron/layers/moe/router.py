@@ -16,8 +16,7 @@ experts' weights alone, so the router's weight is summed over ranks in the backw
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """What the router says.
 
     * `experts` int64 [t, k] and `weights` fp32 [t, k] of each token. `logits` fp32 [t, E].
@@ -66,13 +64,14 @@ class Router(nn.Module):
             self.expert_bias = sharding.parameter(ParamSpec(shape=(self.experts,), init=sharding.zeros), state)
             self.expert_bias.requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Routing:
-        """x [t, h], inside the tensor-parallel region."""
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x [t, h], inside the tensor-parallel region -> the fields of `Routing` as a plain tuple: ZeRO-3 looks for
+        tensors in nothing else, and would not gather the weight for the backward pass."""
         if self.training and self.jitter > 0.0:
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
         weight = sum_gradient(self.weight, self.state, inside="tensor")
         logits = linear(x.float(), weight.float())
-        return self._balanced(logits) if self.balanced else self._largest(logits)
+        return tuple(self._balanced(logits) if self.balanced else self._largest(logits))
 
     def _largest(self, logits: Tensor) -> Routing:
         scores = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()

@@ -1,0 +1,111 @@
+"""Mixtures of experts: their load in the log, and biases that balance it.
+
+Legend: M mixture-of-experts layers, E experts.
+
+| metric                  | what it is                                                                                |
+|-------------------------|-------------------------------------------------------------------------------------------|
+| `moe/load_max`, `_min`  | largest and smallest load of an expert of any layer: its share of the assignments times E |
+| `moe/load_entropy`      | entropy of the shares over ln E, mean over layers: 1 = all alike, 0 = one takes all       |
+| `moe/dropped_share`     | share of the assignments that found no room (moe_capacity_factor)                         |
+| `moe/balance_loss`      | balance loss, mean over layers, without its coefficient: moe_top_k when balanced          |
+| `moe/z_loss`            | z-loss, mean over layers, without its coefficient                                         |
+| `moe/layer_I/load_...`  | the loads and the entropy of block I                                                      |
+
+All over the global batches since the last log; `moe/...` losses only with their coefficients.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.callbacks.meter import Meter
+from megatron.layers.moe.balancing import move_biases, moe_layers
+from megatron.neox_arguments.schema_model import ModelConfig
+from megatron.training.callback import Callback
+from megatron.training.engine import StepOut
+from megatron.training.trainer import Trainer
+
+_DROPPED, _BALANCE, _Z, _MICRO_BATCHES = -4, -3, -2, -1
+
+
+class ExpertLoad(Callback):
+    """Takes what the layers have counted. Must come before `meter` in the list of callbacks, and before what saves.
+
+    Communication: with moe_bias_balancing_rate one sum over the data-parallel ranks per step; else only at each log.
+    Nothing waits for the device but the log itself.
+    """
+
+    def __init__(self, meter: Meter, model: ModelConfig) -> None:
+        self.meter = meter
+        self.model = model
+        self.blocks = [block for block, mlp in enumerate(model.layer_mlps or ()) if mlp == "moe"]
+
+    def loaded(self, trainer: Trainer) -> None:
+        self.layers = moe_layers(trainer.engine.module)
+        self._sums = self._taken(trainer).zero_()
+
+    def after_step(self, trainer: Trainer, out: StepOut) -> None:
+        found = self._taken(trainer)
+        if not out.skipped:
+            if self.model.moe_bias_balancing_rate > 0:
+                found = self._whole(found, trainer, "data")
+                move_biases(list(self.layers.values()), found[:, :_DROPPED], self.model.moe_bias_balancing_rate)
+            self._sums += found
+        if self.meter.due(trainer.step):
+            self.meter.add(self._metrics(trainer))
+            self._sums.zero_()
+
+    def _taken(self, trainer: Trainer) -> Tensor:
+        """[layers of this stage, E + 4], see `Load`."""
+        rows = [layer.load.take() for layer in self.layers.values()]
+        empty = torch.zeros(0, self.model.moe_num_experts + 4, dtype=torch.float64, device=trainer.state.device)
+        return torch.stack(rows) if rows else empty
+
+    def _whole(self, sums: Tensor, trainer: Trainer, group: str) -> Tensor:
+        ranks = trainer.state.group(group)
+        if ranks is not None and len(sums):
+            dist.all_reduce(sums, group=ranks)
+        return sums
+
+    def _metrics(self, trainer: Trainer) -> dict[str, float | Tensor]:
+        """Collective over the ranks of every stage; the same on all."""
+        mine = self._sums
+        if self.model.moe_bias_balancing_rate == 0:
+            mine = self._whole(mine.clone(), trainer, "data")
+        sums = torch.zeros(len(self.blocks), mine.shape[1], dtype=mine.dtype, device=mine.device)
+        for row, block in zip(mine, self.layers, strict=True):
+            sums[self.blocks.index(block)] = row
+        return load_metrics(self._whole(sums, trainer, "pipe"), self.blocks, self.model)
+
+
+def load_metrics(sums: Tensor, blocks: list[int], model: ModelConfig) -> dict[str, float | Tensor]:
+    """`sums` [M, E + 4] of the whole model (`Load`) -> the metrics, see the module's text. NaN when nothing was counted.
+
+    `blocks`: the number of each layer's block.
+    """
+    chosen, experts = sums[:, :_DROPPED], sums.shape[1] - 4
+    share = chosen / chosen.sum(1, keepdim=True)
+    load = share * experts
+    entropy = -torch.special.xlogy(share, share).sum(1) / math.log(experts)
+    metrics: dict[str, float | Tensor] = {
+        "moe/load_max": load.max(),
+        "moe/load_min": load.min(),
+        "moe/load_entropy": entropy.mean(),
+    }
+    if model.moe_capacity_factor is not None:
+        metrics["moe/dropped_share"] = sums[:, _DROPPED].sum() / chosen.sum()
+    wanted = (("balance", _BALANCE, model.moe_aux_loss_coeff), ("z", _Z, model.moe_z_loss_coeff))
+    for name, column, coefficient in wanted:
+        if coefficient:
+            metrics[f"moe/{name}_loss"] = sums[:, column].sum() / sums[:, _MICRO_BATCHES].sum()
+    for block, row, evenness in zip(blocks, load, entropy, strict=True):
+        metrics |= {
+            f"moe/layer_{block}/load_max": row.max(),
+            f"moe/layer_{block}/load_min": row.min(),
+            f"moe/layer_{block}/load_entropy": evenness,
+        }
+    return metrics
