@@ -63,6 +63,7 @@ class Engine(Protocol):
     """What the loop, the callbacks and the checkpoint code may ask of an engine."""
 
     state: ParallelState
+    module: nn.Module
     before_update: Callable[[], None] | None
 
     def train_batch(self, batch: StepBatch, lr: float) -> StepOut: ...
