@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert import falcon, gpt2, gpt_neox, llama, olmo, phi, qwen
+from megatron.convert import falcon, gemma, gpt2, gpt_neox, llama, mamba, olmo, phi, phi2, qwen
 from megatron.convert.check import compare
 from megatron.convert.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, choose_family
 from megatron.convert.safetensors_writer import Planned, write_safetensors
@@ -26,7 +26,18 @@ from megatron.neox_arguments.schema_model import ModelConfig
 
 logger = get_logger(__name__)
 
-PROVIDERS = (gpt_neox, llama, qwen, olmo, gpt2, falcon, phi)  # importing them is what fills the registry
+PROVIDERS = (
+    gpt_neox,
+    llama,
+    qwen,
+    olmo,
+    gpt2,
+    falcon,
+    phi,
+    gemma,
+    phi2,
+    mamba,
+)  # importing them is what fills the registry
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MAX_SHARD_BYTES = 5 * 10**9
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.checkpoint.manifest import Manifest, ParameterEntry
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert import read_families
+from megatron.convert import read_families, read_gemma_phi, read_mamba
 from megatron.convert.family import FAMILIES, WORD_EMBEDDINGS, Constant, Rule
 from megatron.convert.hf_folder import HuggingFaceFolder
 from megatron.convert.read_config import read_config
@@ -21,7 +21,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.schema_model import ModelConfig
 
-READER_MODULES = (read_families,)  # importing it is what fills the registry of readers
+READER_MODULES = (read_families, read_gemma_phi, read_mamba)  # importing them fills the registry of readers
 
 
 class HuggingFaceReader(CheckpointReader):

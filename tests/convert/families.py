@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.convert import gemma_phi, mamba
 from tests.convert.helpers import BASE, LLAMA, NEOX
 
 NO_ATTENTION_BIAS = {"use_bias_in_attn_linear": False, "activation": "relu"}
@@ -77,4 +78,6 @@ FAMILY_CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("phi3", "grouped, half rotary", PHI3),
     ("phi3", "all heads, a window, tied", {**PHI3, **ALL, **WINDOW, **TIED}),
     ("phi3", "one key head", {**PHI3, **ONE}),
+    *gemma_phi.CASES,
+    *mamba.CASES,
 ]  # fmt: skip
