@@ -48,6 +48,8 @@ ARCHITECTURE = (
     "rotary_emb_base_local",
     "rope_scaling",
     "attention_config",
+    "mlp_config",
+    "plugin_options",
     "query_pre_attn_scalar",
     "attn_logit_softcapping",
     "sliding_window_width",

@@ -62,8 +62,14 @@ class Family:
     aliases: dict[str, str] = field(default_factory=dict)
 
 
-# By the name of `--architecture`.
-FAMILIES: Registry[Family] = Registry("architecture")
+FAMILIES: Registry[Family] = Registry(
+    "architecture", wants="a Family of megatron.convert.family", fits=lambda entry: isinstance(entry, Family)
+)
+"""`Family`s by the name of `--architecture`. The table names every parameter of our model once and every tensor of
+theirs once; `unsupported` names whatever of the configuration would be lost; transformers knows the architecture (or the
+plugin registers its classes with AutoConfig and AutoModelForCausalLM). Without `--architecture` the first that can
+express a model is taken, in the order of registration: Deepy's own before those of plugins.
+"""
 
 
 def choose_family(model: ModelConfig, name: str | None) -> Family:

@@ -34,7 +34,14 @@ def identity(x: Tensor) -> Tensor:
 
 gelu_tanh: Function = partial(F.gelu, approximate="tanh")
 
-ACTIVATIONS: Registry[Activation] = Registry("activation")
+ACTIVATIONS: Registry[Activation] = Registry(
+    "activation",
+    wants="an Activation(function, gated=...) of megatron.layers.activations",
+    fits=lambda entry: isinstance(entry, Activation),
+)
+"""`Activation`s. The function is elementwise, keeps shape and type, has no parameters and draws no random numbers; with
+`gated=True` it acts on the gate, and the feed-forward has twice the rows in its first matrix.
+"""
 ACTIVATIONS.register("gelu")(Activation(F.gelu))
 ACTIVATIONS.register("relu")(Activation(F.relu))
 ACTIVATIONS.register("softsign")(Activation(F.softsign))

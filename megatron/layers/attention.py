@@ -21,6 +21,7 @@ from megatron.layers.documents import Documents, Need
 from megatron.layers.dropout import sharded_rng
 from megatron.layers.init import build_init
 from megatron.layers.kv_cache import LayerCache
+from megatron.layers.measure import size_of
 from megatron.layers.norms import SplitRMSNorm, build_norm, build_rms_norm
 from megatron.layers.positions import POSITIONS
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
@@ -30,7 +31,29 @@ from megatron.registry import Registry
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
-MIXERS: Registry[Callable[..., nn.Module]] = Registry("attention_config")
+MIXERS: Registry[Callable[..., nn.Module]] = Registry(
+    "attention_config",
+    wants="a class of modules",
+    fits=callable,
+    measure=lambda name, model: size_of(
+        lambda state: MIXERS[name](model, state, kind=name, window=None, rotary=None)  # the tables are not its own
+    ),
+)
+"""Kinds of mixer: what lets tokens see earlier ones. An entry is a class of modules:
+
+* it is made as `entry(model, state, kind=, window=, rotary=)` as `SelfAttention` is; `rotary` is shared by all layers
+  and has no parameters. Parameters as in `mlp.MLPS`;
+* `forward(x, positions, documents=None, cache=None, entered=, reduce=)`: x [t, h] ([t/tp, h] under sequence
+  parallelism), positions [b, s] -> the shape of x; t = b·s, batch outermost. `entered` and `reduce` as in `mlp.MLPS`;
+  in the parallel forms its output projection is called `dense`;
+* causal: a token's output depends on no later one, and with `documents` (intra_document_masking; `.ids` [b, s], or the
+  ids themselves) on no other document;
+* generation: `cache` is what its `new_cache(capacity, start)` made (without that method a `kv_cache.LayerCache`), and x
+  the new columns alone. Columns before `start` are padding and must not count. The result is that of the whole text;
+* `one_graph = False` if it cannot be one graph for torch.compile;
+* static methods `size(model) -> block_sizes.Size`, which replaces the count of its parameters, and `flops(model)`, the
+  training FLOPs per token that are not products with weights (none: 0).
+"""
 
 
 @MIXERS.register("global", "flash", "local")

@@ -95,6 +95,9 @@ class Backend:
         return self.attend(*args, **options)  # type: ignore[arg-type]
 
 
-# An entry is a loader: it imports what it needs and returns the back-end, or raises a `UserError` that names the
-# missing package and the requirements file.
-ATTENTION_BACKENDS: Registry[Callable[[], Backend]] = Registry("attention_backend")
+ATTENTION_BACKENDS: Registry[Callable[[], Backend]] = Registry(
+    "attention_backend", wants="a function without arguments that returns a Backend", fits=callable
+)
+"""Loaders of back-ends: an entry imports what it needs and returns a `Backend`, or raises a `UserError` that names the
+missing package and the requirements file. `auto` takes Deepy's own only; a plugin's is named in the config.
+"""

@@ -44,7 +44,13 @@ class InitScale:
         return cls(model.init_method_std, model.num_layers, model.hidden_size, width, gain)
 
 
-INITS: Registry[Callable[[InitScale, bool], Fill]] = Registry("init_method")
+INITS: Registry[Callable[[InitScale, bool], Fill]] = Registry(
+    "init_method", wants="a function (InitScale, hidden_matrix) -> fill(tensor, generator)", fits=callable
+)
+"""Recipes of initial weights. An entry is a function of an `InitScale` and of whether the matrix maps width to width; it
+returns a function that fills a full logical fp32 matrix in place and draws from the generator it is handed, and from no
+other, so that no layout changes a weight.
+"""
 
 
 def build_init(model: ModelConfig, *, residual: bool = False, hidden_matrix: bool = True) -> Fill:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.layers.activations import build_activation
 from megatron.layers.init import build_init
+from megatron.layers.measure import size_of
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.state import ParallelState
 from megatron.registry import Registry
@@ -22,7 +23,22 @@ from megatron.registry import Registry
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
-MLPS: Registry[Callable[..., nn.Module]] = Registry("mlp")
+MLPS: Registry[Callable[..., nn.Module]] = Registry(
+    "mlp_config",
+    wants="a class of modules",
+    fits=callable,
+    measure=lambda name, model: size_of(lambda state: MLPS[name](model, state)),
+)
+"""Kinds of feed-forward. An entry is a class of modules:
+
+* it is made as `entry(model, state)`; every parameter by `mpu.sharding.parameter` or a layer of `mpu.layers`, with its
+  full shape, so that it starts, is saved and is read at any layout; it is built on torch's meta device too;
+* `forward(x, entered=, reduce=)`: [t, h] -> [t, h] ([t/tp, h] under sequence parallelism). With `entered` x has entered
+  the tensor-parallel region already; without `reduce` the result is the rank's partial sum without bias. Both are for
+  the parallel forms of a block alone (gpt_j_residual), and so is `add_bias(total)`;
+* each token's output depends on that token alone;
+* a static method `size(model) -> block_sizes.Size`, if it has one, says its parameters; else they are counted.
+"""
 
 
 @MLPS.register("dense")

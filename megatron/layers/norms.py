@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.layers.measure import size_of
 from megatron.mpu import sharding
 from megatron.mpu.collectives import enter_tensor_parallel, leave_tensor_parallel, sum_gradient
 from megatron.mpu.sharding import InitFunction, ParamSpec
@@ -49,7 +50,20 @@ class Norm(nn.Module):
         return f"{self.width}, eps={self.eps}"
 
 
-NORMS: Registry[type[Norm]] = Registry("norm")
+NORMS: Registry[type[Norm]] = Registry(
+    "norm",
+    wants="a subclass of megatron.layers.norms.Norm",
+    fits=lambda entry: isinstance(entry, type) and issubclass(entry, Norm),
+    measure=lambda name, model, width: size_of(lambda state: NORMS[name](width, eps=1e-5, state=state)),
+)
+"""Classes of norms. An entry is a subclass of `Norm`:
+
+* it is made as `entry(width, eps=, state=, region=)`, `eps` being the value of the key `entry.epsilon_key`;
+* `forward(x [..., width])` gives the same shape and type, whatever the type;
+* weights are made by `self._vector(size, fill)` and read through `self._shared(weight)`, which sums their gradients over
+  tensor-parallel ranks where each sees other tokens or heads only;
+* it depends on nothing but x, so that it is one graph for torch.compile.
+"""
 
 
 def build_norm(

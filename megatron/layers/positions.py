@@ -20,11 +20,13 @@ from torch import Tensor, nn
 
 from megatron.errors import UserError
 from megatron.layers.init import build_init
+from megatron.layers.measure import size_of
 from megatron.layers.rope_scaling import attention_factor, frequencies
 from megatron.mpu import sharding
 from megatron.mpu.collectives import split_sequence, sum_gradient
 from megatron.mpu.sharding import ParamSpec
 from megatron.mpu.state import ParallelState
+from megatron.neox_arguments.block_sizes import Size
 from megatron.registry import Registry
 
 if TYPE_CHECKING:
@@ -45,7 +47,23 @@ class PositionScheme:
     slopes: Callable[[ModelConfig], Tensor] | None = None
 
 
-POSITIONS: Registry[PositionScheme] = Registry("pos_emb")
+POSITIONS: Registry[PositionScheme] = Registry(
+    "pos_emb",
+    wants="a PositionScheme of megatron.layers.positions",
+    fits=lambda entry: isinstance(entry, PositionScheme),
+    measure=lambda name, model: _size(POSITIONS[name], model),
+)
+"""`PositionScheme`s. They index by `positions` alone, which restart in each document and skip padding; what acts in
+attention is one module for all layers and has no parameters; parameters of `at_embedding` are made by
+`mpu.sharding.parameter`.
+"""
+
+
+def _size(scheme: PositionScheme, model: ModelConfig) -> Size:
+    make = scheme.at_embedding
+    return Size() if make is None else size_of(lambda state: make(model, state))
+
+
 POSITIONS.register("none")(PositionScheme())
 
 

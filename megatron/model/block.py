@@ -29,6 +29,7 @@ from megatron.layers.attention import MIXERS, SelfAttention
 from megatron.layers.documents import Documents, Need
 from megatron.layers.dropout import hidden_dropout
 from megatron.layers.kv_cache import CacheEntry, LayerCache
+from megatron.layers.measure import size_of
 from megatron.layers.mlp import MLPS
 from megatron.layers.moe import MixtureOfExperts
 from megatron.layers.norms import build_norm
@@ -36,6 +37,7 @@ from megatron.model.carry import Carry, documents_of, passed_on
 from megatron.model.recompute import Recompute, recomputed
 from megatron.mpu.collectives import enter_tensor_parallel, leave_tensor_parallel
 from megatron.mpu.state import ParallelState
+from megatron.neox_arguments.block_sizes import BLOCK
 from megatron.registry import Registry
 
 if TYPE_CHECKING:
@@ -92,8 +94,17 @@ class Block(nn.Module):
         return hidden_dropout(x, self.dropout, self.training, self.state)
 
 
-# Kind of mixer -> class of block, for kinds that are not a mixer in a `TransformerBlock`.
-BLOCKS: Registry[type[Block]] = Registry("attention_config")
+BLOCKS: Registry[type[Block]] = Registry(
+    BLOCK,
+    wants="a subclass of megatron.model.block.Block",
+    fits=lambda entry: isinstance(entry, type) and issubclass(entry, Block),
+    measure=lambda name, model, mlp: size_of(
+        lambda state: BLOCKS[name](model, state, kind=name, mlp=mlp, window=None, rotary=None)
+    ),
+)
+"""Classes of blocks, for kinds of attention_config that are not a mixer in a `TransformerBlock`. An entry is a subclass
+of `Block`, see there; `has_mlp = False` if it has no feed-forward.
+"""
 
 
 class TransformerBlock(Block):
@@ -119,9 +130,13 @@ class TransformerBlock(Block):
         if self.form == "sandwich":
             self.pre_feedforward_layernorm = build_norm(model, state)
         self.mlp = MLPS[mlp](model, state)
-        self.one_graph = not isinstance(self.mlp, MixtureOfExperts)
+        self.one_graph = not isinstance(self.mlp, MixtureOfExperts) and getattr(self.attention, "one_graph", True)
         if self.form in ("olmo", "sandwich"):
             self.post_feedforward_layernorm = build_norm(model, state)
+
+    def new_cache(self, capacity: int, start: Tensor | None) -> CacheEntry:
+        make = getattr(self.attention, "new_cache", super().new_cache)
+        return make(capacity, start)
 
     def document_needs(self) -> set[Need]:
         return {self.attention.document_need()} if isinstance(self.attention, SelfAttention) else set()

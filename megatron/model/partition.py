@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from megatron.errors import UserError
-from megatron.neox_arguments.block_sizes import MAMBA
+from megatron.neox_arguments.block_sizes import BLOCK, MAMBA
 from megatron.neox_arguments.formulas import parameter_count
 from megatron.neox_arguments.schema_model import ModelConfig
+from megatron.registry import added
 
 # Kind of mixer -> class name of its block, where that is not `TransformerBlock`.
 BLOCK_NAMES: dict[str, str] = dict.fromkeys(MAMBA, "MambaBlock")
@@ -58,7 +59,8 @@ class StageRow:
 def layer_rows(model: ModelConfig) -> list[LayerRow]:
     """The list of layers: embedding, blocks, final norm, head (numbers 1 and L+2 hold no parameters in GPT-NeoX)."""
     kinds = model.attention_config
-    blocks = [LayerRow(i, BLOCK_NAMES.get(kind, "TransformerBlock")) for i, kind in enumerate(kinds, start=2)]
+    names = BLOCK_NAMES | {kind: block.__name__ for kind, block in added(BLOCK).items()}
+    blocks = [LayerRow(i, names.get(kind, "TransformerBlock")) for i, kind in enumerate(kinds, start=2)]
     return [LayerRow(0, "Embedding"), *blocks, LayerRow(len(kinds) + 3, "FinalNorm"), LayerRow(len(kinds) + 4, "Head")]
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.neox_arguments.schema_model import ModelConfig
+from megatron.registry import added, measure
 
 MAMBA = ("mamba", "mamba2")  # kinds of mixer whose blocks have no feed-forward
+BLOCK = "block of attention_config"  # the registry of kinds of mixer that are a block of their own
 GATED = ("geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu")
 
 
@@ -60,8 +63,23 @@ class MixerCost:
     flops: Callable[[ModelConfig], float]
 
 
+def is_gated(activation: str) -> bool:
+    """Whether an activation acts on a gate that multiplies a second projection."""
+    entry = added("activation").get(activation)
+    return activation in GATED if entry is None else bool(entry.gated)
+
+
+def added_size(registry: str, name: str, model: ModelConfig, *context: Any) -> Size:
+    """Of what a plugin registered: by its own `size(model, ...)`, else counted (`registry.measure`)."""
+    formula = getattr(added(registry)[name], "size", None)
+    size: Size = measure(registry, name, model, *context) if formula is None else formula(model, *context)
+    return size
+
+
 def norm_parameters(model: ModelConfig, width: int) -> int:
     """Parameters of one norm over `width` features."""
+    if model.norm in added("norm"):
+        return added_size("norm", model.norm, model, width).total
     vectors = {"layernorm": 2, "rmsnorm": 1, "rmsnorm_unit_offset": 1, "non_parametric_layernorm": 0}
     return 1 if model.norm == "scalenorm" else vectors[model.norm] * width
 
@@ -89,7 +107,7 @@ def attention_flops(model: ModelConfig) -> float:
 
 def dense_size(model: ModelConfig) -> Size:
     h, f = model.hidden_size, model.ffn_width
-    up_rows = 2 * f if model.activation in GATED else f
+    up_rows = 2 * f if is_gated(model.activation) else f
     bias = model.use_bias_in_mlp
     return Size(up_rows * h + h * f + up_rows * bias, h * bias)
 
@@ -136,9 +154,28 @@ MLP_SIZES: dict[str, Callable[[ModelConfig], Size]] = {"dense": dense_size, "non
 def block_size(model: ModelConfig, layer: int) -> Size:
     """Of block `layer` (from 0) of a derived model."""
     assert model.attention_config is not None and model.layer_mlps is not None  # derived
-    mlp = model.layer_mlps[layer]
+    kind, mlp = model.attention_config[layer], model.layer_mlps[layer]
+    if kind in added(BLOCK):
+        return added_size(BLOCK, kind, model, mlp)
     norms = Size(replicated=_norms(model, mlp) * norm_parameters(model, model.hidden_size))
-    return norms + MIXER_COSTS[model.attention_config[layer]].size(model) + MLP_SIZES[mlp](model)
+    return norms + _mixer_size(model, kind) + _mlp_size(model, mlp)
+
+
+def _mixer_size(model: ModelConfig, kind: str) -> Size:
+    return MIXER_COSTS[kind].size(model) if kind in MIXER_COSTS else added_size("attention_config", kind, model)
+
+
+def _mlp_size(model: ModelConfig, mlp: str) -> Size:
+    return MLP_SIZES[mlp](model) if mlp in MLP_SIZES else added_size("mlp_config", mlp, model)
+
+
+def mixer_flops(model: ModelConfig, kind: str) -> float:
+    """Training FLOPs per token that are not products with weights; 0 for a mixer of a plugin that does not say."""
+    if kind in MIXER_COSTS:
+        return MIXER_COSTS[kind].flops(model)
+    entry = {**added(BLOCK), **added("attention_config")}[kind]
+    formula = getattr(entry, "flops", None)
+    return 0.0 if formula is None else float(formula(model))
 
 
 def _norms(model: ModelConfig, mlp: str) -> int:

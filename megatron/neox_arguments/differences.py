@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from megatron.neox_arguments.arguments import NeoXArgs
-from megatron.neox_arguments.block_sizes import GATED
+from megatron.neox_arguments.block_sizes import is_gated
 from megatron.neox_arguments.difference import Difference, never
 from megatron.neox_arguments.differences_data import DATA, untrained_tokens
 
 
 def _two_meanings(args: NeoXArgs) -> bool:
-    return args.model.activation in GATED and args.model.intermediate_size is not None
+    return is_gated(args.model.activation) and args.model.intermediate_size is not None
 
 
 def _final_width(args: NeoXArgs) -> bool:
@@ -111,7 +111,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         "mlp_multiple_of with plain activations",
         "layers that do not fit when it does not divide the width",
         "the width is rounded up",
-        lambda args: args.model.mlp_multiple_of > 1 and args.model.activation not in GATED,
+        lambda args: args.model.mlp_multiple_of > 1 and not is_gated(args.model.activation),
     ),
     Difference(
         "sliding window without a pipeline",

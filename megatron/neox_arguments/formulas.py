@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.neox_arguments.block_sizes import MIXER_COSTS, Size, block_size, norm_parameters
+from megatron.neox_arguments.block_sizes import Size, added_size, block_size, mixer_flops, norm_parameters
 from megatron.neox_arguments.schema_model import ModelConfig
+from megatron.registry import added
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -58,6 +59,8 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> ParameterCount:
     embedding = vocab_size * h
     if model.pos_emb == "learned":
         embedding += model.max_position_embeddings * h
+    elif model.pos_emb in added("pos_emb"):
+        embedding += added_size("pos_emb", model.pos_emb, model).total
     return ParameterCount(
         embedding=embedding,
         blocks=tuple(block_size(model, layer) for layer in range(model.num_layers)),
@@ -86,7 +89,7 @@ def flops_per_token(model: ModelConfig, vocab_size: int) -> float:
     count = parameter_count(model, vocab_size)
     matrices = sum(block.active for block in count.blocks) + count.final_norm + vocab_size * model.hidden_size
     assert model.attention_config is not None  # derived
-    return 6.0 * matrices + sum(MIXER_COSTS[kind].flops(model) for kind in model.attention_config)
+    return 6.0 * matrices + sum(mixer_flops(model, kind) for kind in model.attention_config)
 
 
 def neox_flops_per_token(model: ModelConfig, vocab_size: int, *, recompute: bool | None = None) -> float:

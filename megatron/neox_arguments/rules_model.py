@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.errors import nearest
-from megatron.neox_arguments.block_sizes import GATED, MAMBA
+from megatron.neox_arguments.block_sizes import BLOCK, MAMBA, is_gated
 from megatron.neox_arguments.draft import Draft, nearest_multiples
 from megatron.neox_arguments.formulas import gated_width, round_up
 from megatron.neox_arguments.rope_kinds import rope_problem
+from megatron.registry import added
 
 KINDS = ("global", "local", "flash", *MAMBA)
 # Kinds of mixer whose blocks have no feed-forward.
@@ -167,13 +168,22 @@ def _expand_attention(draft: Draft, config: tuple[Any, ...] | None, layers: int)
     return tuple(kinds)
 
 
+def without_mlp(kind: str) -> bool:
+    """Whether blocks of this kind of mixer have no feed-forward."""
+    return kind in WITHOUT_MLP or not getattr(added(BLOCK).get(kind), "has_mlp", True)
+
+
 def _kind(draft: Draft, kind: Any) -> str:
+    plugged = {name.lower(): name for name in (*added("attention_config"), *added(BLOCK))}
     name = str(kind).lower()
+    if name in plugged:
+        return plugged[name]
     if name in _UNAVAILABLE_KINDS:
         draft.fail("attention_config", f"{name!r} layers are not available: {_UNAVAILABLE_KINDS[name]}")
     if name not in KINDS:
-        hint = nearest(name, [*KINDS, *_UNAVAILABLE_KINDS])
-        draft.fail("attention_config", f"{kind!r} is not a kind of attention.{hint} Choices: {', '.join(KINDS)}")
+        choices = [*KINDS, *plugged.values()]
+        hint = nearest(name, [*choices, *_UNAVAILABLE_KINDS])
+        draft.fail("attention_config", f"{kind!r} is not a kind of attention.{hint} Choices: {', '.join(choices)}")
     return name
 
 
@@ -181,7 +191,7 @@ def feed_forward(draft: Draft) -> None:
     """ffn_width: the width built, after the gated rule and rounding; tensor-parallel ranks must divide it."""
     given, factor, multiple = draft["intermediate_size"], draft["expansion_factor"], draft["mlp_multiple_of"]
     width = given or int((factor or 4) * draft["hidden_size"])
-    gated = draft["activation"] in GATED
+    gated = is_gated(draft["activation"])
     rule = draft.given("gated_width_rule") or ("final" if given else "two_thirds")
     draft.set("gated_width_rule", rule, "final when intermediate_size is set, else GPT-NeoX's rule")
     final, thirds = round_up(width, multiple), gated_width(width, multiple)

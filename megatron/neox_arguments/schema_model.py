@@ -208,6 +208,12 @@ class ModelConfig(MambaConfig):
         derived="check",
         new=True,
     )
+    mlp_config: tuple[Any, ...] | None = key(
+        None,
+        "Kind of feed-forward per layer, written as attention_config, or one name for all layers: 'dense', or what a"
+        " plugin registers. Layers that are a mixture of experts (moe_num_experts) stay so. Default: dense.",
+        new=True,
+    )
     layer_mlps: tuple[str, ...] | None = key(
         None, "Feed-forward of each layer: dense, or none (in blocks that have none).", derived="check", new=True
     )
@@ -218,6 +224,10 @@ class ModelConfig(MambaConfig):
         False,
         "Stop attention at the boundaries of packed documents and restart positions in each.",
         new=True,
+    )
+
+    plugin_options: dict[str, Any] | None = key(
+        None, "Whatever plugins want to know, for instance {my_mixer: {width: 3}}; Deepy reads none of it.", new=True
     )
 
     # dropout

@@ -14,7 +14,17 @@ from megatron.registry import Registry
 
 Groups = list[dict[str, Any]]
 Builder = Callable[[Groups, float, dict[str, Any]], Optimizer]
-OPTIMIZERS: Registry[Builder] = Registry("optimizer.type")
+OPTIMIZERS: Registry[Builder] = Registry(
+    "optimizer.type", wants="a function (groups, lr, params) -> torch.optim.Optimizer", fits=callable
+)
+"""Builders of optimizers. An entry is a function `(groups, lr, params) -> torch.optim.Optimizer`:
+
+* `groups` from `groups.parameter_groups`, each with its `weight_decay`, which is decoupled; `params` holds betas, eps
+  and momentum of `optimizer.params`, and the keys of `entry.params` ({name: type}), if it has that attribute;
+* the learning rate is read from each group at every step; gradients are clipped already;
+* what it keeps of a parameter is tensors of the parameter's shape in `state[p]`, and `step` if it counts, so that
+  checkpoints carry it to any layout.
+"""
 
 
 @OPTIMIZERS.register("adam", "adamw", "cpu_torch_adam")
@@ -65,4 +75,4 @@ def build_optimizer(kind: str, groups: Groups, lr: float, params: dict[str, Any]
     """
     if not groups:
         raise UserError("this pipeline stage has no parameters to train; use fewer stages (pipe_parallel_size)")
-    return OPTIMIZERS[kind.lower()](groups, lr, params)
+    return OPTIMIZERS[kind if kind in OPTIMIZERS else kind.lower()](groups, lr, params)

@@ -21,9 +21,13 @@ from functools import partial
 
 from megatron.registry import Registry
 
-# (p, lr, min_lr) -> learning rate, for progress p in [0, 1] after the warm-up
 Style = Callable[[float, float, float], float]
-LR_DECAY_STYLES: Registry[Style] = Registry("lr_decay_style")
+LR_DECAY_STYLES: Registry[Style] = Registry(
+    "lr_decay_style", wants="a function (p, lr, min_lr) -> learning rate", fits=callable
+)
+"""Shapes of the decay. An entry is a pure function (p, lr, min_lr) -> learning rate, for progress p in [0, 1] after the
+warm-up; what it gives below min_lr is raised to it.
+"""
 
 
 @LR_DECAY_STYLES.register("constant")

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.block_sizes import GATED
+from megatron.neox_arguments.block_sizes import is_gated
 from megatron.neox_arguments.formulas import loss_chunk
 
 _MOMENTS = {"sgd": 0, "lion": 1}
@@ -96,7 +96,7 @@ def _per_block(args: NeoXArgs) -> tuple[float, float, float]:
     outer = tp if args.parallel.sequence_parallel else 1
     h, d = model.hidden_size, model.head_dim
     queries, pairs = model.num_attention_heads * d, (model.num_attention_heads + 2 * model.num_kv_heads) * d
-    gated = model.activation in GATED
+    gated = is_gated(model.activation)
     up = 2 * model.ffn_width if gated else model.ffn_width
     after = 2 * model.ffn_width if gated else model.ffn_width
     rotated = queries + model.num_kv_heads * d if model.pos_emb == "rotary" else 0

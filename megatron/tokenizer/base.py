@@ -125,9 +125,13 @@ class Tokenizer(ABC):
         return Fingerprint.of(self._ids)
 
 
-# From (vocab_file, merge_file), both optional paths as written in the YAML, to a tokenizer.
 Factory = Callable[[str | None, str | None], Tokenizer]
-TOKENIZERS: Registry[Factory] = Registry("tokenizer_type")
+TOKENIZERS: Registry[Factory] = Registry(
+    "tokenizer_type", wants="a function (vocab_file, merge_file) -> Tokenizer", fits=callable
+)
+"""Factories of tokenizers: an entry is a function of (vocab_file, merge_file), both optional paths as written in the
+YAML, that returns a `Tokenizer`, or raises a `UserError` for files that are missing or wrong.
+"""
 
 
 def required_file(path: str | None, key: str, tokenizer_type: str, what: str) -> Path:
