@@ -57,6 +57,15 @@ ARCHITECTURE = (
     "mup_width_mult",
     "mup_embedding_mult",
     "mup_rp_embedding_mult",
+    "mamba_d_state",
+    "mamba_d_conv",
+    "mamba_expand",
+    "mamba_dt_rank",
+    "mamba_head_dim",
+    "mamba_n_groups",
+    "mamba_use_bias_in_conv",
+    "mamba_use_bias_in_linears",
+    "mamba_use_bias_in_x_proj",
 )
 TOKENIZER = ("tokenizer_type", "tokenizer_fingerprint")
 DATA_ORDER = (

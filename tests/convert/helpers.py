@@ -61,7 +61,8 @@ def hugging_face(args: NeoXArgs, architecture: str, seed: int = 0):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).float().eval()
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            tensor.normal_(std=0.1)
+            # Of small weights a state space makes little that could be seen.
+            tensor.normal_(std=0.4 if ".mixer." in name else 0.1)
             if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
                 tensor.add_(1.0)
     with tempfile.TemporaryDirectory() as folder:

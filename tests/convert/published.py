@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.convert import mamba
+
 # fmt: off
 _COMMON: dict[str, Any] = {
     "use_cache": True, "initializer_range": 0.02, "torch_dtype": "bfloat16", "transformers_version": "4.40.0",
@@ -168,5 +170,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_scaling": None, "rope_theta": 10000.0, "sliding_window": 2047, "tie_word_embeddings": False,
         "vocab_size": 32064,
     },
+    **mamba.PUBLISHED,
 }
 # fmt: on
