@@ -112,6 +112,18 @@ def dense_size(model: ModelConfig) -> Size:
     return Size(up_rows * h + h * f + up_rows * bias, h * bias)
 
 
+def moe_size(model: ModelConfig) -> Size:
+    """Router, experts and a shared expert. A token uses moe_top_k of the experts."""
+    h, f, shared, count = (
+        model.hidden_size, model.moe_intermediate_size, model.moe_shared_expert_size, model.moe_num_experts
+    )  # fmt: skip
+    gates = 2 if is_gated(model.activation) else 1
+    expert = (gates + 1) * f * h + model.moe_expert_bias * (gates * f + h)
+    router = count * h + count * (model.moe_bias_balancing_rate > 0) + h * model.moe_shared_expert_gate
+    experts, idle = count * expert, (count - model.moe_top_k) * expert
+    return Size(experts + (gates + 1) * shared * h, router, experts, idle)
+
+
 def mamba_size(model: ModelConfig) -> Size:
     h, inner, n, rank = (
         model.hidden_size,
@@ -148,7 +160,11 @@ MIXER_COSTS: dict[str, MixerCost] = {
     "mamba": MixerCost(mamba_size, mamba_flops),
     "mamba2": MixerCost(mamba2_size, mamba_flops),
 }
-MLP_SIZES: dict[str, Callable[[ModelConfig], Size]] = {"dense": dense_size, "none": lambda model: Size()}
+MLP_SIZES: dict[str, Callable[[ModelConfig], Size]] = {
+    "dense": dense_size,
+    "moe": moe_size,
+    "none": lambda model: Size(),
+}
 
 
 def block_size(model: ModelConfig, layer: int) -> Size:

@@ -71,8 +71,9 @@ def _size(args: NeoXArgs, vocab_size: int) -> list[str]:
     count = parameter_count(args.model, vocab_size)
     tokens = args.training.train_batch_size * args.model.seq_length
     flops = flops_per_token(args.model, vocab_size) * tokens
+    active = f", of which a token uses {count.active:,}" if count.active != count.total else ""
     return [
         f"parameters: {count.total:,} = embedding {count.embedding:,} + {_layers(count)} + final norm"
-        f" {count.final_norm:,} + head {count.head:,}",
+        f" {count.final_norm:,} + head {count.head:,}{active}",
         f"work: {flops / 1e12:,.3g} TFLOP per step",
     ]

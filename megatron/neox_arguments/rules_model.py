@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron.errors import nearest
@@ -141,29 +142,28 @@ def attention(draft: Draft) -> None:
     draft.set("layer_windows", windows, "sliding_window_width and attention_config")
 
 
-def layer_mlps(draft: Draft) -> None:
-    """The feed-forward of each layer."""
-    mlps = tuple("none" if kind in WITHOUT_MLP else "dense" for kind in draft["attention_config"])
-    draft.set("layer_mlps", mlps, "attention_config")
-
-
 def _expand_attention(draft: Draft, config: tuple[Any, ...] | None, layers: int) -> tuple[str, ...]:
     if config is None:
         return ("global",) * layers
-    if all(isinstance(kind, str) for kind in config):
-        return tuple(_kind(draft, kind) for kind in config)
+    return expand(draft, "attention_config", config, layers, lambda kind: _kind(draft, kind))
+
+
+def expand(draft: Draft, key: str, config: tuple[Any, ...], layers: int, kind: Callable[[Any], str]) -> tuple[str, ...]:
+    """One kind per layer from a flat list of kinds or from [[kinds...], n or 'all'] items; `kind` checks one."""
+    if all(isinstance(item, str) for item in config):
+        return tuple(kind(item) for item in config)
     kinds: list[str] = []
     for item in config:
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], tuple)):
-            draft.fail("attention_config", f"{item!r} is not [[kinds...], n]")
-        pattern = [_kind(draft, kind) for kind in item[0]]
+            draft.fail(key, f"{item!r} is not [[kinds...], n]")
+        pattern = [kind(one) for one in item[0]]
         times = item[1]
         if isinstance(times, str) and times.lower() == "all":
             if not pattern or layers % len(pattern):
-                draft.fail("attention_config", f"a pattern of {len(pattern)} kinds does not divide {layers} layers")
+                draft.fail(key, f"a pattern of {len(pattern)} kinds does not divide {layers} layers")
             return (*kinds, *(pattern * (layers // len(pattern))))
         if not isinstance(times, int) or isinstance(times, bool) or times < 0:
-            draft.fail("attention_config", f"{times!r} is not a number of repetitions or 'all'")
+            draft.fail(key, f"{times!r} is not a number of repetitions or 'all'")
         kinds += pattern * times
     return tuple(kinds)
 

@@ -11,7 +11,6 @@ from megatron.neox_arguments.keys import key
 from megatron.neox_arguments.schema_mamba import MambaConfig
 
 _TE = "Transformer Engine is not available; the built-in layers do the same"
-_MOE = "mixture of experts is not available yet; train a dense model (moe_num_experts: 1)"
 _RWKV = "RWKV layers are not available yet; use 'global' in attention_config"
 _MUP_FILES = "base-shape files are not used; set mup_base_hidden_size to the width the learning rate was tuned at"
 
@@ -215,7 +214,7 @@ class ModelConfig(MambaConfig):
         new=True,
     )
     layer_mlps: tuple[str, ...] | None = key(
-        None, "Feed-forward of each layer: dense, or none (in blocks that have none).", derived="check", new=True
+        None, "Feed-forward of each layer: dense, moe, or none (in blocks that have none).", derived="check", new=True
     )
     sparsity_config: dict[str, Any] | None = key(
         None, "Options of block-sparse attention.", unavailable="use attention_config 'global' or sliding_window_width"
@@ -270,6 +269,67 @@ class ModelConfig(MambaConfig):
         new=True,
     )
 
+    # mixture of experts
+    moe_num_experts: int = key(1, "Experts of a mixture-of-experts layer; 1: all layers are dense.")
+    moe_expert_interval: int = key(
+        1, "Every n-th layer, from the first, is a mixture of experts (with moe_num_experts > 1), the others are dense."
+    )
+    moe_layers: tuple[Any, ...] | None = key(
+        None,
+        "Which layers are mixtures of experts, instead of moe_expert_interval: their numbers from 0, or 'dense' and"
+        " 'moe' for every layer, or patterns as in attention_config, such as [[[dense], 1], [[moe], 15]].",
+        new=True,
+    )
+    moe_top_k: int = key(1, "Experts per token.")
+    moe_router_type: Literal["sinkhorn", "topk"] = key(
+        "sinkhorn",
+        "How experts are chosen: topk takes the largest scores; sinkhorn balances a micro-batch's scores first, in"
+        " training, and weighs by sigmoid (moe_top_k 1) or softmax.",
+        differs="always three rounds of sinkhorn; the GPT-NeoX fork's test ends it after the first",
+    )
+    moe_router_score: Literal["softmax", "sigmoid"] = key(
+        "softmax", "Scores of topk: softmax over all experts, or a sigmoid of each.", new=True
+    )
+    moe_normalize_topk: bool = key(False, "Divide the weights of a token's experts by their sum (topk).", new=True)
+    moe_routed_scaling: float = key(1.0, "Multiplies the weights of a token's experts (topk).", new=True)
+    moe_jitter_eps: float | None = key(
+        None,
+        "In training, multiply router inputs by uniform noise from 1 - eps to 1 + eps (topk).",
+        differs="works; raises an error in the GPT-NeoX fork",
+    )
+    moe_capacity_factor: float | None = key(
+        None,
+        "In training, an expert takes at most this times seq_length x moe_top_k / moe_num_experts tokens of a sequence,"
+        " rounded up, first come first served; others skip it. Default: none is dropped.",
+        new=True,
+    )
+    moe_intermediate_size: int | None = key(
+        None, "Feed-forward width of one expert, as built. Default: that of a dense layer.", new=True
+    )
+    moe_expert_bias: bool = key(False, "Biases in experts (use_bias_in_mlp is for dense layers).", new=True)
+    moe_shared_expert_size: int = key(
+        0, "Width of a shared expert that every token goes through besides its own; 0: none.", new=True
+    )
+    moe_shared_expert_gate: bool = key(
+        False, "Multiply the shared expert's output by a sigmoid gate of the token (Qwen2-MoE).", new=True
+    )
+    moe_aux_loss_coeff: float = key(
+        0.0,
+        "Coefficient of the balance loss: of each layer and sequence, moe_num_experts x the sum over experts of (share"
+        " of the tokens x mean score), which is moe_top_k when balanced. Its gradient counts, the reported loss is"
+        " without it.",
+        new=True,
+    )
+    moe_z_loss_coeff: float = key(
+        0.0, "Coefficient of the mean squared log-sum-exp of router logits, treated alike.", new=True
+    )
+    moe_bias_balancing_rate: float = key(
+        0.0,
+        "Balance without a loss: after each step the bias of every expert, added to its score where experts are chosen,"
+        " moves by this towards an equal load (topk; 0: off).",
+        new=True,
+    )
+
     # muP
     use_mup: bool = key(False, "Scale initialisation, attention, output and learning rates by width (muP).")
     mup_base_hidden_size: int | None = key(
@@ -291,11 +351,6 @@ class ModelConfig(MambaConfig):
         None, "Soft prompt tuning.", unavailable="fine-tune the whole model with finetune: true"
     )
     gmlp_attn_dim: int = key(64, "Attention width of aMLP blocks.", unavailable="gMLP is not available; use 'global'")
-    moe_num_experts: int = key(1, "Experts per mixture-of-experts layer; 1 is dense.", unavailable=_MOE)
-    moe_expert_interval: int = key(1, "Every n-th layer is a mixture of experts.", unavailable=_MOE)
-    moe_top_k: int = key(1, "Experts per token.", unavailable=_MOE)
-    moe_router_type: Literal["sinkhorn", "topk"] = key("sinkhorn", "Expert router.", unavailable=_MOE)
-    moe_jitter_eps: float | None = key(None, "Noise on router inputs.", unavailable=_MOE)
     dim_att: int | None = key(None, "Attention width of RWKV.", unavailable=_RWKV)
     head_size: int | None = key(None, "Head width of RWKV.", unavailable=_RWKV)
     ffn_dim: int | None = key(None, "Feed-forward width of RWKV.", unavailable=_RWKV)

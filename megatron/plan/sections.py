@@ -17,6 +17,7 @@ from megatron.neox_arguments.arguments import all_keys
 from megatron.neox_arguments.coerce import thaw
 from megatron.neox_arguments.differences import differences_for
 from megatron.neox_arguments.formulas import flops_per_token, neox_flops_per_token, parameter_count
+from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.plan.checkpoints import SavePlan
 from megatron.plan.memory import Memory
 from megatron.plan.text import count, shortened, size, table
@@ -86,7 +87,20 @@ def model(args: NeoXArgs, tokenizer: str, vocab_size: int) -> list[str]:
         f"parameters {total.total:,} ({count(total.total)}): blocks {total.layers:,}, embedding {total.embedding:,}, "
         f"head {total.head:,}{'' if m.no_weight_tying else ' (tied)'}, final norm {total.final_norm:,}",
     ]
+    if "moe" in m.layer_mlps:
+        rows.insert(2, _experts(m))
+        rows.append(f"of which a token uses {total.active:,} ({count(total.active)})")
     return titled("model", rows)
+
+
+def _experts(m: ModelConfig) -> str:
+    """Mixtures of experts in a line."""
+    shared = f" and a shared one of {m.moe_shared_expert_size}" if m.moe_shared_expert_size else ""
+    full = "none dropped" if m.moe_capacity_factor is None else f"capacity factor {m.moe_capacity_factor:g}"
+    return (
+        f"mixtures of experts in {m.layer_mlps.count('moe')} of {m.num_layers} layers: {m.moe_num_experts} experts of "
+        f"width {m.moe_intermediate_size}{shared}, {m.moe_top_k} per token ({m.moe_router_type}, {full})"
+    )
 
 
 def stages(rows: Sequence[StageRow], held: Sequence[int]) -> list[str]:
