@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.convert import mamba
+from tests.convert.published_gemma_phi import GEMMA_PHI
 
 # fmt: off
 _COMMON: dict[str, Any] = {
@@ -171,5 +172,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vocab_size": 32064,
     },
     **mamba.PUBLISHED,
+    **GEMMA_PHI,
 }
 # fmt: on

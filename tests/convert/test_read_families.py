@@ -21,6 +21,7 @@ from tests.convert import mamba
 from tests.convert.families import FAMILY_CASES, OLMO
 from tests.convert.helpers import hugging_face, resolved
 from tests.convert.published import PUBLISHED
+from tests.convert.published_gemma_phi import REFUSED
 from tests.convert.test_import import tensors_in
 
 pytestmark = pytest.mark.cpu
@@ -56,6 +57,8 @@ def test_a_published_config_is_the_shipped_one(name):
     about |= {"bos_token_id", "eos_token_id", "pad_token_id", "n_ctx", "use_mrope", "n_inner", "attention_bias"}
     about |= {"apply_residual_connection_post_layernorm", "multi_query", "num_kv_heads", "num_ln_in_parallel_attn"}
     about |= {"d_model", "d_inner", "n_layer", "ssm_cfg", "rms_norm", "fused_add_norm", "norm_before_gate"}
+    about |= {"cache_implementation", "sliding_window_pattern", "_sliding_window_pattern", "sliding_window_size"}
+    about |= {"use_bidirectional_attention", "rope_local_base_freq", "hidden_activation"}
     about |= {"head_dim", "max_window_layers", "sliding_window", "rope_theta", "rope_scaling", "partial_rotary_factor"}
     assert {k: v for k, v in theirs.items() if k not in about} == {k: v for k, v in ours.items() if k not in about}
 
@@ -101,6 +104,7 @@ def test_there_and_back_is_bit_identical(tmp_path, architecture, keys):
         ("falcon/7B", {"num_ln_in_parallel_attn": 2}, "needs new_decoder_architecture"),
         ("phi3/mini-4k", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope"),
         *mamba.CONFIG_REFUSALS,
+        *REFUSED,
     ],
 )
 def test_what_cannot_be_expressed_is_named(name, changes, message):

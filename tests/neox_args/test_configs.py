@@ -104,6 +104,16 @@ def test_every_model_can_be_merged_with_local_setup(name: str) -> None:
         ("falcon/40B", 65024, 41_303_293_952),
         ("phi3/mini-4k", 32064, 3_821_079_552),
         ("phi3/medium-4k", 32064, 13_960_238_080),
+        ("gemma/2B", 256000, 2_506_172_416),
+        ("gemma/7B", 256000, 8_537_680_896),
+        ("gemma2/2B", 256000, 2_614_341_888),
+        ("gemma2/9B", 256000, 9_241_705_984),
+        ("gemma2/27B", 256000, 27_227_128_320),
+        ("gemma3/270M", 262144, 268_098_176),
+        ("gemma3/1B", 262144, 999_885_952),
+        ("phi/phi-1", 51200, 1_418_270_720),
+        ("phi/phi-1.5", 51200, 1_418_270_720),
+        ("phi/phi-2", 51200, 2_779_683_840),
     ],
 )
 def test_published_parameter_counts(name: str, vocab: int, parameters: int) -> None:
