@@ -2,7 +2,8 @@
 
 python huggingface/convert_hf_gptneox_to_neox.py --hf-model X --revision R --output-dir D --tp N --iteration I
 
-The same as convert_hf_to_neox.py, which takes every family.
+The parameters get Transformer Engine's names, with --no-transformer-engine GPT-NeoX's own. Deepy loads both, at any
+layout. convert_hf_to_neox.py is the same for every family, with GPT-NeoX's names.
 """
 
 from __future__ import annotations
@@ -13,25 +14,27 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from convert_hf_to_neox import common_flags, convert
-
-from megatron.errors import UserError, run_cli
+from megatron.checkpoint.neox_names import NEOX, TRANSFORMER_ENGINE
+from megatron.convert.cli import add_import_flags, add_precision, flags_for, run_import
+from megatron.errors import run_cli
 
 
 def main() -> int:
     """Convert with the fork's flags."""
-    flags = common_flags(__doc__)
+    flags = flags_for(__doc__)
+    add_import_flags(flags)
     flags.add_argument("--save-tokenizer", action="store_true", help="the tokenizer is always copied")
     flags.add_argument(
         "--transformer-engine",
         action=argparse.BooleanOptionalAction,
-        default=False,
-        help="parameter names: GPT-NeoX's are written; those of Transformer Engine are not available",
+        default=True,
+        help="parameter names of Transformer Engine (attention.qkv, mlp.fc1_weight, ...), or GPT-NeoX's own "
+        "(attention.query_key_value, mlp.linear1.weight, ...)",
     )
+    add_precision(flags, "--precision", "--dtype")
     given = flags.parse_args()
-    if given.transformer_engine:
-        raise UserError("--transformer-engine: its parameter names are not written; leave the flag out")
-    convert(given)
+    names = TRANSFORMER_ENGINE if given.transformer_engine else NEOX
+    run_import(given, precision=given.precision, names=names, families=("neox",))
     return 0
 
 

@@ -18,7 +18,7 @@ from megatron.convert import falcon, gemma, gpt2, gpt_neox, llama, mamba, olmo, 
 from megatron.convert.check import compare
 from megatron.convert.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, choose_family
 from megatron.convert.safetensors_writer import Planned, write_safetensors
-from megatron.convert.settings import Settings, open_source
+from megatron.convert.settings import Reference, Settings, open_source
 from megatron.convert.tokenizer_files import open_tokenizer, save_tokenizer, token_ids
 from megatron.errors import UserError
 from megatron.log import get_logger, progress
@@ -62,8 +62,11 @@ def export(
     output: str | Path,
     *,
     config_files: Sequence[str] = (),
+    iteration: int | None = None,
+    reference: Reference | None = None,
     precision: str = "auto",
     architecture: str | None = None,
+    families: Sequence[str] = (),
     tokenizer: bool = True,
     vocab_is_hf: bool = False,
     pad_token_id: int | None = None,
@@ -78,8 +81,11 @@ def export(
         output: the folder to make.
         config_files: YAML of the run; its tokenizer keys win over the checkpoint's own config, its architecture must
             agree with it.
+        iteration: which checkpoint of a `save` folder; None for the latest.
+        reference: the published model it should be, with the tokenizer to write; its network must agree too.
         precision: `auto` (as trained), `fp16`, `bf16` or `fp32`.
         architecture: a name of `FAMILIES` (`neox`, `llama`, ...); None takes the first that can express the model.
+        families: the only architectures that will do; () takes all.
         tokenizer: whether to write the tokenizer's files.
         vocab_is_hf: `vocab_file` is a Hugging Face tokenizer folder.
         pad_token_id: for the config; None takes the tokenizer's.
@@ -90,8 +96,10 @@ def export(
     """
     output = Path(output)
     _check_output(output, overwrite)
-    reader, settings = open_source(checkpoint, config_files, vocab_is_hf=vocab_is_hf)
-    family = choose_family(settings.model, architecture)
+    reader, settings = open_source(
+        checkpoint, config_files, vocab_is_hf=vocab_is_hf, iteration=iteration, reference=reference
+    )
+    family = choose_family(settings.model, architecture, families)
     table = family.table(settings.model)
     _check_names(reader, table)
     dtype = _dtype(reader, precision)
@@ -102,7 +110,7 @@ def export(
         ids = _write_tokenizer(settings, draft, tokenizer, vocab_is_hf, pad_token_id)
         _write_config(draft, family, settings.model, reader, ids, dtype)
         plan = _plan(reader, table)
-        _check_plan(draft, plan, settings.model, family)
+        _check_plan(draft, reader, table, settings.model)
         write_safetensors(draft, plan, _tensors(reader, table), dtype, max_shard_bytes)
         difference = _checked(reader, settings.model, draft, dtype) if check else None
         _publish(draft, output)
@@ -201,7 +209,7 @@ def _tensors(reader: CheckpointReader, table: list[Rule | Constant]) -> Iterator
             yield from rule.transform.export(reader.weight(rule.ours))
 
 
-def _check_plan(draft: Path, plan: list[Planned], model: ModelConfig, family: Family) -> None:
+def _check_plan(draft: Path, reader: CheckpointReader, table: list[Rule | Constant], model: ModelConfig) -> None:
     """The planned names and shapes are those of the architecture that config.json describes, built without memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -212,7 +220,8 @@ def _check_plan(draft: Path, plan: list[Planned], model: ModelConfig, family: Fa
         head = empty.get_output_embeddings()
         for name in [f"{name}.weight" for name, module in empty.named_modules() if module is head]:
             del expected[name]  # the embedding under a second name
-    planned = {p.name if p.name in expected else family.aliases.get(p.name, p.name): p.shape for p in plan}
+    running = [rule if isinstance(rule, Constant) else rule.among(expected) for rule in table]
+    planned = {p.name: p.shape for p in _plan(reader, running)}
     if wrong := sorted(n for n in expected.keys() | planned.keys() if expected.get(n) != planned.get(n)):
         details = ", ".join(f"{n} (ours {planned.get(n)}, theirs {expected.get(n)})" for n in wrong[:4])
         raise UserError(f"the checkpoint does not fit the architecture its config describes: {details}")

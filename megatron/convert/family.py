@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,19 @@ WORD_EMBEDDINGS = "0.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our parameters (by canonical name) and the Hugging Face tensors it becomes."""
+    """One of our parameters (by canonical name) and the Hugging Face tensors it becomes.
+
+    `also`: other ways in which files or the running model have it, which are read but not written.
+    """
 
     ours: str
     theirs: tuple[str, ...]
     transform: Transform = field(default_factory=Copy)
+    also: tuple[Rule, ...] = ()
+
+    def among(self, names: Container[str]) -> Rule:
+        """The way in which these names have it; the first when none has it whole."""
+        return next((way for way in (self, *self.also) if all(name in names for name in way.theirs)), self)
 
 
 @dataclass(frozen=True)
@@ -52,14 +60,12 @@ class Family:
         table: every tensor of a model of this config, ours and theirs.
         config: config.json from (model, vocabulary size, special ids); architecture fields only.
         unsupported: features of the config that this architecture cannot express, one phrase each.
-        aliases: names in files → names in the running model, where transformers renames while loading.
     """
 
     architecture: str
     table: Callable[[ModelConfig], list[Rule | Constant]]
     config: Callable[[ModelConfig, int, TokenIds], dict[str, Any]]
     unsupported: Callable[[ModelConfig], list[str]]
-    aliases: dict[str, str] = field(default_factory=dict)
 
 
 FAMILIES: Registry[Family] = Registry(
@@ -72,8 +78,8 @@ express a model is taken, in the order of registration: Deepy's own before those
 """
 
 
-def choose_family(model: ModelConfig, name: str | None) -> Family:
-    """The family called `name`, or the first that can express the model.
+def choose_family(model: ModelConfig, name: str | None, among: Collection[str] = ()) -> Family:
+    """The family called `name`, or the first that can express the model; `among`: of these only, () of all.
 
     Raises `UserError` naming every feature that stands in the way.
     """
@@ -84,6 +90,8 @@ def choose_family(model: ModelConfig, name: str | None) -> Family:
         return family
     refusals = []
     for candidate in FAMILIES:
+        if among and candidate not in among:
+            continue
         reasons = FAMILIES[candidate].unsupported(model)
         if not reasons:
             return FAMILIES[candidate]

@@ -36,7 +36,9 @@ def table(model: ModelConfig) -> list[Rule | Constant]:
         rules += _block(model, block)
     rules += _norm(model, f"{model.num_layers + 3}.norm", ("gpt_neox.final_layer_norm",))
     if model.no_weight_tying:
-        rules.append(Rule(f"{model.num_layers + 4}.final_linear.weight", ("embed_out.weight",)))
+        head = f"{model.num_layers + 4}.final_linear.weight"
+        # Files of every version of transformers say embed_out; its newer models call the head lm_head.
+        rules.append(Rule(head, ("embed_out.weight",), also=(Rule(head, ("lm_head.weight",)),)))
     return rules
 
 
@@ -117,6 +119,4 @@ def unsupported(model: ModelConfig) -> list[str]:
     return reasons
 
 
-# Files of every version of transformers say embed_out; its newer models call the head lm_head.
-ALIASES = {"embed_out.weight": "lm_head.weight"}
-FAMILIES.register("neox")(Family("GPTNeoXForCausalLM", table, config, unsupported, ALIASES))
+FAMILIES.register("neox")(Family("GPTNeoXForCausalLM", table, config, unsupported))

@@ -21,7 +21,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # Tables that older versions of transformers saved with the weights, and that every model computes.
-_BUFFERS = (".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+_BUFFERS = (".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class HuggingFaceFolder:
         raise UserError(f"{self.path} holds no weights ({' or '.join(_WEIGHTS)}, or their index)")
 
 
-def open_model(model: str, revision: str | None) -> HuggingFaceFolder:
+def open_model(model: str, revision: str | None, cache_dir: str | None = None) -> HuggingFaceFolder:
     """A folder, or a model of the Hub by its id (downloaded when it is not cached). Raises `UserError`."""
     path = Path(model).expanduser()
     if path.is_dir():
@@ -85,10 +85,10 @@ def open_model(model: str, revision: str | None) -> HuggingFaceFolder:
         return HuggingFaceFolder(path)
     if model.count("/") > 1 or model.startswith((".", "/", "~")):
         raise UserError(f"--hf-model: there is no folder {model}")
-    return HuggingFaceFolder(_download(model, revision))
+    return HuggingFaceFolder(_download(model, revision, cache_dir))
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, cache_dir: str | None) -> Path:
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -96,11 +96,11 @@ def _download(model: str, revision: str | None) -> Path:
     plain = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
     try:
         if constants.HF_HUB_OFFLINE:
-            return Path(snapshot_download(model, revision=revision, local_files_only=True))
+            return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
         require_hub()
         files = HfApi().list_repo_files(model, revision=revision)
         weights = "*.safetensors" if any(name.endswith(".safetensors") for name in files) else "pytorch_model*.bin"
-        return Path(snapshot_download(model, revision=revision, allow_patterns=[*plain, weights]))
+        return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, allow_patterns=[*plain, weights]))
     except (HfHubHTTPError, OSError, RuntimeError, ValueError) as error:
         lines = str(error).strip().splitlines()
         raise UserError(f"{what} from the Hub, and no folder has that name ({lines[0] if lines else error})") from error

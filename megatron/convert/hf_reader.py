@@ -15,6 +15,7 @@ from megatron.convert import read_families, read_gemma_phi, read_mamba
 from megatron.convert.family import FAMILIES, WORD_EMBEDDINGS, Constant, Rule
 from megatron.convert.hf_folder import HuggingFaceFolder
 from megatron.convert.read_config import read_config
+from megatron.convert.transforms import OneByOne
 from megatron.errors import UserError
 from megatron.mpu.sharding import ParamSpec, shard
 from megatron.neox_arguments import NeoXArgs
@@ -52,7 +53,7 @@ class HuggingFaceReader(CheckpointReader):
     def weight(self, name: str) -> Tensor:
         self.entry(name)
         rule = self._rules[name]
-        return rule.transform.load([self._source.tensor(theirs) for theirs in rule.theirs])
+        return rule.transform.load(OneByOne(self._source.tensor, rule.theirs))
 
     def local_weight(self, name: str, spec: ParamSpec, tp_rank: int, tp_size: int) -> Tensor:
         return shard(self.weight(name), spec, tp_rank, tp_size).clone()
@@ -94,9 +95,8 @@ def rules_of(source: HuggingFaceFolder, family: str, model: ModelConfig) -> dict
     for rule in entry.table(model):
         if isinstance(rule, Constant):
             raise ValueError(f"{family}: a model read from {entry.architecture} leaves {rule.theirs} out")
-        names = tuple(n if n in there or n not in entry.aliases else entry.aliases[n] for n in rule.theirs)
-        rules[rule.ours] = Rule(rule.ours, names, rule.transform)
-        wanted.update(names)
+        rules[rule.ours] = rule.among(there)
+        wanted.update(rules[rule.ours].theirs)
     extra = there - wanted
     if not model.no_weight_tying:
         extra = {name for name in extra if not _is_tied_head(source, name, rules[WORD_EMBEDDINGS].theirs[0])}

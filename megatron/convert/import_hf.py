@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from megatron.convert.check import Difference, compare
 from megatron.convert.hf_folder import open_model
 from megatron.convert.hf_reader import keys_of, rules_of
 from megatron.convert.importing import Imported, Incoming, check_output, import_from
+from megatron.convert.settings import check_same_network
 from megatron.errors import UserError
 from megatron.neox_arguments.schema_model import ModelConfig
 
@@ -29,6 +31,8 @@ def import_model(
     overwrite: bool = False,
     names: str = NEOX,
     families: tuple[str, ...] = (),
+    config_files: Sequence[str] = (),
+    cache_dir: str | None = None,
 ) -> Imported:
     """Convert a Hugging Face folder, or a model of the Hub, to a checkpoint.
 
@@ -37,19 +41,23 @@ def import_model(
         output: the folder to make. One that holds other steps of the same model gets one more.
         overwrite: replace a step that is there.
         families: the only ones that will do; () takes every family.
+        config_files: YAML of the run that is to train it; their architecture must be the model's.
+        cache_dir: the Hub's cache.
 
     The other arguments are `import_from`'s. Raises `UserError` naming what cannot be expressed, divided or does not
     agree; then nothing is left behind.
     """
     output = Path(output).absolute()
     check_output(output, iteration, overwrite)
-    source = open_model(model, revision)
+    source = open_model(model, revision, cache_dir)
     family, keys = keys_of(source)
     if families and family not in families:
         raise UserError(
             f"--hf-model: {model} is of the family {family}, this command takes {', '.join(families)}; use "
             "huggingface/convert_hf_to_neox.py"
         )
+    if config_files:
+        check_same_network(keys, config_files)
 
     def same(reader: CheckpointReader, ours: ModelConfig, dtype: torch.dtype) -> Difference:
         return compare(reader, ours, source.path, dtype, rounded=True)

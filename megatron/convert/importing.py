@@ -1,4 +1,5 @@
-"""A model from elsewhere → a checkpoint for any TP, with a config file and the tokenizer: streamed, checked, all or none.
+"""A model from elsewhere → a checkpoint for any TP, with a config file and the tokenizer: streamed, checked, all or
+nothing.
 
     <output>/global_step<N>/    the checkpoint, and `latest`
     <output>/tokenizer/         the tokenizer's files, chat template included
@@ -31,6 +32,7 @@ from megatron.convert.export import PRECISIONS
 from megatron.convert.family import Rule
 from megatron.convert.hf_folder import Stored
 from megatron.convert.ready_config import ready_config, tokenizer_keys
+from megatron.convert.transforms import OneByOne
 from megatron.errors import UserError
 from megatron.log import progress
 from megatron.model.gpt import build_layer, gpt_layers
@@ -41,6 +43,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.load import load
 from megatron.neox_arguments.schema_model import ModelConfig
+from megatron.neox_arguments.yaml_files import CONFIG_DIR
 
 CONFIG, TOKENIZER = "config.yml", "tokenizer"
 _KEYS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bfloat16"}
@@ -141,7 +144,7 @@ def import_from(
             incoming.keys,
             source=incoming.title,
             tool=incoming.tool,
-            tokenizer=tokenizer_keys(draft / TOKENIZER),
+            tokenizer=tokenizer_keys(draft / TOKENIZER, f"{CONFIG_DIR}/{TOKENIZER}"),
             tp=tp,
             pp=pp,
             precision=_KEYS[dtype],
@@ -234,7 +237,7 @@ def _walk(specs: dict[str, ParamSpec]) -> Iterator[tuple[str, ParamSpec]]:
 
 def _read(source: Source, rule: Rule, dtype: torch.dtype) -> Tensor:
     try:
-        full = rule.transform.load([source.tensor(name) for name in rule.theirs])
+        full = rule.transform.load(OneByOne(source.tensor, rule.theirs))
     except ValueError as error:
         raise UserError(f"{source.path}: {', '.join(rule.theirs)}: {error}") from error
     if dtype == torch.float16 and full.dtype != dtype and full.isfinite().all() and not full.to(dtype).isfinite().all():

@@ -58,9 +58,8 @@ def ready_config(
     return "\n".join([*parts, _dump({"precision": precision}), _TRAINING.format(load=CONFIG_DIR)])
 
 
-def tokenizer_keys(copied: Path) -> dict[str, Any]:
-    """`tokenizer_type` and `vocab_file` for the files in `copied`, a folder beside the config; {} without any."""
-    final = f"{CONFIG_DIR}/{copied.name}"
+def tokenizer_keys(copied: Path, final: str) -> dict[str, str]:
+    """`tokenizer_type` and `vocab_file` for the files in `copied`, a folder that will be `final`; {} without any."""
     whole = (copied / "tokenizer.json").is_file()
     if whole or all((copied / name).is_file() for name in ("vocab.json", "merges.txt")):
         return {"tokenizer_type": "HFTokenizer", "vocab_file": final}

@@ -1,10 +1,11 @@
-"""What an export needs of a run's configuration, from the checkpoint itself and an optional YAML file."""
+"""What an export needs of a run's configuration: from the checkpoint itself, YAML files, or a model it should equal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.compare import ARCHITECTURE
@@ -21,7 +22,10 @@ from megatron.neox_arguments.schema_model import ModelConfig
 
 TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file")
 # Resolved to another form than they are written in, so they cannot be compared before they are derived.
-_NOT_COMPARED = ("attention_config", "head_dim", "ffn_width", "num_kv_heads", "mup_width_mult")
+_DERIVED = ("head_dim", "ffn_width", "num_kv_heads", "mup_width_mult", "mamba_d_state", "mamba_dt_rank")
+_NOT_COMPARED = ("attention_config", *_DERIVED)
+# Longer or tuned further than the model whose tokenizer it uses: still the same network.
+_MAY_DIFFER = ("attention_config", "rope_scaling", "rotary_emb_base", "rotary_emb_base_local")
 
 
 @dataclass(frozen=True)
@@ -34,39 +38,87 @@ class Settings:
     merge_file: str | None
 
 
-def open_source(
-    checkpoint: str | Path, config_files: Sequence[str], *, vocab_is_hf: bool = False
-) -> tuple[CheckpointReader, Settings]:
-    """The reader and the settings of a checkpoint, ours or GPT-NeoX's: a `global_step<N>` folder or the latest in it.
+@dataclass(frozen=True)
+class Reference:
+    """A model that a checkpoint should be: its configuration where the checkpoint keeps none, and its tokenizer.
 
-    Raises `UserError` when there is none, or when the config does not fit it.
+    `tokenizer`: keys of TOKENIZER_KEYS, {} when it has none; `where`: what to call it in messages.
     """
-    folder = find_checkpoint(checkpoint, key="--input_dir")
+
+    model: ModelConfig
+    vocab_size: int
+    tokenizer: Mapping[str, str]
+    where: str
+
+
+def open_source(
+    checkpoint: str | Path,
+    config_files: Sequence[str],
+    *,
+    vocab_is_hf: bool = False,
+    iteration: int | None = None,
+    reference: Reference | None = None,
+    key: str = "--input_dir",
+) -> tuple[CheckpointReader, Settings]:
+    """The reader and the settings of a checkpoint, ours or GPT-NeoX's: a `global_step<N>` folder or one in it.
+
+    `iteration`: which one in a save folder, None for the latest. Raises `UserError`, naming `key` as what gave the
+    folder, when there is none, or when the config or the reference does not fit it.
+    """
+    folder = find_checkpoint(checkpoint, iteration, key=key)
     if is_neox_folder(folder):
-        return _open_neox(folder, config_files, vocab_is_hf)
+        return _open_neox(folder, config_files, vocab_is_hf, reference)
     reader = CheckpointReader(folder)
-    return reader, read_settings(reader, config_files)
+    settings = read_settings(reader, config_files)
+    return reader, settings if reference is None else _as_reference(settings, reference, reader)
 
 
 def open_weights(
-    checkpoint: str | Path, config_files: Sequence[str], *, key: str, checksums: bool = False
+    checkpoint: str | Path,
+    config_files: Sequence[str],
+    *,
+    key: str,
+    checksums: bool = False,
+    iteration: int | None = None,
+    reference: Reference | None = None,
 ) -> CheckpointReader:
     """The reader alone: only a folder of GPT-NeoX needs a config. Errors name `key` as what gave the folder."""
-    folder = find_checkpoint(checkpoint, key=key)
-    return _open_neox(folder, config_files, False)[0] if is_neox_folder(folder) else CheckpointReader(folder, checksums)
+    folder = find_checkpoint(checkpoint, iteration, key=key)
+    if is_neox_folder(folder):
+        return _open_neox(folder, config_files, False, reference)[0]
+    return CheckpointReader(folder, checksums)
 
 
-def _open_neox(folder: Path, config_files: Sequence[str], vocab_is_hf: bool) -> tuple[CheckpointReader, Settings]:
+def _as_reference(settings: Settings, reference: Reference, reader: CheckpointReader) -> Settings:
+    """The settings with the reference's tokenizer. Raises `UserError` when it is another model."""
+    wrong = [
+        f"{key}: {getattr(reference.model, key)!r} there, {getattr(settings.model, key)!r} in the checkpoint"
+        for key in ARCHITECTURE
+        if key not in _MAY_DIFFER and getattr(reference.model, key) != getattr(settings.model, key)
+    ]
+    if wrong:
+        raise UserError(f"{reference.where} is another model than {reader.folder}: {'; '.join(wrong)}")
+    return replace(settings, **reference.tokenizer) if reference.tokenizer else settings
+
+
+def _open_neox(
+    folder: Path, config_files: Sequence[str], vocab_is_hf: bool, reference: Reference | None
+) -> tuple[CheckpointReader, Settings]:
     """GPT-NeoX keeps no resolved configuration, only a copy of its YAML files, and does not say the vocabulary."""
     kept = sorted(str(path) for path in (folder / layout.CONFIGS).glob("*.y*ml"))
     files = list(config_files) or kept
+    if not files and reference is not None:
+        tokenizer = {key: reference.tokenizer.get(key) for key in TOKENIZER_KEYS}
+        settings = Settings(reference.model, tokenizer["tokenizer_type"] or "", *list(tokenizer.values())[1:])
+        return NeoXReader(folder, reference.model, reference.vocab_size), settings
     if not files:
         raise UserError(f"{folder} was written by GPT-NeoX and keeps no config; give --config_file with the run's YAML")
     args = load(files)
     keys = {name: args.get(name) for name in TOKENIZER_KEYS}
     vocab_size = args.get("vocab_size") or open_tokenizer(**keys, vocab_is_hf=vocab_is_hf).vocab_size
     model = derive(args, Facts(vocab_size=vocab_size)).model
-    return NeoXReader(folder, model, vocab_size), Settings(model, **keys)
+    tokenizer = {**keys, **(reference.tokenizer if reference else {})}
+    return NeoXReader(folder, model, vocab_size), Settings(model, **tokenizer)
 
 
 def read_settings(reader: CheckpointReader, config_files: Sequence[str]) -> Settings:
@@ -86,4 +138,30 @@ def read_settings(reader: CheckpointReader, config_files: Sequence[str]) -> Sett
         if wrong:
             raise UserError(f"--config_file: {', '.join(config_files)} describes another model: {'; '.join(wrong)}")
         tokenizer |= {key: given.get(key) for key in TOKENIZER_KEYS if given.is_set(key)}
+    tokenizer["vocab_file"] = _moved(tokenizer["vocab_file"], reader.folder)
     return Settings(saved.model, **tokenizer)
+
+
+def check_same_network(keys: Mapping[str, Any], config_files: Sequence[str]) -> None:
+    """Raise `UserError` when YAML files describe another network than flat `keys` with `vocab_size` do."""
+    facts = Facts(vocab_size=keys["vocab_size"])
+    run = {"seq_length": keys["max_position_embeddings"], "train_micro_batch_size_per_gpu": 1}
+    there = derive(NeoXArgs.from_dict({**run, **keys}), facts).model
+    here = derive(load(list(config_files)), facts).model
+    wrong = [
+        f"{key}: {getattr(here, key)!r} there, {getattr(there, key)!r} in the model"
+        for key in ARCHITECTURE
+        if key != "attention_config" and getattr(here, key) != getattr(there, key)
+    ]
+    if wrong:
+        raise UserError(f"--config: {', '.join(config_files)} describes another model: {'; '.join(wrong)}")
+
+
+def _moved(vocab_file: str | None, folder: Path) -> str | None:
+    """`vocab_file`; when it is gone, the same in `tokenizer/` beside the checkpoint, which was moved with it."""
+    if vocab_file is None or Path(vocab_file).exists():
+        return vocab_file
+    for there in (folder.parent / "tokenizer", folder.parent / "tokenizer" / Path(vocab_file).name):
+        if there.name == Path(vocab_file).name and there.exists():
+            return str(there)
+    return vocab_file

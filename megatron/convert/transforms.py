@@ -6,12 +6,27 @@ Legend: n heads, d head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+
+class OneByOne(Sequence[Tensor]):
+    """Tensors that are read when they are asked for, so that a transform of many need not hold them all."""
+
+    def __init__(self, read: Callable[[str], Tensor], names: Sequence[str]) -> None:
+        self._read, self._names = read, names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return OneByOne(self._read, self._names[index])
+        return self._read(self._names[index])
 
 
 class Transform(Protocol):
@@ -93,13 +108,41 @@ class Transpose:
 
 @dataclass(frozen=True)
 class SwapHalves:
-    """Gated rows [up ; gate] ↔ [gate ; up]."""
+    """Gated rows [up ; gate] ↔ [gate ; up]; `dim`: that of the rows."""
+
+    dim: int = 0
 
     def export(self, full: Tensor) -> list[Tensor]:
-        return [torch.cat(full.chunk(2)[::-1])]
+        return [torch.cat(full.chunk(2, self.dim)[::-1], self.dim)]
 
     def load(self, parts: Sequence[Tensor]) -> Tensor:
         return self.export(parts[0])[0]
+
+
+@dataclass(frozen=True)
+class PerExpert:
+    """All experts in one tensor [E, rows, ...] ↔ for each in turn, its rows in blocks of the given sizes.
+
+    Reads one of them at a time.
+    """
+
+    experts: int
+    sizes: tuple[int, ...]
+
+    def export(self, full: Tensor) -> list[Tensor]:
+        return [block for expert in full for block in expert.split(self.sizes)]
+
+    def load(self, parts: Sequence[Tensor]) -> Tensor:
+        first, blocks = parts[0], len(self.sizes)
+        full = first.new_empty((self.experts, sum(self.sizes), *first.shape[1:]))
+        for number, place in enumerate(self.export(full)):
+            part = parts[number] if number else first
+            if part.shape != place.shape:
+                raise ValueError(
+                    f"expert {number // blocks} has a matrix {list(part.shape)}, wanted is {list(place.shape)}"
+                )
+            place.copy_(part)
+        return full
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,36 @@
+"""Convert a checkpoint of an OLMo model to a Hugging Face folder, with the flags of GPT-NeoX's fork.
+
+python huggingface/convert_neox_olmo_to_hf.py --checkpoint-dir checkpoints/global_step100 \\
+    --hf-model allenai/OLMo-2-1124-7B --output-dir hf/ --push-to-hub my-org/my-olmo
+
+--hf-model is the published model that the run began from. Its tokenizer is written, and it says what network a folder
+of GPT-NeoX's holds; no weights are taken from it. tools/ckpts/convert_neox_to_hf.py does the same for every family.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.convert.cli import add_export_flags, add_precision, flags_for, run_export
+from megatron.errors import run_cli
+from megatron.hub import push
+
+
+def main() -> int:
+    """Convert with the fork's flags."""
+    flags = flags_for(__doc__)
+    flags.add_argument(
+        "--checkpoint-dir", dest="input_dir", required=True, help="a global_step<N> folder, or a save folder"
+    )
+    flags.add_argument("--hf-model", dest="reference", metavar="PATH_OR_ID", help="the published model it began from")
+    add_export_flags(flags)
+    add_precision(flags, "--precision", "--dtype", auto="as trained")
+    run_export(flags.parse_args(), push, families=("olmo2", "olmo3", "olmoe"))
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,35 @@
+"""Convert a checkpoint of an OLMo model to a Hugging Face folder; another name that GPT-NeoX's fork has for it.
+
+python huggingface/convert_neox_to_hf_olmo.py --neox-checkpoint checkpoints/global_step100 \\
+    --reference-model allenai/OLMo-2-1124-7B --output-dir hf/ --dtype bfloat16
+
+convert_neox_olmo_to_hf.py tells more.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.convert.cli import add_export_flags, add_precision, flags_for, run_export
+from megatron.errors import run_cli
+from megatron.hub import push
+
+
+def main() -> int:
+    """Convert with the fork's flags."""
+    flags = flags_for(__doc__)
+    flags.add_argument(
+        "--neox-checkpoint", dest="input_dir", required=True, help="a global_step<N> folder, or a save folder"
+    )
+    flags.add_argument("--reference-model", dest="reference", metavar="PATH_OR_ID", help="the model it began from")
+    add_export_flags(flags)
+    add_precision(flags, "--dtype", "--precision", auto="as trained")
+    run_export(flags.parse_args(), push, families=("olmo2", "olmo3", "olmoe"))
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)

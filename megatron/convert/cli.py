@@ -1,0 +1,146 @@
+"""What the commands of conversion have in common: flags that are called the same everywhere, and what is told.
+
+Imports no torch, so that `--help` and wrong flags answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.log import configure, result
+
+# What people write for a type → its name here.
+PRECISIONS = {
+    "auto": "auto",
+    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+}
+
+
+def flags_for(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the command's own text."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_precision(flags: argparse.ArgumentParser, *names: str, auto: str = "as stored") -> None:
+    """The type to write, as `given.precision`: auto, fp16, bf16, fp32, or their long names."""
+    flags.add_argument(
+        *(names or ("--precision",)),
+        dest="precision",
+        type=_precision,
+        default="auto",
+        metavar="{auto,fp16,bf16,fp32}",
+        help=f"type of the weights; auto (the default): {auto}",
+    )
+
+
+def _precision(text: str) -> str:
+    if text.removeprefix("torch.") not in PRECISIONS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not known; choices: {', '.join(PRECISIONS)}")
+    return PRECISIONS[text.removeprefix("torch.")]
+
+
+def add_safety(flags: argparse.ArgumentParser, what: str) -> None:
+    """`--no-check` and `--overwrite`; `what`: the thing that may be there already."""
+    flags.add_argument("--no-check", action="store_true", help="publish without comparing logits")
+    flags.add_argument("--overwrite", action="store_true", help=f"replace {what}")
+
+
+def add_import_flags(flags: argparse.ArgumentParser, model: str = "--hf-model") -> None:
+    """The flags of every command that makes a checkpoint from a Hugging Face model."""
+    flags.add_argument(model, dest="hf_model", required=True, metavar="PATH_OR_ID", help="a folder, or a Hub model")
+    flags.add_argument("--revision", help="branch, tag or commit on the Hub")
+    flags.add_argument("--output-dir", required=True, help="the folder to make, or one with other steps of the model")
+    flags.add_argument("--tp", type=int, default=1, help="cut the files for so many tensor-parallel ranks")
+    flags.add_argument("--iteration", type=int, default=0, help="the step in the checkpoint's name")
+    add_safety(flags, "an iteration that is there")
+
+
+def run_import(given: argparse.Namespace, **options: Any) -> None:
+    """Convert as the flags say; `options` are further ones of `import_model`."""
+    configure()
+    from megatron.convert.import_hf import import_model  # after the flags: torch takes seconds to import
+
+    done = import_model(
+        given.hf_model,
+        given.output_dir,
+        revision=given.revision,
+        tp=given.tp,
+        iteration=given.iteration,
+        check=not given.no_check,
+        overwrite=given.overwrite,
+        **options,
+    )
+    tell(f"{done.folder}\n{done.config}", done.largest_difference, "transformers")
+
+
+def tell(made: str, difference: float | None, other: str) -> None:
+    """What was made, and how far its logits are from the other side's."""
+    result(made)
+    checked = "not checked" if difference is None else f"largest {difference:.2e}"
+    result(f"logit difference between Deepy and {other} in fp32: {checked}")
+
+
+def add_export_flags(flags: argparse.ArgumentParser) -> None:
+    """The flags of every command that makes a Hugging Face folder from a checkpoint."""
+    flags.add_argument("--output_dir", "--output-dir", required=True, help="the folder to make")
+    flags.add_argument("--iteration", type=int, help="which checkpoint of a save folder; default: its latest")
+    flags.add_argument(
+        "--config_file",
+        nargs="+",
+        metavar="YAML",
+        help="YAML files of the run; optional where the checkpoint holds its config. Their vocab_file wins. A folder "
+        "that GPT-NeoX wrote needs them, unless it keeps a copy in configs/",
+    )
+    flags.add_argument("--no_save_tokenizer", action="store_true", help="leave the tokenizer's files out")
+    flags.add_argument(
+        "--push-to-hub",
+        nargs="?",
+        const="",
+        metavar="REPO",
+        help="upload the finished folder to this model repository (name or owner/name); default: the folder's name",
+    )
+    add_safety(flags, "an earlier export in --output_dir")
+
+
+class Hub(Protocol):
+    """What `--push-to-hub` needs: megatron/hub/push.py, which stands above this package."""
+
+    def check_hub(self, repo: str) -> str: ...
+    def push_folder(self, folder: Path, repo: str) -> str: ...
+
+
+def run_export(given: argparse.Namespace, hub: Hub, *, families: tuple[str, ...] = (), **options: Any) -> None:
+    """Convert as the flags say; `options` are further ones of `export`.
+
+    `hub`: takes the finished folder. `families`: the only ones that will do. `given.reference`, where a command has it,
+    names the model that says what network the checkpoint is and whose tokenizer is written.
+    """
+    configure()
+    from megatron.convert.export import export  # after the flags: torch takes seconds to import
+    from megatron.convert.hf_folder import open_model
+    from megatron.convert.pairs import reference_of
+
+    repo = None
+    if given.push_to_hub is not None:
+        repo = hub.check_hub(given.push_to_hub or Path(given.output_dir).resolve().name)
+    named = getattr(given, "reference", None)
+    done = export(
+        given.input_dir,
+        given.output_dir,
+        config_files=given.config_file or (),
+        iteration=given.iteration,
+        reference=None if named is None else reference_of(open_model(named, None)),
+        precision=given.precision,
+        tokenizer=not given.no_save_tokenizer,
+        check=not given.no_check,
+        overwrite=given.overwrite,
+        families=families,
+        **options,
+    )
+    tell(f"{done.folder}: {done.architecture}", done.largest_difference, "transformers")
+    if repo is not None:
+        result(hub.push_folder(done.folder, repo))

@@ -1,0 +1,101 @@
+"""Opens whatever holds a model (our checkpoints, GPT-NeoX's, Hugging Face folders or ids), alone or two of a kind.
+
+A folder of GPT-NeoX's keeps no configuration: in a pair it takes that of the other side when none is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint import layout
+from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.neox_folder import is_neox_folder
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.convert.family import WORD_EMBEDDINGS
+from megatron.convert.hf_folder import HuggingFaceFolder, open_model
+from megatron.convert.hf_reader import HuggingFaceReader, is_hf_folder, keys_of, model_of
+from megatron.convert.ready_config import tokenizer_keys
+from megatron.convert.settings import Reference, open_weights
+from megatron.neox_arguments import NeoXArgs
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model is: a folder, or an id of the Hub.
+
+    `iteration`: which checkpoint of a save folder, None for the latest (one checkpoint's own folder has no choice);
+    `revision`: of a model of the Hub (a folder has none); `key`: the flag that named it.
+    """
+
+    path: str
+    key: str
+    iteration: int | None = None
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        folder = Path(self.path).expanduser()
+        if layout.step_of(folder.name) is not None:
+            object.__setattr__(self, "iteration", None)
+        if folder.is_dir():
+            object.__setattr__(self, "revision", None)
+
+    @property
+    def is_hf(self) -> bool:
+        """Whether this is a Hugging Face model: a folder with config.json, or an id that no folder has."""
+        path = Path(self.path).expanduser()
+        return is_hf_folder(path) if path.exists() else self.path.count("/") == 1 and self.path[0] not in "./~"
+
+    @property
+    def needs_config(self) -> bool:
+        """Whether GPT-NeoX wrote it, so that somebody has to say what network it is."""
+        return not self.is_hf and is_neox_folder(find_checkpoint(self.path, self.iteration, key=self.key))
+
+    def folder(self) -> HuggingFaceFolder:
+        return open_model(self.path, self.revision)
+
+
+def reference_of(source: HuggingFaceFolder) -> Reference:
+    """What a Hugging Face folder says a checkpoint of the same model is, and its tokenizer."""
+    _, keys = keys_of(source)
+    tokenizer = tokenizer_keys(source.path, str(source.path))
+    return Reference(model_of(keys), keys["vocab_size"], tokenizer, str(source.path))
+
+
+def open_parameters(
+    place: Place, config_files: Sequence[str] = (), *, checksums: bool = False, reference: Reference | None = None
+) -> CheckpointReader:
+    """The parameters of any model by our canonical names."""
+    if place.is_hf:
+        return HuggingFaceReader(place.folder())
+    return open_weights(
+        place.path,
+        config_files,
+        key=place.key,
+        checksums=checksums,
+        iteration=place.iteration,
+        reference=reference,
+    )
+
+
+def open_two(
+    one: Place, other: Place, config_files: Sequence[str] = (), *, checksums: bool = False
+) -> tuple[CheckpointReader, CheckpointReader]:
+    """Both by our canonical names; a folder without a configuration takes the other's."""
+    if one.needs_config and not other.needs_config:
+        second, first = open_two(other, one, config_files, checksums=checksums)
+        return first, second
+    first = open_parameters(one, config_files, checksums=checksums)
+    lends = not one.needs_config and other.needs_config
+    reference = _reference_to(first) if lends else None
+    return first, open_parameters(other, config_files, checksums=checksums, reference=reference)
+
+
+def _reference_to(reader: CheckpointReader) -> Reference:
+    """What an opened side says the other one is."""
+    if isinstance(reader, HuggingFaceReader):
+        model = reader.model
+    else:
+        model = NeoXArgs.from_dict(reader.manifest.config, source=str(reader.folder / layout.MANIFEST)).model
+    return Reference(model, reader.entry(WORD_EMBEDDINGS).shape[0], {}, str(reader.folder))

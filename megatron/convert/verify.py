@@ -1,0 +1,120 @@
+"""Do two models, wherever each of them is, compute the same? The comparison that ends a conversion, for any pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.convert.check import Difference, compare_outputs
+from megatron.convert.family import WORD_EMBEDDINGS
+from megatron.convert.hf_folder import HuggingFaceFolder
+from megatron.convert.hf_outputs import folder_outputs, folder_tokens
+from megatron.convert.outputs import checkpoint_outputs, random_tokens
+from megatron.convert.pairs import Place, reference_of
+from megatron.convert.settings import Reference, open_source
+from megatron.errors import UserError
+from megatron.log import progress
+from megatron.neox_arguments.schema_model import ModelConfig
+
+
+@dataclass(frozen=True)
+class _Ours:
+    """A checkpoint, which our network runs."""
+
+    reader: CheckpointReader
+    model: ModelConfig
+
+    @property
+    def vocab_size(self) -> int:
+        return self.reader.entry(WORD_EMBEDDINGS).shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.reader.dtype(WORD_EMBEDDINGS)
+
+    def tokens(self) -> Tensor:
+        return random_tokens(self.vocab_size, self.model.max_position_embeddings, self.model.layer_windows or ())
+
+    def outputs(self, tokens: Tensor, dtype: torch.dtype) -> Iterable[tuple[str, Tensor]]:
+        return checkpoint_outputs(self.reader, self.model, tokens, dtype)
+
+
+@dataclass(frozen=True)
+class _Theirs:
+    """A Hugging Face folder, which transformers runs."""
+
+    folder: HuggingFaceFolder
+
+    @property
+    def vocab_size(self) -> int:
+        return self.folder.config.get("vocab_size", 0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        kinds = {stored.dtype for stored in self.folder.tensors.values()}
+        return kinds.pop() if len(kinds) == 1 else torch.float32
+
+    def tokens(self) -> Tensor:
+        return folder_tokens(self.folder)
+
+    def outputs(self, tokens: Tensor, dtype: torch.dtype) -> Iterable[tuple[str, Tensor]]:
+        return folder_outputs(self.folder, tokens, dtype)
+
+
+def verify(one: Place, other: Place, config_files: Sequence[str] = ()) -> Difference:
+    """Compare the logits of two models in fp32, their weights rounded to the narrower of their two types.
+
+    A checkpoint is run by our network, a Hugging Face folder by transformers, both layer by layer. `config_files`: of
+    a run of GPT-NeoX's; without them its folder takes the configuration of the other side.
+
+    Raises `UserError` when one of them is not there, or they are not of one shape.
+    """
+    sides = _open(one, other, config_files)
+    first, second = sides
+    if first.vocab_size != second.vocab_size:
+        raise UserError(f"{one.path} has {first.vocab_size} tokens, {other.path} has {second.vocab_size}")
+    dtype = narrower(first.dtype, second.dtype)
+    tokens = max((side.tokens() for side in sides), key=lambda ids: ids.shape[1])
+    return compare_outputs(_shown(first.outputs(tokens, dtype)), second.outputs(tokens, dtype))
+
+
+def narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """The type that both are rounded to before they are compared: a copy in bf16 is equal to its fp32 original."""
+    if one == other:
+        return one
+    if torch.float32 in (one, other):
+        return other if one == torch.float32 else one
+    return torch.float32
+
+
+def _open(one: Place, other: Place, config_files: Sequence[str]) -> tuple[_Ours | _Theirs, _Ours | _Theirs]:
+    if one.needs_config and not other.needs_config:
+        second, first = _open(other, one, config_files)
+        return first, second
+    first = _side(one, config_files, None)
+    lends = not one.needs_config and other.needs_config
+    return first, _side(other, config_files, _lent(first) if lends else None)
+
+
+def _side(place: Place, config_files: Sequence[str], reference: Reference | None) -> _Ours | _Theirs:
+    if place.is_hf:
+        return _Theirs(place.folder())
+    reader, settings = open_source(
+        place.path, config_files, iteration=place.iteration, reference=reference, key=place.key
+    )
+    return _Ours(reader, settings.model)
+
+
+def _lent(side: _Ours | _Theirs) -> Reference:
+    """The configuration that the other side takes."""
+    if isinstance(side, _Theirs):
+        return reference_of(side.folder)
+    return Reference(side.model, side.vocab_size, {}, str(side.reader.folder))
+
+
+def _shown(outputs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    yield from progress(outputs, what="comparing", unit="layers")

@@ -1,0 +1,56 @@
+"""Join the tensor-parallel files of a checkpoint into files for one rank, or cut them for another number.
+
+python tools/ckpts/merge20b.py --input_dir 20B_checkpoints --output_dir 20B_checkpoints_merged
+
+is GPT-NeoX's command for the published 20B, whose files are for two ranks. Any checkpoint with any number of ranks will
+do, GPT-NeoX's (with the YAML files of its run as --config_file; the default is the 20B's) and Deepy's own. Deepy loads
+any checkpoint at any layout, so it needs no merging: this is for other programs, and for disks. Weights only; they are
+read back and must be equal, bit for bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.convert.cli import add_precision, flags_for
+from megatron.errors import run_cli
+from megatron.log import configure
+
+CONFIG_OF_20B = Path(__file__).resolve().parents[2] / "configs" / "20B.yml"
+
+
+def main() -> int:
+    """Rewrite with GPT-NeoX's flags, and ours."""
+    flags = flags_for(__doc__)
+    flags.add_argument("--input_dir", required=True, help="a global_step<N> folder, or a save folder")
+    flags.add_argument("--output_dir", required=True, help="a save folder: global_step<N> is made in it")
+    flags.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks to cut the files for")
+    flags.add_argument("--iteration", type=int, help="which checkpoint of a save folder; default: its latest")
+    flags.add_argument(
+        "--config_file", nargs="+", metavar="YAML", help="of the run of GPT-NeoX; default: its configs/, or 20B.yml"
+    )
+    add_precision(flags)
+    flags.add_argument("--overwrite", action="store_true", help="replace a step that is there")
+    given = flags.parse_args()
+    configure()
+    from megatron.convert.rewrite import rewrite  # after the flags: torch takes seconds to import
+
+    made = rewrite(
+        given.input_dir,
+        given.output_dir,
+        tp=given.tp,
+        iteration=given.iteration,
+        config_files=given.config_file or (),
+        default_config=str(CONFIG_OF_20B),
+        precision=given.precision,
+        overwrite=given.overwrite,
+    )
+    print(made)
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)
