@@ -5,6 +5,7 @@ Its fused QKV has our order [Q | K | V]. Models without biases get zeros.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.convert.family import (
@@ -27,6 +28,16 @@ ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", 
 
 
 def table(model: ModelConfig) -> list[Rule | Constant]:
+    """The files of the first models leave out `transformer.`, as those of the bare network do."""
+    return [_with_bare_names(rule) if isinstance(rule, Rule) else rule for rule in _table(model)]
+
+
+def _with_bare_names(rule: Rule) -> Rule:
+    bare = tuple(name.removeprefix("transformer.") for name in rule.theirs)
+    return replace(rule, also=(replace(rule, theirs=bare),))
+
+
+def _table(model: ModelConfig) -> list[Rule | Constant]:
     rules: list[Rule | Constant] = [
         Rule(WORD_EMBEDDINGS, ("transformer.wte.weight",)),
         Rule("0.position_embeddings.weight", ("transformer.wpe.weight",)),

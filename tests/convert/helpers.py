@@ -89,11 +89,9 @@ def specs_of(args: NeoXArgs, tp: int):
 
 def full_tensors(args: NeoXArgs, architecture: str, theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Our full parameters from Hugging Face's tensors, by the family's table read backwards."""
-    return {
-        rule.ours: rule.transform.load([theirs[name] for name in rule.theirs])
-        for rule in FAMILIES[architecture].table(args.model)
-        if not isinstance(rule, Constant)
-    }
+    rules = [rule for rule in FAMILIES[architecture].table(args.model) if not isinstance(rule, Constant)]
+    ways = [rule.among(theirs) for rule in rules]
+    return {way.ours: way.transform.load([theirs[name] for name in way.theirs]) for way in ways}
 
 
 def write_checkpoint(

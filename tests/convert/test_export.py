@@ -212,7 +212,7 @@ REFUSALS = [
     ("llama", {"sliding_window_width": 8}, "mistral"),
     ("llama", {"activation": "gelu"}, "activation: gelu"),
     ("mistral", {"use_bias_in_mlp": True}, "no biases"),
-    ("gpt5", {}, "Choices: falcon, gpt2, llama, mistral, neox, olmo2"),
+    ("gpt5", {}, "Choices: falcon, .*llama, .*mistral, .*neox, "),
 ]
 
 

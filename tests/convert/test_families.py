@@ -100,8 +100,6 @@ def _reference(architecture: str, keys: dict[str, Any]) -> Reference:
     losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     ((losses * mask.flatten()).sum() / mask.sum()).backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    written = FAMILIES[architecture].aliases
-    gradients |= {name: gradients[now] for name, now in written.items() if now in gradients}
     greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": END, "pad_token_id": END}
     texts = [model.generate(torch.tensor([p]), **greedy)[0, len(p) :].tolist() for p in PROMPTS]
     weights = full_tensors(args, architecture, theirs)

@@ -33,6 +33,7 @@ from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.inference import for_inference
 from megatron.neox_arguments.load import load
 from megatron.tokenizer import build_tokenizer
+from tests.convert.families import GPT2
 from tests.convert.helpers import LLAMA, NEOX, VOCAB, hugging_face, resolved
 from tests.convert.test_export import CASES
 from tests.convert.test_tools import TEMPLATE, vocabulary  # noqa: F401 (a fixture)
@@ -94,12 +95,11 @@ def test_one_step_s_gradients_are_those_of_transformers(tmp_path, keys, architec
     network((tokens[:, :-1], positions)).token_loss(tokens[:, 1:]).mean().backward()
     model(tokens, labels=tokens).loss.backward()
     gradients = {name: p.grad for name, p in named_parameters(network)}
-    theirs = {FAMILIES[architecture].aliases.get(n, n): p.grad for n, p in model.named_parameters()}
+    theirs = {name: p.grad for name, p in model.named_parameters()}
     compared = 0
     for rule in FAMILIES[architecture].table(args.model):
         assert not isinstance(rule, Constant)
-        names = [FAMILIES[architecture].aliases.get(name, name) for name in rule.theirs]
-        wanted = rule.transform.load([theirs[name] for name in names])
+        wanted = rule.transform.load([theirs[name] for name in rule.among(theirs).theirs])
         ours = gradients[rule.ours][: wanted.shape[0]]
         torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-6)
         compared += 1
@@ -211,6 +211,26 @@ def test_older_files_pickles_buffers_and_a_tied_head_written_twice(tmp_path):
     torch.save(tensors, tmp_path / "hf/pytorch_model.bin")
     with pytest.raises(UserError, match="not known: lm_head.weight"):
         import_model(str(tmp_path / "hf"), tmp_path / "other")
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
+def test_gpt_2_as_first_published(tmp_path, file):
+    """Names without `transformer.`, causal masks stored with the weights, no head."""
+    source_of(tmp_path / "hf", {**GPT2, "num_layers": 3}, "gpt2", shard="1GB")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors_in(tmp_path / "hf").items()}
+    assert "wte.weight" in tensors and not any("lm_head" in name for name in tensors)
+    for block in range(3):
+        tensors[f"h.{block}.attn.bias"] = torch.ones(64, 64).tril().view(1, 1, 64, 64)
+        tensors[f"h.{block}.attn.masked_bias"] = torch.tensor(-1e4)
+    (tmp_path / "hf/model.safetensors").unlink()
+    if file.endswith("bin"):
+        torch.save(tensors, tmp_path / "hf" / file)
+    else:
+        save_file(tensors, tmp_path / "hf" / file)
+    assert import_model(str(tmp_path / "hf"), tmp_path / "out", tp=2).largest_difference < 1e-5
+    export(tmp_path / "out", tmp_path / "again", tokenizer=False, architecture="gpt2")
+    for name, tensor in tensors_in(tmp_path / "again").items():
+        assert torch.equal(tensor, tensors[name.removeprefix("transformer.")])
 
 
 def changed(folder, **fields):
