@@ -9,9 +9,13 @@ Per parameter held by the rank (P of them, tensor-parallel shard of its stage, `
 | masters   | 4 P in half precision, else 0                                         | ZeRO 1             |
 | moments   | 4 P per moment: Adam 2, Lion 1, SGD 1 with momentum else 0            | ZeRO 1             |
 
+Of experts, P is what the rank holds of them under tensor and expert parallelism, and in the place of dp stands dp / ep,
+the number of ranks that hold the same.
+
 Activations, per token of a micro-batch and block, in elements: the inputs and outputs of the norms (4h, or 3h with one
 shared norm; divided by tp under sequence parallel), and, always divided by tp, queries, keys and values before and
-after rotation, the attention's output, and the feed-forward's rows before and after the activation. `full`
+after rotation, the attention's output, and the feed-forward's rows before and after the activation; of a mixture of
+experts moe_top_k times those of one expert with its inputs and outputs, as if the load was balanced. `full`
 recomputation keeps the input of each chunk and the whole of one chunk, `selective` keeps results of matrix products.
 Stage s of p holds min(accumulation, p - s) micro-batches at once (1F1B).
 
@@ -21,11 +25,14 @@ the real peak within some 30 % above.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.block_sizes import is_gated
 from megatron.neox_arguments.formulas import loss_chunk
+from megatron.neox_arguments.schema_model import ModelConfig
+from megatron.plan.stages import Held
 
 _MOMENTS = {"sgd": 0, "lion": 1}
 
@@ -44,8 +51,8 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def estimate(args: NeoXArgs, *, parameters: int, stage: int, blocks: int, padded_vocab_size: int) -> Memory:
-    """The memory of a rank of pipeline stage `stage` that holds `parameters` and `blocks` transformer blocks.
+def estimate(args: NeoXArgs, *, held: Held, stage: int, blocks: Sequence[int], padded_vocab_size: int) -> Memory:
+    """The memory of a rank of pipeline stage `stage` that holds `held` and the blocks with these numbers (from 0).
 
     `args` is derived. See the module's text for the formula.
     """
@@ -58,29 +65,38 @@ def estimate(args: NeoXArgs, *, parameters: int, stage: int, blocks: int, padded
     if optimizer.optimizer_type == "sgd" and optimizer.momentum:
         moments = 1
     state_bytes = 4 * moments + (4 if half else 0)
+
+    def divided(among: bool) -> float:
+        """Parameters per rank of what ZeRO divides or not."""
+        if not among:
+            return held.parameters
+        return (held.parameters - held.experts) / dp + held.experts / (dp / args.parallel.expert_parallel_size)
+
     return Memory(
-        weights=weight_bytes * parameters / (dp if zero >= 3 else 1),
-        gradients=gradient_bytes * parameters / (dp if zero >= 2 else 1),
-        optimizer=state_bytes * parameters / (dp if zero >= 1 else 1),
+        weights=weight_bytes * divided(zero >= 3),
+        gradients=gradient_bytes * divided(zero >= 2),
+        optimizer=state_bytes * divided(zero >= 1),
         activations=_activations(args, stage=stage, blocks=blocks, padded_vocab_size=padded_vocab_size),
     )
 
 
-def _activations(args: NeoXArgs, *, stage: int, blocks: int, padded_vocab_size: int) -> float:
+def _activations(args: NeoXArgs, *, stage: int, blocks: Sequence[int], padded_vocab_size: int) -> float:
     model, parallel, training = args.model, args.parallel, args.training
     tp, pp = parallel.model_parallel_size, max(1, parallel.pipe_parallel_size)
     element = 2 if args.optimizer.precision != "fp32" else 4
     tokens = training.train_micro_batch_size_per_gpu * model.seq_length
     in_flight = min(training.gradient_accumulation_steps, pp - stage)
-    everything, products, entry = _per_block(args)
+    costs = [_per_block(args, block) for block in blocks]
     policy = model.checkpoint_policy or ("full" if model.checkpoint_activations else "none")
     if policy == "full":
-        chunk = min(model.checkpoint_num_layers, blocks)
-        kept = entry * -(-blocks // chunk) * in_flight + everything * chunk
+        every = model.checkpoint_num_layers
+        chunks = [costs[first : first + every] for first in range(0, len(costs), every)]
+        kept = sum(chunk[0].entry for chunk in chunks) * in_flight
+        kept += max(sum(cost.everything for cost in chunk) for chunk in chunks)
     elif policy == "selective":
-        kept = products * blocks * in_flight + everything
+        kept = sum(cost.products for cost in costs) * in_flight + max(cost.everything for cost in costs)
     else:
-        kept = everything * blocks * in_flight
+        kept = sum(cost.everything for cost in costs) * in_flight
     head = 0.0
     if stage == pp - 1:  # hidden states in and out of the head, and one chunk of logits with its gradient in fp32
         head = (
@@ -90,17 +106,33 @@ def _activations(args: NeoXArgs, *, stage: int, blocks: int, padded_vocab_size: 
     return kept * tokens * element + head
 
 
-def _per_block(args: NeoXArgs) -> tuple[float, float, float]:
-    """Elements per token that one block keeps: (without recomputation, selective, its input alone)."""
+@dataclass(frozen=True)
+class _Kept:
+    """Elements per token that one block keeps: without recomputation, selective, its input alone."""
+
+    everything: float
+    products: float
+    entry: float
+
+
+def _per_block(args: NeoXArgs, block: int) -> _Kept:
     model, tp = args.model, args.parallel.model_parallel_size
     outer = tp if args.parallel.sequence_parallel else 1
     h, d = model.hidden_size, model.head_dim
     queries, pairs = model.num_attention_heads * d, (model.num_attention_heads + 2 * model.num_kv_heads) * d
-    gated = is_gated(model.activation)
-    up = 2 * model.ffn_width if gated else model.ffn_width
-    after = 2 * model.ffn_width if gated else model.ffn_width
+    wide, copies = _feed_forward(model, block)
     rotated = queries + model.num_kv_heads * d if model.pos_emb == "rotary" else 0
     norms = 3 if model.gpt_j_residual and model.gpt_j_tied else 4
-    everything = norms * h / outer + (pairs + rotated + queries + up + after) / tp
-    products = 3 * h / outer + (pairs + queries + up) / tp
-    return everything, products, h / outer
+    everything = norms * h / outer + (pairs + rotated + queries + 2 * wide + 2 * copies * h) / tp
+    products = 3 * h / outer + (pairs + queries + wide + copies * h) / tp
+    return _Kept(everything, products, h / outer)
+
+
+def _feed_forward(model: ModelConfig, block: int) -> tuple[int, int]:
+    """(Width before the activation, over all experts that a token uses; rows that a token has among experts)."""
+    assert model.layer_mlps is not None  # derived
+    gates = 2 if is_gated(model.activation) else 1
+    if model.layer_mlps[block] == "moe":
+        used = model.moe_top_k * (model.moe_intermediate_size or model.ffn_width) + model.moe_shared_expert_size
+        return gates * used, model.moe_top_k
+    return gates * model.ffn_width if model.layer_mlps[block] != "none" else 0, 0

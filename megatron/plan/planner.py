@@ -31,18 +31,18 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | 
     memory = [
         estimate(
             args,
-            parameters=parameters,
+            held=one,
             stage=stage.stage,
-            blocks=sum(layer.is_block for layer in stage.layers),
+            blocks=[layer.index - 2 for layer in stage.layers if layer.is_block],
             padded_vocab_size=args.tokenizer.padded_vocab_size,
         )
-        for stage, parameters in zip(stages, held, strict=True)
+        for stage, one in zip(stages, held, strict=True)
     ]
     parts = [
         sections.config(args),
         sections.differences(args),
         sections.plugins(args),
-        sections.ranks(topology(args), placement),
+        sections.ranks(topology(args, experts=True), placement),
         sections.model(args, tokenizer.describe(), vocab_size),
         sections.stages(stages, held),
         sections.memory(args, memory),

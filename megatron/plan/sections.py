@@ -20,6 +20,7 @@ from megatron.neox_arguments.formulas import flops_per_token, neox_flops_per_tok
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.plan.checkpoints import SavePlan
 from megatron.plan.memory import Memory
+from megatron.plan.stages import Held
 from megatron.plan.text import count, shortened, size, table
 
 _MOST_RANKS = 32
@@ -103,15 +104,15 @@ def _experts(m: ModelConfig) -> str:
     )
 
 
-def stages(rows: Sequence[StageRow], held: Sequence[int]) -> list[str]:
+def stages(rows: Sequence[StageRow], held: Sequence[Held]) -> list[str]:
     """Layers and parameters of each pipeline stage."""
     body = []
-    for row, local in zip(rows, held, strict=True):
+    for row, one in zip(rows, held, strict=True):
         names = [layer.name for layer in row.layers]
         blocks = [layer.index - 2 for layer in row.layers if layer.is_block]
         parts = [f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}"]
         parts = (["embedding"] if "Embedding" in names else []) + parts + (["norm", "head"] if "Head" in names else [])
-        body.append((row.stage, len(blocks), f"{row.parameters:,}", f"{local:,}", " + ".join(parts)))
+        body.append((row.stage, len(blocks), f"{row.parameters:,}", f"{one.parameters:,}", " + ".join(parts)))
     return titled("stages", table(("stage", "blocks", "parameters", "held per rank", "layers"), body))
 
 

@@ -13,25 +13,42 @@ from megatron.neox_arguments.schema_model import ModelConfig
 
 @dataclass(frozen=True)
 class LayerSize:
-    """Parameters of one layer: of the whole model, and as one tensor-parallel rank holds them in memory."""
+    """Parameters of one layer: of the whole model, as one rank holds them in memory, and those of `local` that are
+    experts'."""
 
     full: int
     local: int
+    experts: int = 0
 
 
-def topology(args: NeoXArgs) -> Topology:
-    """The layout of a derived config, outermost axis first, as the ranks build it."""
+@dataclass(frozen=True)
+class Held:
+    """Parameters that one rank of a stage holds, padding and tied copies too, and how many of them are experts'."""
+
+    parameters: int
+    experts: int = 0
+
+
+def topology(args: NeoXArgs, *, experts: bool = False) -> Topology:
+    """The layout of a derived config, outermost axis first, as the ranks build it.
+
+    `experts`: the data axis as "expert_data" x "expert", where expert parallelism divides it.
+    """
     parallel = args.parallel
-    return Topology(
+    found = Topology(
         {
             "pipe": max(1, parallel.pipe_parallel_size),
             "data": parallel.data_parallel_size,
             "model": parallel.model_parallel_size,
         }
     )
+    if not experts or parallel.expert_parallel_size == 1:
+        return found
+    sharing = parallel.expert_parallel_size
+    return found.refined("data", {"expert_data": parallel.data_parallel_size // sharing, "expert": sharing})
 
 
-def layer_sizes(model: ModelConfig, vocab_size: int, padded_vocab_size: int, tp: int) -> list[LayerSize]:
+def layer_sizes(model: ModelConfig, vocab_size: int, padded_vocab_size: int, tp: int, ep: int = 1) -> list[LayerSize]:
     """One entry per layer of `layer_rows`: embedding, blocks, final norm, head.
 
     A tied output matrix counts with the embedding only; see `stage_sizes` for the copy that a last stage holds.
@@ -42,7 +59,7 @@ def layer_sizes(model: ModelConfig, vocab_size: int, padded_vocab_size: int, tp:
     matrix = LayerSize(vocab_size * h, padded_vocab_size * h // tp)
     return [
         LayerSize(matrix.full + positions, matrix.local + positions),
-        *(LayerSize(block.total, block.local(tp)) for block in total.blocks),
+        *(LayerSize(block.total, block.local(tp, ep), block.experts // (tp * ep)) for block in total.blocks),
         LayerSize(total.final_norm, total.final_norm),
         _head(model, vocab_size, padded_vocab_size, tp),
     ]
@@ -54,21 +71,24 @@ def _head(model: ModelConfig, vocab_size: int, padded_vocab_size: int, tp: int) 
     return LayerSize(vocab_size * width, padded_vocab_size * width // tp)
 
 
-def stage_sizes(args: NeoXArgs, vocab_size: int) -> tuple[list[StageRow], list[int]]:
-    """The stage table and, per stage, the parameters that one of its ranks holds (padding and tied copies too)."""
-    model, tp = args.model, args.parallel.model_parallel_size
+def stage_sizes(args: NeoXArgs, vocab_size: int) -> tuple[list[StageRow], list[Held]]:
+    """The stage table and, per stage, what one of its ranks holds."""
+    model, tp, ep = args.model, args.parallel.model_parallel_size, args.parallel.expert_parallel_size
     padded = args.tokenizer.padded_vocab_size or padded_vocabulary(args, vocab_size)
-    sizes = layer_sizes(model, vocab_size, padded, tp)
+    sizes = layer_sizes(model, vocab_size, padded, tp, ep)
     full = [layer.full for layer in sizes]
     rows = layer_rows(model)
     stages = max(1, args.parallel.pipe_parallel_size)
     # Weighed as the run weighs them (a tied head counts its copy), so that both show the same stages.
     weights = layer_parameters(model, vocab_size)
     table = stage_table(rows, partition(rows, stages, args.parallel.pipe_partition_method, weights), full)
-    local = [sum(layer.local for layer in sizes[stage.start : stage.stop]) for stage in table]
-    if stages > 1 and not model.no_weight_tying:
-        local[-1] += padded * model.hidden_size // tp  # the last stage's copy of the tied matrix
-    return table, local
+    copy = padded * model.hidden_size // tp if stages > 1 and not model.no_weight_tying else 0  # on the last stage
+    held = []
+    for stage in table:
+        layers = sizes[stage.start : stage.stop]
+        total = sum(layer.local for layer in layers) + (copy if stage is table[-1] else 0)
+        held.append(Held(total, sum(layer.experts for layer in layers)))
+    return table, held
 
 
 def padded_vocabulary(args: NeoXArgs, vocab_size: int) -> int:

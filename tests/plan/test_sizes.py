@@ -11,7 +11,7 @@ from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.load import load
 from megatron.plan import text
 from megatron.plan.memory import Memory, estimate
-from megatron.plan.stages import stage_sizes, topology
+from megatron.plan.stages import Held, stage_sizes, topology
 
 pytestmark = pytest.mark.cpu
 
@@ -53,7 +53,8 @@ def test_parameters_per_rank_are_those_of_the_built_model(tmp_path: Path, style:
         modules = [layer.build() for layer in layers[stage.start : stage.stop]]
         numbers = [p.numel() for module in modules for p in module.parameters()]
         tied_twice = args.tokenizer.padded_vocab_size * 32 // tp if pp == 1 and layers[-1].tied else 0
-        assert sum(numbers) - tied_twice == expected
+        assert sum(numbers) - tied_twice == expected.parameters
+        assert sum(p.numel() for module in modules for p in module.parameters() if p.spec.experts) == expected.experts
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -65,8 +66,8 @@ def test_the_stages_share_out_the_whole_model(tmp_path: Path, style: str) -> Non
     assert sum(stage.parameters or 0 for stage in table) == parameter_count(args.model, VOCAB).total
 
 
-def memory(args: NeoXArgs, parameters: int = 1000, stage: int = 0, blocks: int = 4) -> Memory:
-    return estimate(args, parameters=parameters, stage=stage, blocks=blocks, padded_vocab_size=128)
+def memory(args: NeoXArgs, stage: int = 0, blocks: int = 4, experts: int = 0) -> Memory:
+    return estimate(args, held=Held(1000, experts), stage=stage, blocks=range(blocks), padded_vocab_size=128)
 
 
 def test_weights_gradients_and_optimizer_in_fp32_and_bf16(tmp_path: Path) -> None:
@@ -84,6 +85,44 @@ def test_weights_gradients_and_optimizer_in_fp32_and_bf16(tmp_path: Path) -> Non
 def test_zero_divides_by_data_ranks(tmp_path: Path, stage: int, expected: tuple[int, ...]) -> None:
     found = memory(derived(tmp_path, 4, f"zero_optimization.stage={stage}"))
     assert (found.weights, found.gradients, found.optimizer)[: len(expected)] == expected
+
+
+EXPERTS = ("moe_num_experts=8", "moe_router_type=topk", "moe_top_k=2", "moe_intermediate_size=24")
+
+
+@pytest.mark.parametrize(("pp", "tp", "dp", "ep"), [(1, 1, 2, 2), (1, 2, 4, 2), (2, 1, 4, 4), (2, 2, 2, 1)])
+def test_experts_per_rank_are_those_of_the_built_model(tmp_path: Path, pp: int, tp: int, dp: int, ep: int) -> None:
+    from megatron.model.gpt import gpt_layers
+    from megatron.mpu.state import ParallelState
+
+    layout = (f"pipe_parallel_size={pp}", f"model_parallel_size={tp}", f"expert_parallel_size={ep}")
+    experts = (*EXPERTS, "moe_layers=[1, 2]", "moe_shared_expert_size=8", "moe_expert_bias=true")
+    args = derived(tmp_path, pp * tp * dp, *experts, *layout, "no_weight_tying=true")
+    table, held = stage_sizes(args, VOCAB)
+    for stage, expected in zip(table, held, strict=True):
+        rank = topology(args).rank(pipe=stage.stage, data=dp - 1, model=tp - 1)
+        state = ParallelState(topology(args), rank, "cpu", ep_size=ep)
+        padded = args.tokenizer.padded_vocab_size
+        layers = gpt_layers(args.model, vocab_size=VOCAB, padded_vocab_size=padded, state=state)
+        built = [p for layer in layers[stage.start : stage.stop] for p in layer.build().parameters()]
+        assert sum(p.numel() for p in built) == expected.parameters
+        assert sum(p.numel() for p in built if p.spec.experts) == expected.experts > 0
+
+
+def test_masters_of_experts_are_divided_among_the_ranks_that_hold_the_same(tmp_path: Path) -> None:
+    keys = (*EXPERTS, "expert_parallel_size=2", "precision=bfloat16")
+    found = memory(derived(tmp_path, 8, *keys), experts=600)
+    assert (found.weights, found.gradients) == (2000, 4000)
+    assert found.optimizer == 12 * (400 / 8 + 600 / 4)
+    assert memory(derived(tmp_path, 2, *EXPERTS, "expert_parallel_size=2"), experts=600).optimizer == 8000
+
+
+def test_a_token_keeps_the_rows_of_its_experts(tmp_path: Path) -> None:
+    """Two experts as wide as half the dense layer: its width in all, and each row's input and output."""
+    dense = memory(derived(tmp_path, 1, "intermediate_size=48")).activations
+    experts = memory(derived(tmp_path, 1, *EXPERTS)).activations
+    tokens, rows, width = 2 * 16, 2, 32
+    assert experts - dense == 4 * 4 * tokens * rows * 2 * width  # 4 blocks, 4 bytes
 
 
 def test_sgd_without_momentum_has_no_state(tmp_path: Path) -> None:
