@@ -16,7 +16,7 @@ from megatron.log import get_logger
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.model.head import TIED_NAME
 from megatron.model.partition import LayerRow, partition
-from megatron.mpu.sharding import named_parameters
+from megatron.mpu.sharding import named_parameters, own_experts
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.schema_model import ModelConfig
@@ -60,7 +60,11 @@ def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, fold
 def fill(module: nn.Module, reader: CheckpointReader, state: ParallelState, dtype: torch.dtype) -> None:
     """Give every parameter of a layer its shard of the checkpoint's value. Tables and buffers keep their own type."""
     for name, p in named_parameters(module):
-        p.data = reader.local_weight(name, p.spec, state.tp_rank, state.tp_size).to(state.device, dtype)
+        kept = torch.float32 if p.spec.keep_fp32 else dtype
+        part = reader.local_weight(name, p.spec, state.tp_rank, state.tp_size)
+        p.data = own_experts(part, p.spec, state).to(
+            state.device, kept, copy=state.ep_size > 1
+        )  # not a view of the whole
         p.requires_grad_(False)
 
 

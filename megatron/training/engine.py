@@ -23,6 +23,7 @@ from megatron.data.batch import StepBatch
 from megatron.mpu.sharding import gather_experts, named_parameters, own_experts, spec_of
 from megatron.mpu.state import ParallelState
 from megatron.training.engine_experts import expert_parallel
+from megatron.training.engine_fp32 import kept_in_fp32
 from megatron.training.engine_state import OptimizerState
 from megatron.training.engine_update import (
     Bf16Gradients,
@@ -111,7 +112,8 @@ class DeepSpeedEngine:
         self.pipelined = state.pp_size > 1
         self.before_update: Callable[[], None] | None = None
         extra = {} if self.pipelined or grid is None else {"mpu": grid}
-        with expert_parallel(model.parameters(), state) as experts_apart:
+        kept = kept_in_fp32(model.parameters(), stage)
+        with kept, expert_parallel(model.parameters(), state) as experts_apart:
             self.deepspeed, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False, **extra
             )
