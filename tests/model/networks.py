@@ -45,6 +45,28 @@ NEOX: dict[str, Any] = {
     "gpt_j_residual": True,
     "no_weight_tying": True,
 }
+GEMMA2: dict[str, Any] = {
+    **LLAMA,
+    "norm": "rmsnorm_unit_offset",
+    "norm_placement": "sandwich",
+    "activation": "geglu_tanh",
+    "head_dim": 12,
+    "scale_embedding": True,
+    "no_weight_tying": False,
+    "query_pre_attn_scalar": 5,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 1.0,
+}
+GEMMA3: dict[str, Any] = {
+    **{key: value for key, value in GEMMA2.items() if not key.endswith("softcapping")},
+    "use_separate_qk_norms": True,
+    "qk_norm_per_head": True,
+    "sliding_window_width": 4,
+    "attention_config": [[["local", "global"], "all"]],
+    "rotary_emb_base_local": 70.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+}
+PHI: dict[str, Any] = {**NEOX, "gpt_j_tied": True, "rotary_pct": 0.5, "use_bias_in_head": True}
 
 
 def tiny(**changes: Any) -> ModelConfig:

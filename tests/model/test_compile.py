@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from megatron.model.block import TransformerBlock
-from tests.model.networks import LLAMA, batch, build, logits, tiny
+from tests.model.networks import GEMMA2, GEMMA3, LLAMA, PHI, batch, build, logits, tiny
 
 pytestmark = pytest.mark.cpu
 
@@ -40,6 +40,10 @@ FORMS: list[dict[str, Any]] = [
     {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     {"checkpoint_policy": "full"},
     {"checkpoint_policy": "selective"},
+    GEMMA2,
+    {**GEMMA2, "intra_document_masking": True, "sliding_window_width": 5},
+    {**GEMMA3, "attention_config": None},
+    PHI,
 ]
 
 
@@ -63,8 +67,10 @@ def test_one_graph_serves_all_blocks_and_steps(changes: dict[str, Any]) -> None:
     assert counter.frame_count == 1
 
 
-def test_a_second_kind_of_layer_costs_one_more_graph() -> None:
-    network = build(tiny(num_layers=4, sliding_window_width=3, attention_config=[[["local", "global"], "all"]]))
+@pytest.mark.parametrize("positions_too", [False, True])
+def test_a_second_kind_of_layer_costs_one_more_graph(positions_too: bool) -> None:
+    layered = {"sliding_window_width": 3, "attention_config": [[["local", "global"], "all"]]}
+    network = build(tiny(num_layers=4, **(GEMMA3 if positions_too else layered)))
     counter = CompileCounter()
     for layer in network.sequential[1:5]:
         layer.compile(backend=counter, fullgraph=True)

@@ -27,7 +27,21 @@ from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.objectives import OBJECTIVES
 from tests.distributed import run_distributed
-from tests.model.networks import LLAMA, NEOX, SEED, VOCAB, batch, build, logits, padded, randomise_vectors, tiny
+from tests.model.networks import (
+    GEMMA2,
+    GEMMA3,
+    LLAMA,
+    NEOX,
+    PHI,
+    SEED,
+    VOCAB,
+    batch,
+    build,
+    logits,
+    padded,
+    randomise_vectors,
+    tiny,
+)
 
 pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")]
 
@@ -91,7 +105,8 @@ def check_documents(run: Any, tolerance: float = 1e-6) -> None:
 
 # FlexAttention is slow without a GPU: one form of each kind of position.
 PAIRS = [(form, name) for form in FORMS for name in ("auto", "torch", "varlen", "manual")]
-PAIRS += [(form, "flex") for form in (LLAMA, FORMS[4], FORMS[5])]
+PAIRS += [(form, "flex") for form in (LLAMA, FORMS[4], FORMS[5], GEMMA2)]
+PAIRS += [(form, "auto") for form in (GEMMA2, {**GEMMA2, "sliding_window_width": 4}, GEMMA3, PHI)]
 
 
 @pytest.mark.parametrize(("changes", "backend"), PAIRS, ids=str)

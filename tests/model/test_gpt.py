@@ -12,7 +12,7 @@ from megatron.errors import UserError
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState
-from tests.model.networks import LLAMA, SEED, VOCAB, batch, build, logits, tiny
+from tests.model.networks import GEMMA2, GEMMA3, LLAMA, PHI, SEED, VOCAB, batch, build, logits, tiny
 
 pytestmark = pytest.mark.cpu
 
@@ -59,6 +59,17 @@ def test_blocks_share_one_rotary_table() -> None:
     assert len({id(network.sequential[i].attention.rotary) for i in (1, 2, 3)}) == 1
 
 
+def test_layers_with_a_window_may_have_positions_of_their_own() -> None:
+    network = build(tiny(num_layers=4, **GEMMA3))
+    local, full, *others = (block.attention.rotary for block in network.sequential[1:5])
+    assert others == [local, full] and local is not full
+    # At position 4: the fastest pair turns 4 (local), or 1 (full, stretched 4 times); the next by its own base.
+    angles = [torch.atan2(table.sin[4], table.cos[4]) for table in (local, full)]
+    powers = torch.arange(0, 12, 2) / 12
+    for mine, angle in zip(angles, (4 / 70.0**powers, 1 / 10000.0**powers), strict=True):
+        assert torch.allclose(torch.remainder(mine, 2 * torch.pi), torch.remainder(angle, 2 * torch.pi), atol=1e-6)
+
+
 def test_tied_weights_are_one_parameter() -> None:
     network = build(tiny())
     embedding, head = network.sequential[0], network.sequential[-1]
@@ -92,6 +103,7 @@ def _norm(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
         {"gpt_j_residual": True, "use_bias_in_mlp": False},
         {"gpt_j_residual": True, "gpt_j_tied": True},
         {"norm_placement": "olmo3"},
+        {"norm_placement": "sandwich"},
     ],
     ids=str,
 )
@@ -102,7 +114,10 @@ def test_residual_forms(changes: dict[str, Any]) -> None:
     def attend(y: torch.Tensor) -> torch.Tensor:
         return block.attention(y, positions)
 
-    if changes.get("norm_placement"):
+    if changes.get("norm_placement") == "sandwich":
+        y = x + _norm(attend(_norm(x, block.input_layernorm)), block.post_attention_layernorm)
+        expected = y + _norm(block.mlp(_norm(y, block.pre_feedforward_layernorm)), block.post_feedforward_layernorm)
+    elif changes.get("norm_placement"):
         y = x + _norm(attend(x), block.post_attention_layernorm)
         expected = y + _norm(block.mlp(y), block.post_feedforward_layernorm)
     elif changes.get("gpt_j_tied"):
@@ -120,7 +135,11 @@ def test_residual_forms(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "key"),
-    [({"gpt_j_tied": True}, "gpt_j_tied"), ({"norm_placement": "olmo3", "gpt_j_residual": True}, "norm_placement")],
+    [
+        ({"gpt_j_tied": True}, "gpt_j_tied"),
+        ({"norm_placement": "olmo3", "gpt_j_residual": True}, "norm_placement"),
+        ({"norm_placement": "sandwich", "gpt_j_residual": True}, "norm_placement"),
+    ],
 )
 def test_forms_that_contradict_are_refused(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(UserError, match=key):
@@ -152,7 +171,9 @@ def test_padding_of_the_vocabulary_changes_nothing() -> None:
             assert torch.allclose(out, results[0][1], atol=1e-6)
 
 
-@pytest.mark.parametrize("changes", [LLAMA, {"pos_emb": "alibi", "use_qk_layernorm": True}, {"pos_emb": "sinusoidal"}])
+@pytest.mark.parametrize(
+    "changes", [LLAMA, {"pos_emb": "alibi", "use_qk_layernorm": True}, {"pos_emb": "sinusoidal"}, GEMMA2, GEMMA3, PHI]
+)
 def test_a_bf16_model_computes_in_bf16_and_comes_close(changes: dict[str, Any]) -> None:
     tokens, positions, targets = batch()
     labels = (targets, torch.ones(targets.shape), torch.tensor(1 / targets.numel()))

@@ -21,7 +21,20 @@ from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.objectives import OBJECTIVES
 from tests.distributed import RankFailure, run_distributed
-from tests.model.networks import LLAMA, NEOX, SEED, VOCAB, batch, build, padded, randomise_vectors, tiny
+from tests.model.networks import (
+    GEMMA2,
+    GEMMA3,
+    LLAMA,
+    NEOX,
+    PHI,
+    SEED,
+    VOCAB,
+    batch,
+    build,
+    padded,
+    randomise_vectors,
+    tiny,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -94,6 +107,9 @@ FORMS: list[dict[str, Any]] = [
     {**LLAMA, "no_weight_tying": False},
     {"pos_emb": "learned", "num_layers": 3, "checkpoint_activations": True},
     {"num_layers": 4, "checkpoint_policy": "selective", "checkpoint_num_layers": 2, "intra_document_masking": True},
+    {**GEMMA2, "intra_document_masking": True},
+    {**GEMMA3, "checkpoint_policy": "selective"},
+    PHI,
 ]
 
 

@@ -14,7 +14,7 @@ from megatron.mpu.sharding import named_parameters, unshard
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from tests.distributed import run_distributed
-from tests.model.networks import LLAMA, NEOX, VOCAB, batch, build, logits, tiny
+from tests.model.networks import GEMMA2, GEMMA3, LLAMA, NEOX, PHI, VOCAB, batch, build, logits, tiny
 
 pytestmark = pytest.mark.cpu
 
@@ -30,6 +30,9 @@ FORMS: list[dict[str, Any]] = [
     {"gpt_j_residual": True, "use_bias_in_mlp": False, "norm": "non_parametric_layernorm"},
     {"num_kv_heads": 4, "checkpoint_policy": "selective", "sliding_window_width": 4},
     {"use_qk_layernorm": True, "norm": "rmsnorm", "checkpoint_policy": "full", "checkpoint_num_layers": 2},
+    GEMMA2,
+    GEMMA3,
+    PHI,
     {"intra_document_masking": True, "use_mup": True, "mup_base_hidden_size": 16, "mup_embedding_mult": 2.0},
 ]
 
