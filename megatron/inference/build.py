@@ -62,9 +62,8 @@ def fill(module: nn.Module, reader: CheckpointReader, state: ParallelState, dtyp
     for name, p in named_parameters(module):
         kept = torch.float32 if p.spec.keep_fp32 else dtype
         part = reader.local_weight(name, p.spec, state.tp_rank, state.tp_size)
-        p.data = own_experts(part, p.spec, state).to(
-            state.device, kept, copy=state.ep_size > 1
-        )  # not a view of the whole
+        # A copy where it would be a view of what is not held.
+        p.data = own_experts(part, p.spec, state).to(state.device, kept, copy=state.ep_size > 1)
         p.requires_grad_(False)
 
 

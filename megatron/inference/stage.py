@@ -1,6 +1,7 @@
 """One pipeline stage of a model, run forward only, with point-to-point of its own.
 
-The training engine is not involved: each rank builds and holds just its stage's tensor-parallel shard.
+The training engine is not involved: each rank builds and holds just its stage's tensor-parallel shard. Ranks that
+share experts (expert_parallel_size) hold one copy of the model together and work on the same texts.
 
 Shapes: `b` sequences, `s` new tokens (the whole prompt first, then one), `t` = b·s, `h` hidden, `v` vocabulary.
 """
@@ -75,19 +76,26 @@ class Stage:
         return None if out is None else out.last_logits()
 
     @property
+    def copy(self) -> tuple[int, int]:
+        """Which copy of the model this rank belongs to, and how many there are."""
+        return self.state.dp_rank // self.state.ep_size, self.state.dp_size // self.state.ep_size
+
+    @property
     def speaks(self) -> bool:
         """Whether this rank is the one of its copy that has the results: the last stage's first."""
-        return self.state.is_last_stage and self.state.tp_rank == 0
+        return self.state.is_last_stage and self.state.tp_rank == 0 and self.state.ep_rank == 0
 
     def share(self, tokens: Tensor | None, size: int) -> Tensor:
         """Send the tokens [b] that the speaking rank picked to every rank of the copy, so that none can differ."""
-        group = self.state.group("model_pipe")
-        if group is None:
-            assert tokens is not None
-            return tokens
+        state = self.state
         if not self.speaks:
-            tokens = torch.empty(size, dtype=torch.int64, device=self.state.device)
-        dist.broadcast(tokens, src=self._rank(pipe=self.state.pp_size - 1, model=0), group=group)
+            tokens = torch.empty(size, dtype=torch.int64, device=state.device)
+        assert tokens is not None
+        # First to the ranks that share its experts, then from each of these to all stages.
+        if (group := state.group("expert")) is not None and state.is_last_stage and state.tp_rank == 0:
+            dist.broadcast(tokens, src=self._rank(data=state.dp_rank - state.ep_rank), group=group)
+        if (group := state.group("model_pipe")) is not None:
+            dist.broadcast(tokens, src=self._rank(pipe=state.pp_size - 1, model=0), group=group)
         return tokens
 
     def _rank(self, **coordinates: int) -> int:

@@ -105,13 +105,13 @@ class Team:
 
     def _work(self, name: str, items: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
         """Copy r of n takes the items r, r + n, ...: none is padded, and a copy may have none."""
-        state = self.stage.state
-        mine = items[state.dp_rank :: state.dp_size]
+        number, copies = self.stage.copy
+        mine = items[number::copies]
         self._broken = True
         answers = list(self.workers[name](mine, options)) if mine else []
-        parts = self.control.gather((state.dp_rank, answers) if self.stage.speaks else None)
+        parts = self.control.gather((number, answers) if self.stage.speaks else None)
         self._broken = False
         found: list[Any] = [None] * len(items)
         for copy, part in filter(None, parts):
-            found[copy :: state.dp_size] = part
+            found[copy::copies] = part
         return found

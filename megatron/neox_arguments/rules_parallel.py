@@ -16,7 +16,7 @@ def layout(draft: Draft) -> None:
     draft.positive("model_parallel_size", "global_num_gpus", "num_gpus")
     pipe, tensor = stages(draft), draft["model_parallel_size"]
     copy = pipe * tensor
-    ranks, origin = _ranks(draft, copy)
+    ranks, origin = _ranks(draft, copy * max(draft["expert_parallel_size"], 1))
     if ranks % copy:
         raise UserError(
             f"{ranks} ranks ({origin}) cannot be dealt to pipe_parallel_size {pipe} x model_parallel_size {tensor} ="

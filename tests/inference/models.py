@@ -92,7 +92,7 @@ def state_of(rank: int, layout: Layout) -> ParallelState:
     if layout.world == 1:
         return ParallelState.single()
     topology = Topology({"pipe": layout.pp, "data": layout.dp, "model": layout.tp})
-    return ParallelState.build(topology, rank, torch.device("cpu"))
+    return ParallelState.build(topology, rank, torch.device("cpu"), ep_size=layout.ep)
 
 
 def stage_of(folder: Path, keys: dict[str, Any], layout: Layout = ALONE, rank: int = 0) -> Stage:
