@@ -66,7 +66,8 @@ def _chunk(
     dt = dt.to(wide)
     driven = (x.to(wide) * dt.unsqueeze(3)).transpose(1, 2)  # [b, n_h, L, p]
     b, c = (part.to(wide).transpose(1, 2) for part in (b, c))  # [b, g, L, n]
-    sums = (dt * a.to(wide)).cumsum(1).transpose(1, 2)  # [b, n_h, L]
+    # In fp64: of two large sums the difference is what counts.
+    sums = (dt.double() * a.double()).cumsum(1).transpose(1, 2)  # [b, n_h, L]
 
     visible = torch.ones(length, length, dtype=torch.bool, device=x.device).tril_()
     entering, leaving, through = sums, sums[:, :, -1:] - sums, sums[:, :, -1]
@@ -76,7 +77,8 @@ def _chunk(
         entering = entering.masked_fill(~first.unsqueeze(1), -torch.inf)
         leaving = leaving.masked_fill(~last.unsqueeze(1), -torch.inf)
         through = through.masked_fill(~first[:, -1:], -torch.inf)
-    between = (sums.unsqueeze(3) - sums.unsqueeze(2)).masked_fill(~visible, -torch.inf)
+    between = (sums.unsqueeze(3) - sums.unsqueeze(2)).to(wide).masked_fill(~visible, -torch.inf)
+    entering, leaving, through = (part.to(wide) for part in (entering, leaving, through))
     scores = torch.matmul(c, b.transpose(2, 3))  # [b, g, L, L]
     mixing = between.exp().view(batch, groups, -1, length, length) * scores.unsqueeze(2)
     y = torch.matmul(mixing.view(batch, heads, length, length), driven)
