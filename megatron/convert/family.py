@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.convert.transforms import Copy, Transform
 from megatron.errors import UserError
-from megatron.registry import Registry
+from megatron.registry import Registry, added
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
@@ -72,9 +72,9 @@ FAMILIES: Registry[Family] = Registry(
     "architecture", wants="a Family of megatron.convert.family", fits=lambda entry: isinstance(entry, Family)
 )
 """`Family`s by the name of `--architecture`. The table names every parameter of our model once and every tensor of
-theirs once; `unsupported` names whatever of the configuration would be lost; transformers knows the architecture (or the
-plugin registers its classes with AutoConfig and AutoModelForCausalLM). Without `--architecture` the first that can
-express a model is taken, in the order of registration: Deepy's own before those of plugins.
+theirs once; `unsupported` names whatever of the configuration would be lost; transformers knows the architecture (or
+the plugin registers its classes with AutoConfig and AutoModelForCausalLM). Without `--architecture` the first that can
+express a model is taken: Deepy's own before those of plugins.
 """
 
 
@@ -89,7 +89,8 @@ def choose_family(model: ModelConfig, name: str | None, among: Collection[str] =
             raise UserError(f"{family.architecture} cannot express this model: {'; '.join(reasons)}")
         return family
     refusals = []
-    for candidate in FAMILIES:
+    plugged = added(FAMILIES.kind)
+    for candidate in sorted(FAMILIES, key=lambda one: one in plugged):  # stable: each group in its own order
         if among and candidate not in among:
             continue
         reasons = FAMILIES[candidate].unsupported(model)

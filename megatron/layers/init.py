@@ -47,9 +47,9 @@ class InitScale:
 INITS: Registry[Callable[[InitScale, bool], Fill]] = Registry(
     "init_method", wants="a function (InitScale, hidden_matrix) -> fill(tensor, generator)", fits=callable
 )
-"""Recipes of initial weights. An entry is a function of an `InitScale` and of whether the matrix maps width to width; it
-returns a function that fills a full logical fp32 matrix in place and draws from the generator it is handed, and from no
-other, so that no layout changes a weight.
+"""Recipes of initial weights. An entry is a function of an `InitScale` and of whether the matrix maps width to width,
+and returns a function that fills a full logical fp32 matrix in place and draws from the generator it is handed, and
+from no other, so that no layout changes a weight.
 """
 
 

@@ -60,8 +60,8 @@ NORMS: Registry[type[Norm]] = Registry(
 
 * it is made as `entry(width, eps=, state=, region=)`, `eps` being the value of the key `entry.epsilon_key`;
 * `forward(x [..., width])` gives the same shape and type, whatever the type;
-* weights are made by `self._vector(size, fill)` and read through `self._shared(weight)`, which sums their gradients over
-  tensor-parallel ranks where each sees other tokens or heads only;
+* weights are made by `self._vector(size, fill)` and read through `self._shared(weight)`, which sums their gradients
+  over tensor-parallel ranks where each sees other tokens or heads only;
 * it depends on nothing but x, so that it is one graph for torch.compile.
 """
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from megatron.errors import UserError, nearest
 from megatron.neox_arguments.coerce import WrongValue, coerce_type
 from megatron.neox_arguments.schema_train import DTYPE_SPELLINGS
+from megatron.registry import added
 
 Schema = dict[str, Any]
 """Key -> type, or -> Schema for a mapping inside the mapping."""
@@ -165,7 +166,16 @@ def check_nested(
     Keys of `DROPPED` are left out with a note. Raises `UserError` for unknown keys and wrong types.
     """
     schema = NESTED.get(name)
+    if name == "optimizer":
+        schema = _of_optimizer(value)
     return value if schema is None else _check(name, value, schema, where, note)
+
+
+def _of_optimizer(value: dict[str, Any]) -> Schema:
+    """The schema of `optimizer`, with the further parameters of a plugin's optimizer (its attribute `params`)."""
+    plugged = {name.lower(): entry for name, entry in added("optimizer.type").items()}
+    own = getattr(plugged.get(str(value.get("type")).lower()), "params", {})
+    return {**NESTED["optimizer"], "params": {**NESTED["optimizer"]["params"], **own}}
 
 
 def _check(

@@ -213,7 +213,8 @@ def build_engine(process: Process, model: torch.nn.Module) -> DeepSpeedEngine:
     groups = parameter_groups(model.parameters(), weight_decay=optimizer_args.weight_decay, matrix_lr_mult=mult)
     if state.ep_size > 1:
         groups = experts_apart(groups)
-    params = {"betas": optimizer_args.betas, "eps": optimizer_args.eps, "momentum": optimizer_args.momentum}
+    params = dict((optimizer_args.optimizer or {}).get("params") or {})  # a plugin's optimizer may have more of them
+    params |= {"betas": optimizer_args.betas, "eps": optimizer_args.eps, "momentum": optimizer_args.momentum}
     optimizer = build_optimizer(optimizer_args.optimizer_type, groups, optimizer_args.lr, params)
     grid = None
     if state.pp_size == 1:

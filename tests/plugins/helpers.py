@@ -1,0 +1,54 @@
+"""The examples of documentation/plugins.md as files, and small plugins."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = ROOT / "documentation" / "plugins.md"
+
+NORM = """\
+from megatron.layers.norms import NORMS, RMSNorm
+
+
+@NORMS.register("{name}")
+class Plugged(RMSNorm):
+    pass
+"""
+
+
+def blocks(language: str) -> list[str]:
+    """The code blocks of the guide in that language."""
+    return re.findall(rf"```{language}\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def write_layers(folder: Path) -> Path:
+    """The first example: my_layers.py and its config my_run.yml."""
+    (folder / "my_layers.py").write_text(blocks("python")[0], encoding="utf-8")
+    config = folder / "my_run.yml"
+    config.write_text(blocks("yaml")[0], encoding="utf-8")
+    return config
+
+
+def write_family(folder: Path) -> Path:
+    """The second example, my_family.py."""
+    path = folder / "my_family.py"
+    path.write_text(blocks("python")[1], encoding="utf-8")
+    return path
+
+
+def write_norm(path: Path, name: str) -> Path:
+    """A plugin that registers a norm."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(NORM.format(name=name), encoding="utf-8")
+    return path
+
+
+def write_config(path: Path, **keys: Any) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(keys, sort_keys=False), encoding="utf-8")
+    return str(path)
