@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatron.checkpoint.manifest import Manifest, ParameterEntry
 from megatron.checkpoint.neox_layout import Heads
+from megatron.checkpoint.neox_reader import model_specs
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert import read_families, read_gemma_phi, read_mamba
+from megatron.convert import read_families, read_gemma_phi, read_mamba, read_moe
 from megatron.convert.family import FAMILIES, WORD_EMBEDDINGS, Constant, Rule
 from megatron.convert.hf_folder import HuggingFaceFolder
 from megatron.convert.read_config import read_config
@@ -22,7 +23,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.schema_model import ModelConfig
 
-READER_MODULES = (read_families, read_gemma_phi, read_mamba)  # importing them fills the registry of readers
+READER_MODULES = (read_families, read_gemma_phi, read_mamba, read_moe)  # importing them fills the registry of readers
 
 
 class HuggingFaceReader(CheckpointReader):
@@ -45,7 +46,10 @@ class HuggingFaceReader(CheckpointReader):
             layout={"tp": 1},
             heads={"num_attention_heads": self.heads.num_attention_heads, "num_kv_heads": self.heads.num_kv_heads},
             optimizer=False,
-            parameters={name: self._entry_of(rule) for name, rule in self._rules.items()},
+            parameters={
+                name: ParameterEntry(spec.shape, None, (), None, self._type_of(name))
+                for name, spec in model_specs(self.model, keys["vocab_size"]).items()
+            },
             files={},
             config={},
         )
@@ -62,10 +66,8 @@ class HuggingFaceReader(CheckpointReader):
         """Nothing: a published model has no counters."""
         return {"scalars": {}, "client": {}}
 
-    def _entry_of(self, rule: Rule) -> ParameterEntry:
-        stored = [self._source.tensors[name] for name in rule.theirs]
-        whole = rule.transform.load([torch.empty(part.shape, device="meta") for part in stored])
-        return ParameterEntry(tuple(whole.shape), None, (), None, str(stored[0].dtype).removeprefix("torch."))
+    def _type_of(self, name: str) -> str:
+        return str(self._source.tensors[self._rules[name].theirs[0]].dtype).removeprefix("torch.")
 
 
 def keys_of(source: HuggingFaceFolder) -> tuple[str, dict[str, Any]]:
