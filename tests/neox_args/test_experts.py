@@ -29,7 +29,7 @@ WAY_OUT = r"or expert_parallel_size: 1 \(model_parallel_size divides the experts
         (
             {"expert_parallel_size": 4, "moe_num_experts": 6},
             4,
-            r"moe_num_experts 6 cannot be split over expert_parallel_size 4 x model_parallel_size 1 = 4 ranks; use 1 or 2$",
+            r"6 cannot be split over expert_parallel_size 4 x model_parallel_size 1 = 4 ranks; use 1 or 2$",
         ),
         (
             {"expert_parallel_size": 4, "model_parallel_size": 4},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from megatron.errors import NumericsError
 from megatron.mpu.exchange import Exchange
 from megatron.mpu.state import ParallelState
 from tests.distributed import run_distributed
+from tests.training import runs
 from tests.training.tiny import LLAMA, NEOX, SEQUENCE, Layout, build, step_batch
 
 pytestmark = pytest.mark.cpu
@@ -253,3 +255,67 @@ def test_the_replica_check_knows_that_experts_differ(corrupt: str, found: str, s
             )
         else:
             assert message == ""
+
+
+LONELY = 3  # an expert that no token is ever sent to
+
+
+def train_lonely(rank: int, world: int, keys: dict[str, Any], layout: Layout, steps: int) -> Any:
+    original = build
+
+    def avoided(*arguments: Any) -> Any:
+        engine, args, lr = original(*arguments)
+        for name, p in engine.params().items():
+            if name.endswith("router.expert_bias"):
+                p.data[LONELY] = -100.0
+        return engine, args, lr
+
+    with mock.patch("tests.training.test_expert_parallel.build", avoided):
+        return train(rank, world, keys, layout, steps)
+
+
+def test_an_expert_without_tokens_decays_as_it_does_on_one_rank() -> None:
+    """Its gradient is zero, not missing: weight decay and moments go on."""
+    keys = {**MODELS["documents"], "moe_bias_balancing_rate": 1e-3}
+    ours = run_distributed(train_lonely, 1, keys, Layout(micro=8), STEPS)[0]
+    for curve in run_distributed(train_lonely, 4, keys, Layout(dp=4, ep=4, micro=1), STEPS):
+        assert curve["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+        for name, value in curve["state"].items():
+            assert value == pytest.approx(ours["state"][name], rel=1e-3), name
+
+
+def balanced_run(folder: Path, layout: Layout, **more: Any) -> list[runs.Report]:
+    folder.mkdir(exist_ok=True)
+    keys = {
+        **EXPERTS,
+        "data_path": runs.corpus(folder / "data"),
+        "moe_top_k": 2,
+        "moe_bias_balancing_rate": 0.01,
+        "moe_aux_loss_coeff": 0.01,
+        "replica_check_interval": 1,
+        "log_grad_norm": True,
+        "log_param_norm": True,
+        "save": str(folder / "run"),
+        **more,
+    }
+    reports = runs.run(keys, layout)
+    assert [report.error for report in reports] == [""] * layout.world
+    return reports
+
+
+def test_whole_runs_log_and_balance_alike_and_go_on_at_another_division(tmp_path: Path) -> None:
+    """Biases that balance are moved by the counts of all data ranks; norms in the log are of whole parameters."""
+    one = balanced_run(tmp_path / "one", Layout(micro=4), expert_parallel_size=1)[0]
+    assert any("expert_bias" in name for name in one.state)
+    balanced_run(tmp_path / "two", Layout(dp=4, ep=2, micro=1), exit_interval=3)
+    for report in balanced_run(tmp_path / "two", Layout(dp=2, ep=2, tp=2)):
+        assert report.steps == one.steps[3:]
+        assert report.loss == pytest.approx(one.loss[3:], rel=1e-5)
+        for (step, metrics), (expected_step, expected) in zip(report.logged, one.logged[3:], strict=True):
+            assert step == expected_step
+            wanted = [n for n in expected if n.startswith(("moe/", "gradient_norms/", "parameter_norms/"))]
+            assert {n.split("/")[0] for n in wanted} == {"moe", "gradient_norms", "parameter_norms"}
+            for name in wanted:
+                assert metrics[name] == pytest.approx(expected[name], rel=1e-3), name
+        biases = {name: value for name, value in one.state.items() if "expert_bias" in name}
+        assert {name: report.state[name] for name in biases} == biases
