@@ -97,9 +97,7 @@ def _of_assignments(values: Tensor, order: Order) -> Tensor:
 def _collect(rows: Tensor, order: Order, weights: Tensor | None) -> Tensor:
     """Σ over a token's assignments of (weight ·) row: [r, h] -> [t, h]; the sum is in fp32 or wider."""
     tokens, choices = order.row.shape
-    total = torch.zeros(
-        tokens, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device
-    )
+    total = torch.zeros(tokens, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32), device=rows.device)
     if not len(rows):
         return total.to(rows.dtype)
     for j in range(choices):

@@ -15,7 +15,6 @@ experts' weights alone, so the router's weight is summed over ranks in the backw
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -48,7 +47,7 @@ class Routing(NamedTuple):
 
 class Router(nn.Module):
     """`weight` [E, h]; `expert_bias` [E] fp32 with moe_bias_balancing_rate: added to scores where experts are chosen,
-    not trained (`balance.py` of the callbacks moves it)."""
+    not trained (balancing.py moves it)."""
 
     def __init__(self, model: ModelConfig, state: ParallelState) -> None:
         super().__init__()
@@ -61,7 +60,9 @@ class Router(nn.Module):
         self.weight = sharding.parameter(spec, state)
         self.expert_bias: nn.Parameter | None = None
         if model.moe_bias_balancing_rate > 0:
-            self.expert_bias = sharding.parameter(ParamSpec(shape=(self.experts,), init=sharding.zeros), state)
+            # Its steps are so small that half precision would round them away.
+            spec = ParamSpec(shape=(self.experts,), init=sharding.zeros, keep_fp32=True)
+            self.expert_bias = sharding.parameter(spec, state)
             self.expert_bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -90,12 +91,3 @@ class Router(nn.Module):
         ranked = sinkhorn(logits) if self.training else scores.detach()
         chosen = ranked.topk(self.top_k, dim=-1).indices
         return Routing(chosen, scores.gather(1, chosen), logits, logits.softmax(-1))
-
-    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Casts to another type leave the expert bias in fp32: it moves by steps that half precision would round away.
-        """
-        kept = None if self.expert_bias is None else self.expert_bias.detach().clone()
-        super()._apply(function, recurse)
-        if self.expert_bias is not None and kept is not None and kept.numel() == self.expert_bias.numel():
-            self.expert_bias.data = kept.to(self.expert_bias.device)
-        return self

@@ -1,0 +1,148 @@
+"""Pieces of a mixture of experts against formulas written out: grouped products, the way to the experts and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.layers.moe.capacity import capacity, within_capacity
+from megatron.layers.moe.dispatch import LocalDispatch
+from megatron.layers.moe.grouped_linear import Groups, grouped_linear
+from megatron.layers.moe.permute import combine_rows, gather_rows, order_by
+
+pytestmark = pytest.mark.cpu
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _groups(sizes: list[int]) -> Groups:
+    return Groups(torch.tensor(sizes))
+
+
+# ---- grouped products
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 4, 1], [0, 0, 0, 8], [2, 2, 2, 2]], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_each_row_is_multiplied_by_the_matrix_of_its_group(sizes: list[int], with_bias: bool) -> None:
+    x, weight, bias = _random(8, 5), _random(4, 3, 5, seed=1), _random(4, 3, seed=2)
+    group = [g for g, size in enumerate(sizes) for _ in range(size)]
+    y = grouped_linear(x, weight, _groups(sizes), bias if with_bias else None)
+    for i, g in enumerate(group):
+        torch.testing.assert_close(y[i], weight[g] @ x[i] + (bias[g] if with_bias else 0.0))
+
+
+def test_gradients_of_the_grouped_product() -> None:
+    tensors = [t.requires_grad_() for t in (_random(7, 3), _random(3, 2, 3, seed=1), _random(3, 2, seed=2))]
+    groups = _groups([4, 0, 3])
+    assert torch.autograd.gradcheck(lambda x, w, b: grouped_linear(x, w, groups, b), tensors)
+    assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, groups), tensors[:2])
+
+
+def test_a_group_without_rows_has_the_gradient_zero() -> None:
+    weight = _random(2, 2, 3).requires_grad_()
+    grouped_linear(_random(4, 3, seed=1), weight, _groups([4, 0])).sum().backward()
+    assert weight.grad is not None and weight.grad[0].abs().min() > 0 and not weight.grad[1].any()
+
+
+def test_only_what_is_asked_for_is_computed() -> None:
+    x = _random(4, 3).requires_grad_()
+    grouped_linear(x, _random(2, 2, 3, seed=1), _groups([1, 3])).sum().backward()
+    assert x.grad is not None
+
+
+def test_rows_behind_the_last_group_are_nobodys() -> None:
+    x, weight = _random(6, 3).requires_grad_(), _random(2, 2, 3, seed=1).requires_grad_()
+    y = grouped_linear(x, weight, _groups([2, 2]))
+    y[:4].sum().backward()
+    assert not y[4:].any() and x.grad is not None and not x.grad[4:].any()
+
+
+def test_the_operator_passes_torchs_own_checks() -> None:
+    from megatron.layers.moe.grouped_linear import one_by_one
+
+    args = (_random(5, 3).requires_grad_(), _random(2, 2, 3, seed=1).requires_grad_(), None, [0, 2, 5])
+    torch.library.opcheck(one_by_one, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+# ---- to the experts and back
+
+
+def _chosen(tokens: int = 9, choices: int = 2, experts: int = 4, seed: int = 0) -> Tensor:
+    ranked = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed)).topk(choices)
+    return ranked.indices
+
+
+def _reference(x: Tensor, chosen: Tensor, weights: Tensor, first: int, count: int, keep: Tensor | None) -> Tensor:
+    """Σ weight · (number of the expert + 1) · x, token by token."""
+    out = torch.zeros_like(x)
+    for token, experts in enumerate(chosen.tolist()):
+        for j, expert in enumerate(experts):
+            if first <= expert < first + count and (keep is None or keep[token, j]):
+                out[token] = out[token] + weights[token, j] * (expert + 1) * x[token]
+    return out
+
+
+@pytest.mark.parametrize("part", [(0, 4), (0, 2), (2, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("dropping", [False, True])
+def test_rows_go_to_their_experts_and_come_back_weighted(part: tuple[int, int], dropping: bool) -> None:
+    first, count = part
+    chosen, x, weights = _chosen(), _random(9, 3).requires_grad_(), _random(9, 2, seed=1).requires_grad_()
+    keep = torch.rand(9, 2, generator=torch.Generator().manual_seed(5)) < 0.6 if dropping else None
+
+    def run(x: Tensor, weights: Tensor) -> Tensor:
+        sent = LocalDispatch(first, count, 4)(x, chosen, keep)
+        number = torch.arange(first + 1, first + count + 1, dtype=x.dtype).repeat_interleave(sent.groups.sizes)
+        return sent.combine(sent.rows * number.unsqueeze(1), weights)
+
+    torch.testing.assert_close(run(x, weights), _reference(x, chosen, weights, first, count, keep))
+    assert torch.autograd.gradcheck(run, (x, weights))
+
+
+def test_rows_of_an_expert_are_in_the_order_of_the_tokens() -> None:
+    order = order_by(torch.tensor([[1, 0], [0, 1], [1, 0]]), 2, complete=True)
+    assert order.token.tolist() == [0, 1, 2, 0, 1, 2] and order.groups.host == [3, 3]
+
+
+def test_a_rank_to_which_no_token_comes() -> None:
+    x, weights = _random(3, 2).requires_grad_(), _random(3, 1, seed=1).requires_grad_()
+    order = order_by(torch.full((3, 1), 2), 2, complete=False)
+    y = combine_rows(gather_rows(x, order), weights, order)
+    y.sum().backward()
+    assert y.shape == (3, 2) and not y.any() and not x.grad.any() and not weights.grad.any()
+
+
+def test_half_precision_is_summed_in_single() -> None:
+    """256 + 1 is 256 in bf16: eight choices of 1 beside one of 256 would all be lost."""
+    chosen, x = torch.arange(9).unsqueeze(0), torch.ones(1, 1, dtype=torch.bfloat16)
+    order = order_by(chosen, 9, complete=True)
+    weights = torch.tensor([[256.0, *[1.0] * 8]])
+    assert float(combine_rows(gather_rows(x, order), weights, order)) == 264.0
+
+
+# ---- capacity
+
+
+def test_capacity_is_rounded_up_and_at_least_one() -> None:
+    assert [capacity(factor, 10, 2, 8) for factor in (1.0, 1.2, 2.0, 0.01)] == [3, 3, 5, 1]
+
+
+def test_first_come_first_served_in_each_sequence() -> None:
+    chosen = torch.tensor([[0, 1], [0, 2], [0, 1], [0, 1], [1, 2], [1, 0]])  # two sequences of three tokens
+    kept = within_capacity(chosen, sequences=2, experts=3, factor=1.0)  # two per expert and sequence
+    expected = [[True, True], [True, True], [False, True], [True, True], [True, True], [False, True]]
+    assert kept.tolist() == expected
+
+
+def test_drops_depend_neither_on_other_sequences_nor_on_later_tokens() -> None:
+    chosen = _chosen(tokens=40, experts=5)
+    whole = within_capacity(chosen, 4, 5, 0.7)
+    assert not whole.all() and whole.any()
+    parts = torch.cat([within_capacity(part, 1, 5, 0.7) for part in chosen.chunk(4)])
+    assert torch.equal(whole, parts)
+    changed = chosen.clone()
+    changed[35:] = (changed[35:] + 1) % 5  # the end of the last sequence
+    assert torch.equal(within_capacity(changed, 4, 5, 0.7)[:35], whole[:35])
