@@ -182,3 +182,18 @@ def test_layouts_that_cannot_be() -> None:
         sharding.parameter(spec(shape=(6, 2)), state_of(0, 4, 1, 4))
     with pytest.raises(ValueError, match="along dimension 0"):
         spec(split_dim=1)
+
+
+def test_one_expert_at_a_time_is_drawn() -> None:
+    """A rank draws the experts that it holds, each by itself: never a whole parameter."""
+    drawn: list[tuple[int, ...]] = []
+
+    def watching(full: Tensor, generator: torch.Generator) -> None:
+        drawn.append(tuple(full.shape))
+
+    module = nn.Module()
+    state = state_of(1, 4, 1, 4)
+    module.experts = sharding.parameter(spec(name="", init=watching), state)
+    sharding.bind(module, 2)
+    sharding.initialize(module, 1, state)
+    assert drawn == [(3, 2)] * (EXPERTS // 4)
