@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -102,7 +103,8 @@ def _local_ranks(args: NeoXArgs, gpus: int) -> int:
     """Ranks on this machine: as asked for, else its GPUs, else what the layout needs."""
     parallel = args.parallel
     asked = parallel.num_gpus or parallel.global_num_gpus
-    return asked or gpus or max(1, parallel.pipe_parallel_size) * max(1, parallel.model_parallel_size)
+    sizes = (parallel.pipe_parallel_size, parallel.model_parallel_size, parallel.expert_parallel_size)
+    return asked or gpus or math.prod(max(1, size) for size in sizes)
 
 
 def _launcher(args: NeoXArgs, has_hostfile: bool, hosts: int) -> str | None:

@@ -55,6 +55,7 @@ def hosts(folder: Path, text: str) -> str:
     [
         ((), {}, 1),
         (("model_parallel_size=2", "pipe_parallel_size=2"), {}, 4),
+        (("expert_parallel_size=4", "model_parallel_size=2"), {}, 8),
         (("model_parallel_size=2", "num_gpus=6"), {}, 6),
         (("global_num_gpus=3",), {}, 3),
         ((), {"GPUS": "8"}, 8),
