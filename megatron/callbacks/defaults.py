@@ -44,9 +44,10 @@ def default_callbacks(
 ) -> list[Callback]:
     """All callbacks in the order in which their hooks run. The same on every rank but for who writes.
 
-    Order matters: norms and loads of experts come before the meter that logs them; the streak of skipped steps is known before a checkpoint
-    is due; evaluation comes before the checkpoint of the same step, so that a resumed run does not repeat it; what
-    shows and stores comes after what there is to be shown, at the end of the run as well; the status is written last.
+    Order matters: norms and loads of experts come before the meter that logs them; the streak of skipped steps is known
+    before a checkpoint is due; evaluation comes before the checkpoint of the same step, so that a resumed run does not
+    repeat it; what shows and stores comes after what there is to be shown, at the end of the run as well; the status is
+    written last.
     """
     training, logging = args.training, args.logging
     health = SkippedSteps(args.optimizer.max_skipped_steps)

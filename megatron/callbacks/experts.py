@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.callbacks.meter import Meter
-from megatron.layers.moe.balancing import move_biases, moe_layers
+from megatron.layers.moe.balancing import moe_layers, move_biases
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.training.callback import Callback
 from megatron.training.engine import StepOut
@@ -83,9 +83,9 @@ class ExpertLoad(Callback):
 
 
 def load_metrics(sums: Tensor, blocks: list[int], model: ModelConfig) -> dict[str, float | Tensor]:
-    """`sums` [M, E + 4] of the whole model (`Load`) -> the metrics, see the module's text. NaN when nothing was counted.
+    """`sums` [M, E + 4] of the whole model (`Load`) -> the metrics, see the module's text.
 
-    `blocks`: the number of each layer's block.
+    `blocks`: the number of each layer's block. All NaN when nothing was counted.
     """
     chosen, experts = sums[:, :_DROPPED], sums.shape[1] - 4
     share = chosen / chosen.sum(1, keepdim=True)

@@ -17,8 +17,8 @@ from torch import Tensor
 class Load:
     """Sums since `take` was last called, fp64 on the device.
 
-    * `chosen` [E]: assignments the router made. `others` [4]: assignments dropped, sum of the balance losses, sum of the
-      z-losses, micro-batches.
+    [E + 4]: assignments to each expert that the router made; of them dropped; sum of the balance losses; sum of the
+    z-losses; micro-batches.
     """
 
     def __init__(self, experts: int, device: torch.device) -> None:

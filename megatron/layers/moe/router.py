@@ -2,11 +2,11 @@
 
 Legend: t tokens, h hidden, k experts per token (moe_top_k), E experts.
 
-| moe_router_type | chosen                                           | weights                                              |
-|-----------------|--------------------------------------------------|------------------------------------------------------|
-| topk            | k largest scores (+ expert_bias, if balanced so) | their scores, normalised if asked, times the scaling |
-| sinkhorn        | k largest of the balanced scores in training,    | sigmoid of the logit for k = 1, else softmax over    |
-|                 | of the scores otherwise (GPT-NeoX)               | all experts                                          |
+| moe_router_type | chosen                                      | weights                                              |
+|-----------------|---------------------------------------------|------------------------------------------------------|
+| topk            | k largest scores (+ expert_bias, if any)    | their scores, normalised if asked, times the scaling |
+| sinkhorn        | k largest of balanced scores in training,   | sigmoid of the logit for k = 1, else softmax over all|
+|                 | of plain ones otherwise (GPT-NeoX)          | experts                                              |
 
 Scores are softmax or sigmoid (moe_router_score) of the logits, in fp32 whatever the type of the hidden states. The
 layer stands inside the tensor-parallel region: every rank routes all tokens and passes on the gradients of its own
