@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert import falcon, gemma, gpt2, gpt_neox, llama, mamba, olmo, phi, phi2, qwen
+from megatron.convert import falcon, gemma, gpt2, gpt_neox, llama, mamba, moe_families, olmo, phi, phi2, qwen
 from megatron.convert.check import compare
 from megatron.convert.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, choose_family
 from megatron.convert.safetensors_writer import Planned, write_safetensors
@@ -37,6 +37,7 @@ PROVIDERS = (
     gemma,
     phi2,
     mamba,
+    moe_families,
 )  # importing them is what fills the registry
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MAX_SHARD_BYTES = 5 * 10**9
@@ -110,7 +111,8 @@ def export(
         ids = _write_tokenizer(settings, draft, tokenizer, vocab_is_hf, pad_token_id)
         _write_config(draft, family, settings.model, reader, ids, dtype)
         plan = _plan(reader, table)
-        _check_plan(draft, reader, table, settings.model)
+        if check:  # without it nothing here waits for transformers
+            _check_plan(draft, reader, table, settings.model)
         write_safetensors(draft, plan, _tensors(reader, table), dtype, max_shard_bytes)
         difference = _checked(reader, settings.model, draft, dtype) if check else None
         _publish(draft, output)

@@ -124,6 +124,9 @@ def common_refusals(model: ModelConfig, expressed: Collection[str] = ()) -> list
         reasons.append("use_qk_layernorm (one norm for queries and keys)")
     if model.use_mup:
         reasons.append("use_mup (its multipliers have no place)")
+    kinds = {"dense", "none"} | ({"moe"} if "moe_num_experts" in expressed else set())
+    if other := sorted(set(model.layer_mlps or ()) - kinds):
+        reasons.append(f"feed-forwards of kind {' and '.join(other)}")
     if any(kind not in ("global", "flash", "local") for kind in model.attention_config or ()):
         reasons.append("attention_config with other kinds than attention")
     return reasons

@@ -62,11 +62,13 @@ class Fields:
             raise UserError(f"{self.where}: {name}: {value!r} cannot be expressed here (known: {known})")
         return choices[value]
 
-    def rotary(self, theta: str, fraction: str | None = None, fraction_default: float = 1.0) -> dict[str, Any]:
+    def rotary(
+        self, theta: str, fraction: str | None = None, fraction_default: float = 1.0, base_default: float = 10000.0
+    ) -> dict[str, Any]:
         """`rotary_emb_base`, `rotary_pct`, `rope_scaling` from `rope_parameters`, or from transformers 4's fields.
 
-        `theta`, `fraction`: the older names of the base and of the rotated fraction. Raises `UserError` for a scaling
-        that cannot be expressed.
+        `theta`, `fraction`: the older names of the base and of the rotated fraction; then their defaults. Raises
+        `UserError` for a scaling that cannot be expressed.
         """
         rope = {"rope_theta": self.take(theta, None), **self.take("rope_parameters", {})}
         self.take("rope_theta", None)
@@ -75,7 +77,7 @@ class Fields:
         older = [self.take(name, None) for name in ("partial_rotary_factor", *([fraction] if fraction else []))]
         kinds = {str(part.pop(key)) for part in (rope, scaling) for key in ("rope_type", "type") if key in part}
         kind = next(iter(sorted(kinds - {"default"})), "default")
-        base = rope.pop("rope_theta", None) or 10000.0
+        base = rope.pop("rope_theta", None) or base_default
         fractions = [value for value in (pct, *older) if value is not None]
         keys = {"rotary_emb_base": float(base), "rotary_pct": float(fractions[0] if fractions else fraction_default)}
         scaled = {name: value for name, value in (scaling | rope).items() if value is not None}

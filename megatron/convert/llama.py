@@ -5,7 +5,7 @@ Mistral adds a sliding window and has no biases. Their window counts the query i
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from megatron.convert.family import (
@@ -48,23 +48,36 @@ _NORMS = {
 }
 
 
-def table(model: ModelConfig) -> list[Rule | Constant]:
-    """Of LLaMA and of the families that keep its names (qwen.py, olmo.py, gemma.py)."""
+def dense_rules(model: ModelConfig, block: int) -> list[Rule]:
+    """The feed-forward of a block."""
+    ours, theirs, rules = f"{block + 2}.mlp.", f"model.layers.{block}.mlp.", []
+    for kind in ("weight", "bias") if model.use_bias_in_mlp else ("weight",):
+        halves = tuple(f"{theirs}{part}_proj.{kind}" for part in ("up", "gate"))
+        rules.append(Rule(f"{ours}linear1.{kind}", halves, Split((model.ffn_width, model.ffn_width))))
+        rules.append(Rule(f"{ours}linear2.{kind}", (f"{theirs}down_proj.{kind}",)))
+    return rules
+
+
+def table(
+    model: ModelConfig, feed_forward: Callable[[ModelConfig, int], list[Rule]] = dense_rules
+) -> list[Rule | Constant]:
+    """Of LLaMA and of the families that keep its names (qwen.py, olmo.py, gemma.py), some with other feed-forwards
+    (moe_families.py)."""
     rules: list[Rule | Constant] = [Rule(WORD_EMBEDDINGS, ("model.embed_tokens.weight",))]
     for block in range(model.num_layers):
-        rules += _block(model, block)
+        rules += _attention_rules(model, block)
+        rules += feed_forward(model, block)
     rules.append(Rule(f"{model.num_layers + 3}.norm.scale", ("model.norm.weight",)))
     if model.no_weight_tying:
         rules.append(Rule(f"{model.num_layers + 4}.final_linear.weight", ("lm_head.weight",)))
     return rules
 
 
-def _block(model: ModelConfig, block: int) -> list[Rule | Constant]:
+def _attention_rules(model: ModelConfig, block: int) -> list[Rule]:
+    """Attention and norms of a block."""
     ours, theirs = f"{block + 2}.", f"model.layers.{block}."
     q, kv = model.num_attention_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    rules: list[Rule | Constant] = [
-        Rule(f"{ours}{name}.scale", (f"{theirs}{name}.weight",)) for name in _NORMS[model.norm_placement]
-    ]
+    rules = [Rule(f"{ours}{name}.scale", (f"{theirs}{name}.weight",)) for name in _NORMS[model.norm_placement]]
     for kind in ("weight", "bias") if model.use_bias_in_attn_linear else ("weight",):
         projections = tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv")
         rules.append(Rule(f"{ours}attention.query_key_value.{kind}", projections, Split((q, kv, kv))))
@@ -72,10 +85,6 @@ def _block(model: ModelConfig, block: int) -> list[Rule | Constant]:
             rules.append(Rule(f"{ours}attention.dense.{kind}", (f"{theirs}self_attn.o_proj.{kind}",)))
     if model.use_separate_qk_norms:
         rules += [Rule(f"{ours}attention.{x}_norm.scale", (f"{theirs}self_attn.{x}_norm.weight",)) for x in "qk"]
-    for kind in ("weight", "bias") if model.use_bias_in_mlp else ("weight",):
-        halves = tuple(f"{theirs}mlp.{part}_proj.{kind}" for part in ("up", "gate"))
-        rules.append(Rule(f"{ours}mlp.linear1.{kind}", halves, Split((model.ffn_width, model.ffn_width))))
-        rules.append(Rule(f"{ours}mlp.linear2.{kind}", (f"{theirs}mlp.down_proj.{kind}",)))
     return rules
 
 

@@ -92,11 +92,19 @@ def llama_keys(fields: Fields) -> dict[str, Any]:
 
 
 def mistral_keys(fields: Fields) -> dict[str, Any]:
-    """`MistralConfig`. Its window counts the query itself, ours the tokens before it; null or missing is none."""
-    window = fields.take("sliding_window", None)
+    """`MistralConfig`. Where the window is left out it is 4096."""
+    return {**decoder_keys(fields), **no_biases_one_window(fields, 4096)}
+
+
+def no_biases_one_window(fields: Fields, default: int | None) -> dict[str, Any]:
+    """The same window in every layer, `default` where it is left out; null is none.
+
+    Theirs counts the query itself, ours the tokens before it.
+    """
+    window = fields.take_or_null("sliding_window", default)
     if window is not None and window < 2:
         raise UserError(f"{fields.where}: sliding_window: {window} lets no token see another and cannot be expressed")
-    keys = {**decoder_keys(fields), "use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
+    keys = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
     return keys if window is None else {**keys, "sliding_window_width": window - 1}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.convert import gemma_phi, mamba
+from tests.convert import gemma_phi, mamba, moe
 from tests.convert.helpers import BASE, LLAMA, NEOX
 
 NO_ATTENTION_BIAS = {"use_bias_in_attn_linear": False, "activation": "relu"}
@@ -80,4 +80,5 @@ FAMILY_CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("phi3", "one key head", {**PHI3, **ONE}),
     *gemma_phi.CASES,
     *mamba.CASES,
+    *moe.CASES,
 ]  # fmt: skip

@@ -25,9 +25,10 @@ from megatron.model.pipe import LayerPipe, SequentialModel
 from megatron.mpu.sharding import ParamSpec, named_parameters, shard, unshard
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
+from megatron.neox_arguments.block_sizes import GATED
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.objectives import OBJECTIVES
-from tests.convert import gemma_phi, mamba
+from tests.convert import gemma_phi, mamba, moe
 from tests.convert.families import FAMILY_CASES, GPT2, GROUPED, OLMO, PHI3, QWEN2, QWEN3
 from tests.convert.helpers import (
     VOCAB,
@@ -253,12 +254,23 @@ def _gradient_errors(
         yield float(error)
 
 
-def _swaps(tensors: dict[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """(what, tensors of a model whose middle block is wrong): each weight in the place of the last block's."""
+def _swaps(tensors: dict[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """(what, tensors of a model whose middle block is wrong): each weight in the place of the last block's; and parts
+    of its own weights in each other's place: keys and values, both halves of a gated layer, two experts."""
+    kv = (model.num_kv_heads or 0) * (model.head_dim or 0)
     for name, tensor in tensors.items():
-        if name.startswith("3."):
-            other = "4." + name[2:]
-            yield name, {**tensors, name: tensors[other], other: tensor}
+        if not name.startswith("3."):
+            continue
+        other = "4." + name[2:]
+        yield name, {**tensors, name: tensors[other], other: tensor}
+        if name.endswith("query_key_value.weight"):
+            q, k, v = tensor.split((len(tensor) - 2 * kv, kv, kv))
+            yield f"{name}: k, v", {**tensors, name: torch.cat((q, v, k))}
+        if "mlp" in name and "linear1" in name and model.activation in GATED:
+            dim = 1 if ".experts." in name else 0
+            yield f"{name}: up, gate", {**tensors, name: torch.cat(tensor.chunk(2, dim)[::-1], dim)}
+        if ".experts." in name:
+            yield f"{name}: experts", {**tensors, name: tensor.flip(0)}
 
 
 def _any_number(keys: dict[str, Any]) -> dict[str, Any]:
@@ -274,7 +286,7 @@ def test_two_swapped_weights_of_the_same_shape_are_noticed_and_their_block_named
     args = resolved(**{**keys, "num_layers": 3, **_any_number(keys)})
     tensors = random_tensors(args, architecture)
     export(write_checkpoint(tmp_path / "right", args, tensors), tmp_path / "hf", tokenizer=False)
-    for i, (name, swapped) in enumerate(_swaps(tensors)):
+    for i, (name, swapped) in enumerate(_swaps(tensors, args.model)):
         reader = CheckpointReader(write_checkpoint(tmp_path / f"wrong{i}", args, swapped))
         result = compare(reader, args.model, tmp_path / "hf", torch.float32)
         assert not result.ok and result.logits > 100 * TOLERANCE, (name, result)
@@ -300,6 +312,7 @@ REFUSALS = [
     ("phi3", {**PHI3, "use_bias_in_mlp": True}, "no biases"),
     *gemma_phi.REFUSALS,
     *mamba.REFUSALS,
+    *moe.REFUSALS,
 ]
 
 
@@ -315,6 +328,7 @@ def test_what_a_family_cannot_express_is_named(architecture, keys, message):
         *[("qwen2", QWEN2), ("qwen3", QWEN3), ("olmo2", OLMO), ("gpt2", GPT2), ("phi3", PHI3), ("llama", GROUPED)],
         *gemma_phi.FOUND,
         *mamba.FOUND,
+        *moe.FOUND,
     ],
 )
 def test_the_family_is_found_without_being_named(architecture, keys):
