@@ -15,13 +15,7 @@ from tests.tools.command import ROOT
 pytestmark = pytest.mark.cpu
 
 
-PUSH = """
-import sys
-from pathlib import Path
-from megatron.errors import run_cli
-from megatron.hub.push import check_hub, push_folder
-run_cli(lambda: print(push_folder(Path(sys.argv[1]), check_hub(sys.argv[2]))))
-"""
+UPLOAD = "tools/ckpts/upload.py"
 
 
 def run(environment, *command):
@@ -63,11 +57,14 @@ def test_the_folder_arrives_and_is_not_sent_twice(tmp_path, folder):
     with UploadHub() as hub:
         environment = hub.environment(tmp_path / "home")
         for _ in range(2):
-            done = run(environment, "-c", PUSH, folder, "tiny")
+            done = run(environment, UPLOAD, folder, "tiny")
             assert done.returncode == 0 and done.stdout == f"{hub.endpoint}/me/tiny\n", done.stderr
         made = {path.name: path.read_bytes() for path in folder.iterdir()}
         assert hub.models["me/tiny"].branches["main"] == made
         assert sum("PUT" in line for line in hub.log) == 1 and hub.models["me/tiny"].commits == 1
+        done = run(environment, UPLOAD, folder, "tiny", "global_step7")
+        assert done.stdout == f"{hub.endpoint}/me/tiny/tree/global_step7\n", done.stderr
+        assert hub.models["me/tiny"].branches["global_step7"] == made
 
 
 @pytest.mark.parametrize(
@@ -75,13 +72,13 @@ def test_the_folder_arrives_and_is_not_sent_twice(tmp_path, folder):
 )
 def test_who_may_not_write_is_told(tmp_path, folder, token, message):
     with UploadHub() as hub:
-        done = run(hub.environment(tmp_path / "home", token), "-c", PUSH, folder, "lab/tiny")
+        done = run(hub.environment(tmp_path / "home", token), UPLOAD, folder, "lab/tiny")
         assert not hub.models
     assert done.returncode == 2 and "Traceback" not in done.stderr and message in done.stderr
 
 
 def test_without_network_it_is_told(tmp_path, folder):
-    done = run({"HF_HUB_OFFLINE": "1", "HF_TOKEN": "x", "HF_HOME": str(tmp_path)}, "-c", PUSH, folder, "lab/tiny")
+    done = run({"HF_HUB_OFFLINE": "1", "HF_TOKEN": "x", "HF_HOME": str(tmp_path)}, UPLOAD, folder, "lab/tiny")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "--push-to-hub: cannot write to lab/tiny on the Hub: HF_HUB_OFFLINE is set" in done.stderr
 
@@ -89,6 +86,6 @@ def test_without_network_it_is_told(tmp_path, folder):
 def test_a_failed_upload_leaves_the_folder_and_says_how_to_go_on(tmp_path, folder):
     with UploadHub() as hub:
         hub._commit = lambda *_: (403, {"error": "Forbidden"})  # type: ignore[method-assign]
-        done = run(hub.environment(tmp_path / "home"), "-c", PUSH, folder, "lab/tiny")
+        done = run(hub.environment(tmp_path / "home"), UPLOAD, folder, "lab/tiny")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"hf upload lab/tiny {folder}" in done.stderr

@@ -1,0 +1,37 @@
+"""Upload a folder to a model repository of the Hugging Face Hub, as a whole.
+
+python tools/ckpts/upload.py hf/ my-org/my-model main
+
+Repository and branch are made when they are not there; files that are there with the same content are not sent again.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.convert.cli import flags_for
+from megatron.errors import UserError, run_cli
+from megatron.hub.push import check_hub, push_folder
+
+
+def main() -> int:
+    """Upload with GPT-NeoX's three arguments."""
+    flags = flags_for(__doc__)
+    flags.add_argument("folder", help="what convert_neox_to_hf.py made, or any folder")
+    flags.add_argument("repo", help="name or owner/name")
+    flags.add_argument("branch", nargs="?", default=None, help="default: main")
+    flags.add_argument("--private", action="store_true", help="a new repository is private")
+    given = flags.parse_args()
+    folder = Path(given.folder)
+    if not folder.is_dir() or not any(folder.iterdir()):
+        raise UserError(f"{folder} is no folder with files in it")
+    branch = None if given.branch == "main" else given.branch
+    print(push_folder(folder, check_hub(given.repo), revision=branch, private=given.private))
+    return 0
+
+
+if __name__ == "__main__":
+    run_cli(main)
