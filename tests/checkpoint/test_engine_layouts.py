@@ -120,6 +120,34 @@ def test_resume_at_the_same_layout_is_bit_exact(tmp_path, layout, keys):
         assert other_digest == digest
 
 
+PHI = {"norm": "layernorm", "activation": "gelu", "gpt_j_residual": True, "gpt_j_tied": True, "use_bias_in_head": True}
+GEMMA2 = {
+    "norm": "rmsnorm_unit_offset",
+    "norm_placement": "sandwich",
+    "activation": "geglu_tanh",
+    "scale_embedding": True,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 2.0,
+    "use_bias_in_attn_linear": False,
+    "use_bias_in_mlp": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "layout"), [({**PHI, "no_weight_tying": True}, (1, 1, 2)), (GEMMA2, (2, 1, 2))], ids=["phi", "gemma2"]
+)
+def test_families_with_more_parameters_continue_elsewhere_and_are_exported(tmp_path, keys, layout):
+    """The bias of a head is padded and split as its matrix is; norms on both sides have names of their own."""
+    keys = {**FP32, **keys}
+    straight, _ = run((1, 1, 1), {**keys, **stage(0)}, tmp_path, 0, BEFORE + AFTER)[0]
+    run(layout, {**keys, **stage(0)}, tmp_path, 0, BEFORE, save=True)
+    for other, zero in (((2, 1, 1), 1), ((1, 2, 1), 3)):
+        for curve, _ in run(other, {**keys, **stage(zero)}, tmp_path, BEFORE, BEFORE + AFTER):
+            for pair, expected in zip(curve, straight[BEFORE:], strict=True):
+                assert pair == pytest.approx(expected, rel=1e-5), other
+    assert export(tmp_path, tmp_path / "hf", tokenizer=False).largest_difference < 1e-5
+
+
 CONTINUED_AT = [
     ((1, 1, 1), stage(0)),
     ((1, 2, 1), stage(2)),

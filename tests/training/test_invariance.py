@@ -12,7 +12,7 @@ import pytest
 
 from tests.distributed import run_distributed
 from tests.training import mutations
-from tests.training.tiny import LLAMA, NEOX, Layout, train
+from tests.training.tiny import CAPPED, GEMMA3, LLAMA, NEOX, Layout, train
 
 pytestmark = pytest.mark.cpu
 
@@ -22,6 +22,8 @@ MODELS = {
     "neox-tied": {**NEOX, "no_weight_tying": False, "gpt_j_residual": False},
     "llama": LLAMA,
     "llama-untied": {**LLAMA, "no_weight_tying": True},
+    "gemma3": GEMMA3,
+    "capped": CAPPED,
 }
 SMALL = [Layout(pp=pp, dp=dp, tp=tp) for pp in (1, 2, 4) for dp in (1, 2, 4) for tp in (1, 2, 4) if pp * dp * tp <= 4]
 COVERING = [
@@ -36,6 +38,10 @@ COVERING = [
     ("neox-tied", Layout(dp=2, tp=2, zero=3)),
     ("neox", Layout(micro=1)),
     ("neox", Layout(pp=2, micro=4)),
+    ("gemma3", Layout(pp=2, tp=2, sequence_parallel=True)),
+    ("gemma3", Layout(dp=2, zero=3)),
+    ("capped", Layout(pp=2, tp=2)),
+    ("capped", Layout(dp=2, tp=2, zero=3)),
 ]
 
 

@@ -61,6 +61,27 @@ LLAMA = {
     "gated_width_rule": "final",
     "no_weight_tying": False,
 }
+GEMMA3 = {
+    **LLAMA,
+    "norm": "rmsnorm_unit_offset",
+    "norm_placement": "sandwich",
+    "activation": "geglu_tanh",
+    "scale_embedding": True,
+    "query_pre_attn_scalar": 5,
+    "use_separate_qk_norms": True,
+    "qk_norm_per_head": True,
+    "sliding_window_width": 4,
+    "attention_config": [[["local", "global"], "all"]],
+    "rotary_emb_base_local": 70.0,
+}
+# Both caps of Gemma 2, and the biases of Phi.
+CAPPED = {
+    **NEOX,
+    "gpt_j_tied": True,
+    "use_bias_in_head": True,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 2.0,
+}
 
 
 @dataclass(frozen=True)
