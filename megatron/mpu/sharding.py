@@ -175,9 +175,8 @@ def gather_experts(local: Tensor, spec: ParamSpec, state: ParallelState) -> Tens
     group = state.group("expert")
     if not spec.experts or group is None:
         return local
-    whole = local.new_empty(spec.local_shape(state.tp_size))
-    dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
-    return whole
+    gather = torch.ops._c10d_functional.all_gather_into_tensor
+    return torch.ops._c10d_functional.wait_tensor(gather(local.contiguous(), state.ep_size, group.group_name))
 
 
 def parameter(spec: ParamSpec, state: ParallelState) -> nn.Parameter:
