@@ -91,4 +91,5 @@ def _is_unused(name: str, wanted: Collection[str]) -> bool:
     norms = {ours.split(".")[0] for ours in wanted}
     if name.startswith(("post_attention_layernorm.", "mlp.layer_norm_")):
         return "input_layernorm" in norms and "post_attention_layernorm" not in norms
-    return name.startswith("input_layernorm.") and "post_feedforward_layernorm" in norms and "input_layernorm" not in norms
+    only_behind = "post_feedforward_layernorm" in norms and "input_layernorm" not in norms
+    return name.startswith("input_layernorm.") and only_behind
