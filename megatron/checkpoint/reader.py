@@ -24,7 +24,6 @@ from megatron.errors import UserError
 from megatron.mpu.sharding import ParamSpec, shard, unshard, zeros
 
 WEIGHT = "weight"
-_OPEN_FILES = 64  # mapped files kept open: enough for one layer at any usual tensor-parallel size
 
 
 class CheckpointReader:
@@ -159,7 +158,8 @@ class CheckpointReader:
             self._files.move_to_end(file)
         else:
             self._files[file] = self.load_file(file)
-            if len(self._files) > _OPEN_FILES:
+            # Those of one layer, weights and optimizer, stay open: the pages of a mapped file count as our memory.
+            if len(self._files) > 2 * self.tp_size:
                 self._files.popitem(last=False)
         if key not in self._files[file]:
             raise UserError(f"{self.folder / file} has no entry {key}")

@@ -12,16 +12,16 @@ import io
 import os
 import pickle
 import sys
-import zipfile
 import zlib
 from collections import OrderedDict
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron.checkpoint.stored_zip import CheckedFile, StoredZip
 
 _ALIGNMENT = 64  # of each storage inside the file, as torch writes them: what makes mmap reads fast
 _CHUNK = 1 << 24
@@ -35,39 +35,6 @@ _STORAGES = {
     torch.uint8: torch.ByteStorage,
     torch.bool: torch.BoolStorage,
 }
-
-
-class CheckedFile(io.RawIOBase):
-    """A file that can only be appended to, and counts bytes and CRC-32 as they pass."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "wb")  # noqa: SIM115 (closed by close)
-        self.bytes = 0
-        self.crc32 = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self._file.write(view)
-        self.bytes += len(view)
-        self.crc32 = zlib.crc32(view, self.crc32)
-        return len(view)
-
-    def flush(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def abandon(self) -> None:
-        """Close without complaint: on a full disk what is still buffered fails again, after the error that counts."""
-        with suppress(OSError):
-            self._file.close()
-        super().close()
 
 
 class _Storage:
@@ -104,7 +71,7 @@ class TensorFileWriter:
 
     def __init__(self, path: Path) -> None:
         self._file = CheckedFile(path)
-        self._zip = zipfile.ZipFile(self._file, "w", zipfile.ZIP_STORED)  # type: ignore[arg-type]
+        self._zip = StoredZip(self._file)
         self._root = path.stem
         self._content: dict[str, Any] = {}
         self._tensors = 0
@@ -137,25 +104,14 @@ class TensorFileWriter:
                 self._finish()
                 self._file.close()
         finally:
-            self._zip.fp = None  # an unfinished archive must not try to finish itself when collected
             self._file.abandon()
 
     def _write(self, tensor: Tensor) -> _Stored:
         key, self._tensors = self._tensors, self._tensors + 1
         raw = memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
-        with self._zip.open(self._record(f"data/{key}", align=True), "w", force_zip64=True) as record:
-            for start in range(0, len(raw), _CHUNK):
-                record.write(raw[start : start + _CHUNK])
+        pieces = (raw[start : start + _CHUNK] for start in range(0, len(raw), _CHUNK))
+        self._zip.record(f"{self._root}/data/{key}", pieces, align=_ALIGNMENT)
         return _Stored(_Storage(key, tensor.dtype, tensor.numel()), tensor.shape, tensor.stride())
-
-    def _record(self, name: str, align: bool = False) -> zipfile.ZipInfo:
-        info = zipfile.ZipInfo(f"{self._root}/{name}")
-        if align:
-            # local header: 30 bytes, the name, a 20-byte zip64 field, then our padding field (4 bytes + its length)
-            start = self._file.bytes + 30 + len(info.filename.encode()) + 20 + 4
-            padding = -start % _ALIGNMENT
-            info.extra = b"FB" + padding.to_bytes(2, "little") + b"\0" * padding
-        return info
 
     def _finish(self) -> None:
         pickled = io.BytesIO()
@@ -165,9 +121,8 @@ class TensorFileWriter:
             ("byteorder", sys.byteorder.encode()),
             ("version", b"3\n"),
         ):
-            with self._zip.open(self._record(name), "w") as record:
-                record.write(data)
-        self._zip.close()
+            self._zip.record(f"{self._root}/{name}", (data,))
+        self._zip.finish()
 
 
 def write_object(path: Path, value: Any) -> CheckedFile:

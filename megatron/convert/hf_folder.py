@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.convert.safetensors_reader import Stored, read_header, read_tensor
 from megatron.errors import UserError
 from megatron.tokenizer.hub import require_hub
 
@@ -22,15 +22,6 @@ TOKENIZER_FILES = (
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # Tables that older versions of transformers saved with the weights, and that every model computes.
 _BUFFERS = (".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Where a tensor is, and what it is."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class HuggingFaceFolder:
@@ -49,14 +40,10 @@ class HuggingFaceFolder:
             self.tensors.update(_contents(path, file))
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor in its stored type. The file is closed again, so that only this tensor's pages stay in memory."""
+        """A tensor in its stored type. It lies in the mapped file, of which only its own pages are in memory."""
         stored = self.tensors[name]
-        if not stored.file.endswith(".safetensors"):
-            return _load(self.path / stored.file)[name].clone()
-        from safetensors import safe_open
-
-        with safe_open(self.path / stored.file, framework="pt") as file:
-            return file.get_tensor(name).clone()
+        path = self.path / stored.file
+        return read_tensor(path, stored) if stored.file.endswith(".safetensors") else _load(path)[name]
 
     def copy_tokenizer(self, target: Path) -> None:
         """Copy the tokenizer's files, chat template included, into a new folder; none when there are none."""
@@ -113,23 +100,8 @@ def _contents(folder: Path, file: str) -> dict[str, Stored]:
     if not file.endswith(".safetensors"):
         found = {name: Stored(file, tuple(tensor.shape), tensor.dtype) for name, tensor in _load(path).items()}
     else:
-        found = {name: Stored(file, tuple(shape), dtype) for name, shape, dtype in _headers(path)}
+        found = read_header(path)
     return {name: stored for name, stored in found.items() if not name.endswith(_BUFFERS)}
-
-
-def _headers(path: Path) -> list[tuple[str, list[int], torch.dtype]]:
-    from safetensors import SafetensorError, safe_open
-
-    types = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118 (not a mapping)
-            kinds = [(name, part.get_shape(), part.get_dtype()) for name, part in slices]
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if other := sorted({kind for _, _, kind in kinds} - types.keys()):
-        raise UserError(f"{path} holds {', '.join(other)} tensors; quantised models are not converted")
-    return [(name, shape, types[kind]) for name, shape, kind in kinds]
 
 
 def _load(path: Path) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from megatron.errors import UserError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -32,6 +33,14 @@ class Planned:
 
     def bytes(self, dtype: torch.dtype) -> int:
         return torch.Size(self.shape).numel() * dtype.itemsize
+
+
+def shard_bytes(text: str) -> int:
+    """`--max-shard-size` in bytes, units as in transformers: 500MB, 5GB. Raises `UserError`."""
+    number, unit = text[:-2], _UNITS.get(text[-2:].upper())
+    if unit is None or not number.replace(".", "", 1).isdecimal() or not float(number):
+        raise UserError(f"--max-shard-size: {text!r} is no size; write it as 500MB or 5GB")
+    return int(float(number) * unit)
 
 
 def write_safetensors(

@@ -128,7 +128,7 @@ def shard(full: Tensor, spec: ParamSpec, tp_rank: int, tp_size: int) -> Tensor:
     """The part of `full` (shape `spec.shape`) that rank `tp_rank` of `tp_size` holds; may be a view of `full`."""
     if tuple(full.shape) != spec.shape:
         raise UserError(f"{spec.name}: expected the shape {list(spec.shape)}, got {list(full.shape)}")
-    if spec.split_dim is None:
+    if spec.split_dim is None or spec.local_shape(tp_size) == spec.shape:
         return full
     dim, sizes = spec.split_dim, spec.local_blocks(tp_size)
     if spec.padded is not None:
@@ -144,7 +144,10 @@ def shard(full: Tensor, spec: ParamSpec, tp_rank: int, tp_size: int) -> Tensor:
 
 
 def unshard(locals_: Sequence[Tensor], spec: ParamSpec) -> Tensor:
-    """The full tensor from what all tensor-parallel ranks hold, in rank order, without padding: undoes `shard`."""
+    """The full tensor from what all tensor-parallel ranks hold, in rank order, without padding: undoes `shard`.
+
+    May be a view of the one part that there is.
+    """
     tp_size = len(locals_)
     expected = spec.local_shape(tp_size)
     for local in locals_:
@@ -153,6 +156,8 @@ def unshard(locals_: Sequence[Tensor], spec: ParamSpec) -> Tensor:
     if spec.split_dim is None:
         return locals_[0]
     dim = spec.split_dim
+    if tp_size == 1:
+        return locals_[0].narrow(dim, 0, spec.shape[dim])
     if spec.padded is not None:
         return torch.cat(list(locals_), dim).narrow(dim, 0, spec.shape[dim])
     split = [local.split(spec.local_blocks(tp_size), dim) for local in locals_]
