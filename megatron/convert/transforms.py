@@ -133,16 +133,22 @@ class PerExpert:
         return [block for expert in full for block in expert.split(self.sizes)]
 
     def load(self, parts: Sequence[Tensor]) -> Tensor:
-        first, blocks = parts[0], len(self.sizes)
+        first = parts[0]
         full = first.new_empty((self.experts, sum(self.sizes), *first.shape[1:]))
-        for number, place in enumerate(self.export(full)):
-            part = parts[number] if number else first
-            if part.shape != place.shape:
-                raise ValueError(
-                    f"expert {number // blocks} has a matrix {list(part.shape)}, wanted is {list(place.shape)}"
-                )
-            place.copy_(part)
+        places = self.export(full)
+        self._put(places, 0, first)
+        del first
+        for number in range(1, len(places)):
+            self._put(places, number, parts[number])
         return full
+
+    def _put(self, places: list[Tensor], number: int, part: Tensor) -> None:
+        if part.shape != places[number].shape:
+            raise ValueError(
+                f"expert {number // len(self.sizes)} has a matrix {list(part.shape)}, wanted is"
+                f" {list(places[number].shape)}"
+            )
+        places[number].copy_(part)
 
 
 @dataclass(frozen=True)
