@@ -122,7 +122,8 @@ def _per_block(args: NeoXArgs, block: int) -> _Kept:
     queries, pairs = model.num_attention_heads * d, (model.num_attention_heads + 2 * model.num_kv_heads) * d
     wide, copies = _feed_forward(model, block)
     rotated = queries + model.num_kv_heads * d if model.pos_emb == "rotary" else 0
-    norms = 3 if model.gpt_j_residual and model.gpt_j_tied else 4
+    # What norms read and give, and what is added: behind a part they read its output besides.
+    norms = 3 if model.gpt_j_residual and model.gpt_j_tied else 6 if model.norm_placement == "sandwich" else 4
     everything = norms * h / outer + (pairs + rotated + queries + 2 * wide + 2 * copies * h) / tp
     products = 3 * h / outer + (pairs + queries + wide + copies * h) / tp
     return _Kept(everything, products, h / outer)
