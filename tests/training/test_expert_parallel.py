@@ -319,3 +319,14 @@ def test_whole_runs_log_and_balance_alike_and_go_on_at_another_division(tmp_path
                 assert metrics[name] == pytest.approx(expected[name], rel=1e-3), name
         biases = {name: value for name, value in one.state.items() if "expert_bias" in name}
         assert {name: report.state[name] for name in biases} == biases
+
+
+@pytest.mark.full
+def test_what_the_layout_may_change_expert_parallelism_does_not() -> None:
+    """Sinkhorn, dropping, noise and dropout depend on a rank's tokens and random numbers, not on who holds experts."""
+    keys = {**MODELS["neox"], "moe_router_type": "sinkhorn", "moe_capacity_factor": 1.0, "hidden_dropout": 0.1}
+    noisy = {**MODELS["llama"], "moe_jitter_eps": 0.1}
+    for chosen in (keys, noisy):
+        alone, shared = (run_distributed(train, 2, chosen, Layout(dp=2, ep=ep), STEPS)[0] for ep in (1, 2))
+        assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert shared["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
