@@ -56,6 +56,13 @@ def add_import_flags(flags: argparse.ArgumentParser, model: str = "--hf-model") 
     flags.add_argument("--output-dir", required=True, help="the folder to make, or one with other steps of the model")
     flags.add_argument("--tp", type=int, default=1, help="cut the files for so many tensor-parallel ranks")
     flags.add_argument("--iteration", type=int, default=0, help="the step in the checkpoint's name")
+    flags.add_argument(
+        "--plugins",
+        nargs="+",
+        default=(),
+        metavar="MODULE_OR_FILE",
+        help="your own code that knows the family (documentation/plugins.md); it is run",
+    )
     add_safety(flags, "an iteration that is there")
 
 
@@ -72,6 +79,7 @@ def run_import(given: argparse.Namespace, **options: Any) -> None:
         iteration=given.iteration,
         check=not given.no_check,
         overwrite=given.overwrite,
+        plugins=getattr(given, "plugins", ()),
         **options,
     )
     tell(f"{done.folder}\n{done.config}", done.largest_difference, "transformers")
@@ -96,6 +104,7 @@ def add_export_flags(flags: argparse.ArgumentParser) -> None:
         "that GPT-NeoX wrote needs them, unless it keeps a copy in configs/",
     )
     flags.add_argument("--no_save_tokenizer", action="store_true", help="leave the tokenizer's files out")
+    flags.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of the files: 500MB, 5GB (default 5GB)")
     flags.add_argument(
         "--push-to-hub",
         nargs="?",
@@ -123,6 +132,7 @@ def run_export(given: argparse.Namespace, hub: Hub, *, families: tuple[str, ...]
     from megatron.convert.export import export  # after the flags: torch takes seconds to import
     from megatron.convert.hf_folder import open_model
     from megatron.convert.pairs import reference_of
+    from megatron.convert.safetensors_writer import shard_bytes
 
     repo = None
     if given.push_to_hub is not None:
@@ -139,6 +149,7 @@ def run_export(given: argparse.Namespace, hub: Hub, *, families: tuple[str, ...]
         check=not given.no_check,
         overwrite=given.overwrite,
         families=families,
+        max_shard_bytes=shard_bytes(given.max_shard_size),
         **options,
     )
     tell(f"{done.folder}: {done.architecture}", done.largest_difference, "transformers")

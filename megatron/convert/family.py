@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
 WORD_EMBEDDINGS = "0.word_embeddings.weight"
+FIRST = ("neox", "llama", "mistral")  # the usual names, before others that fit as well
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ FAMILIES: Registry[Family] = Registry(
 """`Family`s by the name of `--architecture`. The table names every parameter of our model once and every tensor of
 theirs once; `unsupported` names whatever of the configuration would be lost; transformers knows the architecture (or
 the plugin registers its classes with AutoConfig and AutoModelForCausalLM). Without `--architecture` the first that can
-express a model is taken: Deepy's own before those of plugins.
+express a model is taken: `FIRST`, then Deepy's others, then those of plugins.
 """
 
 
@@ -89,8 +90,7 @@ def choose_family(model: ModelConfig, name: str | None, among: Collection[str] =
             raise UserError(f"{family.architecture} cannot express this model: {'; '.join(reasons)}")
         return family
     refusals = []
-    plugged = added(FAMILIES.kind)
-    for candidate in sorted(FAMILIES, key=lambda one: one in plugged):  # stable: each group in its own order
+    for candidate in _in_order():
         if among and candidate not in among:
             continue
         reasons = FAMILIES[candidate].unsupported(model)
@@ -98,6 +98,12 @@ def choose_family(model: ModelConfig, name: str | None, among: Collection[str] =
             return FAMILIES[candidate]
         refusals.append(f"\n  {candidate}: {'; '.join(reasons)}")
     raise UserError(f"no Hugging Face architecture known here can express this model:{''.join(refusals)}")
+
+
+def _in_order() -> list[str]:
+    """Families as they are tried: `FIRST`, Deepy's others, those of plugins; each group as it was registered."""
+    plugged = added(FAMILIES.kind)
+    return sorted(FAMILIES, key=lambda one: (one in plugged, FIRST.index(one) if one in FIRST else len(FIRST)))
 
 
 # Keys that few architectures have, and the value that says nothing.

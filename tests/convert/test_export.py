@@ -14,6 +14,7 @@ from megatron.convert import export as export_module
 from megatron.convert import gpt_neox
 from megatron.convert.check import compare
 from megatron.convert.export import export
+from megatron.convert.family import choose_family
 from megatron.convert.transforms import Copy
 from megatron.errors import UserError
 from tests.convert.helpers import (
@@ -265,3 +266,17 @@ def test_only_one_parameter_is_in_memory_while_writing(tmp_path, neox_checkpoint
     monkeypatch.setattr(export_module, "_checked", lambda *arguments: 0.0)
     export(neox_checkpoint, tmp_path / "hf", tokenizer=False)
     assert max(peak) <= 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "architecture"),
+    [
+        ({**NEOX, "rotary_pct": 1.0}, "GPTNeoXForCausalLM"),
+        ({**NEOX, "rotary_pct": 1.0, "gpt_j_residual": True}, "GPTNeoXForCausalLM"),
+        (LLAMA, "LlamaForCausalLM"),
+        ({**LLAMA, "sliding_window_width": 5}, "MistralForCausalLM"),
+    ],
+)
+def test_a_model_that_several_express_gets_the_usual_name(keys, architecture):
+    """Falcon has the rotary networks of GPT-NeoX too, Phi-3 those of Llama."""
+    assert choose_family(resolved(**keys).model, None).architecture == architecture

@@ -1,0 +1,97 @@
+"""documentation/conversion.md: every command in it works as written, every command and family that exists is named."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.convert import hf_folder
+from megatron.convert.family import FAMILIES
+from tests.convert.families import OLMO
+from tests.convert.helpers import LLAMA, NEOX, hugging_face, resolved
+from tests.convert.raw_files import raw_tensors, write_raw
+from tests.convert.test_tools import vocabulary  # noqa: F401 (a fixture)
+from tests.tools.command import ROOT
+
+pytestmark = pytest.mark.cpu
+
+GUIDE = (ROOT / "documentation" / "conversion.md").read_text(encoding="utf-8")
+EVEN = 68  # tokens that two files of LLaMA's divide
+GQA = {**LLAMA, "num_kv_heads": 2, "intermediate_size": 88}
+
+
+def commands() -> list[list[str]]:
+    blocks = re.findall(r"```bash\n(.*?)```", GUIDE, flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line]
+    assert len(lines) > 15 and all(line.startswith("python ") for line in lines)
+    return [shlex.split(line)[1:] for line in lines]
+
+
+def published(folder, keys, architecture, tokenizer):
+    model, theirs = hugging_face(resolved(**keys), architecture)
+    model.save_pretrained(folder)
+    for file in tokenizer.iterdir():
+        shutil.copyfile(file, folder / file.name)
+    return theirs
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch, vocabulary):  # noqa: F811
+    """The models that the guide names, tiny, in the place of downloads (these have a test of their own)."""
+    pythia = {**NEOX, "gpt_j_residual": True}
+    places = {
+        "EleutherAI/pythia-70m": ("pythia", pythia, "neox"),
+        "meta-llama/Llama-2-7b-hf": ("llama-hf", GQA, "llama"),
+        "allenai/OLMo-2-1124-7B": ("olmo-2", OLMO, "olmo2"),
+    }
+    for name, keys, architecture in places.values():
+        published(tmp_path / "hub" / name, keys, architecture, vocabulary)
+    monkeypatch.setattr(hf_folder, "_download", lambda model, *_: tmp_path / "hub" / places[model][0])
+    monkeypatch.setattr("tests.convert.helpers.VOCAB", EVEN)
+    theirs = published(tmp_path / "raw-hf", GQA, "llama", vocabulary)
+    params = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "rope_theta": 500.0}
+    write_raw(tmp_path / "LLaMA" / "7B", raw_tensors(theirs, 4, 2), {**params, "vocab_size": -1, "multiple_of": 8}, 2)
+
+
+def test_every_command_works(tmp_path, hub, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, *arguments in commands():
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(str(ROOT / name), run_name="__main__")
+        out, error = capsys.readouterr()
+        assert end.value.code == 0, f"{name} {arguments}: {error}"
+        assert out and "Traceback" not in error, name
+    for one, other in (("hub/pythia", "hf"), ("hub/olmo-2", "olmo-hf")):
+        theirs, again = (load_file(f"{folder}/model.safetensors") for folder in (one, other))
+        assert theirs.keys() == again.keys() and all(torch.equal(again[n], tensor) for n, tensor in theirs.items())
+    first, again = (
+        torch.load(f"{folder}/consolidated.01.pth", weights_only=True) for folder in ("LLaMA/7B", "raw-again")
+    )
+    assert all(torch.equal(first[name], tensor) for name, tensor in again.items()) and len(again) == len(first) - 1
+
+
+def test_every_command_and_family_is_named():
+    tools = [f"tools/ckpts/{path.name}" for path in (ROOT / "tools" / "ckpts").glob("*.py")]
+    tools += [f"huggingface/{path.name}" for path in (ROOT / "huggingface").glob("convert*.py")]
+    assert len(tools) > 10
+    assert [tool for tool in tools if f"`{tool}" not in GUIDE] == []
+    table = GUIDE[GUIDE.index("| `--architecture`") : GUIDE.index("## From Hugging Face")]
+    assert [name for name in FAMILIES if f"`{name}`" not in table] == []
+
+
+def test_every_flag_named_exists():
+    source = "".join(
+        path.read_text() for path in [*(ROOT / "tools/ckpts").glob("*.py"), *(ROOT / "huggingface").glob("*.py")]
+    )
+    source += (Path(hf_folder.__file__).parent / "cli.py").read_text()
+    named = set(re.findall(r"--[a-z][a-z_-]+", GUIDE))
+    assert {flag for flag in named if f'"{flag}"' not in source} == {"--help", "--no-transformer-engine"}
