@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import deepspeed
@@ -25,6 +26,7 @@ from megatron.model.pipe import LayerPipe, SequentialModel
 from megatron.mpu.sharding import ParamSpec, named_parameters, shard, unshard
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.block_sizes import GATED
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.objectives import OBJECTIVES
@@ -43,6 +45,9 @@ from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.cpu
 
+# State spaces amplify rounding: where transformers itself is further than 1e-5 from its own fp64, we may be this many
+# times as far from it.
+ROUNDED = 3
 PROMPTS, NEW_TOKENS, END = ([5, 9, 33, 2, 8, 61, 17], [8, 40]), 8, VOCAB - 1
 
 
@@ -96,15 +101,37 @@ def _batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _reference(architecture: str, keys: dict[str, Any]) -> Reference:
     args = resolved(**keys)
     model, theirs = hugging_face(args, architecture)
+    logits, gradients = _their_step(model, args, architecture)
+    greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": END, "pad_token_id": END}
+    texts = [model.generate(torch.tensor([p]), **greedy)[0, len(p) :].tolist() for p in PROMPTS]
+    weights = full_tensors(args, architecture, theirs)
+    return Reference(logits, weights, gradients, texts)
+
+
+def _their_step(model: Any, args: NeoXArgs, architecture: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits, and the gradients by our names."""
     tokens, _, targets, mask = _batch()
     logits = model(tokens, use_cache=False).logits
     losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     ((losses * mask.flatten()).sum() / mask.sum()).backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": END, "pad_token_id": END}
-    texts = [model.generate(torch.tensor([p]), **greedy)[0, len(p) :].tolist() for p in PROMPTS]
-    weights = full_tensors(args, architecture, theirs)
-    return Reference(logits.detach(), weights, full_tensors(args, architecture, gradients), texts)
+    return logits.detach(), full_tensors(args, architecture, gradients)
+
+
+@cache
+def _rounding(case: str) -> tuple[float, dict[str, float]]:
+    """What transformers' own model in fp32 is off its model in fp64: (logits, relative error of each gradient)."""
+    architecture, keys = next((a, keys) for a, name, keys in FAMILY_CASES if case == f"{a}: {name}")
+    args = resolved(**keys)
+    one, two = (
+        _their_step(m, args, architecture)
+        for m in (hugging_face(args, architecture)[0], hugging_face(args, architecture)[0].double())
+    )
+    return float((one[0] - two[0]).abs().max()), {name: _relative(g, two[1][name]) for name, g in one[1].items()}
+
+
+def _relative(mine: Tensor, wanted: Tensor) -> float:
+    return float((mine - wanted).abs().max() / wanted.abs().max().clamp(min=0.1))
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +261,7 @@ def test_logits_gradients_and_texts_are_those_of_transformers_at_any_layout(refe
         allowed = 1e-5 * float(expected.logits.abs().max().clamp(min=1))
         error = max(float((o.logits - expected.logits).abs().max()) for o in outcomes if o.logits is not None)
         record_property(f"{case}: logits", error)
-        assert error < allowed, (case, error)
+        assert error < allowed or error < ROUNDED * _rounding(case)[0], (case, error)
         assert all(text == expected.texts for outcome in outcomes for text in outcome.texts), case
         error = max(_gradient_errors(case, outcomes, expected.gradients, specs_of(resolved(**keys), tensor), tensor))
         record_property(f"{case}: gradients", error)
@@ -247,11 +274,10 @@ def _gradient_errors(
     for name, wanted in expected.items():
         parts = [outcome.gradients[name] for outcome in outcomes if name in outcome.gradients][:tensor]
         mine = unshard(parts, specs[name]) if specs[name].split_dim is not None else parts[0]
-        scale = wanted.abs().max()
-        error = (mine[: wanted.shape[0]] - wanted).abs().max() / scale.clamp(min=0.1)
-        assert error < 1e-5, (case, name, error)
-        assert scale > 0, (case, name)
-        yield float(error)
+        error = _relative(mine[: wanted.shape[0]], wanted)
+        assert error < 1e-5 or error < ROUNDED * _rounding(case)[1][name], (case, name, error)
+        assert wanted.abs().max() > 0, (case, name)
+        yield error
 
 
 def _swaps(tensors: dict[str, Tensor], model: ModelConfig) -> Iterator[tuple[str, dict[str, Tensor]]]:
