@@ -28,10 +28,10 @@ def usable(name: str, **task: Any) -> Any:
     return choose_backend(Task(torch.device("cuda"), **task), name).backend
 
 
-def inputs(kv_heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(kv_heads: int, dtype: torch.dtype, width: int = D) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v cut from one fused tensor, as in the layer."""
     generator = torch.Generator("cuda").manual_seed(0)
-    fused = torch.randn(B, S, N + 2 * kv_heads, D, generator=generator, device="cuda").to(dtype)
+    fused = torch.randn(B, S, N + 2 * kv_heads, width, generator=generator, device="cuda").to(dtype)
     return fused.split((N, kv_heads, kv_heads), dim=2)
 
 
@@ -49,12 +49,15 @@ def rules_of(case: str, backend: Any, dtype: torch.dtype) -> dict[str, Any]:
         rules["documents"] = Documents.of(
             document_ids(), {(backend.form_for(torch.empty(0, dtype=dtype, device="cuda")), window)}
         )
+    if "capped" in case:
+        rules["softcap"] = 1.5  # scores are up to 8
     if "alibi" in case:
         rules["slopes"] = torch.tensor(alibi_slopes(N), device="cuda")
     return rules
 
 
 CASES = ("causal", "window", "documents", "documents window", "alibi", "documents alibi")
+CAPPED = ("causal capped", "window capped", "documents window capped", "alibi capped")
 
 
 # FlexAttention compiles for each type, so one is enough there; varlen refuses ALiBi (below).
@@ -65,16 +68,29 @@ COMBINATIONS = [
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
     if not (name == "flex" and dtype != torch.bfloat16) and not (name == "varlen" and "alibi" in case)
 ]
+COMBINATIONS += [(name, case, torch.bfloat16) for name in ("flex", "flash") for case in CAPPED]
+COMBINATIONS += [("flash", "causal capped", torch.float32)]  # by the formula
 
 
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize(("name", "case", "dtype"), COMBINATIONS, ids=lambda value: str(value))
 def test_formula_and_gradients(name: str, case: str, dtype: torch.dtype, kv_heads: int) -> None:
-    backend = usable(name, documents="documents" in case, alibi="alibi" in case, window="window" in case)
+    compare(name, case, dtype, kv_heads, D)
+
+
+@pytest.mark.parametrize("name", ["flex", "flash"])
+def test_capped_scores_of_heads_as_wide_as_gemmas(name: str) -> None:
+    compare(name, "documents window capped", torch.bfloat16, 4, 256)
+
+
+def compare(name: str, case: str, dtype: torch.dtype, kv_heads: int, width: int) -> None:
+    """The back-end against the formula in fp32."""
+    task = {key: key in case for key in ("documents", "alibi", "window")}
+    backend = usable(name, **task, softcap="capped" in case, head_dim=width)
     rules = rules_of(case, backend, dtype)
-    given = [x.clone().requires_grad_() for x in inputs(kv_heads, dtype)]
+    given = [x.clone().requires_grad_() for x in inputs(kv_heads, dtype, width)]
     exact = [x.detach().float().requires_grad_() for x in given]
-    direction = torch.randn(B, S, N, D, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
+    direction = torch.randn(B, S, N, width, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
     expected = ATTENTION_BACKENDS["manual"]()(*exact, **rules)
     (expected * direction).sum().backward()
     out = backend(*given, **rules)
@@ -88,6 +104,18 @@ def test_formula_and_gradients(name: str, case: str, dtype: torch.dtype, kv_head
 def close(mine: Tensor, reference: Tensor, dtype: torch.dtype, what: str) -> None:
     error = (mine.float() - reference).abs().max() / reference.abs().max()
     assert error < TOLERANCE[dtype], f"{what}: {error:.2e}"
+
+
+def test_capped_scores_run_on_a_kernel_and_with_a_cache_by_the_formula() -> None:
+    """One query of a cache that grows: no kernel is compiled for its length."""
+    choice = choose_backend(Task(torch.device("cuda"), softcap=True))
+    assert choice.name in ("flash", "flex")
+    q, k, v = inputs(2, torch.bfloat16)
+    rules = {"causal": True, "scale": 0.2, "softcap": 1.5}
+    expected = ATTENTION_BACKENDS["manual"]()(q.float(), k.float(), v.float(), **rules)
+    for length in (S - 1, S):
+        last = choice.backend(q[:, length - 1 : length], k[:, :length], v[:, :length], **rules)
+        close(last, expected[:, length - 1 : length], torch.bfloat16, f"query {length}")
 
 
 def test_varlen_refuses_alibi() -> None:

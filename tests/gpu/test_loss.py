@@ -16,23 +16,31 @@ VOCAB, PADDED, HIDDEN, TOKENS, CHUNK = 1000, 1024, 64, 600, 256  # the last chun
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
-def test_values_and_gradients(compiled: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("form", ["", "bias", "bias and cap"])
+def test_values_and_gradients(form: str, compiled: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator, device="cuda").to(dtype).requires_grad_()
     weight = torch.randn(PADDED, HIDDEN, generator=generator, device="cuda").to(dtype).requires_grad_()
     targets = torch.randint(VOCAB, (TOKENS,), generator=generator, device="cuda")
     weights = torch.rand(TOKENS, generator=generator, device="cuda")
-    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    losses = F.cross_entropy(exact[0] @ exact[1][:VOCAB].T, targets, reduction="none")
+    inputs = [hidden, weight]
+    if form:
+        inputs.append(torch.randn(PADDED, generator=generator, device="cuda").to(dtype).requires_grad_())
+    cap = 5.0 if "cap" in form else None
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    logits = exact[0] @ exact[1][:VOCAB].T + sum(bias[:VOCAB] for bias in exact[2:])
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    losses = F.cross_entropy(logits, targets, reduction="none")
     wanted = torch.autograd.grad((losses * weights).sum(), exact)
     options = {"vocab_size": VOCAB, "state": ParallelState.single("cuda"), "chunk": CHUNK, "compiled": compiled}
+    options |= {"bias": inputs[2] if form else None, "softcap": cap}
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     total, mine = weighted_linear_cross_entropy(hidden, weight, targets, weights, **options)
     for got in (mine, linear_cross_entropy(hidden, weight, targets, **options)):
         assert got.dtype == torch.float32 and (got - losses).abs().max() < tolerance * losses.abs().max()
     per_token = (linear_cross_entropy(hidden, weight, targets, **options) * weights).sum()
     for value in (total, per_token):
-        for got, reference in zip(torch.autograd.grad(value, [hidden, weight]), wanted, strict=True):
+        for got, reference in zip(torch.autograd.grad(value, inputs), wanted, strict=True):
             assert got.dtype == dtype
             assert (got - reference).abs().max() < tolerance * reference.abs().max()
 
