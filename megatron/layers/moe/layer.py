@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from megatron.layers.init import build_init
@@ -66,7 +65,6 @@ class MixtureOfExperts(nn.Module):
         self.dispatch = build_dispatch(model.moe_num_experts, state)
         self.load = Load(model.moe_num_experts, state.device)
 
-    @torch.compiler.disable  # how many rows an expert has depends on the data
     def forward(
         self, x: Tensor, sequences: int, *, entered: bool = False, reduce: bool = True
     ) -> tuple[Tensor, Tensor | None]:
