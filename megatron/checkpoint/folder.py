@@ -24,12 +24,14 @@ class CheckpointFolder:
     """Where one process writes its files of the checkpoint of `step` in `root`.
 
     One process (rank 0) calls `prepare` before anybody writes, and `publish` or `discard` after everybody has.
-    `files` lists what this process wrote.
+    `files` lists what this process wrote. `durable`: wait until everything is on the disk before it gets its name, so
+    that it survives a loss of power too; without it, it survives whatever happens to processes.
     """
 
-    def __init__(self, root: str | Path, step: int) -> None:
+    def __init__(self, root: str | Path, step: int, durable: bool = True) -> None:
         self.root = Path(root)
         self.step = step
+        self.durable = durable
         self.path = self.root / layout.temporary_folder(step)
         self.final = self.root / layout.step_folder(step)
         self.files: dict[str, FileEntry] = {}
@@ -61,20 +63,23 @@ class CheckpointFolder:
 
     def sync(self) -> None:
         """Make this process's files durable."""
-        for name in self.files:
-            sync(self.path / name)
+        if self.durable:
+            for name in self.files:
+                sync(self.path / name)
 
     def publish(self, manifest: Manifest) -> Path:
         """Complete the folder, give it its name and point `latest` at it. Returns the final path."""
-        manifest.write(self.path)
-        for folder in {(self.path / name).parent for name in manifest.files} | {self.path}:
-            sync(folder)
+        manifest.write(self.path, self.durable)
+        if self.durable:
+            for folder in {(self.path / name).parent for name in manifest.files} | {self.path}:
+                sync(folder)
         older = self.root / layout.replaced_folder(self.step)
         if self.final.exists():
             os.rename(self.final, older)
         os.rename(self.path, self.final)
-        sync(self.root)
-        write_latest(self.root, self.step)
+        if self.durable:
+            sync(self.root)
+        write_latest(self.root, self.step, self.durable)
         shutil.rmtree(older, ignore_errors=True)
         return self.final
 
@@ -83,15 +88,15 @@ class CheckpointFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def write_latest(root: Path, step: int) -> None:
+def write_latest(root: Path, step: int, durable: bool = True) -> None:
     """Point `latest` at a checkpoint, atomically."""
     temporary = root / f".{layout.LATEST}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(layout.step_folder(step))
-        file.flush()
-        os.fsync(file.fileno())
+    temporary.write_text(layout.step_folder(step), encoding="utf-8")
+    if durable:
+        sync(temporary)
     os.replace(temporary, root / layout.LATEST)
-    sync(root)
+    if durable:
+        sync(root)
 
 
 def recover(root: Path) -> None:

@@ -72,13 +72,14 @@ class Manifest:
     names: str = NEOX
     format: int = layout.FORMAT_VERSION
 
-    def write(self, folder: Path) -> None:
-        """Write it durably into `folder`."""
+    def write(self, folder: Path, durable: bool = True) -> None:
+        """Write it into `folder`; `durable`: wait until it is on the disk."""
         path = folder / layout.MANIFEST
         with open(path, "w", encoding="utf-8") as file:
             json.dump(asdict(self), file, indent=1)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

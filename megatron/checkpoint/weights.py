@@ -60,7 +60,8 @@ def save_weights(
 
     Raises `UserError` when a parameter cannot be divided by `tp_size`; then nothing is left behind.
     """
-    folder = CheckpointFolder(root, step)
+    # Not durable: its source is still there, and the manifest's sizes tell a file that lost its end with the power.
+    folder = CheckpointFolder(root, step, durable=False)
     folder.prepare()
     try:
         parameters: dict[str, ParameterEntry] = {}
@@ -68,7 +69,6 @@ def save_weights(
             _write_layer(folder, layer, group, parameters, tp_size, heads, dtype, names, row_biases_once)
         for rank in range(pp_size * tp_size):
             folder.write_object(layout.state_file(rank), _state(step, tp_size, config))
-        folder.sync()
         return folder.publish(
             Manifest(
                 step=step,
