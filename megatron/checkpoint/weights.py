@@ -93,7 +93,13 @@ def save_weights(
 def _state(step: int, tp_size: int, config: dict[str, Any]) -> dict[str, Any]:
     """A state file without a run behind it: ours, and the entries that DeepSpeed and GPT-NeoX ask for."""
     ours = {"module": None, "iteration": step, "scalars": {}, "client": {}}
-    steps = {"global_steps": step, "skipped_steps": 0, "global_samples": 0, "dp_world_size": 1, "mp_world_size": tp_size}
+    steps = {
+        "global_steps": step,
+        "skipped_steps": 0,
+        "global_samples": 0,
+        "dp_world_size": 1,
+        "mp_world_size": tp_size,
+    }
     without = {"optimizer": None, "lr_scheduler": None, "sparse_tensor_module_names": []}
     return {**ours, **steps, **without, "args": {key: config[key] for key in _NEOX_ARGS if key in config}}
 
