@@ -159,6 +159,11 @@ class NeoXReader(CheckpointReader):
                 f"{self.folder}: layer {number} has norms over each rank's share of the queries, so at "
                 f"model_parallel_size {self.tp_size} it computes what no other layout does (use_separate_qk_norms)"
             )
+        if self.tp_size > 1 and "mixer.x_proj.weight" in wanted:
+            raise UserError(
+                f"{self.folder}: layer {number} is a Mamba of GPT-NeoX's, where at model_parallel_size {self.tp_size} "
+                "each rank has step sizes, B and C from its own channels only: no other layout computes that"
+            )
         if TRANSFORMER_ENGINE_MLP in stored and model.activation in GATED:
             raise UserError(
                 f"{self.folder}: layer {number} has a gated feed-forward under Transformer Engine's names, whose rows "

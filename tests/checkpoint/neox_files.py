@@ -93,6 +93,23 @@ def blocks_of_llama(
     return made
 
 
+def blocks_of_mamba(theirs: dict[str, Tensor], tp: int, layers: int) -> list[list[dict[str, Tensor]]]:
+    """The same of a MambaForCausalLM: channels cut over ranks, in_proj is each rank's [x | z]."""
+    made = []
+    for i in range(layers):
+        old = {k.removeprefix(f"backbone.layers.{i}."): v for k, v in theirs.items() if f".layers.{i}." in k}
+        norm = old.pop("norm.weight")
+        ranks: list[dict[str, Tensor]] = [{"norm.scale": norm} for _ in range(tp)]
+        for name, tensor in old.items():
+            for r, local in enumerate(ranks):
+                if name == "mixer.in_proj.weight":
+                    local[name] = torch.cat([half.chunk(tp, 0)[r] for half in tensor.chunk(2, 0)])
+                else:
+                    local[name] = tensor.chunk(tp, 1 if name.endswith(("x_proj.weight", "out_proj.weight")) else 0)[r]
+        made.append(ranks)
+    return made
+
+
 def _share(rank: int, tp: int) -> float:
     """Unequal parts of 1: a reader that multiplies rank 0's by their number is wrong too."""
     return 1.0 if tp == 1 else (rank + 1) / (tp * (tp + 1) / 2)
@@ -131,9 +148,17 @@ def write_neox(
     `form`: `pipe` (layer files), `whole` (mp_rank files) or `nested` (module in module); `keys`: the run's config.
     """
     layers = keys["num_layers"]
-    grouped = keys.get("num_kv_heads", keys["num_attention_heads"]) != keys["num_attention_heads"]
+    heads = keys.get("num_attention_heads")
+    grouped = keys.get("num_kv_heads", heads) != heads
     llama = "model.embed_tokens.weight" in theirs
-    if llama:
+    if "backbone.embeddings.weight" in theirs:
+        blocks = blocks_of_mamba(theirs, tp, layers)
+        names_outside = (
+            "backbone.embeddings.weight",
+            "lm_head.weight",
+            {"norm.scale": theirs["backbone.norm_f.weight"]},
+        )
+    elif llama:
         blocks = blocks_of_llama(theirs, tp, layers, keys["num_attention_heads"], grouped)
         names_outside = ("model.embed_tokens.weight", "lm_head.weight", {"norm.scale": theirs["model.norm.weight"]})
     else:

@@ -15,6 +15,7 @@ from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.outputs import checkpoint_outputs
 from megatron.errors import UserError
 from tests.checkpoint.neox_files import write_neox
+from tests.convert import mamba
 from tests.convert.helpers import LLAMA, NEOX, VOCAB, hugging_face, random_tensors, resolved, write_checkpoint
 
 pytestmark = pytest.mark.cpu
@@ -72,6 +73,26 @@ def test_logits_are_those_of_transformers(tmp_path, architecture, keys, names, f
     assert is_neox_folder(folder)
     assert largest_difference(folder, model, theirs) < 1e-5
     assert not bomb.exists()
+
+
+# GPT-NeoX wants heads of every model.
+MAMBA = {**mamba.MAMBA, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize("form", ["pipe", "whole", "nested"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_mamba(tmp_path, form, tied):
+    keys = {**MAMBA, "no_weight_tying": not tied}
+    model, theirs, tensors = model_of(keys, "mamba")
+    folder = write_neox(tmp_path / "global_step9", tensors, keys, form=form)
+    assert largest_difference(folder, model, theirs) < 1e-5
+
+
+def test_mamba_of_several_tensor_parallel_ranks_is_no_other_layouts_model(tmp_path):
+    model, _, tensors = model_of(MAMBA, "mamba")
+    folder = write_neox(tmp_path / "global_step9", tensors, MAMBA, tp=2)
+    with pytest.raises(UserError, match="layer 2 is a Mamba .* model_parallel_size 2 .* its own channels only"):
+        NeoXReader(folder, model, VOCAB)
 
 
 @pytest.mark.parametrize("form", ["pipe", "nested"])
