@@ -108,8 +108,13 @@ def source_changes(before: Mapping[str, str] | None, now: Mapping[str, str] | No
     return lines
 
 
-def _by_stem(sources_: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    return {(Path(name).stem if is_file(name) else name.rpartition(".")[2]): (name, d) for name, d in sources_.items()}
+def stem(name: str) -> str:
+    """What a plugin is called wherever it lies: the last part of its name."""
+    return Path(name).stem if is_file(name) else name.rpartition(".")[2]
+
+
+def _by_stem(digests: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    return {stem(name): (name, digest) for name, digest in digests.items()}
 
 
 def _key(name: str) -> str:

@@ -15,6 +15,7 @@ from megatron.convert.hf_reader import keys_of, rules_of
 from megatron.convert.importing import Imported, Incoming, check_output, import_from
 from megatron.convert.settings import check_same_network
 from megatron.errors import UserError
+from megatron.neox_arguments import plugin_key
 from megatron.neox_arguments.schema_model import ModelConfig
 
 
@@ -33,6 +34,7 @@ def import_model(
     families: tuple[str, ...] = (),
     config_files: Sequence[str] = (),
     cache_dir: str | None = None,
+    plugins: Sequence[str] = (),
 ) -> Imported:
     """Convert a Hugging Face folder, or a model of the Hub, to a checkpoint.
 
@@ -43,6 +45,7 @@ def import_model(
         families: the only ones that will do; () takes every family.
         config_files: YAML of the run that is to train it; their architecture must be the model's.
         cache_dir: the Hub's cache.
+        plugins: modules and files that know the model's family; the config file names them.
 
     The other arguments are `import_from`'s. Raises `UserError` naming what cannot be expressed, divided or does not
     agree; then nothing is left behind.
@@ -50,7 +53,10 @@ def import_model(
     output = Path(output).absolute()
     check_output(output, iteration, overwrite)
     source = open_model(model, revision, cache_dir)
+    named = plugin_key.import_named(plugins, "--plugins")
     family, keys = keys_of(source)
+    if named:
+        keys = {plugin_key.KEY: named, **keys}
     if families and family not in families:
         raise UserError(
             f"--hf-model: {model} is of the family {family}, this command takes {', '.join(families)}; use "

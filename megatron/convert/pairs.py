@@ -17,8 +17,8 @@ from megatron.convert.family import WORD_EMBEDDINGS
 from megatron.convert.hf_folder import HuggingFaceFolder, open_model
 from megatron.convert.hf_reader import HuggingFaceReader, is_hf_folder, keys_of, model_of
 from megatron.convert.ready_config import tokenizer_keys
+from megatron.convert.saved_config import saved_config
 from megatron.convert.settings import Reference, open_weights
-from megatron.neox_arguments import NeoXArgs
 
 
 @dataclass(frozen=True)
@@ -97,5 +97,5 @@ def _reference_to(reader: CheckpointReader) -> Reference:
     if isinstance(reader, HuggingFaceReader):
         model = reader.model
     else:
-        model = NeoXArgs.from_dict(reader.manifest.config, source=str(reader.folder / layout.MANIFEST)).model
+        model = saved_config(reader).model
     return Reference(model, reader.entry(WORD_EMBEDDINGS).shape[0], {}, str(reader.folder))

@@ -17,6 +17,7 @@ from megatron.checkpoint.weights import save_weights
 from megatron.convert.export import PRECISIONS
 from megatron.convert.family import WORD_EMBEDDINGS
 from megatron.convert.importing import specs_of
+from megatron.convert.saved_config import saved_config
 from megatron.convert.tokenizer_files import open_tokenizer
 from megatron.errors import UserError
 from megatron.log import progress
@@ -82,7 +83,7 @@ def _open(
     layouts += ["train_batch_size=null", "gradient_accumulation_steps=null"]
     if not is_neox_folder(folder):
         reader = CheckpointReader(folder)
-        saved = {**reader.manifest.config, "model_parallel_size": tp, "pipe_parallel_size": 0}
+        saved = {**saved_config(reader).to_dict(), "model_parallel_size": tp, "pipe_parallel_size": 0}
         batch = {"train_batch_size": None, "gradient_accumulation_steps": None, "train_micro_batch_size_per_gpu": 1}
         facts = Facts(vocab_size=reader.entry(WORD_EMBEDDINGS).shape[0])
         return reader, derive(NeoXArgs.from_dict({**saved, **batch}, source=str(folder)), facts)

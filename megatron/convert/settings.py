@@ -13,6 +13,7 @@ from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.neox_folder import is_neox_folder
 from megatron.checkpoint.neox_reader import NeoXReader
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.convert.saved_config import saved_config
 from megatron.convert.tokenizer_files import open_tokenizer
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
@@ -122,14 +123,14 @@ def _open_neox(
 
 
 def read_settings(reader: CheckpointReader, config_files: Sequence[str]) -> Settings:
-    """The checkpoint's own config; tokenizer keys set in `config_files` win (files move).
+    """The checkpoint's own config; tokenizer keys and plugins set in `config_files` win (files move).
 
     Raises `UserError` when a file sets an architecture key that the checkpoint contradicts.
     """
-    saved = NeoXArgs.from_dict(reader.manifest.config, source=str(reader.folder / "manifest.json"))
+    given = load(list(config_files)) if config_files else None
+    saved = saved_config(reader, given)
     tokenizer = {key: saved.get(key) for key in TOKENIZER_KEYS}
-    if config_files:
-        given = load(list(config_files))
+    if given is not None:
         wrong = [
             f"{key}: {given.get(key)!r} there, {saved.get(key)!r} in the checkpoint"
             for key in ARCHITECTURE

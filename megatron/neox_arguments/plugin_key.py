@@ -51,6 +51,13 @@ def import_plugins(value: Any, where: Callable[[str], str]) -> list[str]:
     return [f"{where(name)}: plugin {name} registers nothing" for name in idle]
 
 
+def import_named(names: Sequence[str], where: str) -> list[str]:
+    """Import plugins that a command line names, files from the working directory; returns their resolved names."""
+    found, _, _ = located(list(names), where, None, {})
+    load_plugins(found, lambda name: where)
+    return list(found)
+
+
 def describe(names: Iterable[str]) -> list[tuple[str, str, str]]:
     """(plugin, first digits of its SHA-256, what it registered) of imported plugins, for people."""
     return [(plugin.name, plugin.sha256[:12], _registered(plugin)) for plugin in loaded(names)]

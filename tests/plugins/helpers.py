@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from megatron import plugins
+from megatron.registry import ADDITIONS, withdraw
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "documentation" / "plugins.md"
@@ -19,6 +25,21 @@ from megatron.layers.norms import NORMS, RMSNorm
 class Plugged(RMSNorm):
     pass
 """
+
+
+@contextmanager
+def remembered() -> Iterator[None]:
+    """Forget afterwards which plugins were loaded meanwhile, as a new process would."""
+    added, known, modules = len(ADDITIONS), dict(plugins._LOADED), set(sys.modules)
+    try:
+        yield
+    finally:
+        withdraw(added)
+        plugins._LOADED.clear()
+        plugins._LOADED.update(known)
+        for name in set(sys.modules) - modules:
+            if name.startswith(("deepy_plugin_", "plug_")):
+                del sys.modules[name]
 
 
 def blocks(language: str) -> list[str]:
