@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from torch import Tensor
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert import falcon, gemma, gpt2, gpt_neox, llama, mamba, moe_families, olmo, phi, phi2, qwen
 from megatron.convert.check import compare
+from megatron.convert.drafts import draft_of, publish
 from megatron.convert.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, choose_family
 from megatron.convert.safetensors_writer import Planned, write_safetensors
 from megatron.convert.settings import Reference, Settings, open_source
@@ -104,10 +103,7 @@ def export(
     table = family.table(settings.model)
     _check_names(reader, table)
     dtype = _dtype(reader, precision)
-    draft = output.with_name(f".{output.name}.tmp-{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
+    with draft_of(output, "--output_dir") as draft:
         ids = _write_tokenizer(settings, draft, tokenizer, vocab_is_hf, pad_token_id)
         _write_config(draft, family, settings.model, reader, ids, dtype)
         plan = _plan(reader, table)
@@ -115,9 +111,7 @@ def export(
             _check_plan(draft, reader, table, settings.model)
         write_safetensors(draft, plan, _tensors(reader, table), dtype, max_shard_bytes)
         difference = _checked(reader, settings.model, draft, dtype) if check else None
-        _publish(draft, output)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        publish(draft, output)
     return Exported(output, family.architecture, difference)
 
 
@@ -128,12 +122,6 @@ def _check_output(output: Path, overwrite: bool) -> None:
         raise UserError(f"--output_dir: {output} exists and is not an earlier export; choose another folder")
     if not overwrite:
         raise UserError(f"--output_dir: {output} holds a model already; give --overwrite to replace it")
-
-
-def _publish(draft: Path, output: Path) -> None:
-    if output.exists():
-        shutil.rmtree(output)
-    os.rename(draft, output)
 
 
 def _dtype(reader: CheckpointReader, precision: str) -> torch.dtype:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from torch import Tensor
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.tensor_file import TensorFileWriter
 from megatron.convert.check import compare_outputs
+from megatron.convert.drafts import draft_of, publish
 from megatron.convert.export import PRECISIONS
 from megatron.convert.family import WORD_EMBEDDINGS
 from megatron.convert.outputs import checkpoint_outputs, random_tokens
@@ -70,19 +70,12 @@ def export_raw(
     if reasons:
         raise UserError(f"raw LLaMA files cannot express this model: {'; '.join(reasons)}")
     dtype = reader.dtype(WORD_EMBEDDINGS) if precision == "auto" else PRECISIONS[precision]
-    draft = output.with_name(f".{output.name}.tmp-{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
+    with draft_of(output, "--output_dir") as draft:
         (draft / PARAMS).write_text(json.dumps(params_of(model, vocab_size)) + "\n", encoding="utf-8")
         _write_weights(draft, reader, model, shards, dtype, 0 if by_rows else 1)
         _copy_tokenizer(settings, draft)
         difference = _checked(draft, reader, model, dtype) if check else None
-        if output.exists():
-            shutil.rmtree(output)
-        os.rename(draft, output)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        publish(draft, output)
     return RawExported(output, difference)
 
 

@@ -66,7 +66,9 @@ def import_raw(
         return compare_outputs(checkpoint_outputs(reader, model, tokens, dtype), raw_outputs(raw, keys, tokens, dtype))
 
     incoming = Incoming(raw, str(folder), "convert_raw_llama_weights_to_neox.py", keys, rules, same)
-    return import_from(incoming, output, tp=tp, pp=pp, iteration=iteration, precision=precision, check=check)
+    return import_from(
+        incoming, output, tp=tp, pp=pp, iteration=iteration, precision=precision, check=check, key="--output_dir"
+    )
 
 
 def _folder(folder: Path, model_size: str) -> Path:

@@ -24,17 +24,18 @@ from torch import Tensor
 from megatron.checkpoint import layout
 from megatron.checkpoint.folder import write_latest
 from megatron.checkpoint.neox_layout import Heads
-from megatron.checkpoint.neox_names import NEOX
+from megatron.checkpoint.neox_names import NEOX, TRANSFORMER_ENGINE
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.weights import save_weights
 from megatron.convert.check import Difference
+from megatron.convert.drafts import draft_of
 from megatron.convert.export import PRECISIONS
 from megatron.convert.family import Rule
 from megatron.convert.hf_folder import Stored
 from megatron.convert.ready_config import ready_config, tokenizer_keys
 from megatron.convert.transforms import OneByOne
 from megatron.errors import UserError
-from megatron.log import progress
+from megatron.log import get_logger, progress
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.mpu.sharding import ParamSpec, named_parameters, spec_of
 from megatron.mpu.state import ParallelState
@@ -44,6 +45,8 @@ from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.load import load
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.neox_arguments.yaml_files import CONFIG_DIR
+
+logger = get_logger(__name__)
 
 CONFIG, TOKENIZER = "config.yml", "tokenizer"
 _KEYS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bfloat16"}
@@ -120,6 +123,7 @@ def import_from(
     precision: str = "auto",
     check: bool = True,
     names: str = NEOX,
+    key: str = "--output-dir",
 ) -> Imported:
     """Write the checkpoint, its config and its tokenizer; `output` has passed `check_output`.
 
@@ -129,16 +133,13 @@ def import_from(
         precision: `auto` (as stored), `fp16`, `bf16` or `fp32`.
         check: compare logits with the source and refuse to publish when they differ.
         names: of the parameters in the files, `neox` or `transformer_engine`; both load.
+        key: the flag that names `output`.
 
     Raises `UserError` naming what cannot be expressed, divided or does not agree; then nothing is left behind.
     """
     source = incoming.source
     dtype = _dtype(source, precision)
-    _remove_abandoned(output)
-    draft = output.with_name(f".{output.name}.importing-{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
+    with draft_of(output, key) as draft:
         source.copy_tokenizer(draft / TOKENIZER)
         text = ready_config(
             incoming.keys,
@@ -152,6 +153,11 @@ def import_from(
         (draft / CONFIG).write_text(text, encoding="utf-8")
         vocab_size = incoming.keys["vocab_size"]
         args = derive(load([str(draft / CONFIG)]), Facts(vocab_size=vocab_size))
+        if names == TRANSFORMER_ENGINE and args.model.gpt_j_residual and tp > 1:
+            logger.warning(
+                "GPT-NeoX with Transformer Engine sums twice over tensor-parallel ranks under gpt_j_residual; to go on "
+                "there, use --tp 1 or --no-transformer-engine. Deepy loads these files as they are meant"
+            )
         rules = incoming.rules(args.model)
         specs = specs_of(args, vocab_size, tp)
         _check_shapes(source, rules, specs)
@@ -171,8 +177,6 @@ def import_from(
         if check:
             difference = _accepted(incoming.check(CheckpointReader(folder), args.model, dtype))
         _publish(draft, output, iteration)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return Imported(output / layout.step_folder(iteration), output / CONFIG, difference)
 
 
@@ -183,14 +187,6 @@ def _config(args: NeoXArgs, draft: Path, output: Path) -> dict[str, Any]:
         key: there + value.removeprefix(here) if isinstance(value, str) and value.startswith(here) else value
         for key, value in args.to_dict().items()
     }
-
-
-def _remove_abandoned(output: Path) -> None:
-    """Remove drafts of conversions into `output` whose process was killed."""
-    for draft in output.parent.glob(f".{output.name}.importing-*"):
-        number = draft.name.rpartition("-")[2]
-        if number.isdigit() and not Path(f"/proc/{number}").exists() and Path("/proc/self").exists():
-            shutil.rmtree(draft, ignore_errors=True)
 
 
 def _dtype(source: Source, precision: str) -> torch.dtype:
@@ -268,4 +264,4 @@ def _publish(draft: Path, output: Path, iteration: int) -> None:
             os.rename(output / name, older)
         os.replace(draft / name, output / name)
         shutil.rmtree(older, ignore_errors=True)
-    write_latest(output, iteration)
+    write_latest(output, iteration, durable=False)

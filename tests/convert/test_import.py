@@ -167,7 +167,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         import_model(str(tmp_path / "hf"), tmp_path / "out")
     assert os.listdir(tmp_path) == ["hf"]
-    (tmp_path / ".out.importing-999999999").mkdir()  # of a process that was killed
+    (tmp_path / ".out.draft-999999999").mkdir()  # of a process that was killed
     import_model(str(tmp_path / "hf"), tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["hf", "out"]
 

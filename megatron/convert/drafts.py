@@ -1,0 +1,59 @@
+"""A folder that appears whole or not at all: written under a name with a dot beside its place, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.errors import UserError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+@contextmanager
+def draft_of(output: Path, key: str) -> Iterator[Path]:
+    """An empty folder beside `output`, gone at the end unless it got another name.
+
+    Drafts of processes that were killed are removed first. `key`: the flag that names `output`; raises `UserError`
+    naming it when the disk is full or may not be written.
+    """
+    _remove_abandoned(output)
+    draft = output.with_name(f".{output.name}.draft-{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    try:
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{key}: {output} cannot be made: {error.strerror}") from error
+    try:
+        yield draft
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise UserError(f"{key}: cannot write {output}: {error.strerror}. Nothing was published.") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def publish(draft: Path, output: Path) -> None:
+    """Give the draft its name. What is there steps aside first and goes when the new one stands."""
+    older = output.with_name(f".{output.name}.older-{os.getpid()}")
+    if output.exists():
+        os.rename(output, older)
+    os.rename(draft, output)
+    shutil.rmtree(older, ignore_errors=True)
+
+
+def _remove_abandoned(output: Path) -> None:
+    """Remove the drafts of `output` whose process is gone, and give back what such a process had set aside."""
+    for left in [*output.parent.glob(f".{output.name}.draft-*"), *output.parent.glob(f".{output.name}.older-*")]:
+        number = left.name.rpartition("-")[2]
+        if not number.isdigit() or Path(f"/proc/{number}").exists() or not Path("/proc/self").exists():
+            continue
+        if ".older-" in left.name and not output.exists():
+            os.rename(left, output)
+        else:
+            shutil.rmtree(left, ignore_errors=True)

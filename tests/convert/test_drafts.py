@@ -1,0 +1,69 @@
+"""Whole or not at all: full disks, killed processes, places that cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from megatron.checkpoint.tensor_file import TensorFileWriter
+from megatron.convert import export as export_module
+from megatron.convert.drafts import draft_of, publish
+from megatron.convert.export import export
+from megatron.convert.export_raw import export_raw
+from megatron.convert.import_hf import import_model
+from megatron.errors import UserError
+from tests.convert.helpers import LLAMA, hugging_face, random_tensors, resolved, write_checkpoint
+
+pytestmark = pytest.mark.cpu
+
+GONE = 999999999  # no process has this number
+
+
+def full(*_args, **_options):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path, monkeypatch):
+    args = resolved(**LLAMA)
+    write_checkpoint(tmp_path / "ckpt", args, random_tensors(args, "llama"))
+    model, _ = hugging_face(args, "llama")
+    model.save_pretrained(tmp_path / "hf")
+    monkeypatch.setattr(TensorFileWriter, "add", full)
+    monkeypatch.setattr(export_module, "write_safetensors", full)
+    for convert, flag in (
+        (lambda: export(tmp_path / "ckpt", tmp_path / "out", tokenizer=False), "--output_dir"),
+        (lambda: export_raw(tmp_path / "ckpt", tmp_path / "out"), "--output_dir"),
+        (lambda: import_model(str(tmp_path / "hf"), tmp_path / "out"), "--output-dir"),
+    ):
+        with pytest.raises(UserError, match=f"{flag}: cannot write .*out: No space left on device. Nothing was publ"):
+            convert()
+        assert sorted(os.listdir(tmp_path)) == ["ckpt", "hf"]
+
+
+def test_a_place_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with (
+        pytest.raises(UserError, match="--output_dir: .*file/out cannot be made: Not a directory"),
+        draft_of(tmp_path / "file" / "out", "--output_dir"),
+    ):
+        pass
+
+
+def test_what_killed_processes_left_is_removed_or_given_back(tmp_path):
+    for name in (f".out.draft-{GONE}", f".out.older-{GONE}", f".other.draft-{GONE}", f".out.draft-{os.getppid()}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    with draft_of(tmp_path / "out", "--output_dir"):
+        assert (tmp_path / "out" / "file").read_text() == f".out.older-{GONE}"
+    assert sorted(os.listdir(tmp_path)) == [f".other.draft-{GONE}", f".out.draft-{os.getppid()}", "out"]
+
+
+def test_the_old_folder_stands_until_the_new_one_does(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").touch()
+    with draft_of(tmp_path / "out", "--output_dir") as draft:
+        (draft / "new").touch()
+        publish(draft, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["new"]
