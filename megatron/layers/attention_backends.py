@@ -18,6 +18,8 @@ PLAIN: dict[str, tuple[str, ...]] = {"cuda": ("torch",), "cpu": ("torch",)}
 PACKED: dict[str, tuple[str, ...]] = {"cuda": ("varlen", "flash", "flex", "torch"), "cpu": ("varlen", "torch")}
 WINDOWED: dict[str, tuple[str, ...]] = {"cuda": ("varlen", "torch"), "cpu": ("torch",)}
 CAPPED: dict[str, tuple[str, ...]] = {"cuda": ("flash", "flex", "manual"), "cpu": ("manual",)}
+# flash-attn takes lengths that depend on the data, which a compiled block cannot (training/compile).
+CAPPED_PACKED: dict[str, tuple[str, ...]] = {"cuda": ("flex", "flash", "manual"), "cpu": ("manual",)}
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,10 @@ def choose_backend(task: Task, wanted: str = "auto") -> Choice:
         if reason := backend.why_not(task):
             raise UserError(f"attention_backend: {wanted} cannot be used: {reason}; auto takes one that can")
         return Choice(wanted, backend)
-    table = CAPPED if task.softcap else PACKED if task.documents else WINDOWED if task.window else PLAIN
+    if task.softcap:
+        table = CAPPED_PACKED if task.documents else CAPPED
+    else:
+        table = PACKED if task.documents else WINDOWED if task.window else PLAIN
     names = table.get(task.device.type, ("manual",) if task.softcap else ("torch",))
     passed_over: list[str] = []
     if task.kind == "flash" and task.device.type != "cuda":

@@ -5,7 +5,6 @@ Legend: b batch, s queries, s_k keys, t = b·s, n query heads, n_kv key/value he
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 
 import torch
@@ -149,7 +148,8 @@ def _load_flex() -> Backend:
         if documents is not None and causal and key_start is None:
             blocks = documents.blocks.get(window)
         if blocks is None:
-            blocks = create_block_mask(visible, b, None, s, s_k, device=q.device)
+            rows = None if ids is None and key_start is None else b  # else one mask serves all rows
+            blocks = create_block_mask(visible, rows, None, s, s_k, device=q.device)
         out = (compiled if q.is_cuda else flex_attention)(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -221,11 +221,9 @@ def _flash_obstacle(task: Task) -> str | None:
         return "flash-attn needs a GPU"
     if not task.softcap:
         return None
-    version = importlib.metadata.version("flash-attn")
-    if _numbers(version) < (2, 6, 2):
+    import flash_attn  # it is there, or `_load_flash` had said so
+
+    version = str(flash_attn.__version__)
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < (2, 6, 2):
         return f"flash-attn caps scores in both directions from 2.6.2 on, not in {version}"
     return "flash-attn has no dropout of capped scores, and attention_dropout is not 0" if task.dropout else None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
