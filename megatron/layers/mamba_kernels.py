@@ -51,19 +51,20 @@ def choose_kernels(
 
     Raises `UserError` when a kernel is asked for on a GPU and not installed.
     """
+    note = " (the fused kernels need a GPU)" if (conv or scan or inner) and device.type != "cuda" else ""
     fused_conv = _load("causal_conv1d", "causal_conv1d_fn", "mamba_causal_conv_fusion", conv, device)
     if kind == "mamba2":
         module, name = "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"
         fused = _load(module, name, "mamba_selective_scan_fusion", scan, device)
         chosen = _torch_chunked(min(chunk, _TORCH_CHUNK)) if fused is None else _fused_chunked(fused, chunk)
-        return Kernels(_conv(fused_conv), chosen, _names(fused_conv, fused))
+        return Kernels(_conv(fused_conv), chosen, _names(fused_conv, fused) + note)
     module = "mamba_ssm.ops.selective_scan_interface"
     if documents:
-        return Kernels(_conv(fused_conv), _torch_selective, _names(fused_conv, None))
+        return Kernels(_conv(fused_conv), _torch_selective, _names(fused_conv, None) + note)
     whole = _load(module, "mamba_inner_fn", "mamba_inner_func_fusion", inner, device)
     fused = _load(module, "selective_scan_fn", "mamba_selective_scan_fusion", scan, device)
     chosen = _torch_selective if fused is None else _fused_selective(fused)
-    names = "mamba_inner_fn" if whole is not None else _names(fused_conv, fused)
+    names = "mamba_inner_fn" if whole is not None else _names(fused_conv, fused) + note
     return Kernels(_conv(fused_conv), chosen, names, whole)
 
 

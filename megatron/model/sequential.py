@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from megatron.layers.attention import SelfAttention
 from megatron.layers.documents import Documents
 from megatron.layers.kv_cache import KVCache
+from megatron.layers.mamba import Mamba
+from megatron.layers.mamba2 import Mamba2
 from megatron.log import get_logger
 from megatron.model.block import Block
 from megatron.model.carry import balance_of, documents_of, passed_on
@@ -90,10 +92,13 @@ def _through(chunk: list[nn.Module]) -> Callable[..., tuple[Tensor, Tensor | Non
 
 
 def log_backends(module: nn.Module, state: ParallelState) -> None:
-    """Rank 0 says which attention back-ends its layers use."""
-    names = sorted({str(part.choice) for part in module.modules() if isinstance(part, SelfAttention)})
-    if state.rank == 0:
-        logger.info(f"attention back-end: {', '.join(names)}")
+    """Rank 0 says which attention back-ends, and which code for Mamba, its layers use."""
+    if state.rank != 0:
+        return
+    for what, kinds in (("attention back-end", SelfAttention), ("mamba", Mamba), ("mamba2", Mamba2)):
+        names = sorted({str(part.choice) for part in module.modules() if isinstance(part, kinds)})
+        if names:
+            logger.info(f"{what}: {', '.join(names)}")
 
 
 def recompute_of(layers: Sequence[nn.Module]) -> Recompute:

@@ -23,6 +23,8 @@ def widths(draft: Draft) -> None:
     draft.set("mamba_d_state", draft.given("mamba_d_state") or _STATE[kinds[0]], f"{kinds[0]} layers")
     rank = -(-draft["hidden_size"] // 16)
     draft.set("mamba_dt_rank", draft.given("mamba_dt_rank") or rank, "hidden_size / 16, rounded up")
+    if draft["use_mup"]:
+        draft.fail("use_mup", "muP has no rule for Mamba layers; set it to false")
     if draft["mamba_inner_func_fusion"] and draft["mamba_use_bias_in_linears"]:
         draft.fail("mamba_inner_func_fusion", "the kernel has no biases; set mamba_use_bias_in_linears: false")
     inner, tensor = draft["mamba_expand"] * draft["hidden_size"], draft["model_parallel_size"]

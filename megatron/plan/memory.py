@@ -15,7 +15,8 @@ the number of ranks that hold the same.
 Activations, per token of a micro-batch and block, in elements: the inputs and outputs of the norms (4h, or 3h with one
 shared norm; divided by tp under sequence parallel), and, always divided by tp, queries, keys and values before and
 after rotation, the attention's output, and the feed-forward's rows before and after the activation; of a mixture of
-experts moe_top_k times those of one expert with its inputs and outputs, as if the load was balanced. `full`
+experts moe_top_k times those of one expert with its inputs and outputs, as if the load was balanced; of Mamba what
+`_mamba` says. `full`
 recomputation keeps the input of each chunk and the whole of one chunk, `selective` keeps results of matrix products.
 Stage s of p holds min(accumulation, p - s) micro-batches at once (1F1B).
 
@@ -29,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.block_sizes import is_gated
+from megatron.neox_arguments.block_sizes import MAMBA, is_gated
 from megatron.neox_arguments.formulas import loss_chunk
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.plan.stages import Held
@@ -118,6 +119,9 @@ class _Kept:
 def _per_block(args: NeoXArgs, block: int) -> _Kept:
     model, tp = args.model, args.parallel.model_parallel_size
     outer = tp if args.parallel.sequence_parallel else 1
+    assert model.attention_config is not None  # derived
+    if (kind := model.attention_config[block]) in MAMBA:
+        return _mamba(model, kind, tp, outer)
     h, d = model.hidden_size, model.head_dim
     queries, pairs = model.num_attention_heads * d, (model.num_attention_heads + 2 * model.num_kv_heads) * d
     wide, copies = _feed_forward(model, block)
@@ -127,6 +131,19 @@ def _per_block(args: NeoXArgs, block: int) -> _Kept:
     everything = norms * h / outer + (pairs + rotated + queries + 2 * wide + 2 * copies * h) / tp
     products = 3 * h / outer + (pairs + queries + wide + copies * h) / tp
     return _Kept(everything, products, h / outer)
+
+
+def _mamba(model: ModelConfig, kind: str, tp: int, outer: int) -> _Kept:
+    """Nine copies of the channels, what they select, and the states at the borders of a scan's blocks (16 tokens) or
+    chunks (64)."""
+    h, n = model.hidden_size, model.mamba_d_state
+    channels = model.mamba_expand * h
+    if kind == "mamba":
+        selected, states = model.mamba_dt_rank + 2 * n, n * channels / 16
+    else:
+        selected, states = 6 * model.mamba_n_groups * n + 3 * channels // model.mamba_head_dim, n * channels / 64
+    everything = 3 * h / outer + (9 * channels + selected + states) / tp
+    return _Kept(everything, 3 * h / outer + (4 * channels + selected) / tp, h / outer)
 
 
 def _feed_forward(model: ModelConfig, block: int) -> tuple[int, int]:
