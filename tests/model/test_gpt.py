@@ -70,6 +70,22 @@ def test_layers_with_a_window_may_have_positions_of_their_own() -> None:
         assert torch.allclose(torch.remainder(mine, 2 * torch.pi), torch.remainder(angle, 2 * torch.pi), atol=1e-6)
 
 
+@pytest.mark.parametrize("changes", [GEMMA3, PHI], ids=["gemma3", "phi"])
+def test_norms_around_one_and_biases_start_at_zero_and_do_not_decay(changes: dict[str, Any]) -> None:
+    layers = gpt_layers(tiny(**changes), vocab_size=VOCAB, padded_vocab_size=80, state=STATE)
+    seen = set()
+    for layer in layers:
+        for name, parameter in named_parameters(build_layer(layer, SEED, STATE)):
+            if parameter.spec.kind == "vector":
+                seen.add(name.partition(".")[2])
+                starts_at = 1.0 if changes is PHI and name.endswith("norm.weight") else 0.0
+                assert (parameter == starts_at).all() and parameter.spec.decay is False, name
+    expected = (
+        {"attention.q_norm.scale", "pre_feedforward_layernorm.scale"} if changes is GEMMA3 else {"final_linear.bias"}
+    )
+    assert expected <= seen
+
+
 def test_tied_weights_are_one_parameter() -> None:
     network = build(tiny())
     embedding, head = network.sequential[0], network.sequential[-1]
