@@ -53,8 +53,8 @@ def padding_in_the_softmax() -> Any:
     """Padded vocabulary rows take part in the softmax."""
     from megatron.mpu.cross_entropy import _Shard
 
-    def whole(cls: type[_Shard], local_size: int, vocab_size: int, state: Any, compiled: bool) -> _Shard:
-        return cls(state.tp_rank * local_size, local_size, state, compiled)
+    def whole(cls: type[_Shard], local_size: int, vocab_size: int, state: Any, *others: Any) -> _Shard:
+        return cls(state.tp_rank * local_size, local_size, state, *others)
 
     return mock.patch.object(_Shard, "of", classmethod(whole))
 
