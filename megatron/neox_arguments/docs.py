@@ -54,6 +54,7 @@ def _document(live: list[KeyInfo], unavailable: list[KeyInfo], derived: list[Key
     yield "`-` and `_` are the same in names; choices are matched without regard to case; `null` means the default."
     yield "Files merge left to right; the same key in two of them must have equal values. `extends: base.yml` inside a"
     yield "file inherits and may override; `key=value` and `optimizer.params.lr=3e-4` on the command line win over all."
+    yield "`${CONFIG_DIR}` in a value is the folder of the file that it is written in."
     for group in GROUPS:
         rows = [info for info in live if info.group == group]
         yield from ("", f"## {_TITLES[group]}", "", "| key | type | default | meaning |", "|---|---|---|---|")

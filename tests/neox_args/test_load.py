@@ -124,6 +124,21 @@ def test_extends_inherits_and_overrides(tmp_path: Path) -> None:
     assert args.source("optimizer.params.lr").endswith("a.yml:3")
 
 
+def test_config_dir_is_the_folder_of_the_file_that_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "a.yml").write_text(
+        "train_data_paths: ['${CONFIG_DIR}/one', /two]\nload: ${CONFIG_DIR}\nvocab-file: ${CONFIG_DIR}/v.json\n"
+    )
+    (tmp_path / "b.yml").write_text(
+        "extends: base/a.yml\nsave: ${CONFIG_DIR}/runs\nvocab_file: '${CONFIG_DIR}/w.json'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    args = load(["b.yml"])
+    assert args.get("load") == f"{tmp_path}/base" and args.get("save") == f"{tmp_path}/runs"
+    assert args.get("vocab_file") == f"{tmp_path}/w.json"
+    assert list(args.get("train_data_paths")) == [f"{tmp_path}/base/one", "/two"]
+
+
 def test_extends_is_relative_to_its_file(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "base.yml").write_text("seed: 5\n", encoding="utf-8")
@@ -214,7 +229,7 @@ def test_sources_and_explain(tmp_path: Path) -> None:
     assert "gradient_clipping = 1.0" in text and "default: 1.0" in text and "GPT-NeoX" in text
     assert "choices: learned, rotary" in args.explain("pos_emb")
     assert "no effect" in args.explain("clip_grad")
-    assert "not available" in args.explain("moe_num_experts")
+    assert "not available" in args.explain("rpe_num_buckets")
     with pytest.raises(UserError, match="Did you mean 'num_layers'"):
         args.explain("num_layer")
 
