@@ -64,6 +64,8 @@ def absolute(name: str, folders: Iterable[str], where: str) -> str:
 
     Raises `UserError` naming `where` it was written and where it was looked for.
     """
+    if not name.strip():
+        raise UserError(f"{where}: plugins: an empty name; write a module's name or path/to/file.py")
     if not is_file(name):
         return name
     expanded = os.path.expanduser(name)

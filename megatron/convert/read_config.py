@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.convert import gpt_neox, llama
 from megatron.convert.fields import Fields
-from megatron.errors import UserError
+from megatron.errors import UserError, nearest
 from megatron.registry import Registry
 
 
@@ -49,7 +49,9 @@ def read_config(values: dict[str, Any], where: str) -> tuple[str, dict[str, Any]
     """(name of the family, our keys) of a config.json. Raises `UserError` naming what is unknown or not expressible."""
     kind = values.get("model_type")
     if kind not in READERS:
-        raise UserError(f"{where}: model_type: {kind!r} is not known here. Known: {', '.join(sorted(READERS))}")
+        known = sorted(READERS)
+        hint = nearest(str(kind), known)
+        raise UserError(f"{where}: model_type: {kind!r} is not known here.{hint} Known: {', '.join(known)}")
     fields = Fields(values, where)
     reader = READERS[kind]
     keys = reader.keys(fields)

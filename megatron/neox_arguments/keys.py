@@ -26,6 +26,7 @@ def key(
     differs: str | None = None,
     spellings: dict[str, str] | None = None,
     registry: str | None = None,
+    brought_by: tuple[str, str] | None = None,
     new: bool = False,
 ) -> Any:
     """Declare a configuration key as a dataclass field.
@@ -34,7 +35,8 @@ def key(
     values to that advice. `derived`: the field is computed (`"check"`: a value given by the user must agree with the
     computed one; `"recompute"`: it depends on the layout and is computed afresh). `differs`: what is not as in
     GPT-NeoX. `spellings`: other spellings of values. `registry`: the kind of the registry behind the choices; the names
-    that plugins added to it are choices too. `new`: not a GPT-NeoX key.
+    that plugins added to it are choices too. `brought_by`: (registry, name) with which a plugin makes the key available;
+    it then reads it. `new`: not a GPT-NeoX key.
     """
     metadata = {
         "doc": doc,
@@ -43,6 +45,7 @@ def key(
         "differs": differs,
         "spellings": spellings or {},
         "registry": registry,
+        "brought_by": brought_by,
         "new": new,
     }
     return dataclasses.field(default=default, metadata=metadata)
@@ -62,12 +65,18 @@ class KeyInfo:
     differs: str | None
     spellings: dict[str, str]
     registry: str | None
+    brought_by: tuple[str, str] | None
     new: bool
 
     @property
     def available(self) -> bool:
         """False when no value but the default can be used."""
         return not isinstance(self.unavailable, str)
+
+    @property
+    def brought(self) -> bool:
+        """Whether a plugin is there that makes the key available."""
+        return self.brought_by is not None and self.brought_by[1] in added(self.brought_by[0])
 
     @property
     def choices(self) -> list[Any]:

@@ -220,7 +220,7 @@ def _check_available(info: KeyInfo, value: Any, where: str) -> None:
     if isinstance(info.unavailable, dict):
         if (advice := info.refusal(value)) is not None:
             raise UserError(f"{where}: {info.name}: {value} is not available: {advice}")
-    elif info.unavailable is not None and value != info.default and not _switched_off(value):
+    elif info.unavailable is not None and value != info.default and not _switched_off(value) and not info.brought:
         raise UserError(f"{where}: {info.name} is not available: {info.unavailable}")
 
 

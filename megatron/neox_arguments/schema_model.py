@@ -12,6 +12,7 @@ from megatron.neox_arguments.schema_mamba import MambaConfig
 
 _TE = "Transformer Engine is not available; the built-in layers do the same"
 _RWKV = "RWKV layers are not available yet; use 'global' in attention_config"
+_OF_RWKV = ("attention_config", "rwkv")
 _MUP_FILES = "base-shape files are not used; set mup_base_hidden_size to the width the learning rate was tuned at"
 
 Init = Literal[
@@ -350,10 +351,15 @@ class ModelConfig(MambaConfig):
     soft_prompt_tuning: dict[str, Any] | None = key(
         None, "Soft prompt tuning.", unavailable="fine-tune the whole model with finetune: true"
     )
-    gmlp_attn_dim: int = key(64, "Attention width of aMLP blocks.", unavailable="gMLP is not available; use 'global'")
-    dim_att: int | None = key(None, "Attention width of RWKV.", unavailable=_RWKV)
-    head_size: int | None = key(None, "Head width of RWKV.", unavailable=_RWKV)
-    ffn_dim: int | None = key(None, "Feed-forward width of RWKV.", unavailable=_RWKV)
+    gmlp_attn_dim: int = key(
+        64,
+        "Attention width of aMLP blocks.",
+        unavailable="gMLP is not available; use 'global'",
+        brought_by=("attention_config", "amlp"),
+    )
+    dim_att: int | None = key(None, "Attention width of RWKV.", unavailable=_RWKV, brought_by=_OF_RWKV)
+    head_size: int | None = key(None, "Head width of RWKV.", unavailable=_RWKV, brought_by=_OF_RWKV)
+    ffn_dim: int | None = key(None, "Feed-forward width of RWKV.", unavailable=_RWKV, brought_by=_OF_RWKV)
     te_columnparallel: bool = key(False, "Transformer Engine column-parallel layers.", unavailable=_TE)
     te_rowparallel: bool = key(False, "Transformer Engine row-parallel layers.", unavailable=_TE)
     te_layernorm_mlp: bool = key(False, "Transformer Engine feed-forward.", unavailable=_TE)

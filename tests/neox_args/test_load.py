@@ -108,6 +108,29 @@ def test_aliases(tmp_path: Path) -> None:
     assert args.model.rotary_emb_base == 500000
 
 
+def test_an_architecture_in_the_words_of_other_trainers(tmp_path: Path) -> None:
+    """What means the same is taken; what is counted or signed otherwise is an error that says how to write it."""
+    words = (
+        "num_hidden_layers: 2\nkv_channels: 16\nrms_norm_eps: 1e-6\nrotary_base: 500\nrotary_percent: 0.5\n"
+        "untie_embeddings_and_output_weights: true\nnum_local_experts: 8\nnum_experts_per_tok: 2\n"
+        "moe_ffn_hidden_size: 48\nexpert_model_parallel_size: 4\n"
+    )
+    args = load_text(tmp_path, words)
+    model = args.model
+    assert (model.num_layers, model.head_dim, model.rms_norm_epsilon) == (2, 16, 1e-6)
+    assert (model.rotary_emb_base, model.rotary_pct, model.no_weight_tying) == (500, 0.5, True)
+    assert (model.moe_num_experts, model.moe_top_k, model.moe_intermediate_size) == (8, 2, 48)
+    assert args.parallel.expert_parallel_size == 4
+    for text, advice in (
+        ("sliding_window: 4096\n", "sliding_window_width, one less"),
+        ("tie_word_embeddings: true\n", "no_weight_tying, its opposite"),
+        ("hidden_act: silu\n", "activation: swiglu"),
+        ("qk_layernorm: true\n", "qk_norm_per_head"),
+    ):
+        with pytest.raises(UserError, match=rf"a\.yml:1: unknown key .*{advice}"):
+            load_text(tmp_path, text)
+
+
 # ---- extends
 
 

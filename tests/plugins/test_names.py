@@ -85,11 +85,14 @@ def test_a_plugin_brings_what_is_known_but_not_available(tmp_path) -> None:
     (tmp_path / "rwkv.py").write_text(
         "from megatron.layers.attention import MIXERS, SelfAttention\n\nMIXERS.register('rwkv')(SelfAttention)\n"
     )
-    config = {**SMALL, "norm": "te_rmsnorm", "attention_config": [[["rwkv"], "all"]]}
+    config = {**SMALL, "norm": "te_rmsnorm", "attention_config": [[["rwkv"], "all"]], "head_size": 16}
+    with pytest.raises(UserError, match="head_size is not available: RWKV"):
+        load([write_config(tmp_path / "neither.yml", **SMALL, head_size=16)])
     with pytest.raises(UserError, match="te_rmsnorm is not available"):
         load([write_config(tmp_path / "without.yml", **config)])
     args = derive(load([write_config(tmp_path / "with.yml", plugins=["te.py", "rwkv.py"], **config)]))
     assert args.model.norm == "te_rmsnorm" and set(args.model.attention_config) == {"rwkv"}
+    assert args.model.head_size == 16
 
 
 # ---- sizes
