@@ -21,7 +21,7 @@ WITHOUT_MEANING = frozenset(
 )  # fmt: skip
 REQUIRED = object()
 # Scaled positions that say how long the model's first texts were: its max_position_embeddings, where they do not.
-_WITH_LENGTH, _LENGTH = ("llama3", "yarn"), "original_max_position_embeddings"
+_WITH_LENGTH, _LENGTH = ("llama3", "yarn", "longrope"), "original_max_position_embeddings"
 
 
 class Fields:
@@ -77,6 +77,7 @@ class Fields:
         older = [self.take(name, None) for name in ("partial_rotary_factor", *([fraction] if fraction else []))]
         kinds = {str(part.pop(key)) for part in (rope, scaling) for key in ("rope_type", "type") if key in part}
         kind = next(iter(sorted(kinds - {"default"})), "default")
+        kind = "longrope" if kind == "su" else kind  # as Phi-3's first files called it
         base = rope.pop("rope_theta", None) or base_default
         fractions = [value for value in (pct, *older) if value is not None]
         keys = {"rotary_emb_base": float(base), "rotary_pct": float(fractions[0] if fractions else fraction_default)}

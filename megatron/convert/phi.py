@@ -1,6 +1,6 @@
 """Phi-3 (and Phi-4) ↔ `Phi3ForCausalLM`: LLaMA with fused projections, [Q | K | V] and [gate ; up].
 
-Positions scaled as longrope (the "128k" models), other ones in short than in long texts, are not expressed.
+The models for long texts (128k) have other positions in short texts than in long ones: longrope.
 """
 
 from __future__ import annotations
@@ -51,12 +51,15 @@ def table(model: ModelConfig) -> list[Rule | Constant]:
 def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
     fields = common_config(model, vocab_size, ids)
     del fields["head_dim"]
-    window = model.layer_windows[0]
+    window, scaling = model.layer_windows[0], dict(model.rope_scaling or {})
+    length = scaling.pop("original_max_position_embeddings", model.max_position_embeddings)
     return {
         "model_type": "phi3",
         **fields,
         **rope_fields(model, fraction=True),
-        "original_max_position_embeddings": model.max_position_embeddings,
+        # as its own files have them: transformers 4 wants exactly these fields
+        **({"rope_scaling": {"type": scaling.pop("rope_type"), **scaling}} if scaling else {}),
+        "original_max_position_embeddings": length,
         "sliding_window": None if window is None else window + 1,
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout,
@@ -71,7 +74,7 @@ def unsupported(model: ModelConfig) -> list[str]:
     ]
     if model.use_bias_in_attn_linear or model.use_bias_in_mlp:
         reasons.append("use_bias_in_attn_linear or use_bias_in_mlp (it has no biases)")
-    if model.rope_scaling:
+    if model.rope_scaling and model.rope_scaling["rope_type"] != "longrope":
         reasons.append("rope_scaling (its positions are scaled as longrope or not at all)")
     if len(set(model.layer_windows or ())) > 1:
         reasons.append("attention_config with a window in some layers only")

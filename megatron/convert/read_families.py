@@ -167,7 +167,7 @@ def phi3_keys(fields: Fields) -> dict[str, Any]:
     """`Phi3Config`."""
     _only(fields, "attention_bias", False)
     for name in ("auto_map", "original_max_position_embeddings"):
-        fields.take(name, None)  # the second is of scaled positions, which the family's `unsupported` refuses
+        fields.take(name, None)  # the second is read with scaled positions
     dropout = fields.take("resid_pdrop", 0.0)
     _only(fields, "embd_pdrop", dropout)
     window = fields.take("sliding_window", None)

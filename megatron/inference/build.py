@@ -12,6 +12,7 @@ from megatron.checkpoint.neox_reader import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.errors import UserError
 from megatron.inference.stage import Stage
+from megatron.layers.rope_scaling import switch_length
 from megatron.log import get_logger
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.model.head import TIED_NAME
@@ -53,7 +54,7 @@ def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, fold
             fill(module, reader, state, dtype)
         modules.append(module)
     model = args.model
-    return Stage(modules, state, model.hidden_size, dtype, position_limit(model))
+    return Stage(modules, state, model.hidden_size, dtype, position_limit(model), switch_length(model.rope_scaling))
 
 
 @torch.no_grad()

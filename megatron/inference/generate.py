@@ -115,14 +115,16 @@ def _run(
     device = stage.state.device
     lengths = [len(text.prompt) for text in batch]
     longest = max(lengths)
-    start = torch.tensor([longest - length for length in lengths], device=device)
+    padded = [longest - length for length in lengths]
+    start = torch.tensor(padded, device=device)
     columns = torch.tensor([[limits.eod] * (longest - len(t.prompt)) + t.prompt for t in batch], device=device)
     rows = torch.tensor([text.row for text in batch])
     steps = min(limits.maximum_tokens, stage.max_positions - min(lengths))
-    cache = stage.new_cache(longest + steps, start)
+    capacity = longest + steps
+    cache = stage.new_cache(capacity, start)
     for _ in range(steps):
-        if not use_cache:
-            cache = stage.new_cache(columns.shape[1], start)
+        if not use_cache or stage.switch_length in [columns.shape[1] - 1 - padding for padding in padded]:
+            cache = stage.new_cache(capacity if use_cache else columns.shape[1], start)
         done = cache.length
         # A text that has ended rides along until the others do; its position must stay inside the model's tables.
         positions = left_padded_positions(start, done, columns.shape[1] - done).clamp(max=stage.max_positions - 1)

@@ -28,6 +28,7 @@ class Stage:
         state: this rank's place in the layout; sequence parallelism must be off (a single token cannot be split).
         hidden_size, dtype: of the hidden states between stages.
         max_positions: the longest sequence that the model can take.
+        switch_length: beyond this length all positions of a text are rotated anew, and what a cache has is void.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Stage:
         hidden_size: int,
         dtype: torch.dtype,
         max_positions: int,
+        switch_length: int | None = None,
     ) -> None:
         if state.sequence_parallel:
             raise ValueError("inference runs without sequence parallelism")
@@ -45,6 +47,7 @@ class Stage:
         self.hidden_size = hidden_size
         self.dtype = dtype
         self.max_positions = max_positions
+        self.switch_length = switch_length
         cached = [i for i, layer in enumerate(self.layers) if getattr(layer, "uses_cache", False)]
         self._slots = {layer: slot for slot, layer in enumerate(cached)}
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megatron.errors import UserError
 from megatron.layers.init import build_init
 from megatron.layers.measure import size_of
-from megatron.layers.rope_scaling import attention_factor, frequencies
+from megatron.layers.rope_scaling import attention_factor, frequencies, switch_length
 from megatron.mpu import sharding
 from megatron.mpu.collectives import split_sequence, sum_gradient
 from megatron.mpu.sharding import ParamSpec
@@ -85,16 +85,20 @@ class Table(nn.Module):
 class Rotary(Table):
     """Rotary embedding (Su et al. 2021, arXiv 2104.09864) in the rotate-half layout on the first r dims of a head.
 
-    Tables [positions, r/2]; the product is taken in fp32 and cast back.
+    Tables [positions, r/2]; the product is taken in fp32 and cast back. Where long texts have other frequencies
+    (longrope), their rows stand behind the others.
     """
 
     def __init__(
         self, dims: int, base: float, length: int, device: torch.device, scaling: Mapping[str, Any] | None = None
     ) -> None:
-        angle = torch.outer(torch.arange(length, dtype=torch.float32), frequencies(dims, base, scaling))
-        factor = attention_factor(scaling)
+        self.length, switch = length, switch_length(scaling)
+        sets = [frequencies(dims, base, scaling, long=long) for long in ((False,) if switch is None else (False, True))]
+        places = torch.arange(length, dtype=torch.float32)
+        angle = torch.cat([torch.outer(places, frequency) for frequency in sets])
+        factor = attention_factor(scaling, length)
         super().__init__(cos=(angle.cos() * factor).to(device), sin=(angle.sin() * factor).to(device))
-        self.dims = dims
+        self.dims, self.switch = dims, switch
 
     @classmethod
     def of(cls, model: ModelConfig, state: ParallelState) -> Rotary:
@@ -108,10 +112,19 @@ class Rotary(Table):
         return cls(dims, float(model.rotary_emb_base), length, state.device, model.rope_scaling)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)  # [b, s, 1, r/2]
+        rows = self._rows(positions)
+        cos, sin = self.cos[rows].unsqueeze(2), self.sin[rows].unsqueeze(2)  # [b, s, 1, r/2]
         first, second = x[..., : self.dims].float().chunk(2, dim=-1)
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
         return rotated if self.dims == x.shape[-1] else torch.cat((rotated, x[..., self.dims :]), dim=-1)
+
+    def _rows(self, positions: Tensor) -> Tensor:
+        """[b, s] -> the tables' rows [b, s], by the length of each text; a text begins where positions do."""
+        if self.switch is None:
+            return positions
+        text = (positions == 0).cumsum(1)
+        last = positions.new_zeros(len(positions), positions.shape[1] + 1).scatter_reduce(1, text, positions, "amax")
+        return torch.where(last.gather(1, text) >= self.switch, positions + self.length, positions)
 
 
 POSITIONS.register("rotary")(PositionScheme(in_attention=Rotary.of))

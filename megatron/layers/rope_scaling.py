@@ -16,20 +16,39 @@ from torch import Tensor
 Scaling = Mapping[str, Any]
 
 
-def frequencies(dims: int, base: float, scaling: Scaling | None = None) -> Tensor:
-    """Radians per position of each rotated pair: fp32 [r/2]. `scaling`: as the key `rope_scaling`."""
+def frequencies(dims: int, base: float, scaling: Scaling | None = None, *, long: bool = False) -> Tensor:
+    """Radians per position of each rotated pair: fp32 [r/2]. `scaling`: as the key `rope_scaling`.
+
+    `long`: of texts longer than `switch_length`.
+    """
     powers = base ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
     scaling = scaling or {}
+    if scaling.get("rope_type") == "longrope":
+        factors = scaling["long_factor" if long else "short_factor"]
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * powers)
     return _KINDS[scaling.get("rope_type", "default")](powers, base, scaling)
 
 
-def attention_factor(scaling: Scaling | None) -> float:
-    """What cosines and sines are multiplied by: yarn's `attention_factor`, by default 0.1 ln(factor) + 1."""
-    if not scaling or scaling["rope_type"] != "yarn":
+def switch_length(scaling: Scaling | None) -> int | None:
+    """The length up to which a text has other frequencies than a longer one (LongRoPE, Ding et al. 2024, arXiv
+    2402.13753); None where all have the same."""
+    if not scaling or scaling["rope_type"] != "longrope":
+        return None
+    return int(scaling["original_max_position_embeddings"])
+
+
+def attention_factor(scaling: Scaling | None, longest: int) -> float:
+    """What cosines and sines are multiplied by: `attention_factor`; by default, of factor f, 0.1 ln(f) + 1 (yarn) or
+    sqrt(1 + ln(f) / ln(original length)) (longrope, f by default `longest` / original length)."""
+    if not scaling or scaling["rope_type"] not in ("yarn", "longrope"):
         return 1.0
     given = scaling.get("attention_factor")
     if given is not None:
         return float(given)
+    if scaling["rope_type"] == "longrope":
+        original = scaling["original_max_position_embeddings"]
+        factor = scaling.get("factor") or longest / original
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     mscale, all_dims = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if mscale and all_dims:
         return _magnitude(scaling["factor"], mscale) / _magnitude(scaling["factor"], all_dims)

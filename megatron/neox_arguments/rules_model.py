@@ -111,7 +111,7 @@ def rope_scaling(draft: Draft) -> None:
         return
     if draft["pos_emb"] != "rotary":
         draft.fail("rope_scaling", f"pos_emb is {draft['pos_emb']}; it needs rotary")
-    if problem := rope_problem(scaling):
+    if problem := rope_problem(scaling, int(draft["head_dim"] * draft["rotary_pct"]) // 2):
         draft.fail("rope_scaling", problem)
 
 

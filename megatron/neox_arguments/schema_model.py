@@ -171,7 +171,8 @@ class ModelConfig(MambaConfig):
         " llama3, factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}, or {rope_type: yarn,"
         " factor, original_max_position_embeddings}, with attention_factor, beta_fast, beta_slow, mscale,"
         " mscale_all_dim, truncate if wanted. {rope_type: dynamic, factor} changes nothing up to"
-        " max_position_embeddings.",
+        " max_position_embeddings. {rope_type: longrope, short_factor, long_factor, original_max_position_embeddings}"
+        " has a factor per rotated pair, others in texts longer than the original length.",
         new=True,
     )
 

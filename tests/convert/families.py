@@ -41,6 +41,12 @@ YARN = {
     "beta_slow": 0.5,
 }
 LOCAL = {"rotary_emb_base_local": LLAMA["rotary_emb_base"]}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.1, 2.5],
+    "long_factor": [1.5, 4.0],
+    "original_max_position_embeddings": 10,  # of the 12 tokens compared, and crossed while writing
+}
 SCALED = {"rope_scaling": YARN}
 
 FAMILY_CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -77,7 +83,7 @@ FAMILY_CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("falcon", "sequential, untied", {**FALCON, "gpt_j_residual": False, **UNTIED}),
     ("phi3", "grouped, half rotary", PHI3),
     ("phi3", "all heads, a window, tied", {**PHI3, **ALL, **WINDOW, **TIED}),
-    ("phi3", "one key head", {**PHI3, **ONE}),
+    ("phi3", "one key head, for long texts", {**PHI3, **ONE, "rope_scaling": LONGROPE}),
     *gemma_phi.CASES,
     *mamba.CASES,
     *moe.CASES,

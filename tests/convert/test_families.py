@@ -21,6 +21,7 @@ from megatron.errors import UserError
 from megatron.inference.generate import Limits, generate
 from megatron.inference.sampling import Sampling
 from megatron.inference.stage import Stage
+from megatron.layers.rope_scaling import switch_length
 from megatron.model.gpt import gpt_layers
 from megatron.model.pipe import LayerPipe, SequentialModel
 from megatron.mpu.sharding import ParamSpec, named_parameters, shard, unshard
@@ -171,7 +172,8 @@ def _step(state: ParallelState, keys: dict[str, Any], weights: dict[str, Tensor]
         for name, p in named_parameters(network):
             gradients[name] = before[name] - p
             p.copy_(before[name])
-    stage = Stage(modules, state, model.hidden_size, torch.float32, model.max_position_embeddings)
+    limits = (model.max_position_embeddings, switch_length(model.rope_scaling))
+    stage = Stage(modules, state, model.hidden_size, torch.float32, *limits)
     with torch.inference_mode():
         out = stage.run(tokens, positions)
         logits = None if out is None else out.logits()

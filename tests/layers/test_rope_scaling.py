@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from megatron.errors import UserError
 from megatron.layers.positions import Rotary
@@ -67,11 +67,45 @@ def test_tables_are_those_of_transformers(scaling: dict[str, Any], base: float) 
         torch.testing.assert_close(mine[positions], other[..., :64], rtol=1e-5, atol=1e-6)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 10 for i in range(4)],
+    "long_factor": [2.0 + i for i in range(4)],
+    "original_max_position_embeddings": 6,
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"factor": 3.0}, {"attention_factor": 1.5}, {"factor": 0.5}])
+def test_long_texts_are_rotated_as_transformers_does(more: dict[str, Any]) -> None:
+    """Texts of 5, 6, 7 and 12 tokens by themselves; packed, each as by itself; token by token, by the length so far."""
+    scaling = {**LONGROPE, **more}
+    config = LlamaConfig(
+        hidden_size=16,
+        num_attention_heads=2,
+        max_position_embeddings=24,
+        rope_parameters={**scaling, "rope_theta": 100.0},
+    )
+    theirs, rotary = LlamaRotaryEmbedding(config), Rotary(8, 100.0, 24, torch.device("cpu"), scaling)
+    lengths = [5, 6, 7, 12]
+    x = torch.randn(1, sum(lengths), 3, 8)
+    packed = rotary(x, torch.cat([torch.arange(length) for length in lengths])[None])
+    for length, part, whole in zip(lengths, x.split(lengths, 1), packed.split(lengths, 1), strict=True):
+        positions = torch.arange(length)[None]
+        cos, sin = theirs(x, positions)
+        wanted = apply_rotary_pos_emb(part, part, cos, sin, unsqueeze_dim=2)[0]
+        torch.testing.assert_close(rotary(part, positions), wanted, rtol=1e-5, atol=1e-6)
+        assert torch.equal(rotary(part, positions), whole)
+        torch.testing.assert_close(rotary(part[:, -1:], positions[:, -1:]), wanted[:, -1:], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"factor": 2.0}, "rope_type None is not available; use linear, dynamic, llama3, yarn"),
-        ({"rope_type": "longrope", "factor": 2.0}, "'longrope'"),
+        ({"factor": 2.0}, "rope_type None is not available; use linear, dynamic, llama3, yarn, longrope"),
+        ({"rope_type": "proportional", "factor": 2.0}, "'proportional'"),
+        ({"rope_type": "longrope", "factor": 2.0}, "longrope lacks long_factor, original_max_position"),
+        ({**LONGROPE, "short_factor": [1.0] * 3}, "short_factor has 3 numbers; a head has"),
+        ({**LONGROPE, "long_factor": [1.0, -1.0]}, "long_factor must be a list of positive numbers"),
         ({"rope_type": "linear"}, "linear lacks factor"),
         ({"rope_type": "yarn", "factor": 2.0}, "yarn lacks original_max_position_embeddings"),
         ({**YARN, "truncate": 1}, "truncate must be true or false"),
