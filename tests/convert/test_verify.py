@@ -14,8 +14,12 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert import inspect
 from megatron.convert.hf_folder import HuggingFaceFolder
+from megatron.convert.hf_reader import HuggingFaceReader
 from megatron.convert.inspect import describe_folder
+from megatron.convert.pairs import Place
+from megatron.convert.verify import verify
 from tests.checkpoint.neox_files import write_neox
+from tests.convert.families import FAMILY_CASES
 from tests.convert.helpers import LLAMA, NEOX, full_tensors, hugging_face, resolved, write_checkpoint
 from tests.convert.test_faces import call  # noqa: F401 (a fixture)
 
@@ -203,3 +207,21 @@ def test_llama_against_itself_in_another_precision(tmp_path, call):  # noqa: F81
     assert code_ == 0 and float(out.split("fp32: ")[1].split()[0]) < 1e-5, error
     assert sorted(os.listdir(tmp_path)) == ["hf", "ours"]
     assert load_file(tmp_path / "hf/model.safetensors").keys() == theirs.keys()
+
+
+FIRST_OF_EACH = {architecture: keys for architecture, _, keys in reversed(FAMILY_CASES)}
+
+
+@pytest.mark.parametrize("architecture", FIRST_OF_EACH)
+def test_every_family_is_read_by_our_names(tmp_path, architecture):
+    args = resolved(**FIRST_OF_EACH[architecture])
+    model, theirs = hugging_face(args, architecture)
+    model.save_pretrained(tmp_path / "hf")
+    ours = full_tensors(args, architecture, theirs)
+    write_checkpoint(tmp_path / "ours", args, ours)
+    reader = HuggingFaceReader(HuggingFaceFolder(tmp_path / "hf"))
+    assert set(reader.names()) == set(ours)
+    for name, tensor in ours.items():
+        assert reader.entry(name).shape == tuple(tensor.shape) and torch.equal(reader.weight(name), tensor), name
+    found = verify(Place(str(tmp_path / "hf"), "A"), Place(str(tmp_path / "ours"), "B"))
+    assert found.logits < 1e-5, found
