@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron.errors import UserError
 from megatron.log import get_logger
-from megatron.model.block import Block
+from megatron.model.block import Block, TransformerBlock
 from megatron.model.head import OutputMatrix
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.schema_model import ModelConfig
@@ -45,13 +45,17 @@ def _obstacle(model: ModelConfig, state: ParallelState, zero_stage: int) -> str 
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:
     """Have every block of `model` compiled at its first call, whole (`fullgraph`). Returns how many there are.
 
-    On a GPU the element-wise part of the loss as well.
+    A block with a mixture of experts is compiled in two parts, before and behind its experts (and not at all when it is
+    recomputed in the backward pass: what is recomputed is one graph or none). On a GPU the element-wise part of the
+    loss is compiled as well.
 
     Call it after the engine is built: the engine's hooks must not become part of the graphs.
     """
-    blocks = [module for module in model.modules() if isinstance(module, Block) and module.one_graph]
+    whole = [module for module in model.modules() if isinstance(module, Block) and module.one_graph]
+    parts = [module for module in model.modules() if isinstance(module, TransformerBlock) and not module.one_graph]
+    blocks = whole + [block for block in parts if block.recompute == "none" and not block.chunking.active]
     for block in blocks:
-        block.compile(fullgraph=True, backend=backend)
+        block.compile(fullgraph=block.one_graph, backend=backend)
     for module in model.modules():
         if isinstance(module, OutputMatrix):
             module.options["compiled"] = module.weight.is_cuda

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
@@ -26,6 +27,7 @@ from megatron.mpu.sharding import count_parameters, named_parameters
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.formulas import parameter_count
 from megatron.neox_arguments.schema_model import ModelConfig
+from megatron.training.compile import compile_blocks
 from tests.model.networks import LLAMA, VOCAB, batch, build, logits, tiny
 
 pytestmark = pytest.mark.cpu
@@ -313,3 +315,23 @@ def test_packed_documents_do_not_see_each_other() -> None:
     # Not bit by bit: how many rows an expert has decides in which order a processor adds a row up.
     torch.testing.assert_close(after[:, 7:], before[:, 7:], rtol=0, atol=1e-5)
     assert (after[:, :7] - before[:, :7]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("form", [{}, {"gpt_j_residual": True}, {"checkpoint_policy": "full"}], ids=str)
+def test_compiled_around_the_experts(form: dict[str, Any]) -> None:
+    """The same numbers with graphs that end at the experts, and no more of them in the second step; a block that is
+    recomputed stays as it is."""
+    torch._dynamo.reset()
+    counters.clear()
+    plain, compiled = build(tiny(**EVERYTHING, **form)), build(tiny(**EVERYTHING, **form))
+    assert compile_blocks(compiled, backend="aot_eager") == (1 if form.get("checkpoint_policy") else 3)
+    graphs = []
+    for _ in range(2):
+        (loss, gradients, loads), (again, others, counted) = _step(plain), _step(compiled)
+        graphs.append(counters["stats"]["unique_graphs"])
+        torch.testing.assert_close(again, loss)
+        for name, gradient in gradients.items():
+            assert (others[name] - gradient).abs().max() < 1e-5 * max(1.0, gradient.abs().max().item()), name
+        assert all(torch.equal(a, b) for a, b in zip(counted, loads, strict=True))
+    assert graphs[0] == graphs[1]
+    assert bool(counters["graph_break"]) != bool(form.get("checkpoint_policy"))

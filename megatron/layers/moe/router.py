@@ -5,7 +5,7 @@ Legend: t tokens, h hidden, k experts per token (moe_top_k), E experts.
 | moe_router_type | chosen                                      | weights                                              |
 |-----------------|---------------------------------------------|------------------------------------------------------|
 | topk            | k largest scores (+ expert_bias, if any)    | their scores, normalised if asked, times the scaling |
-| sinkhorn        | k largest of balanced scores in training,   | sigmoid of the logit for k = 1, else softmax over all|
+| sinkhorn        | k largest of balanced scores in training,   | sigmoid of the logit for k = 1, else softmax (all)   |
 |                 | of plain ones otherwise (GPT-NeoX)          | experts                                              |
 
 Scores are softmax or sigmoid (moe_router_score) of the logits, in fp32 whatever the type of the hidden states. The
