@@ -130,3 +130,22 @@ def test_positions_by_kind_of_layer():
     fields["rope_parameters"]["rope_theta"] = 500.0
     with pytest.raises(UserError, match="rope_theta beside full_attention"):
         read_config(fields, "config.json")
+
+
+def test_a_window_that_is_left_out_is_that_of_the_class():
+    fields = {name: value for name, value in PUBLISHED["mistral/7B"].items() if name != "sliding_window"}
+    assert read_config(fields, "config.json")[1]["sliding_window_width"] == 4095
+    assert "sliding_window_width" not in read_config({**fields, "sliding_window": None}, "config.json")[1]
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_phi_3_for_long_texts(kind):
+    """As its files have it: three fields, the original length beside them; written so again."""
+    fields = deepcopy(PUBLISHED["phi3/mini-4k"])
+    scaling = {"type": kind, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    keys = read_config({**fields, "max_position_embeddings": 131072, "rope_scaling": dict(scaling)}, "config.json")[1]
+    assert keys["rope_scaling"]["original_max_position_embeddings"] == 4096
+    args = resolved(**{**keys, "seq_length": 4096, "train_micro_batch_size_per_gpu": 1})
+    written = FAMILIES["phi3"].config(args.model, 32064, TokenIds())
+    assert written["rope_scaling"] == {**scaling, "type": "longrope"}
+    assert written["original_max_position_embeddings"] == 4096
