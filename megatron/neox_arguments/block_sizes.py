@@ -185,6 +185,14 @@ def _mlp_size(model: ModelConfig, mlp: str) -> Size:
     return MLP_SIZES[mlp](model) if mlp in MLP_SIZES else added_size("mlp_config", mlp, model)
 
 
+def without_flops(model: ModelConfig) -> list[str]:
+    """The kinds of mixer, of plugins, that do not say what they do beside products with weights."""
+    plugged = {**added(BLOCK), **added("attention_config")}
+    return sorted(
+        kind for kind in set(model.attention_config or ()) & set(plugged) if not hasattr(plugged[kind], "flops")
+    )
+
+
 def mixer_flops(model: ModelConfig, kind: str) -> float:
     """Training FLOPs per token that are not products with weights; 0 for a mixer of a plugin that does not say."""
     if kind in MIXER_COSTS:

@@ -14,6 +14,7 @@ from megatron.model.partition import StageRow
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs, plugin_key
 from megatron.neox_arguments.arguments import all_keys
+from megatron.neox_arguments.block_sizes import without_flops
 from megatron.neox_arguments.coerce import thaw
 from megatron.neox_arguments.differences import differences_for
 from megatron.neox_arguments.formulas import flops_per_token, neox_flops_per_token, parameter_count
@@ -134,6 +135,8 @@ def steps(args: NeoXArgs, vocab_size: int) -> list[str]:
     iters = t.train_iters or 0
     flops = flops_per_token(args.model, vocab_size) * tokens
     neox = neox_flops_per_token(args.model, vocab_size, recompute=False) * tokens
+    silent = without_flops(args.model)
+    besides = f"; without what {', '.join(silent)} does beside matrix products" if silent else ""
     recompute = args.model.checkpoint_policy == "full" or args.model.checkpoint_activations
     s = args.schedule
     return titled(
@@ -143,7 +146,7 @@ def steps(args: NeoXArgs, vocab_size: int) -> list[str]:
             f"{t.gradient_accumulation_steps} x data parallel {dp}",
             f"{tokens:,} tokens per step, {iters:,} steps, {count(tokens * iters)} tokens in all",
             f"{flops:.3e} FLOPs per step (6 per parameter in a matrix product + full attention; by GPT-NeoX's formula "
-            f"{neox:.3e}{'; recomputation adds a third' if recompute else ''}), {flops * iters:.3e} in all",
+            f"{neox:.3e}{'; recomputation adds a third' if recompute else ''}{besides}), {flops * iters:.3e} in all",
             f"learning rate {args.optimizer.lr:g} {s.lr_decay_style} to {s.min_lr:g} over {s.lr_decay_iters} steps, "
             f"warm-up {s.warmup * (s.lr_decay_iters or 0):g} steps",
         ],

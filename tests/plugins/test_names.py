@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import derive
 from megatron.neox_arguments.formulas import flops_per_token, parameter_count
 from megatron.neox_arguments.load import load
+from megatron.plan import sections
 from megatron.plan.stages import layer_sizes
 from megatron.registry import Registry
 from tests.neox_args.helpers import SMALL
-from tests.plugins.helpers import write_config, write_layers, write_norm
+from tests.plugins.helpers import ROOT, write_config, write_layers, write_norm
 
 pytestmark = pytest.mark.cpu
 
@@ -154,6 +157,13 @@ def test_flops_of_a_mixer_are_its_products_and_what_it_says(tmp_path) -> None:
     assert difference == pytest.approx(6 * (own - other) + 2 * (said - attention))
 
 
+def test_the_dry_run_names_mixers_that_do_not_say_their_flops(tmp_path) -> None:
+    said = example(tmp_path)
+    silent = loaded(tmp_path, attention_config=["global", "Halving", "global", "Halving"], train_batch_size=4)
+    assert "beside matrix products" not in "\n".join(sections.steps(said, VOCAB))
+    assert "without what Halving does beside matrix products" in "\n".join(sections.steps(silent, VOCAB))
+
+
 def test_what_cannot_be_built_without_memory_says_what_to_do(tmp_path) -> None:
     (tmp_path / "stubborn.py").write_text(
         "import torch\nfrom torch import nn\nfrom megatron.layers.mlp import MLPS\n"
@@ -200,6 +210,28 @@ def test_no_family_takes_a_model_of_plugins_by_mistake(tmp_path) -> None:
     ).model
     for name in FAMILIES:
         assert FAMILIES[name].unsupported(plugged), name
+
+
+def test_families_of_plugins_are_tried_after_ours(tmp_path) -> None:
+    """Although a plugin is imported before ours are."""
+    (tmp_path / "greedy.py").write_text(
+        "from megatron.convert.family import FAMILIES, Family\n\n"
+        "FAMILIES.register('a_greedy_one')(Family('Greedy', list, dict, lambda model: []))\n"
+    )
+    keys = {"norm": "rmsnorm", "activation": "swiglu", "pos_emb": "rotary", "use_bias_in_mlp": False}
+    config = write_config(tmp_path / "run.yml", plugins=["greedy.py"], **SMALL, **keys, use_bias_in_attn_linear=False)
+    code = """
+import sys
+from megatron.neox_arguments.derive import derive
+from megatron.neox_arguments.load import load
+args = derive(load([sys.argv[1]]))
+from megatron.convert.export import choose_family
+for model in (args.model, args.replace(norm="scalenorm").model):
+    print(choose_family(model, None).architecture)
+"""
+    command = [sys.executable, "-c", code, config]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.stdout.split() == ["LlamaForCausalLM", "Greedy"], done.stderr
 
 
 # ---- registries
