@@ -91,8 +91,8 @@ def gemma3_keys(fields: Fields) -> dict[str, Any]:
 def vision_keys(fields: Fields) -> dict[str, Any]:
     """`Gemma3Config`: text and pictures."""
     raise UserError(
-        f"{fields.where}: model_type: gemma3 has a vision tower, which cannot be expressed here; only text models"
-        " (Gemma3ForCausalLM, model_type: gemma3_text) are converted"
+        f"{fields.where}: model_type: gemma3 has a vision tower, which cannot be expressed here; how to take the text"
+        " model out of it (model_type: gemma3_text, which is converted) says documentation/conversion.md"
     )
 
 
