@@ -80,7 +80,7 @@ def _listed(draft: Draft, given: tuple[Any, ...], layers: int) -> list[str]:
 
     def kind(name: Any) -> str:
         if name not in _KINDS:
-            draft.fail("moe_layers", f"{name!r} is not dense or moe.{nearest(str(name), _KINDS)}")
+            draft.fail("moe_layers", f"{name!r} is not dense or moe.{nearest(str(name), list(_KINDS))}")
         return str(name)
 
     kinds = expand(draft, "moe_layers", given, layers, kind)

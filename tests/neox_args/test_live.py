@@ -25,6 +25,7 @@ RULED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "mup_base_hidden_size": (16, {"use_mup": True}, "mup_width_mult"),
     "checkpoint_activations": (True, {}, "checkpoint_policy"),
     "sliding_window_width": (8, {}, "layer_windows"),
+    "moe_expert_interval": (2, {"moe_num_experts": 4}, "layer_mlps"),
     "opt_pos_emb_offset": (2, {}, "max_position_embeddings"),
     "optimizer": ({"type": "sgd"}, {}, "optimizer_type"),
     "fp16": ({"enabled": True}, {}, "precision"),
