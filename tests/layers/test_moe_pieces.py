@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
+import math
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from megatron.layers.moe import dispatch
 from megatron.layers.moe.capacity import capacity, within_capacity
 from megatron.layers.moe.dispatch import LocalDispatch
-from megatron.layers.moe.grouped_linear import Groups, grouped_linear
+from megatron.layers.moe.experts import Experts
+from megatron.layers.moe.grouped_linear import Groups, grouped_linear, one_by_one
 from megatron.layers.moe.permute import combine_rows, gather_rows, order_by
+from megatron.mpu.state import ParallelState
+from tests.model.networks import tiny
 
 pytestmark = pytest.mark.cpu
+
+grouped_linear_module = importlib.import_module("megatron.layers.moe.grouped_linear")
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -62,8 +74,6 @@ def test_rows_behind_the_last_group_are_nobodys() -> None:
 
 
 def test_the_operator_passes_torchs_own_checks() -> None:
-    from megatron.layers.moe.grouped_linear import one_by_one
-
     args = (_random(5, 3).requires_grad_(), _random(2, 2, 3, seed=1).requires_grad_(), None, [0, 2, 5])
     torch.library.opcheck(one_by_one, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
 
@@ -121,6 +131,70 @@ def test_half_precision_is_summed_in_single() -> None:
     order = order_by(chosen, 9, complete=True)
     weights = torch.tensor([[256.0, *[1.0] * 8]])
     assert float(combine_rows(gather_rows(x, order), weights, order)) == 264.0
+
+
+class _Poisoned(torch.autograd.Function):
+    """torch's grouped product as a GPU gives it: rows behind the last group are whatever was there, both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, offsets)
+        return _Poisoned.poison(one_by_one(x, weight.mT.contiguous(), None, [0, *offsets.tolist()]), offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, offsets = ctx.saved_tensors
+        dx, dw = torch.zeros_like(x), torch.zeros_like(weight)
+        for group, (first, last) in enumerate(pairwise([0, *offsets.tolist()])):
+            dx[first:last] = grad[first:last] @ weight[group].T
+            dw[group] = x[first:last].T @ grad[first:last]
+        return _Poisoned.poison(dx, offsets), dw, None
+
+    @staticmethod
+    def poison(y: Tensor, offsets: Tensor) -> Tensor:
+        y = y.clone()
+        y[int(offsets[-1]) :] = math.nan
+        return y
+
+
+@pytest.mark.parametrize("dropping", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_of_nobody_reach_nothing(rank: int, dropping: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU keeps rows for assignments that are not here, and never says how many there are. What comes out of them is
+    undefined, so nothing of it may enter outputs or gradients."""
+    model = tiny(moe_num_experts=4, moe_router_type="topk", moe_top_k=2, activation="swiglu", moe_expert_bias=True)
+    layer = Experts(model, ParallelState.single()).double()
+    with torch.no_grad():
+        for i, parameter in enumerate(layer.parameters()):
+            parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(i))
+    mine = slice(2 * rank, 2 * rank + 2)
+    for name, parameter in list(layer.named_parameters()):
+        setattr(layer, name, torch.nn.Parameter(parameter[mine].detach().clone()))
+    chosen, x, weights = _chosen(), _random(9, 32).requires_grad_(), _random(9, 2, seed=1).requires_grad_()
+    keep = torch.rand(9, 2, generator=torch.Generator().manual_seed(5)) < 0.6 if dropping else None
+    inputs = [x, weights, *layer.parameters()]
+
+    def run() -> list[Tensor]:
+        sent = LocalDispatch(2 * rank, 2, 4)(x, chosen, keep)
+        out = sent.combine(layer(sent.rows, sent.groups), weights)
+        return [out, *torch.autograd.grad((out * _random(9, 32, seed=3)).sum(), inputs)]
+
+    expected = run()
+    monkeypatch.setattr(dispatch, "order_by", partial(order_by, trim=False))
+    monkeypatch.setattr(grouped_linear_module, "_takes_grouped", lambda x, weight: True)
+    monkeypatch.setattr(grouped_linear_module, "_torch_grouped", lambda: lambda x, w, offs: _Poisoned.apply(x, w, offs))
+    for found, theirs in zip(run(), expected, strict=True):
+        torch.testing.assert_close(found, theirs)
+
+
+def test_torchs_grouped_product_is_used_as_it_wants_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real operator, on a CPU in fp32: layouts, offsets, gradients."""
+    x, weight = (_random(*shape).float().requires_grad_() for shape in ((32, 16), (3, 8, 16)))
+    groups, push = _groups([16, 0, 16]), _random(32, 8, seed=4).float()
+    expected = torch.autograd.grad((grouped_linear(x, weight, groups) * push).sum(), (x, weight))
+    monkeypatch.setattr(grouped_linear_module, "_takes_grouped", lambda x, weight: True)
+    found = torch.autograd.grad((grouped_linear(x, weight, groups) * push).sum(), (x, weight))
+    torch.testing.assert_close(found, expected)
 
 
 # ---- capacity

@@ -33,12 +33,14 @@ class Order:
     groups: Groups
 
 
-def order_by(bucket: Tensor, buckets: int, *, complete: bool) -> Order:
+def order_by(bucket: Tensor, buckets: int, *, complete: bool, trim: bool | None = None) -> Order:
     """The order of assignments by their bucket [t, k] int64, in a bucket by token.
 
-    Bucket number `buckets` stands for "not here"; `complete` says that it does not occur. On a CPU those have no row.
-    Elsewhere they have rows behind all others, so that nothing has to wait for the device to say how many there are.
+    Bucket number `buckets` stands for "not here"; `complete` says that it does not occur. With `trim` (default: on a
+    CPU) those have no row; without it they have rows behind all others, so that nothing has to wait for the device to
+    say how many there are.
     """
+    trim = not bucket.is_cuda if trim is None else trim
     flat = bucket.reshape(-1)
     choice = flat.argsort(stable=True)
     sizes = torch.zeros(buckets + 1, dtype=torch.int64, device=flat.device)
@@ -46,7 +48,7 @@ def order_by(bucket: Tensor, buckets: int, *, complete: bool) -> Order:
     row = torch.empty_like(choice)
     row[choice] = torch.arange(choice.shape[0], device=flat.device)
     groups, present = Groups(sizes), None if complete else bucket != buckets
-    if not complete and not flat.is_cuda:
+    if trim and not complete:
         rows = sum(groups.host)
         choice, row = choice[:rows], row.clamp_(max=max(rows - 1, 0))
     return Order(choice // bucket.shape[1], choice, row.view_as(bucket), present, groups)
