@@ -182,7 +182,9 @@ class _Names:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
-        how = LoadStateDictConfig(device_map={"": "cpu"}, dtype=torch.float32, weight_mapping=self._mapping)
+        # Anything on "disk" makes the loader read one tensor after the other instead of all at once in threads.
+        where = {"": "cpu", "nothing": "disk"}
+        how = LoadStateDictConfig(device_map=where, dtype=torch.float32, weight_mapping=self._mapping)
         info, _ = convert_and_load_state_dict_in_model(self._model, dict(tensors), how)
         mismatched = {
             f"{name} (here {list(found)}, wanted {list(wanted)})" for name, found, wanted in info.mismatched_keys
