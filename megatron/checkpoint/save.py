@@ -56,7 +56,7 @@ class SavingEngine(Protocol):
     """What saving needs of the engine (`training.engine.Engine`)."""
 
     def params(self) -> Mapping[str, Parameter]: ...
-    def read(self, name: str) -> dict[str, Tensor]: ...
+    def read(self, name: str, needed: bool = True) -> dict[str, Tensor]: ...
     def scalars(self) -> dict[str, Any]: ...
 
 
@@ -204,7 +204,7 @@ def _write_parameters(
         )
         attempt.run(files.open)
         for name in names:
-            values = engine.read(name)  # collective: also on ranks that write nothing or have failed
+            values = engine.read(name, files.wanted)  # collective: also on ranks that write nothing or have failed
             attempt.run(files.add, name, params[name], values, heads)
         attempt.run(files.close)
         if attempt.error is not None:
@@ -226,6 +226,7 @@ class _LayerFiles:
     ) -> None:
         self.folder, self.layer, self.state = folder, layer, state
         self._want = (weights, optimizer)
+        self.wanted = weights or optimizer
         self._stack = ExitStack()
         self._weights = self._optimizer = None
 

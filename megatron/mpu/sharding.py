@@ -175,13 +175,23 @@ def own_experts(part: Tensor, spec: ParamSpec, state: ParallelState) -> Tensor:
     return part.narrow(0, state.ep_rank * held, held)
 
 
-def gather_experts(local: Tensor, spec: ParamSpec, state: ParallelState) -> Tensor:
-    """The whole tensor-parallel part [experts/tp, ...] from the ranks of the group "expert". Collective over it."""
+def gather_experts(local: Tensor, spec: ParamSpec, state: ParallelState, needed: bool = True) -> Tensor:
+    """The whole tensor-parallel part [experts/tp, ...] from the ranks of the group "expert". Collective over it.
+
+    It comes rank by rank and is put together in the host's memory, so that a device holds another rank's experts
+    beside its own at most. A rank that says it is not `needed` gets its own back.
+    """
     group = state.group("expert")
     if not spec.experts or group is None:
         return local
-    gather = torch.ops._c10d_functional.all_gather_into_tensor
-    return torch.ops._c10d_functional.wait_tensor(gather(local.contiguous(), state.ep_size, group.group_name))
+    held = local.shape[0]
+    whole = torch.empty(spec.local_shape(state.tp_size) if needed else 0, dtype=local.dtype)
+    for rank in range(state.ep_size):
+        part = local.contiguous() if rank == state.ep_rank else torch.empty_like(local)
+        dist.broadcast(part, src=dist.get_global_rank(group, rank), group=group)
+        if needed:
+            whole[rank * held : (rank + 1) * held] = part
+    return whole if needed else local
 
 
 def parameter(spec: ParamSpec, state: ParallelState) -> nn.Parameter:

@@ -73,7 +73,7 @@ class Engine(Protocol):
     def grads(self) -> dict[str, Tensor]: ...
     def grad_norms(self) -> dict[str, Tensor]: ...
     def param_norms(self) -> dict[str, Tensor]: ...
-    def read(self, name: str) -> dict[str, Tensor]: ...
+    def read(self, name: str, needed: bool = True) -> dict[str, Tensor]: ...
     def write(self, name: str, values: dict[str, Tensor]) -> None: ...
     def write_weight(self, name: str, weight: Tensor) -> None: ...
     def finish_writing(self) -> None: ...
@@ -306,11 +306,13 @@ class DeepSpeedEngine:
             self._names = all_names(self._params, self.state)
         return self._names
 
-    def read(self, name: str) -> dict[str, Tensor]:
+    def read(self, name: str, needed: bool = True) -> dict[str, Tensor]:
         """fp32 master weight and optimizer moments of a parameter: this rank's tensor-parallel part, experts of all
-        expert-parallel ranks. Collective over the data group."""
-        p = self._params[name]
-        return {k: gather_experts(v, spec_of(p), self.state) for k, v in self._optimizer_state.read(p).items()}
+        expert-parallel ranks. Collective over the data group; nothing comes back to who says it is not `needed`."""
+        p, found = self._params[name], {}
+        for key, value in self._optimizer_state.read(p).items():
+            found[key] = gather_experts(value, spec_of(p), self.state, needed)
+        return found if needed else {}
 
     def write(self, name: str, values: dict[str, Tensor]) -> None:
         """Set what `read` gave. Call on every data rank with the same values, then `finish_writing` once."""

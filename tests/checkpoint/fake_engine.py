@@ -96,7 +96,7 @@ class FakeEngine:
     def params(self):
         return self._params
 
-    def read(self, name):
+    def read(self, name, needed=True):
         group = self.state.group("data")
         if group is not None:
             crcs = [torch.zeros((), dtype=torch.int64) for _ in range(self.state.dp_size)]
@@ -104,7 +104,7 @@ class FakeEngine:
             assert len({int(crc) for crc in crcs}) == 1, "data ranks read different parameters"
         master = self.masters[name]
         moments = {k: v for k, v in self.optimizer.state[master].items() if k != "step"}
-        return {"weight": master.detach(), **moments}
+        return {"weight": master.detach(), **moments} if needed else {}
 
     def write(self, name, values):
         master = self.masters[name]

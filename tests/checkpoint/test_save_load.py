@@ -335,7 +335,7 @@ def test_no_more_than_two_parameters_are_alive_while_saving(tmp_path):
     made = engine(steps=1)
     original, alive, peak = made.read, set(), []
 
-    def read(name):
+    def read(name, needed=True):
         values = {key: value.clone() for key, value in original(name).items()}
         for value in values.values():
             alive.add(id(value))
