@@ -19,6 +19,7 @@ from megatron.convert.hf_reader import HuggingFaceReader, is_hf_folder, keys_of,
 from megatron.convert.ready_config import tokenizer_keys
 from megatron.convert.saved_config import saved_config
 from megatron.convert.settings import Reference, open_weights
+from megatron.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,10 @@ class Place:
         return not self.is_hf and is_neox_folder(find_checkpoint(self.path, self.iteration, key=self.key))
 
     def folder(self) -> HuggingFaceFolder:
-        return open_model(self.path, self.revision)
+        try:
+            return open_model(self.path, self.revision)
+        except UserError as error:
+            raise UserError(str(error).replace("--hf-model", self.key, 1)) from error
 
 
 def reference_of(source: HuggingFaceFolder) -> Reference:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ _SAFETENSORS = "consolidated.safetensors"
 _BY_ROWS = (".wq.weight", ".wk.weight", ".wv.weight", ".w1.weight", ".w3.weight", HEAD)
 _BY_COLUMNS = (".wo.weight", ".w2.weight")
 _COMPUTED = ("rope.freqs",)
+_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def shard_file(rank: int) -> str:
@@ -76,10 +77,21 @@ class RawFolder:
 
     def tensor(self, name: str) -> Tensor:
         """A whole tensor in its stored type. Files are closed again, so that only its own pages stay in memory."""
+        return self._join(name, torch.clone)
+
+    def _join(self, name: str, take: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `take` copies of each file's part, side by side."""
         dim = split_dim(name, self._embedding_dim)
         files = self._files if dim is not None else self._files[:1]
-        parts = [_load(file, name) for file in files]
+        parts = [_load(file, name, take) for file in files]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim or 0)
+
+    def is_repeated(self, name: str, other: str) -> bool:
+        """Whether two tensors are equal. A few rows tell most that are not."""
+        if self.tensors[name].shape != self.tensors[other].shape:
+            return False
+        first = [self._join(each, lambda part: part[:8].clone())[:8] for each in (name, other)]
+        return torch.equal(*first) and torch.equal(self.tensor(name), self.tensor(other))
 
     def copy_tokenizer(self, target: Path) -> None:
         """The tokenizer of the folder, or of the one above it, into a new folder: sentencepiece's or tiktoken's."""
@@ -203,19 +215,22 @@ def _shapes(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         from safetensors import safe_open
 
         with safe_open(file, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
-    else:
-        tensors = load_foreign(file)
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+            found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+        if other := sorted({kind for _, kind in found.values()} - _TYPES.keys()):
+            raise UserError(f"{file} holds {', '.join(other)} tensors; quantised models are not converted")
+        return {name: (shape, _TYPES[kind]) for name, (shape, kind) in found.items()}
+    tensors = load_foreign(file)
     odd = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
     if odd:
         raise UserError(f"{file} holds {odd[0]}, which is no tensor: not a file of LLaMA's")
     return {n: (tuple(t.shape), t.dtype) for n, t in tensors.items() if not n.endswith(_COMPUTED)}
 
 
-def _load(file: Path, name: str) -> Tensor:
+def _load(file: Path, name: str, take: Callable[[Tensor], Tensor]) -> Tensor:
     if file.suffix == ".safetensors":
         from safetensors import safe_open
 
         with safe_open(file, framework="pt") as opened:
-            return opened.get_tensor(name).clone()
-    return load_foreign(file)[name].clone()
+            return take(opened.get_tensor(name))
+    return take(load_foreign(file)[name])

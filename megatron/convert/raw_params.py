@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from megatron.convert.family import FAMILIES
 from megatron.convert.fields import Fields
 from megatron.convert.raw_llama import EMBEDDING, HEAD, PARAMS, RawFolder
@@ -108,11 +106,7 @@ def _theta(params: dict[str, Any]) -> float:
 
 def _is_tied(raw: RawFolder) -> bool:
     """Whether the output matrix is the embedding, be it written twice."""
-    if HEAD not in raw.tensors:
-        return True
-    if raw.tensors[HEAD].shape != raw.tensors[EMBEDDING].shape:
-        return False
-    return torch.equal(raw.tensor(HEAD), raw.tensor(EMBEDDING))
+    return HEAD not in raw.tensors or raw.is_repeated(HEAD, EMBEDDING)
 
 
 def unsupported(model: ModelConfig, shards: int) -> list[str]:

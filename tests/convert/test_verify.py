@@ -80,7 +80,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path, models, call, monkeypatch)
     code_, _, error = call(VERIFY, tmp_path / "nowhere", tmp_path / "hf")
     assert code_ == 2 and error.startswith("error: A:") and "nowhere" in error
     code_, _, error = call(VERIFY, tmp_path / "hf", "EleutherAI/pythia-0m", "--revision", "step0")
-    assert code_ == 2 and "cannot fetch EleutherAI/pythia-0m at revision step0" in error
+    assert code_ == 2 and error.startswith("error: B: cannot fetch EleutherAI/pythia-0m at revision step0")
 
 
 def test_ours_of_two_steps(tmp_path, models, call):  # noqa: F811
