@@ -21,6 +21,7 @@ from megatron.data.batch import StepBatch
 from megatron.errors import NumericsError
 from megatron.mpu.exchange import Exchange
 from megatron.mpu.state import ParallelState
+from megatron.training.compile import compile_blocks
 from tests.distributed import run_distributed
 from tests.training import runs
 from tests.training.tiny import LLAMA, NEOX, SEQUENCE, Layout, build, step_batch
@@ -255,6 +256,25 @@ def test_the_replica_check_knows_that_experts_differ(corrupt: str, found: str, s
             )
         else:
             assert message == ""
+
+
+def train_compiled(rank: int, world: int, keys: dict[str, Any], layout: Layout, steps: int) -> Any:
+    original = build
+
+    def compiled(*arguments: Any) -> Any:
+        engine, args, lr = original(*arguments)
+        assert compile_blocks(engine.module, backend="aot_eager") == args.model.num_layers
+        return engine, args, lr
+
+    with mock.patch("tests.training.test_expert_parallel.build", compiled):
+        return train(rank, world, keys, layout, steps)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_compiled_blocks_exchange_too() -> None:
+    layout = Layout(dp=2, ep=2)
+    assert_same("llama", layout, run_distributed(train_compiled, 2, MODELS["llama"], layout, 3, timeout=280))
 
 
 LONELY = 3  # an expert that no token is ever sent to

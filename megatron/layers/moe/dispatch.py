@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -93,6 +94,7 @@ class ExchangedRows:
     own: LocalRows
     exchange: Exchange
 
+    @torch.compiler.disable  # how many rows travel depends on the data
     def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
         back = self.exchange.from_experts(outputs)
         # On a GPU the rows of this rank's tokens go on behind the last group (`Groups`); nobody reads those.
@@ -106,6 +108,7 @@ class ExchangedDispatch:
     part: LocalDispatch
     state: ParallelState
 
+    @torch.compiler.disable
     def __call__(self, x: Tensor, experts: Tensor, keep: Tensor | None) -> ExchangedRows:
         own = self.part(x, experts, keep)
         exchange = Exchange.plan(own.groups.sizes, self.state)
