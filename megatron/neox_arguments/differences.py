@@ -108,6 +108,18 @@ DIFFERENCES: tuple[Difference, ...] = (
         lambda args: not args.model.use_bias_in_mlp,
     ),
     Difference(
+        "mixture of experts",
+        "experts of a plain activation; the fork's sinkhorn ends after one round and its jitter raises an error",
+        "experts of the activation, gated too; three rounds of sinkhorn; jitter works",
+        lambda args: "moe" in args.model.layer_mlps,
+    ),
+    Difference(
+        "parallel blocks with experts",
+        "gpt_j_residual with experts drops the attention output from the residual stream",
+        "attention and experts are added",
+        lambda args: "moe" in args.model.layer_mlps and args.model.gpt_j_residual,
+    ),
+    Difference(
         "mlp_multiple_of with plain activations",
         "layers that do not fit when it does not divide the width",
         "the width is rounded up",
