@@ -30,6 +30,8 @@ def draft_of(output: Path, key: str) -> Iterator[Path]:
         raise UserError(f"{key}: {output} cannot be made: {error.strerror}") from error
     try:
         yield draft
+    except UserError as error:  # people know the folder by the name it was to get
+        raise UserError(str(error).replace(str(draft), str(output))) from error
     except OSError as error:
         if error.errno not in _FULL:
             raise

@@ -55,6 +55,8 @@ def export_raw(
 
     Raises `UserError` naming what these files cannot express, does not divide or differs; then nothing is left behind.
     """
+    if shards < 1:
+        raise UserError(f"--num_output_shards: {shards} files cannot hold a model")
     output = Path(output)
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]):
         if not (output / PARAMS).is_file():
