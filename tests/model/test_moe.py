@@ -302,6 +302,18 @@ def test_generation_with_a_cache_is_generation_without(form: dict[str, Any]) -> 
     assert (torch.cat(parts, 1) - whole).abs().max() < 1e-5
 
 
+def test_inference_behind_the_first_stage_has_no_balance_loss() -> None:
+    """Its stages pass on hidden states alone."""
+    network = build(tiny(**EVERYTHING)).eval()
+    tokens, positions, _ = batch()
+    with torch.inference_mode():
+        carry: Any = network.sequential[0]((tokens, positions))
+        assert len(carry) == 3
+        for layer in network.sequential[1:]:
+            carry = layer(carry[:2])
+        assert torch.equal(carry.logits(), logits(network, tokens, positions))
+
+
 def test_packed_documents_do_not_see_each_other() -> None:
     network = build(tiny(**EVERYTHING, intra_document_masking=True)).eval()
     tokens, _, _ = batch()
