@@ -24,6 +24,10 @@ def _trains(args: NeoXArgs) -> bool:
     return bool(args.training.do_train)
 
 
+def _mamba(args: NeoXArgs) -> bool:
+    return "mamba" in args.model.attention_config
+
+
 DIFFERENCES: tuple[Difference, ...] = (
     # what changes the numbers of a run
     Difference(
@@ -228,6 +232,20 @@ DIFFERENCES: tuple[Difference, ...] = (
         "an error",
         "saves at the end",
         lambda args: args.checkpoint.save is not None and args.checkpoint.checkpoint_factor is None,
+        "Runs and checkpoints",
+    ),
+    Difference(
+        "Mamba with tensor parallel",
+        "each rank has step sizes, B and C from its own channels: another model at every model_parallel_size",
+        "x_proj is summed over ranks: one model on any layout; GPT-NeoX's checkpoints of several ranks are refused",
+        lambda args: _mamba(args) and _tensor(args),
+        "Runs and checkpoints",
+    ),
+    Difference(
+        "Mamba in bfloat16, packed documents and generation with Mamba",
+        "bfloat16 and generation fail, states go from document to document",
+        "work; intra_document_masking keeps states and convolutions apart",
+        _mamba,
         "Runs and checkpoints",
     ),
     Difference(

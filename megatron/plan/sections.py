@@ -14,7 +14,7 @@ from megatron.model.partition import StageRow
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs, plugin_key
 from megatron.neox_arguments.arguments import all_keys
-from megatron.neox_arguments.block_sizes import without_flops
+from megatron.neox_arguments.block_sizes import MAMBA, without_flops
 from megatron.neox_arguments.coerce import thaw
 from megatron.neox_arguments.differences import differences_for
 from megatron.neox_arguments.formulas import flops_per_token, neox_flops_per_token, parameter_count
@@ -80,9 +80,12 @@ def model(args: NeoXArgs, tokenizer: str, vocab_size: int) -> list[str]:
     """Shape, vocabulary and parameters."""
     m, total = args.model, parameter_count(args.model, vocab_size)
     kinds = {kind: m.attention_config.count(kind) for kind in dict.fromkeys(m.attention_config)}
+    heads = f"{m.num_attention_heads} heads of {m.head_dim} ({m.num_kv_heads} key/value)"
+    parts = [heads, f"feed-forward {m.ffn_width} {m.activation}"] if set(m.attention_config) - set(MAMBA) else []
+    if set(m.attention_config) & set(MAMBA):
+        parts.append(f"state {m.mamba_d_state} in {m.mamba_expand * m.hidden_size} channels")
     rows = [
-        f"{m.num_layers} layers, width {m.hidden_size}, {m.num_attention_heads} heads of {m.head_dim} "
-        f"({m.num_kv_heads} key/value), feed-forward {m.ffn_width} {m.activation}, sequence {m.seq_length}",
+        f"{m.num_layers} layers, width {m.hidden_size}, {', '.join(parts)}, sequence {m.seq_length}",
         f"norm {m.norm}, positions {m.pos_emb}, attention "
         + ", ".join(f"{kind} x{times}" for kind, times in kinds.items()),
         f"tokenizer {tokenizer}: {vocab_size} tokens, {args.tokenizer.padded_vocab_size} rows in memory",
