@@ -14,9 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert.check import TOLERANCE, compare
+from megatron.convert.check import TOLERANCE, compare_outputs
 from megatron.convert.export import export
 from megatron.convert.family import FAMILIES, Constant, Family, choose_family
+from megatron.convert.hf_folder import HuggingFaceFolder
+from megatron.convert.hf_outputs import folder_outputs
+from megatron.convert.outputs import checkpoint_outputs, random_tokens
 from megatron.errors import UserError
 from megatron.inference.generate import Limits, generate
 from megatron.inference.sampling import Sampling
@@ -251,7 +254,7 @@ def _follows(model: ModelConfig, key: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("pipe", [1, 2])
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_logits_gradients_and_texts_are_those_of_transformers_at_any_layout(references, record_property, tensor, pipe):
+def test_logits_gradients_and_texts_are_those_of_transformers_at_any_layout(references, request, tensor, pipe):
     cases = {f"{a}: {name}": keys for a, name, keys in FAMILY_CASES if _divides(keys, tensor)}
     forms = [(keys, references[case].weights) for case, keys in cases.items()]
     ranks = run_distributed(_ranks, tensor * pipe, pipe, forms, timeout=300)
@@ -262,11 +265,11 @@ def test_logits_gradients_and_texts_are_those_of_transformers_at_any_layout(refe
         assert [outcome.logits is not None for outcome in outcomes] == last
         allowed = 1e-5 * float(expected.logits.abs().max().clamp(min=1))
         error = max(float((o.logits - expected.logits).abs().max()) for o in outcomes if o.logits is not None)
-        record_property(f"{case}: logits", error)
+        request.node.user_properties.append((f"{case}: logits", error))
         assert error < allowed or error < ROUNDED * _rounding(case)[0], (case, error)
         assert all(text == expected.texts for outcome in outcomes for text in outcome.texts), case
         error = max(_gradient_errors(case, outcomes, expected.gradients, specs_of(resolved(**keys), tensor), tensor))
-        record_property(f"{case}: gradients", error)
+        request.node.user_properties.append((f"{case}: gradients", error))
 
 
 def _gradient_errors(
@@ -314,9 +317,11 @@ def test_two_swapped_weights_of_the_same_shape_are_noticed_and_their_block_named
     args = resolved(**{**keys, "num_layers": 3, **_any_number(keys)})
     tensors = random_tensors(args, architecture)
     export(write_checkpoint(tmp_path / "right", args, tensors), tmp_path / "hf", tokenizer=False)
+    tokens = random_tokens(VOCAB, args.model.max_position_embeddings, args.model.layer_windows or ())
+    theirs = folder_outputs(HuggingFaceFolder(tmp_path / "hf"), tokens)
     for i, (name, swapped) in enumerate(_swaps(tensors, args.model)):
         reader = CheckpointReader(write_checkpoint(tmp_path / f"wrong{i}", args, swapped))
-        result = compare(reader, args.model, tmp_path / "hf", torch.float32)
+        result = compare_outputs(checkpoint_outputs(reader, args.model, tokens, torch.float32), theirs)
         assert not result.ok and result.logits > 100 * TOLERANCE, (name, result)
         assert result.first_drift.startswith("block 1"), (name, result)
 
