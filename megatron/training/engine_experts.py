@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import deepspeed.runtime.engine
@@ -54,7 +53,6 @@ def expert_parallel(params: Iterable[Parameter], state: ParallelState) -> Iterat
     deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP[_NAME] = same
     optimizer = deepspeed.runtime.engine.BF16_Optimizer
 
-    @wraps(optimizer)
     def with_experts(*arguments: Any, **named: Any) -> Any:
         return optimizer(*arguments, **{**named, "has_moe_layers": True})
 

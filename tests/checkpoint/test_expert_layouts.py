@@ -12,6 +12,7 @@ from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.weights import save_weights
 from tests.distributed import run_distributed
 from tests.training.test_expert_parallel import MODELS
 from tests.training.tiny import Layout, build, step_batch
@@ -110,3 +111,28 @@ def test_the_files_are_the_same_whoever_held_the_experts(tmp_path: Path) -> None
         assert all(torch.equal(files[other][name], value) for name, value in files["one"].items())
     layer = tmp_path / "{}" / "global_step0" / "layer_02-model_00-model_states.pt"
     assert Path(str(layer).format("one")).stat().st_size == Path(str(layer).format("four")).stat().st_size
+
+
+def read_weights(rank: int, world: int, folder: str, keys: dict[str, Any], layout: Layout) -> dict[str, torch.Tensor]:
+    """What every rank holds after loading weights alone, put together over the ranks that share experts."""
+    engine, args, _ = build(rank, {**keys, "seed": 99}, layout)
+    load_checkpoint(folder, engine, engine.state, heads=Heads.of(args.model), load_optim=False, load_rng=False)
+    return {name: engine.read(name)["weight"] for name in engine.params() if "experts" in name}
+
+
+def test_weights_brought_from_elsewhere_are_dealt_out(tmp_path: Path) -> None:
+    """`save_weights`, which imports write with, for another tensor-parallel size."""
+    run(ONE, MODELS["neox"], tmp_path / "one", 0, 0, save=True)
+    reader = CheckpointReader(tmp_path / "one" / "global_step0")
+    folder = save_weights(
+        tmp_path / "two",
+        5,
+        [(reader.spec(name), reader.weight(name)) for name in reader.names()],
+        tp_size=4,
+        heads=reader.heads,
+        config=reader.manifest.config,
+        dtype=torch.float32,
+    )
+    for found in run_distributed(read_weights, 4, str(folder), MODELS["neox"], Layout(dp=4, ep=4, micro=1)):
+        assert len(found) == 8
+        assert all(torch.equal(value, reader.weight(name)) for name, value in found.items())
