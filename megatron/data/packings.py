@@ -9,7 +9,12 @@ from megatron.data.packing import Packing
 from megatron.data.unpacked import Unpacked
 from megatron.registry import Registry
 
-PACKINGS: Registry[type[Packing]] = Registry("pack_impl")
+PACKINGS: Registry[type[Packing]] = Registry(
+    "pack_impl",
+    wants="a subclass of megatron.data.packing.Packing",
+    fits=lambda entry: isinstance(entry, type) and issubclass(entry, Packing),
+)
+"""Packings, subclasses of `Packing` that keep what its text says."""
 PACKINGS.register("packed")(Packed)
 PACKINGS.register("pack_until_overflow")(PackUntilOverflow)
 PACKINGS.register("unpacked")(Unpacked)

@@ -18,11 +18,11 @@ from megatron.mpu.sharding import InitFunction, ParamSpec
 from megatron.mpu.state import ParallelState
 from megatron.registry import Registry
 
-# How to multiply: (x [t, in], weight [out, in], bias [out] | None) -> [t, out]. A recipe may be a module with
-# parameters of its own (an adapter); it then becomes part of the layer that holds it.
 LinearRecipe = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-LINEAR_RECIPES: Registry[LinearRecipe] = Registry("linear recipe")
+LINEAR_RECIPES: Registry[LinearRecipe] = Registry("linear recipe", wants="a function (x, weight, bias)", fits=callable)
+"""How to multiply: an entry is a function (x [t, in], weight [out, in], bias [out] | None) -> [t, out]. A recipe may be
+a module with parameters of its own (an adapter); it then becomes part of the layer that holds it.
+"""
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, recipe: LinearRecipe | str | None = None) -> Tensor:

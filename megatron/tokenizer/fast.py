@@ -81,7 +81,12 @@ class FastEncoder(ABC):
         """The ids of each text, without head and tail; and the numbers of the texts that are left to another."""
 
 
-FAST: Registry[type[FastEncoder]] = Registry("encoder")
+FAST: Registry[type[FastEncoder]] = Registry(
+    "encoder",
+    wants="a subclass of megatron.tokenizer.fast.FastEncoder",
+    fits=lambda entry: isinstance(entry, type) and issubclass(entry, FastEncoder),
+)
+"""Encoders beside the tokenizers library: subclasses of `FastEncoder` that give its very ids, or leave a text to it."""
 
 
 @FAST.register("gigatoken")
