@@ -5,6 +5,8 @@ The back-end is "aot_eager" or "eager": tracing is what is tested, nothing is ge
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -104,3 +106,9 @@ def test_compiled_blocks_compute_the_same(changes: dict[str, Any]) -> None:
         gradients.append([p.grad for p in network.parameters()])
     for eager, traced in zip(*gradients, strict=True):
         assert torch.allclose(eager, traced, rtol=1e-5, atol=1e-7)
+
+
+def test_importing_the_network_does_not_import_the_compiler():
+    """Over a second of every command, as a decorator `torch.compiler.disable` would cost."""
+    code = "import sys, megatron.model.gpt; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=100, check=False).returncode == 0
