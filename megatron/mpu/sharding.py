@@ -128,7 +128,7 @@ def shard(full: Tensor, spec: ParamSpec, tp_rank: int, tp_size: int) -> Tensor:
     """The part of `full` (shape `spec.shape`) that rank `tp_rank` of `tp_size` holds; may be a view of `full`."""
     if tuple(full.shape) != spec.shape:
         raise UserError(f"{spec.name}: expected the shape {list(spec.shape)}, got {list(full.shape)}")
-    if spec.split_dim is None or spec.local_shape(tp_size) == spec.shape:
+    if spec.split_dim is None or (tp_size == 1 and spec.local_shape(1) == spec.shape):
         return full
     dim, sizes = spec.split_dim, spec.local_blocks(tp_size)
     if spec.padded is not None:
