@@ -32,8 +32,8 @@ class Reader:
 READERS: Registry[Reader] = Registry(
     "model_type", wants="a Reader of megatron.convert.read_config", fits=lambda entry: isinstance(entry, Reader)
 )
-"""`Reader`s by the `model_type` of a config.json. `keys` takes from its `Fields` every field that changes what the model
-computes (the rest is refused), and gives keys with which the family's `config` writes the same fields again.
+"""`Reader`s by the `model_type` of a config.json. `keys` takes from its `Fields` every field that changes what is
+computed (the rest is refused), and gives keys with which the family's `config` writes the same fields again.
 """
 
 # Their activation → ours, and whether gelu is the tanh approximation.
