@@ -125,6 +125,7 @@ def test_a_plugin_that_is_gone_is_named_by_every_command(trained: Path, tmp_path
         assert re.search(r"my_run\.yml:1: plugins: there is no file my_layers\.py; looked for /", text), text
 
 
+@pytest.mark.full
 def test_every_kind_of_entry_trains(tmp_path: Path) -> None:
     """The ones that the guide's examples leave out."""
     write_tokens(tmp_path)
