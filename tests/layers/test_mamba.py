@@ -20,7 +20,7 @@ from megatron.layers.mamba_kernels import choose_kernels
 from megatron.layers.mamba_parts import count_up, document_starts, log_uniform, step_bias
 from megatron.layers.mamba_scan import scan_step, selective_scan
 from megatron.layers.mamba_ssd import chunked_scan, ssd_step
-from tests.model.networks import tiny
+from tests.model.networks import build, tiny
 
 pytestmark = pytest.mark.cpu
 
@@ -338,3 +338,29 @@ def test_a_kernel_that_is_wanted_and_missing_names_the_requirements(
     on_cpu = choose_kernels("mamba", torch.device("cpu"), **{**OPTIONS, option: True})
     assert on_cpu.names == "convolution torch, scan torch (the fused kernels need a GPU)"
     assert on_cpu.scan is mamba_kernels._torch_selective
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_inner_kernel_is_given_what_the_layer_computes_with(bias: bool) -> None:
+    """A stand-in for mamba_inner_fn that does, from its arguments alone, what mamba-ssm documents."""
+    model = tiny(
+        attention_config=[[["mamba"], "all"]], mamba_d_state=8, mamba_use_bias_in_conv=bias, init_method_std=0.2
+    )
+    mixer = build(model).sequential[1].mixer
+    tokens = torch.randn(2 * 16, 32, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(16).expand(2, 16)
+    expected = mixer(tokens, positions)
+
+    def mamba_inner_fn(
+        xz, conv_weight, conv_bias, x_proj, delta_proj, out_proj, out_bias, A, B, C, D, *, delta_bias, delta_softplus
+    ):
+        assert B is None and C is None and out_bias is None and delta_softplus and xz.shape == (2, 2 * 64, 16)
+        x, z = xz.chunk(2, dim=1)
+        x = F.silu(F.conv1d(x, conv_weight, conv_bias, padding=3, groups=64)[..., :16]).transpose(1, 2)
+        dt, b, c = F.linear(x, x_proj).split((2, 8, 8), dim=-1)
+        y, _ = token_by_token(x, F.softplus(F.linear(dt, delta_proj, delta_bias)), A, b, c)
+        return F.linear((y + x * D) * F.silu(z.transpose(1, 2)), out_proj)
+
+    mixer.inner = mamba_inner_fn
+    assert expected.abs().max() > 0.01
+    assert (mixer(tokens, positions) - expected).abs().max() < 1e-5 * expected.abs().max()
