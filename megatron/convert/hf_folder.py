@@ -97,11 +97,10 @@ def _contents(folder: Path, file: str) -> dict[str, Stored]:
     path = folder / file
     if not path.is_file():
         raise UserError(f"{path} is missing")
-    if not file.endswith(".safetensors"):
-        found = {name: Stored(file, tuple(tensor.shape), tensor.dtype) for name, tensor in _load(path).items()}
-    else:
-        found = read_header(path)
-    return {name: stored for name, stored in found.items() if not name.endswith(_BUFFERS)}
+    if file.endswith(".safetensors"):
+        return read_header(path, without=_BUFFERS)
+    found = {name: tensor for name, tensor in _load(path).items() if not name.endswith(_BUFFERS)}
+    return {name: Stored(file, tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()}
 
 
 def _load(path: Path) -> dict[str, Tensor]:

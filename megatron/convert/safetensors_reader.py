@@ -31,8 +31,11 @@ class Stored:
     start: int = 0
 
 
-def read_header(path: Path) -> dict[str, Stored]:
-    """What a file holds. Raises `UserError` when it is damaged or holds other tensors than of floating point."""
+def read_header(path: Path, without: tuple[str, ...] = ()) -> dict[str, Stored]:
+    """What a file holds, apart from names that end as one of `without`.
+
+    Raises `UserError` when it is damaged, or holds other tensors than of floating point.
+    """
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -44,12 +47,12 @@ def read_header(path: Path) -> dict[str, Stored]:
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         if length != 8 + size + end:
             raise ValueError(f"it has {length} bytes, its header describes {8 + size + end}")
-        found = {
-            name: _stored(path.name, entry, 8 + size) for name, entry in header.items() if entry["dtype"] in _DTYPES
-        }
+        wanted = {name: entry for name, entry in header.items() if not name.endswith(without)}
+        other = {entry["dtype"] for entry in wanted.values()} - _DTYPES.keys()
+        found = {} if other else {name: _stored(path.name, entry, 8 + size) for name, entry in wanted.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    if other := {header[name]["dtype"] for name in header.keys() - found.keys()}:
+    if other:
         raise UserError(f"{path} holds {', '.join(sorted(other))} tensors; quantised models are not converted")
     return found
 

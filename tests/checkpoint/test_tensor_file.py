@@ -1,12 +1,17 @@
 """Files written tensor by tensor are ordinary torch files, with their checksum, and hold one tensor at a time."""
 
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron.checkpoint.tensor_file import CheckedFile, TensorFileWriter, file_crc32
+from megatron.checkpoint import stored_zip
+from megatron.checkpoint.stored_zip import CheckedFile, StoredZip, moved
+from megatron.checkpoint.tensor_file import TensorFileWriter, file_crc32
 
 pytestmark = pytest.mark.cpu
 
@@ -65,3 +70,43 @@ def test_on_a_full_disk_the_first_error_is_the_one_that_shows():
     with pytest.raises(OSError, match="No space left"), TensorFileWriter(Path("/dev/full")) as writer:
         writer.add("a", torch.randn(4))
     assert writer._file.closed
+
+
+@given(st.binary(max_size=300), st.integers(0, 10**4))
+def test_a_checksum_moves_over_what_follows(data, zeros):
+    follows = zlib.crc32(bytes(zeros))
+    assert moved(zlib.crc32(data), zeros) ^ follows == zlib.crc32(data + bytes(zeros))
+
+
+def test_every_byte_is_checked_once_and_every_record_has_its_own_checksum(tmp_path, monkeypatch):
+    counted = []
+    original = zlib.crc32
+
+    def crc32(data, start=0):
+        counted.append(len(data))
+        return original(data, start)
+
+    monkeypatch.setattr(stored_zip.zlib, "crc32", crc32)
+    with TensorFileWriter(tmp_path / "x.pt") as writer:
+        for i in range(3):
+            writer.add(f"large {i}", torch.randn(600_000))  # beside the write, in a thread
+            writer.add(f"small {i}", torch.randn(3))
+    assert sum(counted) == writer.bytes == (tmp_path / "x.pt").stat().st_size
+    monkeypatch.undo()
+    assert writer.crc32 == file_crc32(tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt") as archive:
+        assert archive.testzip() is None
+        for entry in archive.infolist():
+            assert zlib.crc32(archive.read(entry)) == entry.CRC, entry.filename
+
+
+def test_more_records_than_the_old_format_counts(tmp_path):
+    file = CheckedFile(tmp_path / "x.zip")
+    archive = StoredZip(file)
+    for i in range(2**16 + 3):
+        archive.record(f"{i}", (b"x",))
+    archive.finish()
+    file.close()
+    with zipfile.ZipFile(tmp_path / "x.zip") as found:
+        assert len(found.namelist()) == 2**16 + 3
+        assert found.read("65538") == b"x" and zlib.crc32(b"x") == found.getinfo("7").CRC
