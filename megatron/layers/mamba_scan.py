@@ -176,6 +176,16 @@ def by_token(rows: Tensor, batch: int, s: int) -> Tensor:
     return rows.transpose(0, 1).reshape(batch, -1, rows.shape[2])[:, :s]
 
 
+def over_states(parts: Tensor, weights: Tensor) -> Tensor:
+    """[T, r, n, c], [T, r, n] -> [T, r, c]. As a product of matrices it would be one call per row."""
+    return (parts * weights.unsqueeze(3)).sum(2)
+
+
+def over_channels(parts: Tensor, values: Tensor) -> Tensor:
+    """[T, r, n, c], [T, r, c] -> [T, r, n]."""
+    return (parts * values.unsqueeze(2)).sum(3)
+
+
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -198,7 +208,7 @@ class _Scan(torch.autograd.Function):
                 borders.append(now)
             states = rows.states(block, rows.decays(block), now)
             now = states[-1].clone() if keeps else states[-1]  # a view would keep the whole block
-            y[block] = torch.matmul(rows.wide(rows.c, block).unsqueeze(2), states).squeeze(2)
+            y[block] = over_states(states, rows.wide(rows.c, block))
         if keeps:
             ctx.save_for_backward(x, dt, a, b, c, starts, torch.stack(borders))
             ctx.stretches = stretches
@@ -220,9 +230,9 @@ class _Scan(torch.autograd.Function):
             states = rows.states(block, decay, before)
             grads, carry = rows.gradients(block, decay, dy, carry)
             x_, dt_, b_ = rows.wide(rows.x, block), rows.wide(rows.dt, block), rows.wide(rows.b, block)
-            dc[block] = torch.matmul(states, rows.wide(dy, block).unsqueeze(3)).squeeze(3)
-            db[block] = torch.matmul(grads, (dt_ * x_).unsqueeze(3)).squeeze(3)
-            drive = torch.matmul(b_.unsqueeze(2), grads).squeeze(2)
+            dc[block] = over_channels(states, rows.wide(dy, block))
+            db[block] = over_channels(grads, dt_ * x_)
+            drive = over_states(grads, b_)
             dx[block] = drive * dt_
             # Gradient of dt A: of the decay, times the decay.
             grads.mul_(decay)
