@@ -86,9 +86,8 @@ def report(shape: str, precision: str, part: str, options: argparse.Namespace) -
     )
     print(f"{'':24s} {'ms':>8s} {'ratio (min-max)':>22s} {'in CPU time':>22s}")
     for name in steps:
-        print(
-            f"{name:24s} {1000 * statistics.median(seconds[name]):8.1f} {ratio(seconds, name):>22s} {ratio(cpu, name):>22s}"
-        )
+        milliseconds = 1000 * statistics.median(seconds[name])
+        print(f"{name:24s} {milliseconds:8.1f} {ratio(seconds, name):>22s} {ratio(cpu, name):>22s}")
 
 
 def ratio(times: dict[str, list[float]], name: str) -> str:
