@@ -66,6 +66,8 @@ ARCHITECTURE = (
     "mamba_use_bias_in_conv",
     "mamba_use_bias_in_linears",
     "mamba_use_bias_in_x_proj",
+    "dim_att",
+    "ffn_dim",
 )
 TOKENIZER = ("tokenizer_type", "tokenizer_fingerprint")
 DATA_ORDER = (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert import falcon, gemma, gpt2, gpt_neox, llama, mamba, moe_families, olmo, phi, phi2, qwen
+from megatron.convert import falcon, gemma, gpt2, gpt_neox, llama, mamba, moe_families, olmo, phi, phi2, qwen, rwkv
 from megatron.convert.check import compare
 from megatron.convert.drafts import draft_of, publish
 from megatron.convert.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, choose_family
@@ -36,6 +36,7 @@ PROVIDERS = (
     gemma,
     phi2,
     mamba,
+    rwkv,
     moe_families,
 )  # importing them is what fills the registry
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -83,6 +83,8 @@ class StreamedModel:
         self._folder, self._dtype = folder, dtype
         with _quiet(), _parameters_on_meta():
             config = AutoConfig.from_pretrained(folder.path)
+            if hasattr(config, "rescale_every"):  # RWKV: it would scale weights that are not there, for fp16
+                config.rescale_every = 0
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self.head: nn.Module = self.model.get_output_embeddings()
         self._empty = dict(self.model.named_parameters(remove_duplicate=False))

@@ -12,7 +12,7 @@ from megatron.checkpoint.manifest import Manifest, ParameterEntry
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.neox_reader import model_specs
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert import read_families, read_gemma_phi, read_mamba, read_moe
+from megatron.convert import read_families, read_gemma_phi, read_mamba, read_moe, read_rwkv
 from megatron.convert.family import FAMILIES, WORD_EMBEDDINGS, Constant, Rule
 from megatron.convert.hf_folder import HuggingFaceFolder
 from megatron.convert.read_config import read_config
@@ -23,7 +23,8 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.schema_model import ModelConfig
 
-READER_MODULES = (read_families, read_gemma_phi, read_mamba, read_moe)  # importing them fills the registry of readers
+# Importing them fills the registry of readers.
+READER_MODULES = (read_families, read_gemma_phi, read_mamba, read_moe, read_rwkv)
 
 
 class HuggingFaceReader(CheckpointReader):

@@ -23,7 +23,16 @@ from megatron.neox_arguments.schema_model import ModelConfig
 
 TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file")
 # Resolved to another form than they are written in, so they cannot be compared before they are derived.
-_DERIVED = ("head_dim", "ffn_width", "num_kv_heads", "mup_width_mult", "mamba_d_state", "mamba_dt_rank")
+_DERIVED = (
+    "head_dim",
+    "ffn_width",
+    "num_kv_heads",
+    "mup_width_mult",
+    "mamba_d_state",
+    "mamba_dt_rank",
+    "dim_att",
+    "ffn_dim",
+)
 _NOT_COMPARED = ("attention_config", *_DERIVED)
 # Longer or tuned further than the model whose tokenizer it uses: still the same network.
 _MAY_DIFFER = ("attention_config", "rope_scaling", "rotary_emb_base", "rotary_emb_base_local")

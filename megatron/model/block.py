@@ -55,6 +55,7 @@ class Block(nn.Module):
 
     uses_cache = True
     one_graph = True  # whether torch.compile can take it whole
+    takes_layer = False  # whether it is made with `layer=` too: its number, from 0 (its default)
 
     def __init__(self, model: ModelConfig, state: ParallelState) -> None:
         super().__init__()

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron.layers.embedding import Embedding
 from megatron.layers.positions import POSITIONS
-from megatron.model import mamba_block
+from megatron.model import mamba_block, rwkv_block
 from megatron.model.block import BLOCKS, TransformerBlock
 from megatron.model.head import TIED_NAME, FinalNorm, Head
 from megatron.model.partition import layer_parameters, layer_rows
@@ -25,7 +25,7 @@ from megatron.mpu.state import ParallelState
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
-PROVIDERS = (mamba_block,)  # importing it is what fills the registry of blocks
+PROVIDERS = (mamba_block, rwkv_block)  # importing them is what fills the registry of blocks
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,10 @@ def gpt_layers(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int, s
     vocabulary = {"vocab_size": vocab_size, "padded_vocab_size": padded_vocab_size}
     builders: list[Callable[..., nn.Module]] = [
         partial(Embedding, model, state, **vocabulary),
-        *(partial(_block, model, state, rotary, kind=kind, mlp=mlp, window=window) for kind, mlp, window in parts),
+        *(
+            partial(_block, model, state, rotary, layer, kind=kind, mlp=mlp, window=window)
+            for layer, (kind, mlp, window) in enumerate(parts)
+        ),
         partial(FinalNorm, model, state),
         partial(Head, model, state, **vocabulary),
     ]
@@ -75,6 +78,7 @@ def _block(
     model: ModelConfig,
     state: ParallelState,
     rotary: Callable[[bool], nn.Module | None],
+    layer: int,
     *,
     kind: str,
     mlp: str,
@@ -82,7 +86,8 @@ def _block(
 ) -> nn.Module:
     block = BLOCKS[kind] if kind in BLOCKS else TransformerBlock  # noqa: SIM401 (a registry has no get)
     local = window is not None and model.rotary_emb_base_local is not None
-    return block(model, state, kind=kind, mlp=mlp, window=window, rotary=rotary(local))
+    number = {"layer": layer} if block.takes_layer else {}
+    return block(model, state, kind=kind, mlp=mlp, window=window, rotary=rotary(local), **number)
 
 
 def build_layer(

@@ -14,6 +14,8 @@ from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.registry import added, measure
 
 MAMBA = ("mamba", "mamba2")  # kinds of mixer whose blocks have no feed-forward
+RWKV = ("rwkv4",)  # whose blocks have one of their own
+RECURRENT = (*MAMBA, *RWKV)  # which need neither heads nor positions
 BLOCK = "block of attention_config"  # the registry of kinds of mixer that are a block of their own
 GATED = ("geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu")
 
@@ -154,11 +156,26 @@ def mamba_flops(model: ModelConfig) -> float:
     return 18.0 * inner * model.mamba_d_state + 6.0 * inner * model.mamba_d_conv
 
 
+def rwkv4_size(model: ModelConfig) -> Size:
+    """Time and channel mixing."""
+    h, a, f = model.hidden_size, model.dim_att, model.ffn_dim
+    assert a is not None and f is not None  # derived
+    return Size(4 * h * a + 2 * a + 2 * h * f + h * h, 5 * h)
+
+
+def rwkv4_flops(model: ModelConfig) -> float:
+    """Per channel a multiply-add each for numerator and denominator, of the state and of what is read, and a division;
+    three times that with the backward pass."""
+    assert model.dim_att is not None  # derived
+    return 27.0 * model.dim_att
+
+
 _ATTENTION = MixerCost(attention_size, attention_flops)
 MIXER_COSTS: dict[str, MixerCost] = {
     **dict.fromkeys(("global", "flash", "local"), _ATTENTION),
     "mamba": MixerCost(mamba_size, mamba_flops),
     "mamba2": MixerCost(mamba2_size, mamba_flops),
+    "rwkv4": MixerCost(rwkv4_size, rwkv4_flops),
 }
 MLP_SIZES: dict[str, Callable[[ModelConfig], Size]] = {
     "dense": dense_size,
@@ -173,7 +190,8 @@ def block_size(model: ModelConfig, layer: int) -> Size:
     kind, mlp = model.attention_config[layer], model.layer_mlps[layer]
     if kind in added(BLOCK):
         return added_size(BLOCK, kind, model, mlp)
-    norms = Size(replicated=_norms(model, mlp) * norm_parameters(model, model.hidden_size))
+    count = 2 + (layer == 0) if kind in RWKV else _norms(model, mlp)
+    norms = Size(replicated=count * norm_parameters(model, model.hidden_size))
     return norms + _mixer_size(model, kind) + _mlp_size(model, mlp)
 
 

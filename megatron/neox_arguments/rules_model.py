@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.errors import nearest
-from megatron.neox_arguments.block_sizes import BLOCK, MAMBA, is_gated
+from megatron.neox_arguments.block_sizes import BLOCK, RECURRENT, is_gated
 from megatron.neox_arguments.draft import Draft, nearest_multiples
 from megatron.neox_arguments.formulas import gated_width, round_up
 from megatron.neox_arguments.rope_kinds import rope_problem
 from megatron.registry import added
 
-KINDS = ("global", "local", "flash", *MAMBA)
-# Kinds of mixer whose blocks have no feed-forward.
-WITHOUT_MLP: tuple[str, ...] = MAMBA
+KINDS = ("global", "local", "flash", *RECURRENT)
+# Kinds of mixer whose blocks have no feed-forward, or one of their own.
+WITHOUT_MLP: tuple[str, ...] = RECURRENT
 _UNAVAILABLE_KINDS = {
     "sparse_fixed": "use 'local' with sliding_window_width",
     "sparse_variable": "use 'local' with sliding_window_width",
@@ -22,7 +22,7 @@ _UNAVAILABLE_KINDS = {
     "bslongformer": "use 'local' with sliding_window_width",
     "gmlp": "use 'global'",
     "amlp": "use 'global'",
-    "rwkv": "use 'global'",
+    "rwkv": "RWKV-6 is not there; use 'rwkv4'",
 }
 
 
@@ -51,7 +51,7 @@ def required(draft: Draft) -> None:
 
 def heads(draft: Draft) -> None:
     """head_dim and num_kv_heads; both head counts must divide, also over tensor-parallel ranks."""
-    if set(draft["attention_config"]) <= set(MAMBA):
+    if set(draft["attention_config"]) <= set(RECURRENT):
         _no_heads(draft)
         return
     if draft["num_attention_heads"] is None:

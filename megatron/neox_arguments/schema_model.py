@@ -11,7 +11,7 @@ from megatron.neox_arguments.keys import key
 from megatron.neox_arguments.schema_mamba import MambaConfig
 
 _TE = "Transformer Engine is not available; the built-in layers do the same"
-_RWKV = "RWKV layers are not available yet; use 'global' in attention_config"
+_RWKV = "RWKV-6, which has heads, is not there; RWKV-4 (rwkv4 in attention_config) has none"
 _OF_RWKV = ("attention_config", "rwkv")
 _MUP_FILES = "base-shape files are not used; set mup_base_hidden_size to the width the learning rate was tuned at"
 
@@ -181,7 +181,7 @@ class ModelConfig(MambaConfig):
         None,
         "Kind of attention per layer: [[[kinds...], n or 'all'], ...] repeats the kinds n times; or a flat list of"
         " num_layers kinds. 'global' and 'flash' are full causal attention, 'local' is a sliding window, 'mamba' and"
-        " 'mamba2' are state spaces (blocks without feed-forward). Resolved to one kind per layer.",
+        " 'mamba2' are state spaces (blocks without feed-forward), 'rwkv4' is RWKV-4. Resolved to one kind per layer.",
     )
     attention_backend: Literal["auto", "torch", "cudnn", "varlen", "flash", "flex", "manual"] = key(
         "auto",
@@ -348,6 +348,14 @@ class ModelConfig(MambaConfig):
     base_shapes_file: str | None = key(None, "muP base-shape file.", unavailable=_MUP_FILES)
     mup_width_scale: int = key(2, "Width factor of muP's delta model.", unavailable=_MUP_FILES)
 
+    # RWKV
+    dim_att: int | None = key(
+        None, "Channels of rwkv4 layers' time mixing (default: hidden_size).", differs="may be left out"
+    )
+    ffn_dim: int | None = key(
+        None, "Width of rwkv4 layers' channel mixing (default: 4 x hidden_size).", differs="may be left out"
+    )
+
     # known, not available
     soft_prompt_tuning: dict[str, Any] | None = key(
         None, "Soft prompt tuning.", unavailable="fine-tune the whole model with finetune: true"
@@ -358,9 +366,7 @@ class ModelConfig(MambaConfig):
         unavailable="gMLP is not available; use 'global'",
         brought_by=("attention_config", "amlp"),
     )
-    dim_att: int | None = key(None, "Attention width of RWKV.", unavailable=_RWKV, brought_by=_OF_RWKV)
     head_size: int | None = key(None, "Head width of RWKV.", unavailable=_RWKV, brought_by=_OF_RWKV)
-    ffn_dim: int | None = key(None, "Feed-forward width of RWKV.", unavailable=_RWKV, brought_by=_OF_RWKV)
     te_columnparallel: bool = key(False, "Transformer Engine column-parallel layers.", unavailable=_TE)
     te_rowparallel: bool = key(False, "Transformer Engine row-parallel layers.", unavailable=_TE)
     te_layernorm_mlp: bool = key(False, "Transformer Engine feed-forward.", unavailable=_TE)

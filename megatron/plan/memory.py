@@ -15,8 +15,8 @@ the number of ranks that hold the same.
 Activations, per token of a micro-batch and block, in elements: the inputs and outputs of the norms (4h, or 3h with one
 shared norm; divided by tp under sequence parallel), and, always divided by tp, queries, keys and values before and
 after rotation, the attention's output, and the feed-forward's rows before and after the activation; of a mixture of
-experts moe_top_k times those of one expert with its inputs and outputs, as if the load was balanced; of Mamba what
-`_mamba` says. `full`
+experts moe_top_k times those of one expert with its inputs and outputs, as if the load was balanced; of Mamba and RWKV
+what `_mamba` and `_rwkv` say. `full`
 recomputation keeps the input of each chunk and the whole of one chunk, `selective` keeps results of matrix products.
 Stage s of p holds min(accumulation, p - s) micro-batches at once (1F1B).
 
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.block_sizes import MAMBA, is_gated
+from megatron.neox_arguments.block_sizes import MAMBA, RWKV, is_gated
 from megatron.neox_arguments.formulas import loss_chunk
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.plan.stages import Held
@@ -122,6 +122,8 @@ def _per_block(args: NeoXArgs, block: int) -> _Kept:
     assert model.attention_config is not None  # derived
     if (kind := model.attention_config[block]) in MAMBA:
         return _mamba(model, kind, tp, outer)
+    if kind in RWKV:
+        return _rwkv(model, tp, outer)
     h, d = model.hidden_size, model.head_dim
     queries, pairs = model.num_attention_heads * d, (model.num_attention_heads + 2 * model.num_kv_heads) * d
     wide, copies = _feed_forward(model, block)
@@ -144,6 +146,15 @@ def _mamba(model: ModelConfig, kind: str, tp: int, outer: int) -> _Kept:
         selected, states = 6 * model.mamba_n_groups * n + 3 * channels // model.mamba_head_dim, n * channels / 64
     everything = 3 * h / outer + (9 * channels + selected + states) / tp
     return _Kept(everything, 3 * h / outer + (4 * channels + selected) / tp, h / outer)
+
+
+def _rwkv(model: ModelConfig, tp: int, outer: int) -> _Kept:
+    """Norms and what is added; both inputs, the tokens before and five mixtures of them, whole on every rank; keys,
+    values and receptance before and after, and the states at the borders of chunks (64); relu, square and product."""
+    h, a, f = model.hidden_size, model.dim_att, model.ffn_dim
+    assert a is not None and f is not None  # derived
+    everything = 6 * h / outer + 11 * h + (6 * a + a / 16 + 3 * f + h) / tp
+    return _Kept(everything, 3 * h / outer + (4 * a + f + h) / tp + h, h / outer)
 
 
 def _feed_forward(model: ModelConfig, block: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from megatron.model.partition import StageRow
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs, plugin_key
 from megatron.neox_arguments.arguments import all_keys
-from megatron.neox_arguments.block_sizes import MAMBA, without_flops
+from megatron.neox_arguments.block_sizes import MAMBA, RECURRENT, RWKV, without_flops
 from megatron.neox_arguments.coerce import thaw
 from megatron.neox_arguments.differences import differences_for
 from megatron.neox_arguments.formulas import flops_per_token, neox_flops_per_token, parameter_count
@@ -81,9 +81,11 @@ def model(args: NeoXArgs, tokenizer: str, vocab_size: int) -> list[str]:
     m, total = args.model, parameter_count(args.model, vocab_size)
     kinds = {kind: m.attention_config.count(kind) for kind in dict.fromkeys(m.attention_config)}
     heads = f"{m.num_attention_heads} heads of {m.head_dim} ({m.num_kv_heads} key/value)"
-    parts = [heads, f"feed-forward {m.ffn_width} {m.activation}"] if set(m.attention_config) - set(MAMBA) else []
+    parts = [heads, f"feed-forward {m.ffn_width} {m.activation}"] if set(m.attention_config) - set(RECURRENT) else []
     if set(m.attention_config) & set(MAMBA):
         parts.append(f"state {m.mamba_d_state} in {m.mamba_expand * m.hidden_size} channels")
+    if set(m.attention_config) & set(RWKV):
+        parts.append(f"time mixing {m.dim_att}, channel mixing {m.ffn_dim}")
     rows = [
         f"{m.num_layers} layers, width {m.hidden_size}, {', '.join(parts)}, sequence {m.seq_length}",
         f"norm {m.norm}, positions {m.pos_emb}, attention "

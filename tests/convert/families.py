@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.convert import gemma_phi, mamba, moe
+from tests.convert import gemma_phi, mamba, moe, rwkv
 from tests.convert.helpers import BASE, LLAMA, NEOX
 
 NO_ATTENTION_BIAS = {"use_bias_in_attn_linear": False, "activation": "relu"}
@@ -86,5 +86,6 @@ FAMILY_CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("phi3", "one key head, for long texts", {**PHI3, **ONE, "rope_scaling": LONGROPE}),
     *gemma_phi.CASES,
     *mamba.CASES,
+    *rwkv.CASES,
     *moe.CASES,
 ]  # fmt: skip

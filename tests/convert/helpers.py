@@ -62,8 +62,8 @@ def hugging_face(args: NeoXArgs, architecture: str, seed: int = 0):
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             # Of small weights a state space makes little that could be seen.
-            tensor.normal_(std=0.4 if ".mixer." in name else 0.1)
-            if ("norm" in name or ".ln_" in name) and name.endswith("weight"):
+            tensor.normal_(std=0.4 if ".mixer." in name or "rwkv.blocks" in name else 0.1)
+            if ("norm" in name or ".ln" in name or "pre_ln" in name) and name.endswith("weight"):
                 tensor.add_(1.0)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.convert import mamba, moe
+from tests.convert import mamba, moe, rwkv
 from tests.convert.published_gemma_phi import GEMMA_PHI
 
 # fmt: off
@@ -172,6 +172,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vocab_size": 32064,
     },
     **mamba.PUBLISHED,
+    **rwkv.PUBLISHED,
     **moe.PUBLISHED,
     **GEMMA_PHI,
 }

@@ -34,7 +34,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.block_sizes import GATED
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.objectives import OBJECTIVES
-from tests.convert import gemma_phi, mamba, moe
+from tests.convert import gemma_phi, mamba, moe, rwkv
 from tests.convert.families import FAMILY_CASES, GPT2, GROUPED, OLMO, PHI3, QWEN2, QWEN3
 from tests.convert.helpers import (
     VOCAB,
@@ -216,7 +216,7 @@ def _divides(keys: dict[str, Any], tensor: int) -> bool:
     return True
 
 
-WITHOUT_ATTENTION = ("mamba", "mamba2")
+WITHOUT_ATTENTION = ("mamba", "mamba2", "rwkv4")
 VARIANTS: dict[str, list[Any]] = {
     "num_kv_heads": [4, 2, 1],
     "no_weight_tying": [True, False],
@@ -345,6 +345,7 @@ REFUSALS = [
     ("phi3", {**PHI3, "use_bias_in_mlp": True}, "no biases"),
     *gemma_phi.REFUSALS,
     *mamba.REFUSALS,
+    *rwkv.REFUSALS,
     *moe.REFUSALS,
 ]
 
@@ -361,6 +362,7 @@ def test_what_a_family_cannot_express_is_named(architecture, keys, message):
         *[("qwen2", QWEN2), ("qwen3", QWEN3), ("olmo2", OLMO), ("gpt2", GPT2), ("phi3", PHI3), ("llama", GROUPED)],
         *gemma_phi.FOUND,
         *mamba.FOUND,
+        *rwkv.FOUND,
         *moe.FOUND,
     ],
 )

@@ -17,7 +17,7 @@ from megatron.errors import UserError
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.formulas import parameter_count
 from megatron.neox_arguments.load import load
-from tests.convert import mamba
+from tests.convert import mamba, rwkv
 from tests.convert.families import FAMILY_CASES, OLMO
 from tests.convert.helpers import hugging_face, resolved
 from tests.convert.published import PUBLISHED
@@ -105,6 +105,7 @@ def test_there_and_back_is_bit_identical(tmp_path, architecture, keys):
         ("falcon/7B", {"num_ln_in_parallel_attn": 2}, "needs new_decoder_architecture"),
         ("phi3/mini-4k", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "longrope"),
         *mamba.CONFIG_REFUSALS,
+        *rwkv.CONFIG_REFUSALS,
         *REFUSED,
     ],
 )

@@ -1,0 +1,71 @@
+"""A residual block of RWKV-4: x + time_mixing(norm(x)), then x + channel_mixing(norm(x)); the first of a network
+normalises the embeddings before.
+
+It is not compiled: its recurrence is a loop over the sequence.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from megatron.layers.documents import Documents
+from megatron.layers.kv_cache import CacheEntry, StateCache
+from megatron.layers.mamba_parts import document_ids, document_starts
+from megatron.layers.norms import build_norm
+from megatron.layers.rwkv import ChannelMixing, TimeMixing
+from megatron.model.block import BLOCKS, Block
+from megatron.mpu.state import ParallelState
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.schema_model import ModelConfig
+
+
+@BLOCKS.register("rwkv4")
+class RwkvBlock(Block):
+    """`mlp`, `window` and `rotary` are for blocks of other kinds; `layer`: its number, from 0."""
+
+    one_graph = False
+    takes_layer = True
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        state: ParallelState,
+        *,
+        kind: str,
+        mlp: str,
+        window: int | None,
+        rotary: nn.Module | None,
+        layer: int = 0,
+    ) -> None:
+        super().__init__(model, state)
+        self.pre_layernorm = build_norm(model, state) if layer == 0 else None
+        self.input_layernorm = build_norm(model, state)
+        self.time_mixing = TimeMixing(model, state, layer)
+        self.post_attention_layernorm = build_norm(model, state)
+        self.channel_mixing = ChannelMixing(model, state, layer)
+
+    def new_cache(self, capacity: int, start: Tensor | None) -> CacheEntry:
+        return StateCache(start)
+
+    def residual(
+        self, x: Tensor, positions: Tensor, documents: Documents | Tensor | None, cache: CacheEntry | None = None
+    ) -> Tensor:
+        b, s = positions.shape
+        starts, real, tails, state = None, None, None, None
+        if cache is None:
+            starts = document_starts(document_ids(documents))
+        else:
+            real, tails, state = cache.real(s), cache.tail, cache.state
+        # The last token of each half's input [b, 2, h], and the state of time mixing.
+        before = (None, None) if tails is None else tails.unbind(1)
+        x = x if self.pre_layernorm is None else self.pre_layernorm(x)
+        change, last, state = self.time_mixing(self.input_layernorm(x), b, starts, real, before[0], state)
+        x = x + self._drop(change)
+        change, other = self.channel_mixing(self.post_attention_layernorm(x), b, starts, real, before[1])
+        if cache is not None:
+            cache.advance(s, torch.stack((last, other), dim=1), state)
+        return x + self._drop(change)
