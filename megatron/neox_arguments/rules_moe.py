@@ -43,12 +43,12 @@ def layer_mlps(draft: Draft) -> None:
         listed = zip(_listed(draft, given, layers), plain, strict=True)
         wanted = [mlp if mlp == "moe" else other for mlp, other in listed]
     mlps = ["none" if without_mlp(mixer) else mlp for mixer, mlp in zip(mixers, wanted, strict=True)]
+    if given is not None:
+        for place, (mlp, asked) in enumerate(zip(mlps, wanted, strict=True)):
+            if asked == "moe" != mlp:
+                draft.fail("moe_layers", f"layer {place} is {mixers[place]!r}, which has no feed-forward")
     if draft["moe_num_experts"] > 1 and "moe" not in mlps:
         draft.fail("moe_num_experts", f"{draft['moe_num_experts']} experts, but no layer is a mixture of experts")
-    if given is not None and mlps != wanted:
-        place = next(i for i, (mlp, other) in enumerate(zip(mlps, wanted, strict=True)) if mlp != other)
-        if wanted[place] == "moe":
-            draft.fail("moe_layers", f"layer {place} is {mixers[place]!r}, which has no feed-forward")
     draft.set("layer_mlps", tuple(mlps), "attention_config, moe_expert_interval or moe_layers")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
@@ -33,6 +34,19 @@ def test_shipped_files_load_and_derive_without_complaint(name: str) -> None:
         done = derive(derive(given), facts)
         assert done.notes == ()
         assert done.training.train_batch_size > 0
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_resolved_config_is_a_config(name: str, tmp_path: Path) -> None:
+    """What derivation wrote, as a run's resolved.yml holds it, is accepted by every rule and means the same."""
+    args = load([name], conf_dir=str(CONFIGS))
+    if args.model.num_layers is None:
+        args = load([name, "pythia/14M.yml"], conf_dir=str(CONFIGS))
+    facts = Facts(vocab_size=50277)
+    args = derive(args, facts)
+    (tmp_path / "resolved.yml").write_text(yaml.safe_dump(args.to_dict()), encoding="utf-8")
+    again = derive(load([str(tmp_path / "resolved.yml")]), facts)
+    assert again == args and again.hash() == args.hash() and again.notes == ()
 
 
 @pytest.mark.parametrize("name", MIXTURES)

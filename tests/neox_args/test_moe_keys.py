@@ -75,6 +75,10 @@ def test_gpt_neox_keys_of_a_dense_model_are_let_pass(tmp_path: Path) -> None:
             "moe_layers: layer 0 is 'mamba', which has no feed-forward",
         ),
         (
+            {**TOPK, "moe_layers": [2], "attention_config": [[["mamba", "global"], 2]]},
+            "moe_layers: layer 2 is 'mamba', which has no feed-forward",
+        ),
+        (
             {"moe_aux_loss_coeff": 0.1},
             "moe_aux_loss_coeff: no layer is a mixture of experts; set moe_num_experts above 1, or leave it out",
         ),
