@@ -57,13 +57,35 @@ class Documents:
         return cls(ids, bounds, reach, masks, blocks)
 
 
-def document_bounds(ids: Tensor) -> tuple[Tensor, int]:
-    """ids [b, s] -> (int32 starts of each run of equal numbers among the b·s tokens, then b·s; the longest run).
+def document_ids(documents: Documents | Tensor | None) -> Tensor | None:
+    """The numbers [b, s] of packed documents."""
+    return documents.ids if isinstance(documents, Documents) else documents
 
-    A row always starts a new run. Reads from the device, once.
-    """
+
+def document_starts(ids: Tensor | None) -> Tensor | None:
+    """bool [b, s]: the first token of each packed document. A row always starts one."""
+    return None if ids is None else _starts(ids)
+
+
+def _starts(ids: Tensor) -> Tensor:
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return starts
+
+
+def document_of_tokens(ids: Tensor) -> Tensor:
+    """ids [b, s] -> int64 [b·s]: documents numbered through the micro-batch from 0; one that goes on in the next row
+    is another there. Does not wait for the device.
+    """
+    return _starts(ids).flatten().cumsum(0) - 1
+
+
+def document_bounds(ids: Tensor) -> tuple[Tensor, int]:
+    """ids [b, s] -> (int32 starts of each document among the b·s tokens, then b·s; the longest one's length).
+
+    Reads from the device, once.
+    """
+    starts = _starts(ids)
     bounds = F.pad(starts.flatten().nonzero().flatten().int(), (0, 1), value=ids.numel())
     return bounds, int(bounds.diff().max())
 

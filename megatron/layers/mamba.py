@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.layers.attention import MIXERS
-from megatron.layers.documents import Documents
+from megatron.layers.documents import Documents, document_ids, document_starts
 from megatron.layers.init import build_init
 from megatron.layers.kv_cache import StateCache
 from megatron.layers.mamba_conv import conv_tail
@@ -27,8 +27,6 @@ from megatron.layers.mamba_kernels import choose_kernels, steps
 from megatron.layers.mamba_parts import (
     DepthwiseConv,
     count_up,
-    document_ids,
-    document_starts,
     state_parameter,
     step_bias,
     uniform,

@@ -1,4 +1,4 @@
-"""What Mamba-1 and Mamba-2 share: the convolution's weights, initial values, packed documents.
+"""What Mamba-1 and Mamba-2 share: the convolution's weights, initial values.
 
 Legend: b batch, s sequence, c channels, k taps of the convolution, /tp = this rank's part.
 """
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Generator, Tensor, nn
 
-from megatron.layers.documents import Documents
 from megatron.layers.mamba_kernels import Conv
 from megatron.mpu import sharding
 from megatron.mpu.sharding import InitFunction, ParamSpec
@@ -57,20 +56,6 @@ def state_parameter(
         keep_fp32=model.mamba_selective_fp32_params,
     )
     return sharding.parameter(spec, state)
-
-
-def document_ids(documents: Documents | Tensor | None) -> Tensor | None:
-    """The numbers [b, s] of packed documents."""
-    return documents.ids if isinstance(documents, Documents) else documents
-
-
-def document_starts(ids: Tensor | None) -> Tensor | None:
-    """bool [b, s]: the first token of each packed document. A row always starts one."""
-    if ids is None:
-        return None
-    starts = torch.ones_like(ids, dtype=torch.bool)
-    starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    return starts
 
 
 def uniform(bound: float) -> InitFunction:

@@ -151,14 +151,14 @@ class TransformerBlock(Block):
             return x + self._drop(change), loss
         if self.form == "olmo":
             x = x + self._drop(self.post_attention_layernorm(self.attention(x, *where)))
-            change, loss = self._feed(x, positions)
+            change, loss = self._feed(x, where)
             return x + self._drop(self.post_feedforward_layernorm(change)), loss
         if self.form == "sandwich":
             x = x + self._drop(self.post_attention_layernorm(self.attention(self.input_layernorm(x), *where)))
-            change, loss = self._feed(self.pre_feedforward_layernorm(x), positions)
+            change, loss = self._feed(self.pre_feedforward_layernorm(x), where)
             return x + self._drop(self.post_feedforward_layernorm(change)), loss
         x = x + self._drop(self.attention(self.input_layernorm(x), *where))
-        change, loss = self._feed(self.post_attention_layernorm(x), positions)
+        change, loss = self._feed(self.post_attention_layernorm(x), where)
         return x + self._drop(change), loss
 
     def _parallel(self, x: Tensor, where: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
@@ -167,17 +167,18 @@ class TransformerBlock(Block):
             # One input for both: enter the tensor-parallel region once.
             normed = enter_tensor_parallel(normed, self.state)
             partial = self.attention(normed, *where, entered=True, reduce=False)
-            change, loss = self._feed(normed, where[0], entered=True, reduce=False)
+            change, loss = self._feed(normed, where, entered=True, reduce=False)
         else:
             partial = self.attention(normed, *where, reduce=False)
-            change, loss = self._feed(self.post_attention_layernorm(x), where[0], reduce=False)
+            change, loss = self._feed(self.post_attention_layernorm(x), where, reduce=False)
         total = leave_tensor_parallel(partial + change, self.state)
         return self.mlp.add_bias(self.attention.dense.add_bias(total)), loss
 
-    def _feed(self, x: Tensor, positions: Tensor, **crossing: bool) -> tuple[Tensor, Tensor | None]:
+    def _feed(self, x: Tensor, where: tuple[Any, ...], **crossing: bool) -> tuple[Tensor, Tensor | None]:
         """The feed-forward, and what it adds to the loss; `crossing`: `entered` and `reduce` of it."""
         if isinstance(self.mlp, MixtureOfExperts):
-            return self.mlp(x, positions.shape[0], **crossing)
+            positions, documents, _ = where
+            return self.mlp(x, positions.shape[0], documents, **crossing)
         return self.mlp(x, **crossing), None
 
 

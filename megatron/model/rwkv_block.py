@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from megatron.layers.documents import Documents
+from megatron.layers.documents import Documents, document_ids, document_starts
 from megatron.layers.kv_cache import CacheEntry, StateCache
-from megatron.layers.mamba_parts import document_ids, document_starts
 from megatron.layers.norms import build_norm
 from megatron.layers.rwkv import ChannelMixing, TimeMixing
 from megatron.model.block import BLOCKS, Block

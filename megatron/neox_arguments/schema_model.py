@@ -302,7 +302,8 @@ class ModelConfig(MambaConfig):
     moe_capacity_factor: float | None = key(
         None,
         "In training, an expert takes at most this times seq_length x moe_top_k / moe_num_experts tokens of a sequence,"
-        " rounded up, first come first served; others skip it. Default: none is dropped.",
+        " rounded up, first come first served; others skip it. With intra_document_masking the same of each document"
+        " and its length. Default: none is dropped.",
         new=True,
     )
     moe_intermediate_size: int | None = key(

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.layers import mamba_kernels
+from megatron.layers.documents import document_starts
 from megatron.layers.mamba_conv import causal_conv, conv_tail
 from megatron.layers.mamba_kernels import choose_kernels
-from megatron.layers.mamba_parts import count_up, document_starts, log_uniform, step_bias
+from megatron.layers.mamba_parts import count_up, log_uniform, step_bias
 from megatron.layers.mamba_scan import scan_step, selective_scan
 from megatron.layers.mamba_ssd import chunked_scan, ssd_step
 from tests.model.networks import build, tiny

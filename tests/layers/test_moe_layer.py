@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.layers.moe import MixtureOfExperts
-from megatron.layers.moe.capacity import within_capacity
 from megatron.mpu.state import ParallelState
 from tests.model.networks import tiny
 
@@ -64,17 +64,20 @@ def _written_out(layer: MixtureOfExperts, x: Tensor, sequences: int, changes: di
     scores = scores.sigmoid() if changes.get("moe_router_score") == "sigmoid" else scores.softmax(-1)
     bias = router.expert_bias.double() if router.expert_bias is not None else 0.0
     chosen = (scores + bias).topk(router.top_k).indices
-    keep = torch.ones_like(chosen, dtype=torch.bool)
+    most, length = math.inf, len(x) // sequences
     if (factor := changes.get("moe_capacity_factor")) is not None:
-        keep = within_capacity(chosen, sequences, 5, factor)
+        most = math.ceil(factor * length * router.top_k / 5)
     rows = []
     for token, row in enumerate(x):
+        if token % length == 0:
+            taken = [0] * 5
         weights = scores[token, chosen[token]]
         if changes.get("moe_normalize_topk"):
             weights = weights / weights.sum()
         total = torch.zeros_like(row)
         for j, expert in enumerate(chosen[token].tolist()):
-            if keep[token, j]:
+            taken[expert] += 1
+            if taken[expert] <= most:
                 biases = (experts.bias1[expert], experts.bias2[expert]) if experts.bias1 is not None else (0.0, 0.0)
                 weight = weights[j] * changes.get("moe_routed_scaling", 1.0)
                 total = total + weight * _network(row, experts.linear1[expert], experts.linear2[expert], name, biases)

@@ -201,22 +201,40 @@ def test_torchs_grouped_product_is_used_as_it_wants_to_be(monkeypatch: pytest.Mo
 
 
 def test_capacity_is_rounded_up_and_at_least_one() -> None:
-    assert [capacity(factor, 10, 2, 8) for factor in (1.0, 1.2, 2.0, 0.01)] == [3, 3, 5, 1]
+    found = [capacity(factor, torch.tensor([10, 1]), 2, 8).tolist() for factor in (1.0, 1.2, 2.0, 0.01)]
+    assert found == [[3, 1], [3, 1], [5, 1], [1, 1]]
+
+
+def _rows(count: int, tokens: int) -> Tensor:
+    return torch.arange(count).repeat_interleave(tokens)
 
 
 def test_first_come_first_served_in_each_sequence() -> None:
     chosen = torch.tensor([[0, 1], [0, 2], [0, 1], [0, 1], [1, 2], [1, 0]])  # two sequences of three tokens
-    kept = within_capacity(chosen, sequences=2, experts=3, factor=1.0)  # two per expert and sequence
+    kept = within_capacity(chosen, _rows(2, 3), experts=3, factor=1.0)  # two per expert and sequence
     expected = [[True, True], [True, True], [False, True], [True, True], [True, True], [False, True]]
     assert kept.tolist() == expected
 
 
+@pytest.mark.parametrize("lengths", [[40], [13, 1, 26], [7] * 5], ids=str)
+@pytest.mark.parametrize("factor", [0.3, 0.7, 1.0, 5.0])
+def test_capacity_counted_one_by_one(lengths: list[int], factor: float) -> None:
+    sequence = torch.tensor([i for i, length in enumerate(lengths) for _ in range(length)])
+    chosen, taken, expected = _chosen(tokens=len(sequence), experts=5), {}, []
+    for i, experts in zip(sequence.tolist(), chosen.tolist(), strict=True):
+        expected.append([])
+        for expert in experts:
+            taken[i, expert] = taken.get((i, expert), 0) + 1
+            expected[-1].append(taken[i, expert] <= max(1, math.ceil(factor * lengths[i] * 2 / 5)))
+    assert within_capacity(chosen, sequence, 5, factor).tolist() == expected
+
+
 def test_drops_depend_neither_on_other_sequences_nor_on_later_tokens() -> None:
     chosen = _chosen(tokens=40, experts=5)
-    whole = within_capacity(chosen, 4, 5, 0.7)
+    whole = within_capacity(chosen, _rows(4, 10), 5, 0.7)
     assert not whole.all() and whole.any()
-    parts = torch.cat([within_capacity(part, 1, 5, 0.7) for part in chosen.chunk(4)])
+    parts = torch.cat([within_capacity(part, _rows(1, 10), 5, 0.7) for part in chosen.chunk(4)])
     assert torch.equal(whole, parts)
     changed = chosen.clone()
     changed[35:] = (changed[35:] + 1) % 5  # the end of the last sequence
-    assert torch.equal(within_capacity(changed, 4, 5, 0.7)[:35], whole[:35])
+    assert torch.equal(within_capacity(changed, _rows(4, 10), 5, 0.7)[:35], whole[:35])

@@ -329,6 +329,25 @@ def test_packed_documents_do_not_see_each_other() -> None:
     assert (after[:, :7] - before[:, :7]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("form", [{}, {"gpt_j_residual": True}, {"norm_placement": "sandwich"}], ids=str)
+def test_a_full_expert_drops_tokens_of_its_own_document_alone(form: dict[str, Any]) -> None:
+    """In training with a capacity: what one document sends to an expert leaves the room of the others as it is."""
+    keys = {**EVERYTHING, "moe_capacity_factor": 0.6, **form}
+    network = build(tiny(**keys, intra_document_masking=True))
+    tokens, _, _ = batch()
+    documents = (torch.arange(16) >= 7).long().expand(2, 16).contiguous()
+    positions = torch.cat((torch.arange(7), torch.arange(9))).expand(2, 16).contiguous()
+    changed = tokens.clone()
+    changed[:, :7] = (changed[:, :7] + 1) % VOCAB
+    with torch.no_grad():
+        before, after = (logits(network, given, positions, documents)[:, 7:] for given in (tokens, changed))
+        alone = logits(network, tokens[:, 7:], positions[:, 7:], documents[:, 7:])
+        kept = logits(network.eval(), tokens, positions, documents)[:, 7:]
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-5)
+    torch.testing.assert_close(alone, before, rtol=0, atol=1e-5)
+    assert (kept - before).abs().max() > 0.1
+
+
 @pytest.mark.parametrize("form", [{}, {"gpt_j_residual": True}, {"checkpoint_policy": "full"}], ids=str)
 def test_compiled_around_the_experts(form: dict[str, Any]) -> None:
     """The same numbers with graphs that end at the experts, and no more of them in the second step; a block that is

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
+from megatron.layers.documents import Documents, document_ids, document_of_tokens
 from megatron.layers.init import build_init
 from megatron.layers.mlp import MLPS, DenseMLP
 from megatron.layers.moe.capacity import within_capacity
@@ -66,16 +68,24 @@ class MixtureOfExperts(nn.Module):
         self.load = Load(model.moe_num_experts, state.device)
 
     def forward(
-        self, x: Tensor, sequences: int, *, entered: bool = False, reduce: bool = True
+        self,
+        x: Tensor,
+        sequences: int,
+        documents: Documents | Tensor | None = None,
+        *,
+        entered: bool = False,
+        reduce: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """x [t, h] ([t/tp, h] under sequence parallelism) of `sequences` rows -> (the same, what this layer adds to the
-        loss: 0-dim fp32, or None without a coefficient). `entered` and `reduce` as in mpu.layers."""
+        loss: 0-dim fp32, or None without a coefficient). `documents` that are kept apart, or None. `entered` and
+        `reduce` as in mpu.layers."""
         if not entered:
             x = enter_tensor_parallel(x, self.state)
         routing = Routing(*self.router(x))
-        keep, factor = None, self.capacity_factor
-        if factor is not None and self.training:
-            keep = within_capacity(routing.experts, sequences, self.num_experts, factor)
+        keep = None
+        if self.capacity_factor is not None and self.training:
+            sequence = _sequence_of_tokens(len(x), sequences, document_ids(documents), x.device)
+            keep = within_capacity(routing.experts, sequence, self.num_experts, self.capacity_factor)
         loss, weights = self._losses(routing, keep, sequences)
         sent = self.dispatch(x, routing.experts, keep)
         y = sent.combine(self.experts(sent.rows, sent.groups), weights)
@@ -95,6 +105,13 @@ class MixtureOfExperts(nn.Module):
     def add_bias(self, y: Tensor) -> Tensor:
         """Nothing is left to add once the partial sums are reduced: an expert's bias is part of its output."""
         return y
+
+
+def _sequence_of_tokens(tokens: int, sequences: int, ids: Tensor | None, device: torch.device) -> Tensor:
+    """int64 [t]: the row of each token, or with the numbers [b, s] of documents its document, counted from 0."""
+    if ids is not None:
+        return document_of_tokens(ids)
+    return torch.arange(sequences, device=device).repeat_interleave(tokens // sequences)
 
 
 def _one_of(loss: Tensor, state: ParallelState) -> Tensor:
