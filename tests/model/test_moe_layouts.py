@@ -119,6 +119,18 @@ def test_same_curve_of_mixed_layouts(model: str, layout: Layout) -> None:
     assert_same(model, run_distributed(train, layout.world, MODELS[model], layout, STEPS, timeout=120))
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_noise_in_the_router_is_one_for_all_tensor_parallel_ranks(sequence_parallel: bool) -> None:
+    """Each routes all tokens, so other noise would send a token to other experts on each rank."""
+    keys = {**MODELS["llama"], "moe_jitter_eps": 0.2}
+    layout = Layout(tp=2, micro=8, sequence_parallel=sequence_parallel)
+    alone = run_distributed(train, 1, keys, Layout(micro=8), STEPS)[0]
+    assert alone["loss"] != pytest.approx(reference("llama")["loss"], rel=1e-5)
+    for curve in run_distributed(train, 2, keys, layout, STEPS, timeout=120):
+        for what in ("loss", "grad_norm"):
+            assert curve[what] == pytest.approx(alone[what], rel=1e-5)
+
+
 def test_the_reference_learns_drops_and_balances() -> None:
     for model in MODELS:
         curve = reference(model)

@@ -51,7 +51,7 @@ def losses(run: Path) -> dict[int, float]:
 
 def write_tokens(folder: Path) -> None:
     numbers = np.random.default_rng(0)
-    with IndexedDatasetBuilder(folder / "tokens", np.uint16) as builder:
+    with IndexedDatasetBuilder(folder / "tokens_text_document", np.uint16) as builder:
         for _ in range(50):
             builder.add_document(numbers.integers(32, 127, size=100))
         builder.finalize()
@@ -116,8 +116,8 @@ def test_texts_are_those_of_the_whole_prefix_on_any_layout(trained: Path) -> Non
 
 def test_a_plugin_that_is_gone_is_named_by_every_command(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "run", tmp_path / "run")
-    (tmp_path / "tokens.bin").symlink_to(trained / "tokens.bin")
-    (tmp_path / "tokens.idx").symlink_to(trained / "tokens.idx")
+    for part in ("bin", "idx"):
+        (tmp_path / f"tokens_text_document.{part}").symlink_to(trained / f"tokens_text_document.{part}")
     write_layers(tmp_path)
     (tmp_path / "my_layers.py").unlink()
     for script in ("train.py", "generate.py"):

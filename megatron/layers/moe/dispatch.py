@@ -16,7 +16,6 @@ from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch._compile import _disable_dynamo as outside_graphs  # as torch.compiler.disable, which imports for a second
 
 from megatron.layers.moe.grouped_linear import Groups
 from megatron.layers.moe.permute import Order, combine_rows, gather_rows, order_by
@@ -94,7 +93,6 @@ class ExchangedRows:
     own: LocalRows
     exchange: Exchange
 
-    @outside_graphs  # how many rows travel depends on the data
     def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
         back = self.exchange.from_experts(outputs)
         # On a GPU the rows of this rank's tokens go on behind the last group (`Groups`); nobody reads those.
@@ -108,7 +106,6 @@ class ExchangedDispatch:
     part: LocalDispatch
     state: ParallelState
 
-    @outside_graphs
     def __call__(self, x: Tensor, experts: Tensor, keep: Tensor | None) -> ExchangedRows:
         own = self.part(x, experts, keep)
         exchange = Exchange.plan(own.groups.sizes, self.state)
