@@ -67,6 +67,7 @@ ARCHITECTURE = (
     "mamba_use_bias_in_linears",
     "mamba_use_bias_in_x_proj",
     "dim_att",
+    "head_size",
     "ffn_dim",
 )
 TOKENIZER = ("tokenizer_type", "tokenizer_fingerprint")

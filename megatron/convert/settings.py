@@ -31,6 +31,7 @@ _DERIVED = (
     "mamba_d_state",
     "mamba_dt_rank",
     "dim_att",
+    "head_size",
     "ffn_dim",
 )
 _NOT_COMPARED = ("attention_config", *_DERIVED)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
 
-class _Mixing(nn.Module):
+class Mixing(nn.Module):
     """What both halves share: entering the tensor-parallel region, the token before, mixing vectors."""
 
     def __init__(self, model: ModelConfig, state: ParallelState) -> None:
@@ -39,12 +39,12 @@ class _Mixing(nn.Module):
         self.state = state
         self.hidden = model.hidden_size
 
-    def _vector(self, fill: InitFunction) -> nn.Parameter:
+    def vector(self, fill: InitFunction) -> nn.Parameter:
         """[1, 1, h], as published."""
         spec = ParamSpec(shape=(1, 1, self.hidden), init=fill, kind="vector", decay=False, sequence_reduced=True)
         return sharding.parameter(spec, self.state)
 
-    def _entered(
+    def entered(
         self, x: Tensor, b: int, starts: Tensor | None, real: Tensor | None, before: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """x ([t, h], or [t/tp, h]) as [b, s, h], and the token before each: zeros at the start of a text."""
@@ -54,12 +54,12 @@ class _Mixing(nn.Module):
         shifted = torch.cat((first, x[:, :-1]), dim=1)
         return x, shifted if starts is None else shifted.masked_fill(starts.unsqueeze(2), 0.0)
 
-    def _mixed(self, x: Tensor, shifted: Tensor, mix: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, shifted: Tensor, mix: Tensor) -> Tensor:
         """[b, s, h] -> [t, h]. Every rank goes on with columns of its own, so gradients of the vector add up."""
         return torch.lerp(shifted, x, sum_gradient(mix, self.state, "tensor")).reshape(-1, self.hidden)
 
 
-class TimeMixing(_Mixing):
+class TimeMixing(Mixing):
     """Parameters have the names of BlinkDL's and Hugging Face's; `layer` (from 0) decides how they start."""
 
     def __init__(self, model: ModelConfig, state: ParallelState, layer: int) -> None:
@@ -68,9 +68,9 @@ class TimeMixing(_Mixing):
         depth, left = layer / max(model.num_layers - 1, 1), 1 - layer / model.num_layers
         self.time_decay = self._per_channel(channels, decay(depth))
         self.time_first = self._per_channel(channels, bonus)
-        self.time_mix_key = self._vector(mix(left))
-        self.time_mix_value = self._vector(mix(left, 0.3 * depth))
-        self.time_mix_receptance = self._vector(mix(0.5 * left))
+        self.time_mix_key = self.vector(mix(left))
+        self.time_mix_value = self.vector(mix(left, 0.3 * depth))
+        self.time_mix_receptance = self.vector(mix(0.5 * left))
         self.key = ColumnParallelLinear(h, channels, state=state, init=init, bias=False)
         self.value = ColumnParallelLinear(h, channels, state=state, init=init, bias=False)
         self.receptance = ColumnParallelLinear(h, channels, state=state, init=init, bias=False)
@@ -94,29 +94,36 @@ class TimeMixing(_Mixing):
         `starts` [b, s]: first tokens of packed documents; `real` [b, s, 1]: tokens that are not padding; `before`,
         `state`: what the last two were behind the tokens before.
         """
-        x, shifted = self._entered(x, b, starts, real, before)
+        x, shifted = self.entered(x, b, starts, real, before)
         s, wide = x.shape[1], torch.promote_types(x.dtype, torch.float32)
-        k = self.key(self._mixed(x, shifted, self.time_mix_key), entered=True).view(b, s, -1)
-        v = self.value(self._mixed(x, shifted, self.time_mix_value), entered=True).view(b, s, -1)
-        r = self.receptance(self._mixed(x, shifted, self.time_mix_receptance), entered=True).view(b, s, -1)
+        k = self.key(self.mixed(x, shifted, self.time_mix_key), entered=True).view(b, s, -1)
+        v = self.value(self.mixed(x, shifted, self.time_mix_value), entered=True).view(b, s, -1)
+        r = self.receptance(self.mixed(x, shifted, self.time_mix_receptance), entered=True).view(b, s, -1)
         if real is not None:
             k, v = k.to(wide).masked_fill(~real, NOTHING), v.masked_fill(~real, 0.0)
         y, state = wkv(k, v, -self.time_decay.to(wide).exp(), self.time_first.to(wide), starts=starts, state=state)
         return self.output((torch.sigmoid(r) * y).view(b * s, -1)), x[:, -1], state
 
 
-class ChannelMixing(_Mixing):
-    """Parameters have the names of BlinkDL's and Hugging Face's."""
+class ChannelMixing(Mixing):
+    """Parameters have the names of BlinkDL's and Hugging Face's. `add_vectors` and `parts` are those of RWKV-4."""
 
     def __init__(self, model: ModelConfig, state: ParallelState, layer: int) -> None:
         super().__init__(model, state)
         h, width, init = model.hidden_size, model.ffn_dim, build_init(model)
-        left = 1 - layer / model.num_layers
-        self.time_mix_key = self._vector(mix(left))
-        self.time_mix_receptance = self._vector(mix(left))
+        self.add_vectors(1 - layer / model.num_layers)
         self.key = ColumnParallelLinear(h, width, state=state, init=init, bias=False)
         self.receptance = ColumnParallelLinear(h, h, state=state, init=init, bias=False)
         self.value = RowParallelLinear(width, h, state=state, init=build_init(model, residual=True), bias=False)
+
+    def add_vectors(self, left: float) -> None:
+        """`left`: 1 in the first layer, almost 0 in the last."""
+        self.time_mix_key = self.vector(mix(left))
+        self.time_mix_receptance = self.vector(mix(left))
+
+    def parts(self, x: Tensor, shifted: Tensor) -> tuple[Tensor, Tensor]:
+        """What key and receptance are made from, [t, h] each."""
+        return self.mixed(x, shifted, self.time_mix_key), self.mixed(x, shifted, self.time_mix_receptance)
 
     def forward(
         self,
@@ -127,10 +134,10 @@ class ChannelMixing(_Mixing):
         before: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As in `TimeMixing`: (the shape of x, last x [b, h])."""
-        x, shifted = self._entered(x, b, starts, real, before)
-        k = self.key(self._mixed(x, shifted, self.time_mix_key), entered=True)
-        partial = self.value(F.relu(k).square(), reduce=False)
-        r = torch.sigmoid(self.receptance(self._mixed(x, shifted, self.time_mix_receptance), entered=True))
+        x, shifted = self.entered(x, b, starts, real, before)
+        for_key, for_receptance = self.parts(x, shifted)
+        partial = self.value(F.relu(self.key(for_key, entered=True)).square(), reduce=False)
+        r = torch.sigmoid(self.receptance(for_receptance, entered=True))
         # It multiplies a part of the sum on every rank, so the gradients of all of them add up.
         r = sum_gradient(gather_last_dim(r, self.state), self.state, "tensor")
         return leave_tensor_parallel(r * partial, self.state), x[:, -1]

@@ -1,5 +1,5 @@
-"""A residual block of RWKV-4: x + time_mixing(norm(x)), then x + channel_mixing(norm(x)); the first of a network
-normalises the embeddings before.
+"""A residual block of RWKV-4 or RWKV-6: x + time_mixing(norm(x)), then x + channel_mixing(norm(x)); the first of a
+network normalises the embeddings before.
 
 It is not compiled: its recurrence is a loop over the sequence.
 """
@@ -15,6 +15,7 @@ from megatron.layers.documents import Documents, document_ids, document_starts
 from megatron.layers.kv_cache import CacheEntry, StateCache
 from megatron.layers.norms import build_norm
 from megatron.layers.rwkv import ChannelMixing, TimeMixing
+from megatron.layers.rwkv6 import ChannelMixing6, TimeMixing6
 from megatron.model.block import BLOCKS, Block
 from megatron.mpu.state import ParallelState
 
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
 
-@BLOCKS.register("rwkv4")
+_HALVES = {"rwkv4": (TimeMixing, ChannelMixing), "rwkv": (TimeMixing6, ChannelMixing6)}
+
+
+@BLOCKS.register(*_HALVES)
 class RwkvBlock(Block):
     """`mlp`, `window` and `rotary` are for blocks of other kinds; `layer`: its number, from 0."""
 
@@ -41,11 +45,12 @@ class RwkvBlock(Block):
         layer: int = 0,
     ) -> None:
         super().__init__(model, state)
+        time_mixing, channel_mixing = _HALVES[kind]
         self.pre_layernorm = build_norm(model, state) if layer == 0 else None
         self.input_layernorm = build_norm(model, state)
-        self.time_mixing = TimeMixing(model, state, layer)
+        self.time_mixing = time_mixing(model, state, layer)
         self.post_attention_layernorm = build_norm(model, state)
-        self.channel_mixing = ChannelMixing(model, state, layer)
+        self.channel_mixing = channel_mixing(model, state, layer)
 
     def new_cache(self, capacity: int, start: Tensor | None) -> CacheEntry:
         return StateCache(start)

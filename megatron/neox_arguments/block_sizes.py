@@ -14,8 +14,9 @@ from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.registry import added, measure
 
 MAMBA = ("mamba", "mamba2")  # kinds of mixer whose blocks have no feed-forward
-RWKV = ("rwkv4",)  # whose blocks have one of their own
+RWKV = ("rwkv4", "rwkv")  # whose blocks have one of their own
 RECURRENT = (*MAMBA, *RWKV)  # which need neither heads nor positions
+RWKV6_MIX_RANK, RWKV6_DECAY_RANK = 32, 64  # as published, whatever the width
 BLOCK = "block of attention_config"  # the registry of kinds of mixer that are a block of their own
 GATED = ("geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu")
 
@@ -170,12 +171,27 @@ def rwkv4_flops(model: ModelConfig) -> float:
     return 27.0 * model.dim_att
 
 
+def rwkv6_size(model: ModelConfig) -> Size:
+    """Time and channel mixing."""
+    h, a, f = model.hidden_size, model.dim_att, model.ffn_dim
+    assert a is not None and f is not None  # derived
+    split = 5 * h * a + (4 + RWKV6_DECAY_RANK) * a + 2 * h * f + h * h
+    return Size(split, (8 + 10 * RWKV6_MIX_RANK + RWKV6_DECAY_RANK) * h)
+
+
+def rwkv6_flops(model: ModelConfig) -> float:
+    """Per number of state: decay, drive and readout, a multiply-add each; three times that with the backward pass."""
+    assert model.dim_att is not None and model.head_size is not None  # derived
+    return 18.0 * model.dim_att * model.head_size
+
+
 _ATTENTION = MixerCost(attention_size, attention_flops)
 MIXER_COSTS: dict[str, MixerCost] = {
     **dict.fromkeys(("global", "flash", "local"), _ATTENTION),
     "mamba": MixerCost(mamba_size, mamba_flops),
     "mamba2": MixerCost(mamba2_size, mamba_flops),
     "rwkv4": MixerCost(rwkv4_size, rwkv4_flops),
+    "rwkv": MixerCost(rwkv6_size, rwkv6_flops),
 }
 MLP_SIZES: dict[str, Callable[[ModelConfig], Size]] = {
     "dense": dense_size,

@@ -249,6 +249,13 @@ DIFFERENCES: tuple[Difference, ...] = (
         "Runs and checkpoints",
     ),
     Difference(
+        "attention_config: rwkv (RWKV-6)",
+        "time runs over the texts of a batch, not their tokens; bfloat16 and GPUs only, no tensor parallelism",
+        "time runs over the tokens; any device, precision and layout; dim_att, head_size and ffn_dim may be left out",
+        lambda args: "rwkv" in args.model.attention_config,
+        "Runs and checkpoints",
+    ),
+    Difference(
         "validation with a pipeline",
         "fails",
         "works, the same loss on every layout",

@@ -22,7 +22,6 @@ _UNAVAILABLE_KINDS = {
     "bslongformer": "use 'local' with sliding_window_width",
     "gmlp": "use 'global'",
     "amlp": "use 'global'",
-    "rwkv": "RWKV-6 is not there; use 'rwkv4'",
 }
 
 

@@ -11,8 +11,6 @@ from megatron.neox_arguments.keys import key
 from megatron.neox_arguments.schema_mamba import MambaConfig
 
 _TE = "Transformer Engine is not available; the built-in layers do the same"
-_RWKV = "RWKV-6, which has heads, is not there; RWKV-4 (rwkv4 in attention_config) has none"
-_OF_RWKV = ("attention_config", "rwkv")
 _MUP_FILES = "base-shape files are not used; set mup_base_hidden_size to the width the learning rate was tuned at"
 
 Init = Literal[
@@ -181,7 +179,8 @@ class ModelConfig(MambaConfig):
         None,
         "Kind of attention per layer: [[[kinds...], n or 'all'], ...] repeats the kinds n times; or a flat list of"
         " num_layers kinds. 'global' and 'flash' are full causal attention, 'local' is a sliding window, 'mamba' and"
-        " 'mamba2' are state spaces (blocks without feed-forward), 'rwkv4' is RWKV-4. Resolved to one kind per layer.",
+        " 'mamba2' are state spaces (blocks without feed-forward), 'rwkv4' is RWKV-4, 'rwkv' RWKV-6. Resolved"
+        " to one kind per layer.",
     )
     attention_backend: Literal["auto", "torch", "cudnn", "varlen", "flash", "flex", "manual"] = key(
         "auto",
@@ -351,10 +350,16 @@ class ModelConfig(MambaConfig):
 
     # RWKV
     dim_att: int | None = key(
-        None, "Channels of rwkv4 layers' time mixing (default: hidden_size).", differs="may be left out"
+        None, "Channels of RWKV layers' time mixing (default: hidden_size).", differs="may be left out"
+    )
+    head_size: int | None = key(
+        None, "Width of one head of rwkv (RWKV-6) layers (default: 64).", differs="may be left out"
     )
     ffn_dim: int | None = key(
-        None, "Width of rwkv4 layers' channel mixing (default: 4 x hidden_size).", differs="may be left out"
+        None,
+        "Width of RWKV layers' channel mixing (default: 4 x hidden_size for rwkv4; for rwkv 3.5 x hidden_size, rounded"
+        " down to a multiple of 32).",
+        differs="may be left out",
     )
 
     # known, not available
@@ -367,7 +372,6 @@ class ModelConfig(MambaConfig):
         unavailable="gMLP is not available; use 'global'",
         brought_by=("attention_config", "amlp"),
     )
-    head_size: int | None = key(None, "Head width of RWKV.", unavailable=_RWKV, brought_by=_OF_RWKV)
     te_columnparallel: bool = key(False, "Transformer Engine column-parallel layers.", unavailable=_TE)
     te_rowparallel: bool = key(False, "Transformer Engine row-parallel layers.", unavailable=_TE)
     te_layernorm_mlp: bool = key(False, "Transformer Engine feed-forward.", unavailable=_TE)

@@ -123,7 +123,7 @@ def _per_block(args: NeoXArgs, block: int) -> _Kept:
     if (kind := model.attention_config[block]) in MAMBA:
         return _mamba(model, kind, tp, outer)
     if kind in RWKV:
-        return _rwkv(model, tp, outer)
+        return _rwkv(model, kind, tp, outer)
     h, d = model.hidden_size, model.head_dim
     queries, pairs = model.num_attention_heads * d, (model.num_attention_heads + 2 * model.num_kv_heads) * d
     wide, copies = _feed_forward(model, block)
@@ -148,11 +148,15 @@ def _mamba(model: ModelConfig, kind: str, tp: int, outer: int) -> _Kept:
     return _Kept(everything, 3 * h / outer + (4 * channels + selected) / tp, h / outer)
 
 
-def _rwkv(model: ModelConfig, tp: int, outer: int) -> _Kept:
+def _rwkv(model: ModelConfig, kind: str, tp: int, outer: int) -> _Kept:
     """Norms and what is added; both inputs, the tokens before and five mixtures of them, whole on every rank; keys,
     values and receptance before and after, and the states at the borders of chunks (64); relu, square and product."""
     h, a, f = model.hidden_size, model.dim_att, model.ffn_dim
     assert a is not None and f is not None  # derived
+    if kind == "rwkv":  # what mixes and fades by token, the gate and the norm of heads, wider states (every 16 tokens)
+        assert model.head_size is not None  # derived
+        everything = 6 * h / outer + 22 * h + (12 * a + a * model.head_size / 16 + 3 * f + h) / tp
+        return _Kept(everything, 3 * h / outer + 6 * h + (6 * a + f + h) / tp, h / outer)
     everything = 6 * h / outer + 11 * h + (6 * a + a / 16 + 3 * f + h) / tp
     return _Kept(everything, 3 * h / outer + (4 * a + f + h) / tp + h, h / outer)
 

@@ -1,4 +1,4 @@
-"""Networks of RWKV-4, alone and beside attention: documents, caches, sizes, stages, compilation.
+"""Networks of RWKV-4 and RWKV-6, alone and beside attention: documents, caches, sizes, stages, compilation.
 
 That they compute what transformers computes, at every layout, is tested with the families (tests/convert).
 """
@@ -36,7 +36,9 @@ RWKV: dict[str, Any] = {
 WIDTHS = {**RWKV, "dim_att": 48, "ffn_dim": 40}
 HYBRID = {**RWKV, "attention_config": ["rwkv4", "global", "rwkv4", "local"], "sliding_window_width": 5}
 HYBRID |= {"num_layers": 4, "pos_emb": "rotary"}
-FORMS = {"rwkv4": RWKV, "other widths": WIDTHS, "hybrid": HYBRID}
+RWKV6 = {**RWKV, "attention_config": [[["rwkv"], "all"]], "dim_att": 48, "head_size": 8}
+BOTH = {**HYBRID, "attention_config": ["rwkv", "global", "rwkv4", "local"], "ffn_dim": 40, "head_size": 8}
+FORMS = {"rwkv4": RWKV, "other widths": WIDTHS, "hybrid": HYBRID, "rwkv6": RWKV6, "both": BOTH}
 forms = pytest.mark.parametrize("changes", FORMS.values(), ids=FORMS)
 
 
@@ -164,7 +166,7 @@ def test_in_bf16_a_cache_gives_what_the_whole_gives(changes: dict[str, Any]) -> 
 
 # -- sizes, stages, compilation ---------------------------------------------------------------------------------------
 
-SIZES: list[dict[str, Any]] = [RWKV, WIDTHS, HYBRID, {**RWKV, "norm": "rmsnorm"}]
+SIZES: list[dict[str, Any]] = [RWKV, WIDTHS, HYBRID, {**RWKV, "norm": "rmsnorm"}, RWKV6, BOTH]
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -92,7 +92,7 @@ def test_attention_per_layer(config: list, window: int, kinds: str, windows: lis
     [
         ({"attention_config": [[["globl"], 4]]}, "'globl' is not a kind of attention. Did you mean 'global'?"),
         ({"attention_config": [[["sparse_fixed"], 4]]}, "'sparse_fixed' layers are not available: use 'local'"),
-        ({"attention_config": [[["rwkv"], 4]]}, "'rwkv' layers are not available: RWKV-6 is not there; use 'rwkv4'"),
+        ({"attention_config": [[["amlp"], 4]]}, "'amlp' layers are not available: use 'global'"),
         ({"attention_config": [[["global"], 3]]}, "describes 3 layers, num_layers is 4"),
         ({"attention_config": [["global", 4]]}, "is not [[kinds...], n]"),
         ({"attention_config": [[["global"], "some"]]}, "'some' is not a number of repetitions or 'all'"),

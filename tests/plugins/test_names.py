@@ -85,17 +85,17 @@ def test_values_that_the_names_make(tmp_path) -> None:
 
 def test_a_plugin_brings_what_is_known_but_not_available(tmp_path) -> None:
     write_norm(tmp_path / "te.py", "te_rmsnorm")
-    (tmp_path / "rwkv.py").write_text(
-        "from megatron.layers.attention import MIXERS, SelfAttention\n\nMIXERS.register('rwkv')(SelfAttention)\n"
+    (tmp_path / "amlp.py").write_text(
+        "from megatron.layers.attention import MIXERS, SelfAttention\n\nMIXERS.register('amlp')(SelfAttention)\n"
     )
-    config = {**SMALL, "norm": "te_rmsnorm", "attention_config": [[["rwkv"], "all"]], "head_size": 16}
-    with pytest.raises(UserError, match="head_size is not available: RWKV"):
-        load([write_config(tmp_path / "neither.yml", **SMALL, head_size=16)])
+    config = {**SMALL, "norm": "te_rmsnorm", "attention_config": [[["amlp"], "all"]], "gmlp_attn_dim": 16}
+    with pytest.raises(UserError, match="gmlp_attn_dim is not available: gMLP"):
+        load([write_config(tmp_path / "neither.yml", **SMALL, gmlp_attn_dim=16)])
     with pytest.raises(UserError, match="te_rmsnorm is not available"):
         load([write_config(tmp_path / "without.yml", **config)])
-    args = derive(load([write_config(tmp_path / "with.yml", plugins=["te.py", "rwkv.py"], **config)]))
-    assert args.model.norm == "te_rmsnorm" and set(args.model.attention_config) == {"rwkv"}
-    assert args.model.head_size == 16
+    args = derive(load([write_config(tmp_path / "with.yml", plugins=["te.py", "amlp.py"], **config)]))
+    assert args.model.norm == "te_rmsnorm" and set(args.model.attention_config) == {"amlp"}
+    assert args.model.gmlp_attn_dim == 16
 
 
 # ---- sizes

@@ -24,7 +24,8 @@ RWKV: dict[str, Any] = {
     "init_method_std": 0.1,
 }
 HYBRID = {**RWKV, "attention_config": [[["rwkv4", "global"], "all"]], "pos_emb": "rotary", "no_weight_tying": False}
-MODELS = {"rwkv4": RWKV, "hybrid": HYBRID}
+RWKV6 = {**RWKV, "attention_config": [[["rwkv"], "all"]], "head_size": 8}
+MODELS = {"rwkv4": RWKV, "hybrid": HYBRID, "rwkv6": RWKV6}
 
 
 def train(

@@ -134,7 +134,7 @@ def process_of(rank: int, args: NeoXArgs, layout: Layout) -> Process:
 def randomize_vectors(model: torch.nn.Module, state: ParallelState) -> None:
     """Norms and biases away from 1 and 0, the same at every layout."""
     for name, p in named_parameters(model):
-        if p.spec.kind == "vector":
+        if p.spec.kind == "vector" and not name.endswith(("_w1", "_w2")):  # RWKV-6's small matrices
             generator = torch.Generator().manual_seed(stable_seed("vector", name))
             full = torch.randn(p.spec.shape, generator=generator) * 0.1
             full += 0.0 if name.endswith("bias") else 1.0
