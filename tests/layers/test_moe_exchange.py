@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.layers.moe.dispatch import Dispatch, ExchangedRows, LocalDispatch, LocalRows, build_dispatch
 from megatron.layers.moe.grouped_linear import Groups, grouped_linear
-from megatron.layers.moe.permute import Order, gather_rows
+from megatron.layers.moe.permute import gather_rows, order_by
 from megatron.mpu.exchange import Exchange
 from megatron.mpu.sharding import first_expert
 from megatron.mpu.state import ParallelState
@@ -89,20 +89,10 @@ def test_outputs_and_gradients_are_those_of_the_definition(dp: int, tp: int, dro
         torch.testing.assert_close(held, whole[found["first"] : found["first"] + len(held)])
 
 
-def order_as_on_a_gpu(bucket: Tensor, buckets: int) -> Order:
-    """What `order_by` makes where it does not wait for the device: what goes nowhere has rows behind all others."""
-    flat = bucket.reshape(-1)
-    choice = flat.argsort(stable=True)
-    row = torch.empty_like(choice)
-    row[choice] = torch.arange(len(choice))
-    groups = Groups(flat.bincount(minlength=buckets + 1)[:buckets])
-    return Order(choice // CHOICES, choice, row.view_as(bucket), bucket != buckets, groups)
-
-
 def test_rows_behind_the_last_group_stay_where_they_are() -> None:
     x, experts, weights, keep, matrices = inputs(0)
     bucket = experts.masked_fill(~keep, EXPERTS)
-    order = order_as_on_a_gpu(bucket, EXPERTS)
+    order = order_by(bucket, EXPERTS, complete=False, trim=False)  # as on a GPU
     own = LocalRows(gather_rows(x, order), order)
     here = int(order.groups.sizes.sum())
     assert here < len(own.rows)

@@ -48,7 +48,8 @@ MODELS = {
     },
     # parallel residual, experts in every layer, one expert per token: many get none
     "neox": {**NEOX, **EXPERTS, "moe_top_k": 1},
-    "documents": {**LLAMA, **EXPERTS, "intra_document_masking": True},
+    # dropping by document
+    "documents": {**LLAMA, **EXPERTS, "intra_document_masking": True, "moe_capacity_factor": 1.0},
 }
 RECOMPUTED = {"checkpoint_activations": True}
 
