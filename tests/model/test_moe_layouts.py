@@ -49,6 +49,10 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 MODELS["heads"] = {**MODELS["llama"], "num_attention_heads": 8, "num_kv_heads": 4}
+MODELS["hybrid"] = {
+    **MODELS["llama"], "attention_config": ["mamba2", "global"], "mamba_d_state": 8, "mamba_head_dim": 8,
+    "moe_capacity_factor": 1.0,
+}  # fmt: skip
 MODELS["deep"] = {**MODELS["neox"], "num_layers": 4, "moe_layers": [0, 1, 3]}
 LAYOUTS = [
     Layout(micro=1),
@@ -63,6 +67,7 @@ MIXED = [
     ("tied", Layout(dp=2, tp=2, zero=2)),
     ("heads", Layout(tp=4)),
     ("deep", Layout(pp=2)),
+    ("hybrid", Layout(pp=2, tp=2, sequence_parallel=True)),
 ]
 
 
