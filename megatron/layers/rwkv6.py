@@ -92,7 +92,7 @@ class TimeMixing6(Mixing):
         """As in `rwkv.TimeMixing`; the state is [b, n/tp, d, d]."""
         x, shifted = self.entered(x, b, starts, real, before)
         s, wide = x.shape[1], torch.promote_types(x.dtype, torch.float32)
-        inputs = self._inputs(x, shifted)
+        inputs = self._inputs(x, shifted)  # of padding 0, and so are its keys
         fades = torch.tanh(inputs["w"] @ self._whole(self.time_decay_w1)) @ self.time_decay_w2
         # Above 7 a decay is 0 in every type; an infinite one would make its gradient undefined.
         w = -(self.time_decay.view(-1).to(wide) + fades.to(wide)).clamp(max=7.0).exp()
@@ -100,8 +100,6 @@ class TimeMixing6(Mixing):
             part(inputs[name], entered=True).view(b, s, -1, self.d)
             for name, part in (("r", self.receptance), ("k", self.key), ("v", self.value))
         )
-        if real is not None:
-            k = k.masked_fill(~real.unsqueeze(3), 0.0)
         w, u = w.view(b, s, -1, self.d), self.time_faaaa.to(wide)
         y, state = wkv6(r, k, v, w, u, starts=starts, state=state)
         gate = F.silu(self.gate(inputs["g"], entered=True))
