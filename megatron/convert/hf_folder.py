@@ -70,6 +70,8 @@ def open_model(model: str, revision: str | None, cache_dir: str | None = None) -
         if revision is not None:
             raise UserError(f"--revision: {path} is a folder, which has no revisions")
         return HuggingFaceFolder(path)
+    if path.exists():
+        raise UserError(f"--hf-model: {model} is a file; give the folder it is in")
     if model.count("/") > 1 or model.startswith((".", "/", "~")):
         raise UserError(f"--hf-model: there is no folder {model}")
     return HuggingFaceFolder(_download(model, revision, cache_dir))

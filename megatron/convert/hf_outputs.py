@@ -22,11 +22,21 @@ from megatron.errors import UserError
 
 def folder_tokens(folder: HuggingFaceFolder) -> Tensor:
     """Random tokens [2, s] for a folder, from its config.json."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder.path)
+    config = _config_of(folder)
     longest = getattr(config, "max_position_embeddings", None) or 2**31
     return random_tokens(config.vocab_size, longest, [getattr(config, "sliding_window", None)])
+
+
+def _config_of(folder: HuggingFaceFolder) -> Any:
+    """transformers' config of a folder. Raises `UserError` when a field is of a type that it does not take."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder.path)
+    except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
+        lines = " ".join(str(error).split())
+        raise UserError(f"{folder.path / 'config.json'}: transformers does not take it: {lines}") from error
 
 
 @torch.no_grad()
@@ -78,11 +88,11 @@ class StreamedModel:
     """
 
     def __init__(self, folder: HuggingFaceFolder, dtype: torch.dtype | None) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         self._folder, self._dtype = folder, dtype
         with _quiet(), _parameters_on_meta():
-            config = AutoConfig.from_pretrained(folder.path)
+            config = _config_of(folder)
             if hasattr(config, "rescale_every"):  # RWKV: it would scale weights that are not there, for fp16
                 config.rescale_every = 0
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -78,4 +78,7 @@ def _folder(folder: Path, model_size: str) -> Path:
             return place
     there = sorted(path.parent.name for path in folder.glob(f"*/{PARAMS}"))
     hint = f"; there are {', '.join(there)}: name one as --model_size" if there else ""
-    raise UserError(f"--input_dir: neither {folder} nor {folder / model_size} has a {PARAMS}{hint}")
+    if not folder.is_dir():
+        raise UserError(f"--input_dir: there is no folder {folder}")
+    tried = f"neither {folder} nor {folder / model_size} has a" if model_size else f"{folder} has no"
+    raise UserError(f"--input_dir: {tried} {PARAMS}{hint}")

@@ -32,6 +32,7 @@ from megatron.convert.drafts import draft_of
 from megatron.convert.export import PRECISIONS
 from megatron.convert.family import Rule
 from megatron.convert.hf_folder import Stored
+from megatron.convert.import_config import CONFIG, check_same_model, resolve
 from megatron.convert.ready_config import ready_config, tokenizer_keys
 from megatron.convert.transforms import OneByOne
 from megatron.errors import UserError
@@ -41,14 +42,12 @@ from megatron.mpu.sharding import ParamSpec, named_parameters, spec_of
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.derive import Facts, derive
-from megatron.neox_arguments.load import load
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.neox_arguments.yaml_files import CONFIG_DIR
 
 logger = get_logger(__name__)
 
-CONFIG, TOKENIZER = "config.yml", "tokenizer"
+TOKENIZER = "tokenizer"
 _KEYS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bfloat16"}
 
 
@@ -139,6 +138,7 @@ def import_from(
     """
     source = incoming.source
     dtype = _dtype(source, precision)
+    check_same_model(incoming.keys, output, iteration, key)
     with draft_of(output, key) as draft:
         source.copy_tokenizer(draft / TOKENIZER)
         text = ready_config(
@@ -152,7 +152,7 @@ def import_from(
         )
         (draft / CONFIG).write_text(text, encoding="utf-8")
         vocab_size = incoming.keys["vocab_size"]
-        args = derive(load([str(draft / CONFIG)]), Facts(vocab_size=vocab_size))
+        args = resolve(draft / CONFIG, vocab_size, source.path)
         if names == TRANSFORMER_ENGINE and args.model.gpt_j_residual and tp > 1:
             logger.warning(
                 "GPT-NeoX with Transformer Engine sums twice over tensor-parallel ranks under gpt_j_residual; to go on "
@@ -182,7 +182,7 @@ def import_from(
 
 def _config(args: NeoXArgs, draft: Path, output: Path) -> dict[str, Any]:
     """The resolved configuration, with the paths of the finished folder in the place of the draft's."""
-    here, there = str(draft), str(output)
+    here, there = os.path.abspath(draft), os.path.abspath(output)  # as CONFIG_DIR is read, without `..`
     return {
         key: there + value.removeprefix(here) if isinstance(value, str) and value.startswith(here) else value
         for key, value in args.to_dict().items()

@@ -153,19 +153,27 @@ def read_settings(reader: CheckpointReader, config_files: Sequence[str]) -> Sett
     return Settings(saved.model, **tokenizer)
 
 
-def check_same_network(keys: Mapping[str, Any], config_files: Sequence[str]) -> None:
-    """Raise `UserError` when YAML files describe another network than flat `keys` with `vocab_size` do."""
+def check_same_network(keys: Mapping[str, Any], config_files: Sequence[str], problem: str = "") -> None:
+    """Raise `UserError` when YAML files describe another network than flat `keys` with `vocab_size` do.
+
+    `problem`: how the message begins; by default it names the files.
+    """
     facts = Facts(vocab_size=keys["vocab_size"])
+    begin = problem or f"--config: {', '.join(config_files)} describes another model"
     run = {"seq_length": keys["max_position_embeddings"], "train_micro_batch_size_per_gpu": 1}
     there = derive(NeoXArgs.from_dict({**run, **keys}), facts).model
-    here = derive(load(list(config_files)), facts).model
+    given = load(list(config_files))
+    vocab_size = given.get("vocab_size")
+    if vocab_size not in (None, keys["vocab_size"]):
+        raise UserError(f"{begin}: vocab_size: {vocab_size} there, {keys['vocab_size']} in the model")
+    here = derive(given, facts).model
     wrong = [
         f"{key}: {getattr(here, key)!r} there, {getattr(there, key)!r} in the model"
         for key in ARCHITECTURE
         if key != "attention_config" and getattr(here, key) != getattr(there, key)
     ]
     if wrong:
-        raise UserError(f"--config: {', '.join(config_files)} describes another model: {'; '.join(wrong)}")
+        raise UserError(f"{begin}: {'; '.join(wrong)}")
 
 
 def _moved(vocab_file: str | None, folder: Path) -> str | None:

@@ -289,6 +289,85 @@ def test_steps_of_one_model_gather_in_a_folder(tmp_path):
         import_model(str(tmp_path / "hf"), tmp_path / "mine")
 
 
+def test_the_checkpoint_names_the_folders_it_gets_however_the_output_is_written(tmp_path):
+    """It is written as a draft beside them; `..` in a path is no other folder."""
+    source_of(tmp_path / "hf", NEOX, "neox")
+    (tmp_path / "below").mkdir()
+    done = import_model(str(tmp_path / "hf"), tmp_path / "below" / ".." / "out")
+    assert ".draft-" not in (done.folder / "manifest.json").read_text()
+    assert CheckpointReader(done.folder).manifest.config["load"] == str(tmp_path / "out")
+
+
+def test_a_step_with_another_vocabulary_does_not_join_a_folder(tmp_path):
+    source_of(tmp_path / "hf", NEOX, "neox")
+    import_model(str(tmp_path / "hf"), tmp_path / "out", iteration=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    model.resize_token_embeddings(VOCAB + 7, mean_resizing=False)
+    model.save_pretrained(tmp_path / "hf2")
+    with pytest.raises(UserError, match=f"vocab_size: {VOCAB} there, {VOCAB + 7} in the model"):
+        import_model(str(tmp_path / "hf2"), tmp_path / "out", iteration=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "relu"}, "holds steps of another model: activation: 'gelu' there, 'relu' in the model"),
+        ({"layer_norm_eps": 0.5}, "holds steps of another model: layernorm_epsilon"),
+    ],
+)
+def test_a_step_of_another_model_does_not_join_a_folder(tmp_path, change, message):
+    source_of(tmp_path / "hf", NEOX, "neox")
+    import_model(str(tmp_path / "hf"), tmp_path / "out", iteration=1)
+    before = (tmp_path / "out/config.yml").read_bytes()
+    config = tmp_path / "hf/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(UserError, match=f"--output-dir: .*{message}"):
+        import_model(str(tmp_path / "hf"), tmp_path / "out", iteration=2, overwrite=True)
+    assert (tmp_path / "out/config.yml").read_bytes() == before
+    # the only step there is may become another model's
+    import_model(str(tmp_path / "hf"), tmp_path / "out", iteration=1, overwrite=True)
+    assert sorted(os.listdir(tmp_path / "out")) == ["config.yml", "global_step1", "latest"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"tp": 3}, r"^--tp: .*3"),
+        ({"tp": 4}, r"^--tp: num_kv_heads 2 cannot be split over 4"),
+        ({"tp": 0}, r"^--tp: must be above 0"),
+        ({"pp": -1}, r"^--pp: must be 0 or more"),
+        ({"pp": 9}, r"^--pp: 9 stages cannot share 2 layers"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_said_by_its_flag(tmp_path, layout, message):
+    source_of(tmp_path / "hf", GQA, "llama")
+    with pytest.raises(UserError, match=message):
+        import_model(str(tmp_path / "hf"), tmp_path / "out", **layout)
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_key_value_heads": 3}, r"hf: what its config describes cannot be built: num_kv_heads: 3 does not divide"),
+        ({"intermediate_size": "80"}, r"hf/config.json: transformers does not take it: .*intermediate_size"),
+    ],
+)
+def test_a_config_that_cannot_be_is_said_by_its_folder(tmp_path, fields, message):
+    source_of(tmp_path / "hf", GQA, "llama")
+    config = tmp_path / "hf/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    with pytest.raises(UserError, match=message):
+        import_model(str(tmp_path / "hf"), tmp_path / "out")
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+def test_a_file_in_the_place_of_its_folder(tmp_path):
+    source_of(tmp_path / "hf", GQA, "llama")
+    with pytest.raises(UserError, match="config.json is a file; give the folder it is in"):
+        import_model(str(tmp_path / "hf/config.json"), tmp_path / "out")
+
+
 def test_only_one_parameter_is_in_memory_while_writing(tmp_path, monkeypatch):
     source_of(tmp_path / "hf", GQA, "llama")
     alive, peak, original = set(), [], importing._read

@@ -65,7 +65,7 @@ def places(given: argparse.Namespace) -> list[Place]:
         first, other = other, None  # `-c -d A,B`: the folders stand behind -d
     if not first:
         raise UserError("give the folder of a checkpoint")
-    paths = [(first, "folder")] + ([(other, "--diff")] if other else [])
+    paths = [(first, "--checkpoint-path" if first == given.path else "folder")] + ([(other, "--diff")] if other else [])
     if given.compare and not other:
         paths = [(path.strip(), "-c") for path in first.split(",")]
         if len(paths) != 2:
