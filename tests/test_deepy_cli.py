@@ -131,7 +131,7 @@ def test_a_failing_rank_ends_the_job_with_its_own_code_and_words(folder: Path) -
     start = time.monotonic()
     done = deepy(folder, "ranks.py", "run", "model_parallel_size=2", "pipe_parallel_size=2", "save=ckpt")
     assert done.returncode == 4
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 45  # the others would have slept for 60
     assert done.stderr.rstrip().endswith("NumericsError: loss is nan at step 3")
     assert "rank 2 of 4 failed" in done.stderr
     assert (folder / "ckpt/logs/rank_2.log").read_text().rstrip().endswith("NumericsError: loss is nan at step 3")
