@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 WORD_EMBEDDINGS = "0.word_embeddings.weight"
 FIRST = ("neox", "llama", "mistral")  # the usual names, before others that fit as well
+_NEAREST = 4  # families whose reasons an error lists when none fits
 
 
 @dataclass(frozen=True)
@@ -82,22 +83,26 @@ express a model is taken: `FIRST`, then Deepy's others, then those of plugins.
 def choose_family(model: ModelConfig, name: str | None, among: Collection[str] = ()) -> Family:
     """The family called `name`, or the first that can express the model; `among`: of these only, () of all.
 
-    Raises `UserError` naming every feature that stands in the way.
+    Raises `UserError` naming every feature that stands in the way; without a name, those of the nearest families.
     """
     if name is not None:
         family = FAMILIES[name]
         if reasons := family.unsupported(model):
             raise UserError(f"{family.architecture} cannot express this model: {'; '.join(reasons)}")
         return family
-    refusals = []
+    refusals: list[tuple[str, list[str]]] = []
     for candidate in _in_order():
         if among and candidate not in among:
             continue
         reasons = FAMILIES[candidate].unsupported(model)
         if not reasons:
             return FAMILIES[candidate]
-        refusals.append(f"\n  {candidate}: {'; '.join(reasons)}")
-    raise UserError(f"no Hugging Face architecture known here can express this model:{''.join(refusals)}")
+        refusals.append((candidate, reasons))
+    refusals.sort(key=lambda one: len(one[1]))
+    lines = [f"\n  {name}: {'; '.join(reasons)}" for name, reasons in refusals[:_NEAREST]]
+    if farther := [name for name, _ in refusals[_NEAREST:]]:
+        lines.append(f"\n  more in the way of {', '.join(farther)} (--architecture with a name lists it)")
+    raise UserError(f"no Hugging Face architecture known here can express this model:{''.join(lines)}")
 
 
 def _in_order() -> list[str]:

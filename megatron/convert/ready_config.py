@@ -10,6 +10,9 @@ import yaml
 from megatron.neox_arguments.yaml_files import CONFIG_DIR
 
 LONGEST = 4096  # a first seq_length for models whose positions reach much further
+_NO_TOKENIZER = """\
+# The model came without one: set tokenizer_type and vocab_file (HFTokenizer and its tokenizer.json, for example).
+"""
 _TRAINING = """\
 # where training starts: these weights, at step 0. Set `save` to a folder of the new run's own.
 load: {load}
@@ -50,11 +53,10 @@ def ready_config(
         precision: `fp32`, `fp16` or `bfloat16`.
     """
     head = f"# Made from {source} by {tool}.\n# ${{CONFIG_DIR}} is the folder of this file: it may be moved.\n"
-    if not tokenizer:
-        head += "# The model came without a tokenizer: set tokenizer_type and vocab_file.\n"
     length = min(keys["max_position_embeddings"], LONGEST)
+    names = _dump(tokenizer) if tokenizer else _NO_TOKENIZER
     layout = {"pipe_parallel_size": pp, "model_parallel_size": tp}
-    parts = [head, _dump(layout), "# network", _dump({**keys, "seq_length": length}), "# tokenizer", _dump(tokenizer)]
+    parts = [head, _dump(layout), "# network", _dump({**keys, "seq_length": length}), "# tokenizer", names]
     return "\n".join([*parts, _dump({"precision": precision}), _TRAINING.format(load=CONFIG_DIR)])
 
 

@@ -65,13 +65,14 @@ def _nearby(path: Path) -> str:
     folder = path if path.is_dir() else path.parent
     if not folder.is_dir():
         return f"The folder {folder} does not exist."
+    name = "the working directory" if folder == Path() else folder
     found = sorted({str(file.with_suffix("")) for file in folder.glob("*.idx")})
     if not found:
         below = sorted({str(file.with_suffix("")) for file in folder.glob("*/*.idx")})
-        found, where = below, f"below {folder}"
+        found, where = below, f"below {name}"
     else:
-        where = f"in {folder}"
+        where = f"in {name}"
     if not found:
-        return f"There is no dataset in {folder}."
+        return f"There is no dataset in {name}."
     more = f" and {len(found) - 10} more" if len(found) > 10 else ""
     return f"Datasets {where}: {', '.join(found[:10])}{more}."

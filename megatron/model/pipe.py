@@ -83,6 +83,11 @@ class LayerPipe(PipelineModule):
         self.parts = self.bounds
         self._set_bounds(start=self.parts[self.stage_id], stop=self.parts[self.stage_id + 1])
 
+    @torch.no_grad()
+    def _synchronize_tied_weights(self) -> None:
+        """DeepSpeed's; with gradients torch warns of "silently incorrect behavior" at the first backward pass."""
+        super()._synchronize_tied_weights()
+
     def forward(self, forward_input: Any) -> Any:
         """This stage's layers: (tokens or hidden, positions[, doc_ids][, balance]) -> the same, or `LMOutput` at the
         end."""

@@ -236,7 +236,7 @@ def evaluation(draft: Draft) -> None:
         draft.fail("do_train", "is false, but there are steps to train; to validate and test only, set train_iters: 0")
     for name, value in found.items():
         stated = draft.given(name)
-        draft.set(name, value if stated is None else stated and value, "there are steps and data for it")
+        draft.set(name, value if stated is None else stated and value, "whether there are steps and data for it")
     kind = "input-file" if draft["sample_input_file"] else "unconditional"
     draft.set("text_gen_type", draft.given("text_gen_type") or kind, "sample_input_file")
     for name in ("temperature", "top_p", "top_k", "maximum_tokens", "num_samples"):

@@ -98,7 +98,8 @@ def gpt2_bpe(vocab_file: str | None, merge_file: str | None) -> Tokenizer:
 
     As in GPT-NeoX, nothing in a text is parsed as a special token.
     """
-    vocab = required_file(vocab_file, "vocab_file", "GPT2BPETokenizer", "GPT-2's vocab.json")
+    what = "GPT-2's vocab.json; for a tokenizer.json set tokenizer_type: HFTokenizer"
+    vocab = required_file(vocab_file, "vocab_file", "GPT2BPETokenizer", what)
     merges = required_file(merge_file, "merge_file", "GPT2BPETokenizer", "GPT-2's merges.txt")
     backend = _byte_level_bpe(vocab, merges)
     pad = backend.token_to_id("<|padding|>")

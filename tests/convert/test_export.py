@@ -280,3 +280,13 @@ def test_only_one_parameter_is_in_memory_while_writing(tmp_path, neox_checkpoint
 def test_a_model_that_several_express_gets_the_usual_name(keys, architecture):
     """Falcon has the rotary networks of GPT-NeoX too, Phi-3 those of Llama."""
     assert choose_family(resolved(**keys).model, None).architecture == architecture
+
+
+def test_a_model_that_none_expresses_hears_of_the_nearest_first():
+    """One key away from Mamba: what to change is on the first line, not among twenty."""
+    keys = {"attention_config": [[["mamba"], "all"]], "pos_emb": "none", "norm": "layernorm"}
+    with pytest.raises(UserError, match="can express this model") as refused:
+        choose_family(resolved(**{**NEOX, **keys}, mamba_use_bias_in_x_proj=False).model, None)
+    lines = str(refused.value).splitlines()
+    assert lines[1] == "  mamba: norm: layernorm (it has rmsnorm only)"
+    assert len(lines) == 6 and lines[5].startswith("  more in the way of ") and "qwen3_moe" in lines[5]

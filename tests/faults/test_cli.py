@@ -76,6 +76,7 @@ CASES: dict[str, tuple[tuple[str, ...], Change, str]] = {
     "not available yet": (("train_impl=kto",), nothing, r"train_impl: kto is not available"),
     # 58, 63: data
     "no such data": (("data_path=data/y",), nothing, r"no dataset 'data/y'.*Datasets in data: data/x"),
+    "no data here": (("data_path=y",), nothing, r"Datasets below the working directory: data/x"),
     "comma": (("data_path=data/x,data/x",), nothing, r"did you mean a list\?"),
     "index cut short": ((), cut("data/x.idx", 8), r"data/x\.idx.* 442 bytes, but the file has 434"),
     "tokens cut short": ((), cut("data/x.bin", 1), r"data/x\.bin.* 1600 bytes of tokens, but the file has 1599"),

@@ -176,6 +176,7 @@ def test_export_opens_in_transformers_with_the_same_ids(tmp_path: Path, kind: st
         ("HFTokenizer", "absent.json", None, "vocab_file: no such file: absent.json"),
         ("HFTokenizer", "empty", None, "holds neither tokenizer.json nor vocab.json"),
         ("HFTokenizer", "vocab.json", None, "GPT2BPETokenizer and merge_file"),
+        ("GPT2BPETokenizer", None, None, "vocab_file is not set.*set tokenizer_type: HFTokenizer"),
         ("GPT2BPETokenizer", "vocab.json", None, "merge_file is not set"),
         ("GPT2BPETokenizer", "vocab.json", "absent.txt", "merge_file: no such file"),
         ("GPT2BPETokenizer", "merges.txt", "vocab.json", "not a BPE vocabulary"),
