@@ -116,7 +116,7 @@ def test_a_killed_worker_ends_the_job_and_leaves_nothing(tmp_path: Path) -> None
     with pytest.raises(DeepyError, match="a worker process died") as caught:
         write([*rows("a") * 20, Deadly(), *rows("b") * 20], tmp_path / "out", workers=2)
     assert caught.value.exit_code == 1
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
     assert not list(tmp_path.iterdir())
 
 

@@ -86,7 +86,7 @@ def test_a_lost_worker_is_an_error_at_once(end: str, how: str, position: int) ->
     started = time.monotonic()
     with pytest.raises(DeepyError, match=f"a worker process died .{how}"):
         list(ordered_map(work, [*items[:position], end, *items[position:]], 3))
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
 
 
 def test_an_error_of_the_source_is_the_caller_s() -> None:

@@ -132,7 +132,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(
 def test_help_is_there_at_once(local: Command) -> None:
     started = time.monotonic()
     done = local("--help")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
     for flag in (
         "--midtrain-chat-messages",
         "--download-workers",

@@ -160,7 +160,7 @@ def test_a_killed_worker_ends_the_command_in_seconds(tmp_path: Path) -> None:
         feed(end, 4)
     said = stop(process, end)
     assert process.returncode == 1
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
     assert "a worker process died" in said
     assert "Traceback" not in said
     assert not list((tmp_path / "out").iterdir())
