@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatron.convert.activations import plain_name, plain_refusals
 from megatron.convert.family import (
     FAMILIES,
     WORD_EMBEDDINGS,
@@ -29,8 +30,6 @@ from megatron.convert.transforms import Copy, PerGroup, PerHead, Transform
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
-
-ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", "mish": "mish"}
 
 
 def new_architecture(model: ModelConfig) -> bool:
@@ -78,7 +77,6 @@ def _fused(model: ModelConfig) -> Transform:
 
 def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
     new = new_architecture(model)
-    tanh = model.activation == "gelu" and model.bias_gelu_fusion
     return {
         "model_type": "falcon",
         "vocab_size": vocab_size,
@@ -87,7 +85,7 @@ def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]
         "num_attention_heads": model.num_attention_heads,
         "num_kv_heads": model.num_kv_heads,
         "ffn_hidden_size": model.ffn_width,
-        "activation": "gelu_pytorch_tanh" if tanh else ACTIVATIONS[model.activation],
+        "activation": plain_name(model),
         "layer_norm_epsilon": model.layernorm_epsilon,
         "initializer_range": model.init_method_std,
         "hidden_dropout": model.hidden_dropout,
@@ -113,8 +111,7 @@ def unsupported(model: ModelConfig) -> list[str]:
     reasons += [*output_bias_refusals(model), *width_refusals(model)]
     if model.norm != "layernorm":
         reasons.append(f"norm: {model.norm} (it has layernorm only)")
-    if model.activation not in ACTIVATIONS:
-        reasons.append(f"activation: {model.activation} (it has {', '.join(ACTIVATIONS)})")
+    reasons += plain_refusals(model)
     if model.rotary_pct != 1.0:
         reasons.append(f"rotary_pct: {model.rotary_pct} (it rotates whole heads)")
     if model.use_bias_in_attn_linear != model.use_bias_in_mlp:

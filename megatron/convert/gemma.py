@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatron.convert.activations import gated_refusals
 from megatron.convert.family import (
     FAMILIES,
     Family,
@@ -19,7 +20,7 @@ from megatron.convert.family import (
     pre_norm_refusals,
     rotary_refusals,
 )
-from megatron.convert.llama import ACTIVATIONS, common_config, table
+from megatron.convert.llama import common_config, table
 from megatron.convert.windows import FULL, SLIDING, window_fields
 
 if TYPE_CHECKING:
@@ -98,8 +99,7 @@ def _refusals(model: ModelConfig, expressed: tuple[str, ...]) -> list[str]:
         reasons.append(f"norm: {model.norm} (it has rmsnorm_unit_offset only)")
     if not model.scale_embedding:
         reasons.append("scale_embedding: false (it multiplies word embeddings by sqrt(hidden_size))")
-    if model.activation not in ACTIVATIONS:
-        reasons.append(f"activation: {model.activation} (it has gated ones only: {', '.join(ACTIVATIONS)})")
+    reasons += gated_refusals(model)
     if model.gpt_j_residual:
         reasons.append("gpt_j_residual (its residuals are sequential)")
     if model.rotary_pct != 1.0:

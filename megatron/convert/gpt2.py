@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron.convert.activations import plain_name, plain_refusals
 from megatron.convert.family import (
     FAMILIES,
     WORD_EMBEDDINGS,
@@ -23,8 +24,6 @@ from megatron.convert.transforms import Transpose
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
-
-ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", "mish": "mish"}
 
 
 def table(model: ModelConfig) -> list[Rule | Constant]:
@@ -70,7 +69,6 @@ def _block(model: ModelConfig, block: int) -> list[Rule | Constant]:
 
 
 def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
-    activation = "gelu_new" if model.activation == "gelu" and model.bias_gelu_fusion else ACTIVATIONS[model.activation]
     return {
         "model_type": "gpt2",
         "vocab_size": vocab_size,
@@ -79,7 +77,7 @@ def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]
         "n_layer": model.num_layers,
         "n_head": model.num_attention_heads,
         "n_inner": model.ffn_width,
-        "activation_function": activation,
+        "activation_function": plain_name(model, "gelu_new"),
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout,
         "attn_pdrop": model.attention_dropout,
@@ -104,8 +102,7 @@ def unsupported(model: ModelConfig) -> list[str]:
         reasons.append(f"opt_pos_emb_offset: {model.opt_pos_emb_offset}")
     if model.norm != "layernorm":
         reasons.append(f"norm: {model.norm} (it has layernorm only)")
-    if model.activation not in ACTIVATIONS:
-        reasons.append(f"activation: {model.activation} (it has {', '.join(ACTIVATIONS)})")
+    reasons += plain_refusals(model)
     if model.gpt_j_residual:
         reasons.append("gpt_j_residual (its residuals are sequential)")
     if model.num_kv_heads != model.num_attention_heads:

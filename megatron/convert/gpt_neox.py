@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatron.convert.activations import plain_name, plain_refusals
 from megatron.convert.family import (
     FAMILIES,
     WORD_EMBEDDINGS,
@@ -26,8 +27,6 @@ from megatron.convert.transforms import Duplicate, PerHead
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
-
-ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu", "mish": "mish"}
 
 
 def table(model: ModelConfig) -> list[Rule | Constant]:
@@ -76,7 +75,6 @@ def _norm(model: ModelConfig, ours: str, theirs: tuple[str, ...]) -> list[Rule |
 
 
 def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
-    activation = "gelu_pytorch_tanh" if model.bias_gelu_fusion else ACTIVATIONS[model.activation]
     rope = rope_fields(model, fraction=True)
     return {
         "model_type": "gpt_neox",
@@ -85,7 +83,7 @@ def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
         "intermediate_size": model.ffn_width,
-        "hidden_act": activation if model.activation == "gelu" else ACTIVATIONS[model.activation],
+        "hidden_act": plain_name(model),
         "attention_dropout": model.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
         "max_position_embeddings": model.max_position_embeddings,
@@ -110,8 +108,7 @@ def unsupported(model: ModelConfig) -> list[str]:
     reasons += [*output_bias_refusals(model), *width_refusals(model)]
     if model.norm not in ("layernorm", "non_parametric_layernorm"):
         reasons.append(f"norm: {model.norm} (it has layernorm only)")
-    if model.activation not in ACTIVATIONS:
-        reasons.append(f"activation: {model.activation} (it has {', '.join(ACTIVATIONS)})")
+    reasons += plain_refusals(model)
     if model.num_kv_heads != model.num_attention_heads:
         reasons.append(f"num_kv_heads: {model.num_kv_heads} (it has no grouped-query attention)")
     if any(window is not None for window in model.layer_windows or ()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
+from megatron.convert.activations import GATED, gated_refusals
 from megatron.convert.family import (
     FAMILIES,
     WORD_EMBEDDINGS,
@@ -26,15 +27,6 @@ from megatron.convert.transforms import Split
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
-# Gated activation → the function on the gate, by its name in transformers.
-ACTIVATIONS = {
-    "swiglu": "silu",
-    "geglu": "gelu",
-    "geglu_tanh": "gelu_pytorch_tanh",
-    "reglu": "relu",
-    "glu": "sigmoid",
-    "bilinear": "linear",
-}
 # The norms of a block by norm_placement; theirs have the same names.
 _NORMS = {
     "pre": ("input_layernorm", "post_attention_layernorm"),
@@ -115,7 +107,7 @@ def common_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[st
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_kv_heads,
         "head_dim": model.head_dim,
-        "hidden_act": ACTIVATIONS[model.activation],
+        "hidden_act": GATED[model.activation],
         "max_position_embeddings": model.max_position_embeddings,
         "initializer_range": model.init_method_std,
         "rms_norm_eps": model.rms_norm_epsilon,
@@ -139,8 +131,7 @@ def decoder_refusals(
     reasons = common_refusals(model, expressed)
     if model.norm != "rmsnorm":
         reasons.append(f"norm: {model.norm} (it has rmsnorm only)")
-    if model.activation not in ACTIVATIONS:
-        reasons.append(f"activation: {model.activation} (it has gated ones only: {', '.join(ACTIVATIONS)})")
+    reasons += gated_refusals(model)
     if model.gpt_j_residual:
         reasons.append("gpt_j_residual (its residuals are sequential)")
     if model.rotary_pct != 1.0 and not rotary_pct:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megatron.convert.activations import plain_name, plain_refusals
 from megatron.convert.family import (
     FAMILIES,
     WORD_EMBEDDINGS,
@@ -20,7 +21,6 @@ from megatron.convert.family import (
     rotary_refusals,
     width_refusals,
 )
-from megatron.convert.gpt_neox import ACTIVATIONS
 from megatron.convert.rope import rope_fields
 from megatron.convert.transforms import Split
 
@@ -51,7 +51,6 @@ def table(model: ModelConfig) -> list[Rule | Constant]:
 
 
 def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
-    tanh = model.activation == "gelu" and model.bias_gelu_fusion
     return {
         "model_type": "phi",
         "vocab_size": vocab_size,
@@ -63,7 +62,7 @@ def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout if model.embedding_dropout is None else model.embedding_dropout,
         "attention_dropout": model.attention_dropout,
-        "hidden_act": "gelu_new" if tanh else ACTIVATIONS[model.activation],
+        "hidden_act": plain_name(model, "gelu_new"),
         "max_position_embeddings": model.max_position_embeddings,
         "initializer_range": model.init_method_std,
         "layer_norm_eps": model.layernorm_epsilon,
@@ -82,8 +81,7 @@ def unsupported(model: ModelConfig) -> list[str]:
     reasons += [*pre_norm_refusals(model), *rotary_refusals(model), *width_refusals(model)]
     if model.norm != "layernorm":
         reasons.append(f"norm: {model.norm} (it has layernorm only)")
-    if model.activation not in ACTIVATIONS:
-        reasons.append(f"activation: {model.activation} (it has {', '.join(ACTIVATIONS)})")
+    reasons += plain_refusals(model)
     if not (model.gpt_j_residual and model.gpt_j_tied):
         reasons.append("no gpt_j_residual with gpt_j_tied (its attention and feed-forward are parallel, with one norm)")
     biases = ("use_bias_in_attn_linear", "use_bias_in_attn_output", "use_bias_in_mlp", "use_bias_in_head")

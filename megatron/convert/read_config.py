@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.convert import gpt_neox, llama
+from megatron.convert.activations import READ_GATED, READ_PLAIN
 from megatron.convert.fields import Fields
 from megatron.errors import UserError, nearest
 from megatron.registry import Registry
@@ -36,14 +36,6 @@ READERS: Registry[Reader] = Registry(
 computed (the rest is refused), and gives keys with which the family's `config` writes the same fields again.
 """
 
-# Their activation → ours, and whether gelu is the tanh approximation.
-_NEOX_ACTIVATIONS = {
-    **{theirs: (ours, False) for ours, theirs in gpt_neox.ACTIVATIONS.items() if ours != "swish"},
-    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), ("gelu", True)),
-    "swish": ("silu", False),
-}
-_GATES = {theirs: ours for ours, theirs in llama.ACTIVATIONS.items()}
-
 
 def read_config(values: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:
     """(name of the family, our keys) of a config.json. Raises `UserError` naming what is unknown or not expressible."""
@@ -61,7 +53,7 @@ def read_config(values: dict[str, Any], where: str) -> tuple[str, dict[str, Any]
 
 def neox_keys(fields: Fields) -> dict[str, Any]:
     """`GPTNeoXConfig`."""
-    activation, tanh = fields.choose("hidden_act", _NEOX_ACTIVATIONS, "gelu")
+    activation, tanh = fields.choose("hidden_act", READ_PLAIN, "gelu")
     return {
         "num_layers": fields.take("num_hidden_layers"),
         "hidden_size": fields.take("hidden_size"),
@@ -125,7 +117,7 @@ def decoder_keys(fields: Fields, rotary: dict[str, Any] | None = None) -> dict[s
         "max_position_embeddings": fields.take("max_position_embeddings"),
         "norm": "rmsnorm",
         "rms_norm_epsilon": float(fields.take("rms_norm_eps", 1e-6)),
-        "activation": fields.choose("hidden_act", _GATES, "silu"),
+        "activation": fields.choose("hidden_act", READ_GATED, "silu"),
         "no_weight_tying": not fields.take("tie_word_embeddings", False),
         "pos_emb": "rotary",
         **(rotary or fields.rotary("rope_theta")),

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.convert import falcon, gpt2
+from megatron.convert.activations import READ_PLAIN
 from megatron.convert.fields import Fields
 from megatron.convert.read_config import READERS, Reader, decoder_keys
 from megatron.convert.read_positions import layered_positions
 from megatron.convert.windows import FULL, SLIDING
 from megatron.errors import UserError
 
-_TANH_GELU = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), ("gelu", True))
-_PLAIN = {
-    name: {**{theirs: (ours, False) for ours, theirs in table.items() if ours != "swish"}, **_TANH_GELU}
-    for name, table in (("gpt2", gpt2.ACTIVATIONS), ("falcon", falcon.ACTIVATIONS))
-}
-
-
-def _only(fields: Fields, name: str, value: Any) -> None:
-    """Refuse a field that is there with another value than the only one that can be expressed."""
-    fields.choose(name, {value: value}, value)
-
 
 def qwen2_keys(fields: Fields) -> dict[str, Any]:
     """`Qwen2Config`."""
-    _only(fields, "use_mrope", False)
+    fields.only("use_mrope", False)
     biases = {"use_bias_in_attn_linear": True, "use_bias_in_attn_output": False, "use_bias_in_mlp": False}
     return {**decoder_keys(fields), **biases, **_upper_windows(fields)}
 
@@ -98,12 +87,12 @@ def gpt2_keys(fields: Fields) -> dict[str, Any]:
         ("scale_attn_by_inverse_layer_idx", False),
         ("reorder_and_upcast_attn", False),
     ):
-        _only(fields, name, value)
+        fields.only(name, value)
     hidden, length = fields.take("n_embd", 768), fields.take("n_positions", 1024)
-    _only(fields, "n_ctx", length)
+    fields.only("n_ctx", length)
     dropout = fields.take("resid_pdrop", 0.1)
-    _only(fields, "embd_pdrop", dropout)
-    activation, tanh = fields.choose("activation_function", _PLAIN["gpt2"], "gelu_new")
+    fields.only("embd_pdrop", dropout)
+    activation, tanh = fields.choose("activation_function", READ_PLAIN, "gelu_new")
     return {
         "num_layers": fields.take("n_layer", 12),
         "hidden_size": hidden,
@@ -126,8 +115,8 @@ def gpt2_keys(fields: Fields) -> dict[str, Any]:
 
 def falcon_keys(fields: Fields) -> dict[str, Any]:
     """`FalconConfig`."""
-    _only(fields, "alibi", False)
-    _only(fields, "apply_residual_connection_post_layernorm", False)
+    fields.only("alibi", False)
+    fields.only("apply_residual_connection_post_layernorm", False)
     fields.take("auto_map", None)
     hidden, heads = fields.take("hidden_size", 4544), fields.take("num_attention_heads", 71)
     new, parallel = fields.take("new_decoder_architecture", False), fields.take("parallel_attn", True)
@@ -137,7 +126,7 @@ def falcon_keys(fields: Fields) -> dict[str, Any]:
     norms = fields.take("num_ln_in_parallel_attn", 2 if new else 1)
     if not new and parallel and norms != 1:
         raise UserError(f"{fields.where}: num_ln_in_parallel_attn: {norms} needs new_decoder_architecture")
-    activation, tanh = fields.choose("activation", _PLAIN["falcon"], "gelu")
+    activation, tanh = fields.choose("activation", READ_PLAIN, "gelu")
     bias = fields.take("bias", False)
     return {
         "num_layers": fields.take("num_hidden_layers", 32),
@@ -165,11 +154,11 @@ def falcon_keys(fields: Fields) -> dict[str, Any]:
 
 def phi3_keys(fields: Fields) -> dict[str, Any]:
     """`Phi3Config`."""
-    _only(fields, "attention_bias", False)
+    fields.only("attention_bias", False)
     for name in ("auto_map", "original_max_position_embeddings"):
         fields.take(name, None)  # the second is read with scaled positions
     dropout = fields.take("resid_pdrop", 0.0)
-    _only(fields, "embd_pdrop", dropout)
+    fields.only("embd_pdrop", dropout)
     window = fields.take("sliding_window", None)
     types = [FULL if window is None else SLIDING] * fields.take("num_hidden_layers")
     biases = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.convert import gpt_neox, llama
+from megatron.convert.activations import READ_GATED, READ_PLAIN
 from megatron.convert.fields import Fields
 from megatron.convert.read_config import READERS, Reader, decoder_keys
 from megatron.convert.read_families import windows
 from megatron.convert.read_positions import layered_positions
 from megatron.convert.windows import FULL, SLIDING
 from megatron.errors import UserError
-
-_GATES = {theirs: ours for ours, theirs in llama.ACTIVATIONS.items()}
-_TANH = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), ("gelu", True))
-_PLAIN = {**{theirs: (ours, False) for ours, theirs in gpt_neox.ACTIVATIONS.items() if ours != "swish"}, **_TANH}
 
 
 def _shared_keys(fields: Fields, rotary: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -40,7 +36,7 @@ def gemma_keys(fields: Fields) -> dict[str, Any]:
     name = "hidden_act" if fields.take("hidden_activation", None) is None else "hidden_activation"
     return {
         **_shared_keys(fields),
-        "activation": fields.choose(name, {**_GATES, "gelu": "geglu_tanh"}, "gelu_pytorch_tanh"),
+        "activation": fields.choose(name, {**READ_GATED, "gelu": "geglu_tanh"}, "gelu_pytorch_tanh"),
     }
 
 
@@ -62,7 +58,7 @@ def _sandwich_keys(
     """Of Gemma 2 and 3. `caps`: their defaults where the field is missing; null is no cap."""
     return {
         **_shared_keys(fields, rotary),
-        "activation": fields.choose("hidden_activation", _GATES, "gelu_pytorch_tanh"),
+        "activation": fields.choose("hidden_activation", READ_GATED, "gelu_pytorch_tanh"),
         "norm_placement": "sandwich",
         "query_pre_attn_scalar": float(fields.take("query_pre_attn_scalar", 256)),
         **{name: fields.take_or_null(name, default) for name, default in caps.items()},
@@ -101,7 +97,7 @@ def phi_keys(fields: Fields) -> dict[str, Any]:
     fields.take("auto_map", None)
     fields.only("qk_layernorm", False)
     fields.only("tie_word_embeddings", False)
-    activation, tanh = fields.choose("hidden_act", _PLAIN, "gelu_new")
+    activation, tanh = fields.choose("hidden_act", READ_PLAIN, "gelu_new")
     heads, residual = fields.take("num_attention_heads", 32), float(fields.take("resid_pdrop", 0.0))
     embedded = float(fields.take("embd_pdrop", 0.0))
     return {
