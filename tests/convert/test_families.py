@@ -243,11 +243,6 @@ def _expresses(family: Family, model: ModelConfig) -> bool:
     return family.unsupported(model) == [] and not any(isinstance(rule, Constant) for rule in family.table(model))
 
 
-def _expresses(family: Family, model: ModelConfig) -> bool:
-    """Also without tensors that only their model has."""
-    return family.unsupported(model) == [] and not any(isinstance(rule, Constant) for rule in family.table(model))
-
-
 def _follows(model: ModelConfig, key: str, value: Any) -> dict[str, Any]:
     return {"layer_windows": (value,) * model.num_layers} if key == "sliding_window_width" else {}
 
