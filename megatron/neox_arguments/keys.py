@@ -35,8 +35,8 @@ def key(
     values to that advice. `derived`: the field is computed (`"check"`: a value given by the user must agree with the
     computed one; `"recompute"`: it depends on the layout and is computed afresh). `differs`: what is not as in
     GPT-NeoX. `spellings`: other spellings of values. `registry`: the kind of the registry behind the choices; the names
-    that plugins added to it are choices too. `brought_by`: (registry, name) with which a plugin makes the key available;
-    it then reads it. `new`: not a GPT-NeoX key.
+    that plugins added to it are choices too. `brought_by`: (registry, name) with which a plugin makes the key
+    available; it then reads it. `new`: not a GPT-NeoX key.
     """
     metadata = {
         "doc": doc,
