@@ -1,4 +1,5 @@
-"""Training Mamba and hybrids: the same curve at any layout, ZeRO stage and recomputation; A_log and D stay in fp32."""
+"""Training what keeps a state (Mamba, RWKV) and hybrids: the same curve at any layout and recomputation; what stands in
+exponents stays in fp32."""
 
 from __future__ import annotations
 
@@ -25,8 +26,31 @@ STATES: dict[str, Any] = {
 }
 MAMBA = {**NEOX, **STATES, "attention_config": [[["mamba"], "all"]], "pos_emb": "none"}
 MAMBA2 = {**NEOX, **STATES, "attention_config": [[["mamba2"], "all"]], "pos_emb": "none"}
-HYBRID = {**LLAMA, **STATES, "attention_config": [[["mamba2", "global"], "all"]], "mamba_n_groups": 2}
-MODELS = {"mamba": MAMBA, "mamba2": MAMBA2, "hybrid": HYBRID}
+MAMBA_HYBRID = {**LLAMA, **STATES, "attention_config": [[["mamba2", "global"], "all"]], "mamba_n_groups": 2}
+RWKV: dict[str, Any] = {
+    **NEOX,
+    "attention_config": [[["rwkv4"], "all"]],
+    "pos_emb": "none",
+    "norm": "layernorm",
+    "gpt_j_residual": False,
+    "ffn_dim": 72,
+    "init_method_std": 0.1,
+}
+RWKV_HYBRID = {
+    **RWKV,
+    "attention_config": [[["rwkv4", "global"], "all"]],
+    "pos_emb": "rotary",
+    "no_weight_tying": False,
+}
+RWKV6 = {**RWKV, "attention_config": [[["rwkv"], "all"]], "head_size": 8}
+MODELS = {
+    "mamba": MAMBA,
+    "mamba2": MAMBA2,
+    "mamba hybrid": MAMBA_HYBRID,
+    "rwkv4": RWKV,
+    "rwkv4 hybrid": RWKV_HYBRID,
+    "rwkv6": RWKV6,
+}
 
 
 def train(
@@ -79,17 +103,19 @@ def test_recomputation_changes_nothing(name: str, policy: str) -> None:
 
 
 HALF = [Layout(), Layout(dp=2), Layout(dp=2, zero=2), Layout(pp=2), Layout(tp=2, sequence_parallel=True)]
+WIDE = {"mamba": ("A_log", ".D"), "rwkv4": ("time_decay", "time_first")}
 
 
+@pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("layout", HALF, ids=lambda x: x.name)
-def test_in_bf16_the_state_parameters_stay_in_fp32(layout: Layout) -> None:
-    keys = {**MAMBA, "precision": "bfloat16"}
+def test_in_bf16_what_stands_in_exponents_stays_in_fp32(name: str, layout: Layout) -> None:
+    keys = {**MODELS[name], "precision": "bfloat16"}
     for losses, norms, types in run_distributed(train, layout.world, keys, layout, timeout=110):
         wide = {name for name, dtype in types.items() if dtype == torch.float32}
-        assert wide == {name for name in types if name.endswith(("A_log", ".D"))} and wide
-        assert losses == pytest.approx(alone("mamba")[0], rel=2e-2)
-        assert norms == pytest.approx(alone("mamba")[1], rel=5e-2)
-        assert losses == pytest.approx(alone("mamba", "bfloat16")[0], rel=5e-3)
+        assert wide == {parameter for parameter in types if parameter.endswith(WIDE[name])} and wide
+        assert losses == pytest.approx(alone(name)[0], rel=2e-2)
+        assert norms == pytest.approx(alone(name)[1], rel=5e-2)
+        assert losses == pytest.approx(alone(name, "bfloat16")[0], rel=5e-3)
 
 
 @pytest.mark.parametrize(
