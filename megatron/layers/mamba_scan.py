@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.layers.chunks import wide_type
+
 # Numbers in one step of the recurrence that keep a device busy, and steps of a block. Measured on CPUs.
 _BUSY = {"cpu": 1 << 12, "cuda": 1 << 20}
 _BLOCK = 16
@@ -87,7 +89,7 @@ class _Rows:
 
     @classmethod
     def of(cls, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, starts: Tensor | None, k: int) -> _Rows:
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dtype = wide_type(x)
         keep = None if starts is None else 1 - by_step(starts.to(dtype).unsqueeze(2), k).squeeze(2)
         parts = [by_step(part, k) for part in (x, dt, b, c)]
         return cls(parts[0], parts[1], a.to(dtype).T.contiguous(), parts[2], parts[3], keep, k, dtype)

@@ -7,15 +7,14 @@ Legend: b batch, s sequence, L tokens of a chunk, n_h heads of p channels, g gro
 
 Inside a chunk y is (C Bᵀ ∘ decay) x, between chunks a state is handed on. The decay from token j to token i is
 exp(S[i] - S[j]) with S the running sum of dt A: only exponentials of numbers <= 0 are taken, so nothing overflows.
-Only one chunk's matrices exist at a time; backward keeps the state before each chunk and computes the rest again.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from megatron.layers.chunks import over_chunks, wide_type
 
 
 def chunked_scan(
@@ -39,7 +38,10 @@ def chunked_scan(
 
     Computes in fp32 (fp64 for fp64); y has x's type, the state is fp32.
     """
-    return _ChunkedScan.apply(x, dt, a, b, c, starts, state, chunk)
+    if state is None:
+        state = torch.zeros(x.shape[0], *x.shape[2:], b.shape[3], device=x.device)
+    first = state.to(wide_type(x))
+    return over_chunks(_chunk, (x, dt, b, c), (a,), first=first, starts=starts, chunk=chunk)
 
 
 def ssd_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,13 +55,9 @@ def ssd_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tens
 
 
 def _chunk(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, document: Tensor | None, before: Tensor
+    x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, document: Tensor | None, before: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One chunk: (y [b, L, n_h, p], the state behind it), all in the type of `before`.
-
-    `document` [b, L] counts the starts of documents so far, the chunk's own included: equal numbers see each other, 0
-    sees the state before the chunk.
-    """
+    """One chunk (`chunks.Step`): (y [b, L, n_h, p], the state behind it)."""
     wide = before.dtype
     batch, length, heads, p = x.shape
     groups, n = b.shape[2:]
@@ -90,62 +88,3 @@ def _chunk(
     added = (driven * leaving.exp().unsqueeze(3)).view(batch, groups, -1, length, p).transpose(3, 4)
     added = torch.matmul(added.reshape(batch, groups, -1, length), b)
     return y.transpose(1, 2), before * through.exp()[:, :, None, None] + added.view(before.shape)
-
-
-class _ChunkedScan(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        starts: Tensor | None,
-        state: Tensor | None,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        batch, s, heads, p = x.shape
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if state is None:
-            now = torch.zeros(batch, heads, p, b.shape[3], dtype=wide, device=x.device)
-        else:
-            now = state.to(wide)
-        keeps = any(ctx.needs_input_grad)
-        y, borders = torch.empty_like(x), []
-        for part in _parts(s, chunk):
-            if keeps:
-                borders.append(now)
-            y[:, part], now = _chunk(x[:, part], dt[:, part], a, b[:, part], c[:, part], _documents(starts, part), now)
-        if keeps:
-            ctx.save_for_backward(x, dt, a, b, c, starts, *borders)
-            ctx.chunk = chunk
-        last = now.clone() if now is state else now
-        ctx.mark_non_differentiable(last)
-        return y, last
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, dt, a, b, c, starts, *borders = ctx.saved_tensors
-        grads = [torch.empty_like(part) for part in (x, dt, b, c)]
-        da, carry = torch.zeros_like(a), torch.zeros_like(borders[0])
-        for part, before in zip(reversed(_parts(x.shape[1], ctx.chunk)), reversed(borders), strict=True):
-            inputs = [piece.detach().requires_grad_() for piece in (x[:, part], dt[:, part], b[:, part], c[:, part])]
-            a_, before_ = a.detach().requires_grad_(), before.detach().requires_grad_()
-            with torch.enable_grad():
-                x_, dt_, b_, c_ = inputs
-                outputs = _chunk(x_, dt_, a_, b_, c_, _documents(starts, part), before_)
-            incoming = (dy[:, part].to(outputs[0].dtype), carry)
-            *own, da_, carry = torch.autograd.grad(outputs, (*inputs, a_, before_), incoming)
-            da += da_
-            for whole, piece in zip(grads, own, strict=True):
-                whole[:, part] = piece
-        return grads[0], grads[1], da, grads[2], grads[3], None, None, None
-
-
-def _parts(s: int, chunk: int) -> list[slice]:
-    return [slice(first, min(first + chunk, s)) for first in range(0, s, chunk)]
-
-
-def _documents(starts: Tensor | None, part: slice) -> Tensor | None:
-    return None if starts is None else starts[:, part].cumsum(1)

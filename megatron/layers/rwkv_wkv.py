@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.layers.chunks import slices, wide_type
+
 # m before the first token of a text; a key of this value counts exactly 0 beside any other. Exact in every wide type.
 NOTHING = -(2.0**99)
 CHUNK = 64
@@ -112,7 +114,7 @@ class _Wkv(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         batch, s, channels = k.shape
-        wide = torch.float64 if k.dtype == torch.float64 else torch.float32
+        wide = wide_type(k)
         if state is None:
             sums, m = k.new_zeros(batch, 2, channels, dtype=wide), k.new_full((), NOTHING, dtype=torch.float64)
             m = m.expand(batch, channels)
@@ -120,7 +122,7 @@ class _Wkv(torch.autograd.Function):
             sums, m = state[:, :2].to(wide), state[:, 2]
         keeps = any(ctx.needs_input_grad)
         y, borders = torch.empty_like(v), []
-        for part in _parts(s, chunk):
+        for part in slices(s, chunk):
             if keeps:
                 borders += [sums, m]
             y[:, part], sums, m = _chunk(k[:, part], v[:, part], w, u, _of(starts, part), sums, m)
@@ -136,7 +138,7 @@ class _Wkv(torch.autograd.Function):
         k, v, w, u, starts, *borders = ctx.saved_tensors
         dk, dv, dw, du = (torch.zeros_like(x) for x in (k, v, w, u))
         carry = torch.zeros_like(borders[0])
-        behind = list(zip(_parts(k.shape[1], ctx.chunk), borders[::2], borders[1::2], strict=True))
+        behind = list(zip(slices(k.shape[1], ctx.chunk), borders[::2], borders[1::2], strict=True))
         for part, sums, m in reversed(behind):
             inputs = [x.detach().requires_grad_() for x in (k[:, part], v[:, part], w, u, sums)]
             with torch.enable_grad():
@@ -146,10 +148,6 @@ class _Wkv(torch.autograd.Function):
             dw += grads[2]
             du += grads[3]
         return dk, dv, dw, du, None, None, None
-
-
-def _parts(s: int, chunk: int) -> list[slice]:
-    return [slice(first, min(first + chunk, s)) for first in range(0, s, chunk)]
 
 
 def _of(starts: Tensor | None, part: slice) -> Tensor | None:

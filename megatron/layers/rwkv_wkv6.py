@@ -6,16 +6,15 @@ per head, S [d, d] keys by values, 0 at the start of a text:
     y_t = r_t (S_{t-1} + diag(u) k_tᵀ v_t)          S_t = diag(exp(w_t)) S_{t-1} + k_tᵀ v_t        w_t < 0, per channel
 
 Inside a chunk every pair of tokens meets with the exponent of the decays between them, which is never above 0, so
-nothing overflows however fast channels fade; between chunks travels S. Only the states at the borders of chunks are
-kept for the backward pass, which computes each chunk again.
+nothing overflows however fast channels fade; between chunks travels S.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from megatron.layers.chunks import over_chunks, wide_type
 
 CHUNK = 16  # a pair of tokens costs d numbers
 GONE = -1100.0  # logarithm of a decay that is 0 in every type
@@ -41,17 +40,16 @@ def wkv6(
 
     Computes in fp32 (fp64 for fp64); y has v's type, the state is fp32.
     """
-    return _Wkv6.apply(r, k, v, w, u, starts, state, chunk)
+    if state is None:
+        state = torch.zeros(r.shape[0], *r.shape[2:], r.shape[3], device=r.device)
+    first = state.to(wide_type(r))
+    return over_chunks(_chunk, (v, r, k, w), (u,), first=first, starts=starts, chunk=chunk)
 
 
 def _chunk(
-    r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor, document: Tensor | None, before: Tensor
+    v: Tensor, r: Tensor, k: Tensor, w: Tensor, u: Tensor, document: Tensor | None, before: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One chunk: (y [b, L, n, d], S behind it), in the type of `before`.
-
-    `document` [b, L] counts the starts of documents so far, the chunk's own included: equal numbers see each other, 0
-    sees the state before the chunk.
-    """
+    """One chunk (`chunks.Step`): (y [b, L, n, d], S behind it)."""
     wide = before.dtype
     length = r.shape[1]
     r, k, v, w = (x.to(wide).transpose(1, 2) for x in (r, k, v, w))  # [b, n, L, d]
@@ -85,57 +83,3 @@ def _sums(w: Tensor, document: Tensor | None) -> tuple[Tensor, Tensor]:
     # Not a difference of sums over several documents, whose gradients would cancel but for their rounding.
     same = (document.unsqueeze(2) == document.unsqueeze(1)).unsqueeze(1).to(w.dtype)
     return torch.matmul(same.tril(-1), w), torch.matmul(same.tril(), w)
-
-
-class _Wkv6(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        r: Tensor,
-        k: Tensor,
-        v: Tensor,
-        w: Tensor,
-        u: Tensor,
-        starts: Tensor | None,
-        state: Tensor | None,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        batch, s, heads, d = r.shape
-        wide = torch.float64 if r.dtype == torch.float64 else torch.float32
-        now = r.new_zeros(batch, heads, d, d, dtype=wide) if state is None else state.to(wide)
-        keeps = any(ctx.needs_input_grad)
-        y, borders = torch.empty_like(v), []
-        for part in _parts(s, chunk):
-            if keeps:
-                borders.append(now)
-            y[:, part], now = _chunk(r[:, part], k[:, part], v[:, part], w[:, part], u, _documents(starts, part), now)
-        if keeps:
-            ctx.save_for_backward(r, k, v, w, u, starts, *borders)
-            ctx.chunk = chunk
-        last = now.clone() if now is state else now
-        ctx.mark_non_differentiable(last)
-        return y, last
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        r, k, v, w, u, starts, *borders = ctx.saved_tensors
-        sequences = (r, k, v, w)
-        grads = [torch.empty_like(x) for x in sequences]
-        du, carry = torch.zeros_like(u), torch.zeros_like(borders[0])
-        for part, before in reversed(list(zip(_parts(r.shape[1], ctx.chunk), borders, strict=True))):
-            inputs = [x.detach().requires_grad_() for x in (*(x[:, part] for x in sequences), u, before)]
-            with torch.enable_grad():
-                outputs = _chunk(*inputs[:5], _documents(starts, part), inputs[5])
-            *own, du_, carry = torch.autograd.grad(outputs, inputs, (dy[:, part].to(outputs[0].dtype), carry))
-            du += du_
-            for whole, piece in zip(grads, own, strict=True):
-                whole[:, part] = piece
-        return *grads, du, None, None, None
-
-
-def _parts(s: int, chunk: int) -> list[slice]:
-    return [slice(first, min(first + chunk, s)) for first in range(0, s, chunk)]
-
-
-def _documents(starts: Tensor | None, part: slice) -> Tensor | None:
-    return None if starts is None else starts[:, part].cumsum(1)
