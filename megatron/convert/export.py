@@ -16,6 +16,7 @@ from megatron.convert import falcon, gemma, gpt2, gpt_neox, llama, mamba, moe_fa
 from megatron.convert.check import compare
 from megatron.convert.drafts import draft_of, publish
 from megatron.convert.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, choose_family
+from megatron.convert.hf_folder import GENERATION
 from megatron.convert.safetensors_writer import Planned, write_safetensors
 from megatron.convert.settings import Reference, Settings, open_source
 from megatron.convert.tokenizer_files import open_tokenizer, save_tokenizer, token_ids
@@ -171,8 +172,21 @@ def _write_config(
         "torch_dtype": name,  # for transformers 4
     }
     _write_json(draft / "config.json", config)
-    generation = {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
-    _write_json(draft / "generation_config.json", {key: i for key, i in generation.items() if i is not None})
+    _write_json(draft / GENERATION, _generation(draft / GENERATION, ids))
+
+
+def _generation(path: Path, ids: TokenIds) -> dict[str, Any]:
+    """What came with the tokenizer (how texts are sampled, and end), with the special ids in their place.
+
+    Where several tokens end a text, the run's end of document among them, all of them stay.
+    """
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    kept.pop("transformers_version", None)
+    own = {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
+    ends = kept.get("eos_token_id")
+    if isinstance(ends, list) and ids.eos in ends:
+        own["eos_token_id"] = ends
+    return kept | {key: i for key, i in own.items() if i is not None}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+GENERATION = "generation_config.json"  # which tokens end a text: a chat model may have several
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # Tables that older versions of transformers saved with the weights, and that every model computes.
 _BUFFERS = (".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -51,6 +52,8 @@ class HuggingFaceFolder:
             if (self.path / name).is_file():
                 target.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(self.path / name, target / name)
+        if (self.path / GENERATION).is_file() and target.is_dir():
+            shutil.copyfile(self.path / GENERATION, target / GENERATION)
         if (self.path / "chat_templates").is_dir() and target.is_dir():
             shutil.copytree(self.path / "chat_templates", target / "chat_templates")
 

@@ -21,7 +21,7 @@ NEOX_EOD = "<|endoftext|>"
 KNOWN_EODS = ("</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "<|eos|>", "[EOS]", "<EOS>")
 KNOWN_PADS = ("<|padding|>", "<pad>", "<|pad|>", "[PAD]", "<PAD>", "<|finetune_right_pad_id|>")
 # What describes a tokenizer beside tokenizer.json in a Hugging Face folder.
-COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 
 
 class LibraryTokenizer(Tokenizer):

@@ -390,6 +390,24 @@ def tool(*arguments):
     )
 
 
+def test_all_tokens_that_end_a_text_come_back(tmp_path, vocabulary):  # noqa: F811
+    source_of(tmp_path / "hf", LLAMA, "llama")
+    for file in vocabulary.iterdir():
+        (tmp_path / "hf" / file.name).write_bytes(file.read_bytes())
+    generation = {
+        "eos_token_id": [VOCAB - 2, 7, 9],
+        "temperature": 0.6,
+        "do_sample": True,
+        "transformers_version": "4.1",
+    }
+    (tmp_path / "hf/generation_config.json").write_text(json.dumps(generation))
+    import_model(str(tmp_path / "hf"), tmp_path / "out", check=False)
+    export(tmp_path / "out", tmp_path / "back", check=False, pad_token_id=4)
+    back = json.loads((tmp_path / "back/generation_config.json").read_text())
+    del generation["transformers_version"]
+    assert back == {**generation, "bos_token_id": 5, "pad_token_id": 4}
+
+
 @pytest.mark.slow
 def test_the_command_makes_a_folder_that_dry_runs_and_knows_its_tokenizer(tmp_path, vocabulary):  # noqa: F811
     """The model has more rows than the tokenizer has tokens, as Pythia's do."""
