@@ -60,6 +60,8 @@ def main() -> None:
     if given.part:
         PARTS[given.part[0]](given, *map(Path, given.part[1:]))
         return
+    if given.folder is not None:
+        Path(given.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         report(given, Path(folder))
 
