@@ -13,21 +13,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.convert.cli import add_export_flags, add_precision, flags_for, run_export
+from megatron.convert.cli import run_olmo_export
 from megatron.errors import run_cli
 from megatron.hub import push
 
 
 def main() -> int:
     """Convert with the fork's flags."""
-    flags = flags_for(__doc__)
-    flags.add_argument(
-        "--neox-checkpoint", dest="input_dir", required=True, help="a global_step<N> folder, or a save folder"
-    )
-    flags.add_argument("--reference-model", dest="reference", metavar="PATH_OR_ID", help="the model it began from")
-    add_export_flags(flags)
-    add_precision(flags, "--dtype", "--precision", auto="as trained")
-    run_export(flags.parse_args(), push, families=("olmo2", "olmo3", "olmoe"))
+    run_olmo_export(__doc__, push, checkpoint="--neox-checkpoint", reference="--reference-model", precision="--dtype")
     return 0
 
 

@@ -122,6 +122,17 @@ class Hub(Protocol):
     def push_folder(self, folder: Path, repo: str) -> str: ...
 
 
+def run_olmo_export(description: str | None, hub: Hub, *, checkpoint: str, reference: str, precision: str) -> None:
+    """The fork's export of OLMo models, under the names of flags that its commands have."""
+    flags = flags_for(description)
+    flags.add_argument(checkpoint, dest="input_dir", required=True, help="a global_step<N> folder, or a save folder")
+    flags.add_argument(reference, dest="reference", metavar="PATH_OR_ID", help="the published model it began from")
+    add_export_flags(flags)
+    names = dict.fromkeys((precision, "--precision", "--dtype"))  # the fork's own first
+    add_precision(flags, *names, auto="as trained")
+    run_export(flags.parse_args(), hub, families=("olmo2", "olmo3", "olmoe"))
+
+
 def run_export(given: argparse.Namespace, hub: Hub, *, families: tuple[str, ...] = (), **options: Any) -> None:
     """Convert as the flags say; `options` are further ones of `export`.
 

@@ -11,10 +11,10 @@ import json
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from types import TracebackType
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.local_hub import LocalHub
 
 
 @dataclass
@@ -47,7 +47,7 @@ def oid(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-class Hub:
+class Hub(LocalHub):
     """`with Hub() as hub:` serves on a free port of 127.0.0.1. `requests` lists "METHOD path status" in order."""
 
     def __init__(self) -> None:
@@ -76,29 +76,7 @@ class Hub:
             def log_message(self, *_: object) -> None:
                 """Quiet: `Hub.requests` has it."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self) -> Hub:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def environment(self, home: Path) -> dict[str, str]:
-        """What a client needs to talk to this Hub, with its caches below `home`."""
-        return {
-            "HF_ENDPOINT": self.endpoint,
-            "HF_HOME": str(home),
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "NO_PROXY": "127.0.0.1",
-        }
+        super().__init__(Handler)
 
     def count(self, part: str) -> int:
         """How many requests so far contain that text."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import threading
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+from tests.local_hub import LocalHub
 
 TOKEN = "hf_sesame"
 _LFS = (".safetensors", ".bin", ".pt")
@@ -25,7 +25,7 @@ class Model:
     commits: int = 0
 
 
-class UploadHub:
+class UploadHub(LocalHub):
     """`with UploadHub() as hub:` serves on a free port; `models` are the repositories, `log` the requests."""
 
     def __init__(self) -> None:
@@ -58,30 +58,11 @@ class UploadHub:
             def log_message(self, *_: object) -> None:
                 """Quiet: `UploadHub.log` has it."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self) -> UploadHub:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        super().__init__(Handler)
 
     def environment(self, home: Path, token: str | None = TOKEN) -> dict[str, str]:
-        """What a client needs to talk to this Hub."""
-        return {
-            "HF_ENDPOINT": self.endpoint,
-            "HF_HOME": str(home),
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "NO_PROXY": "127.0.0.1",
-            **({"HF_TOKEN": token} if token else {}),
-        }
+        """Of a client that is logged in with `token`."""
+        return super().environment(home) | ({"HF_TOKEN": token} if token else {})
 
     @staticmethod
     def _chunks(file: Any) -> bytes:

@@ -145,6 +145,6 @@ def works_grouped(dtype: torch.dtype, device: int) -> bool:
         with torch.enable_grad():
             y = _torch_grouped()(x, weight.transpose(1, 2), offs=offsets)
             y.backward(torch.ones_like(y))
-    except (AttributeError, RuntimeError, NotImplementedError):
+    except (AttributeError, RuntimeError):  # not in this torch; not for this type or device
         return False
     return bool((y == 32).all())
