@@ -14,9 +14,9 @@ def main() -> int:
     """Join the job, load the model, run the tasks; results also go where the run's metrics go."""
     paths, overrides, resolved = parse_rank_command_line(sys.argv[1:])
     choose_accelerator()
-    from megatron.callbacks.defaults import build_trackers
     from megatron.inference.evaluate import evaluate
     from megatron.neox_arguments.inference import for_inference
+    from megatron.run.callbacks import build_trackers
     from megatron.training.setup import run, start_process
 
     process = start_process(paths, overrides, resolved, for_inference)

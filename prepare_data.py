@@ -13,8 +13,8 @@ import signal
 import sys
 
 from megatron import log
-from megatron.data.corpora import NAMES
-from megatron.data.prepare import prepare
+from megatron.data.tokenise.corpora import NAMES
+from megatron.data.tokenise.prepare import prepare
 from megatron.errors import run_cli
 
 

@@ -14,7 +14,7 @@ def main() -> int:
     """Join the job and train."""
     paths, overrides, resolved = parse_rank_command_line(sys.argv[1:])
     choose_accelerator()
-    from megatron.callbacks.run import train
+    from megatron.run.train import train
     from megatron.training.setup import run, start_process
 
     process = start_process(paths, overrides, resolved)

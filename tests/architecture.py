@@ -13,24 +13,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Lowest first. A package may import what stands below it; packages of one layer do not import each other.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
-    ("log",),
-    ("registry",),
-    ("plugins",),
-    ("neox_arguments",),
-    ("mpu", "tokenizer"),
-    ("layers", "data", "optim"),
-    ("model",),
-    ("objectives", "checkpoint"),
-    ("convert",),
-    ("training",),
-    ("inference", "hub", "cluster"),
-    ("callbacks",),
-    ("plan", "experiment"),
-)
-LEVEL = {package: level for level, packages in enumerate(LAYERS) for package in packages}
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def read_levels(package: str) -> dict[str, int]:
+    """Name -> level in CONTRIBUTING.md's table of `package`, lowest first; `a` < `b` in one row are two levels."""
+    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split(f" of `{package}`\n")[1].split("\n#")[0]
+    cells = re.findall(r"^\| \d+ \| (.+) \|$", table, re.MULTILINE)
+    rows = [row for cell in cells for row in cell.split(" < ")]
+    return {name: level for level, row in enumerate(rows) for name in re.findall(r"(?:^|· )`(\w+)`", row)}
+
+
+# Of the packages, and of the rooms and files inside the large ones.
+LEVELS = {package: read_levels(package) for package in ("megatron", "megatron.data")}
 # These are handed a group of the configuration or plain values, never the whole of it.
 WITHOUT_NEOX_ARGS = {"mpu", "tokenizer", "layers", "data", "optim", "model", "objectives", "checkpoint"}
 
@@ -136,24 +131,38 @@ def entry_points(sources: list[Source]) -> list[Source]:
 
 
 def layering(sources: list[Source]) -> Iterator[Violation]:
-    """Imports go down the table; what stands beside or above is out of reach, and so is what uses the library."""
+    """Imports go down the tables: what is next to a package or room, or above it, is out of reach."""
+    for package, levels in LEVELS.items():
+        for source in library(sources):
+            here = _member(source.module, package)
+            if here is None:
+                continue
+            if here not in levels:
+                yield Violation(source.at(1), f"{package}.{here} is not in the table of layers")
+                continue
+            for imported in source.imports:
+                other = _member(imported.target, package)
+                if other is None or other == here:
+                    continue
+                if other not in levels:
+                    yield Violation(source.at(imported.line), f"{package}.{other} is not in the table of layers")
+                elif levels[other] >= levels[here]:
+                    where = "next to" if levels[other] == levels[here] else "above"
+                    yield Violation(source.at(imported.line), f"{here} imports {other}, which is {where} it")
+
+
+def _member(module: str, package: str) -> str | None:
+    """The package, room or file of `package` that a module is in; None for the package itself and what is outside."""
+    return module.removeprefix(f"{package}.").split(".")[0] if module.startswith(f"{package}.") else None
+
+
+def outside_imports(sources: list[Source]) -> Iterator[Violation]:
+    """The library imports nothing that uses it."""
     outside = {source.module.split(".")[0] for source in sources} - {"megatron"}
     for source in library(sources):
-        if source.package and source.package not in LEVEL:
-            yield Violation(source.at(1), f"megatron.{source.package} is not in the table of layers")
-            continue
         for imported in source.imports:
-            top, _, rest = imported.target.partition(".")
-            if top in outside:
+            if imported.target.split(".")[0] in outside:
                 yield Violation(source.at(imported.line), f"the library imports {imported.target}, which uses it")
-            other = rest.split(".")[0]
-            if top != "megatron" or not other or other == source.package or not source.package:
-                continue
-            if other not in LEVEL:
-                yield Violation(source.at(imported.line), f"megatron.{other} is not in the table of layers")
-            elif LEVEL[other] >= LEVEL[source.package]:
-                where = "beside" if LEVEL[other] == LEVEL[source.package] else "above"
-                yield Violation(source.at(imported.line), f"{source.package} imports {other}, which stands {where} it")
 
 
 def cycles(sources: list[Source]) -> Iterator[Violation]:
@@ -301,6 +310,7 @@ def file_sizes(sources: list[Source]) -> Iterator[Violation]:
 
 RULES: tuple[Callable[[list[Source]], Iterator[Violation]], ...] = (
     layering,
+    outside_imports,
     cycles,
     deepspeed_places,
     torch_free,

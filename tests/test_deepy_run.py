@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.tokens.builder import IndexedDatasetBuilder
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow, pytest.mark.timeout(240)]
 

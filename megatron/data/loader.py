@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
+
 from megatron.data.batch import StepBatch
 from megatron.data.collate import CollateRules, allocate, fill
-from megatron.data.mixture import SampleSource
-from megatron.data.order import rank_samples
+from megatron.data.order.mixture import SampleSource
 
 
 class StepLoader:
@@ -94,3 +95,14 @@ class StepLoader:
                 yield ahead.popleft().result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def rank_samples(consumed: int, *, micro_batch: int, gas: int, dp_rank: int, dp_size: int) -> np.ndarray:
+    """Sample numbers of one rank for the step that begins after `consumed` samples: int64 `[gas, micro_batch]`.
+
+    The step covers `[consumed, consumed + micro_batch * gas * dp_size)`. Micro-batch m of all ranks is the m-th run of
+    `micro_batch * dp_size` consecutive samples, and rank r takes the r-th slice of it, as in GPT-NeoX. So the samples
+    of a step do not depend on how it is divided.
+    """
+    micro = np.arange(gas, dtype=np.int64)[:, None] * (micro_batch * dp_size)
+    return consumed + micro + dp_rank * micro_batch + np.arange(micro_batch, dtype=np.int64)[None, :]

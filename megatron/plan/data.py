@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron.callbacks.data_plan import check_tokenizer_of, continued, data_plan
 from megatron.checkpoint.find import Start
-from megatron.data.build import DataPlan
+from megatron.data.order.datasets import DataPlan
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
+from megatron.run.data_plan import check_tokenizer_of, continued, data_plan
 from megatron.tokenizer.base import Tokenizer
 
 LOGGER = get_logger(__name__)

@@ -11,11 +11,11 @@ from typing import Any
 
 from megatron import log
 from megatron.cluster.launch import ranks_of_hostfile
-from megatron.data.view import View
-from megatron.data.view_documents import Documents, open_documents
-from megatron.data.view_html import page, write_page
-from megatron.data.view_origin import OriginPiece, samples_with
-from megatron.data.view_terminal import Style, lines
+from megatron.data.view.documents import Documents, open_documents
+from megatron.data.view.html import page, write_page
+from megatron.data.view.origin import OriginPiece, samples_with
+from megatron.data.view.terminal import Style, lines
+from megatron.data.view.views import View
 from megatron.errors import UserError
 from megatron.neox_arguments.load import load
 from megatron.plan.inspect_arguments import closed_range, parse, python_range

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.callbacks.data_plan import with_epochs
 from megatron.checkpoint.find import Start
 from megatron.cluster.launch import Placement
 from megatron.errors import UserError
@@ -14,6 +13,7 @@ from megatron.plan.data import checked_plan
 from megatron.plan.memory import estimate
 from megatron.plan.preflight import kind_of, preflight
 from megatron.plan.stages import stage_sizes, topology
+from megatron.run.data_plan import with_epochs
 
 
 def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | None = None) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from megatron.checkpoint.find import Start, start_of
 from megatron.cluster.launch import Placement
-from megatron.data.sources import named_paths
-from megatron.data.splits import NAMES
-from megatron.data.token_files import find_files
+from megatron.data.order.sources import named_paths
+from megatron.data.order.splits import NAMES
+from megatron.data.tokens.token_files import find_files
 from megatron.inference.inputs import check_requests, checkpoint_folder
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive

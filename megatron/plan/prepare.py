@@ -8,11 +8,10 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 
-from megatron.callbacks.data_plan import with_epochs
 from megatron.checkpoint.find import start_of
-from megatron.data.cache import Entry, IndexCaches
-from megatron.data.token_files import TokenFiles, find_files, with_eod
-from megatron.data.verify import Report, verify_path
+from megatron.data.tokens.cache import Entry, IndexCaches
+from megatron.data.tokens.token_files import TokenFiles, find_files, with_eod
+from megatron.data.tokens.verify import Report, verify_path
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
@@ -22,6 +21,7 @@ from megatron.plan.data import checked_plan, warn_of_unknown_ranks
 from megatron.plan.preflight import data_paths, kind_of
 from megatron.plan.refusals import check_fit
 from megatron.plan.text import size, table
+from megatron.run.data_plan import with_epochs
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 LOGGER = get_logger(__name__)

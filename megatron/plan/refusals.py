@@ -6,18 +6,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron.callbacks.data_plan import check_tokenizer_of, continued, data_plan
 from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.find import Start
 from megatron.checkpoint.init_from import check_init
 from megatron.checkpoint.lock import refuse_if_held
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.schedule import schedule_of_continued_run
-from megatron.data.indexed import IndexedDataset
-from megatron.data.manifest import check_tokenizer, read_manifest
-from megatron.data.token_files import find_files
+from megatron.data.tokens.indexed import IndexedDataset
+from megatron.data.tokens.manifest import check_tokenizer, read_manifest
+from megatron.data.tokens.token_files import find_files
 from megatron.log import only_errors
 from megatron.neox_arguments import NeoXArgs
+from megatron.run.data_plan import check_tokenizer_of, continued, data_plan
 from megatron.tokenizer import Tokenizer
 
 _QUICKLY_COUNTED = 100_000_000  # documents: their lengths are summed and hashed at about 1 GB/s

@@ -10,20 +10,20 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron.callbacks.data_plan import collate_rules, with_epochs
 from megatron.checkpoint.find import Start, list_checkpoints, start_of
 from megatron.checkpoint.manifest import Manifest
-from megatron.data.build import SET, DataPlan
 from megatron.data.collate import CollateRules
-from megatron.data.mixture import SampleSource
-from megatron.data.role_plan import RolePlan
-from megatron.data.view import View, sample_view
-from megatron.data.view_origin import Origin, origin_of
+from megatron.data.order.datasets import SET, DataPlan
+from megatron.data.order.mixture import SampleSource
+from megatron.data.order.role_plan import RolePlan
+from megatron.data.view.origin import Origin, origin_of
+from megatron.data.view.views import View, sample_view
 from megatron.errors import UserError, nearest
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
 from megatron.plan.data import checked_plan, warn_of_unknown_ranks
+from megatron.run.data_plan import collate_rules, with_epochs
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 LOGGER = get_logger(__name__)
@@ -94,7 +94,7 @@ class RoleData:
     ranks: int
 
     def place(self, sample: int) -> Place:
-        """See `Place`; as `order.rank_samples` deals samples out."""
+        """See `Place`; as `loader.rank_samples` deals samples out."""
         step = self.steps.step_of(sample)
         row = sample - self.steps.samples(step).start
         return Place(step, row, row // self.micro % self.ranks, row // (self.micro * self.ranks))

@@ -6,10 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.callbacks.data_table import HEAD, data_cells, phase_lines
 from megatron.checkpoint.find import Start
 from megatron.cluster.launch import Placement
-from megatron.data.build import SourceRow
+from megatron.data.order.datasets import SourceRow
 from megatron.model.partition import StageRow
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs, plugin_key
@@ -23,6 +22,7 @@ from megatron.plan.checkpoints import SavePlan
 from megatron.plan.memory import Memory
 from megatron.plan.stages import Held
 from megatron.plan.text import count, shortened, size, table
+from megatron.run.data_table import HEAD, data_cells, phase_lines
 
 _MOST_RANKS = 32
 

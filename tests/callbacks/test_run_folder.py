@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from megatron.callbacks import run_folder as run_folder_module
-from megatron.callbacks.defaults import default_callbacks
 from megatron.callbacks.run_folder import RunStatus, run_folder
 from megatron.errors import NumericsError
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
+from megatron.run.callbacks import default_callbacks
 from tests.callbacks.fakes import Log, args_of, batches, trainer_of
 
 pytestmark = pytest.mark.cpu

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from megatron.callbacks.defaults import build_trackers
 from megatron.callbacks.flops import Flops
 from megatron.callbacks.meter import Meter
 from megatron.callbacks.trackers import JsonLines, TensorBoard, Trackers, WeightsAndBiases
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
+from megatron.run.callbacks import build_trackers
 from tests.callbacks.fakes import args_of, out, trainer_of
 
 pytestmark = pytest.mark.cpu

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.tokens.builder import IndexedDatasetBuilder
 
 # The five documents of the golden sample order: sizes 5, 9, 3, 12, 7.
 GOLDEN = [[1, 2, 3, 4, 5], [10] * 9, [7, 8, 9], list(range(20, 32)), list(range(40, 47))]

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron.data.indexed import IndexedDataset
-from megatron.data.packing import Packing
-from megatron.data.packings import PACKINGS
+from megatron.data.packing.contract import Packing
+from megatron.data.packing.packings import PACKINGS
+from megatron.data.tokens.indexed import IndexedDataset
 from tests.data.corpus import write
 
 WHOLE = ["pack_until_overflow", "unpacked", "best_fit"]

@@ -13,13 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.collate import CollateRules
-from megatron.data.indexed import IndexedDataset
-from megatron.data.loader import StepLoader
-from megatron.data.mixture import Mixture
-from megatron.data.order import rank_samples
-from megatron.data.packed import PackedDataset, plan_segments
-from megatron.data.phases import Phase
+from megatron.data.loader import StepLoader, rank_samples
+from megatron.data.order.mixture import Mixture
+from megatron.data.order.phases import Phase
+from megatron.data.packing.packed import PackedDataset, plan_segments
 from megatron.data.sample import Sample
+from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError
 from tests.data.corpus import write
 

@@ -41,8 +41,8 @@ def cut(name: str, count: int) -> Change:
 
 def foreign_tokenizer(folder: Path) -> None:
     """Data whose manifest says that another tokenizer made it."""
-    from megatron.data.indexed_builder import IndexedDatasetBuilder
-    from megatron.data.manifest import finalize_with_manifest
+    from megatron.data.tokens.builder import IndexedDatasetBuilder
+    from megatron.data.tokens.manifest import finalize_with_manifest
 
     with IndexedDatasetBuilder(folder / "data/x", "uint16") as builder:
         builder.add_document([65] * 40)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed_builder import IndexedDatasetBuilder
-from megatron.data.splits import split_bounds
+from megatron.data.order.splits import split_bounds
+from megatron.data.tokens.builder import IndexedDatasetBuilder
 
 pytestmark = pytest.mark.cpu
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron.callbacks.data_setup import agree_on_data
-from megatron.data.build import build_datasets
+from megatron.data.order.datasets import build_datasets
 from megatron.errors import UserError
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments.derive import Facts
 from megatron.neox_arguments.schema_data import DataConfig
+from megatron.run.data_setup import agree_on_data
 from megatron.training.rendezvous import share_config
 from tests.data.corpus import GOLDEN, write
 from tests.distributed import run_distributed

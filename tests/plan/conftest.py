@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.tokens.builder import IndexedDatasetBuilder
 
 
 @pytest.fixture(scope="session")

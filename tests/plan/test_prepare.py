@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed import HEADER
+from megatron.data.tokens.indexed import HEADER
 from megatron.errors import UserError
 from megatron.neox_arguments.load import load
 from megatron.plan.prepare import prepare

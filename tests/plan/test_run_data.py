@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron.callbacks.data_plan import collate_rules, data_plan
 from megatron.checkpoint.find import Start, start_of
 from megatron.checkpoint.manifest import Manifest
 from megatron.data.loader import StepLoader
-from megatron.data.view_origin import samples_with
+from megatron.data.view.origin import samples_with
 from megatron.errors import UserError
 from megatron.neox_arguments.load import load
 from megatron.plan.run_data import RunData, Steps, _known, open_run
+from megatron.run.data_plan import collate_rules, data_plan
 from tests.data.corpus import GOLDEN, write
 
 pytestmark = pytest.mark.cpu

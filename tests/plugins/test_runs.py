@@ -20,7 +20,7 @@ from transformers import Starcoder2Config, Starcoder2ForCausalLM
 from megatron.convert.export import export
 from megatron.convert.import_hf import import_model
 from megatron.convert.settings import read_settings
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.errors import UserError
 from tests.plugins.helpers import ROOT, remembered, write_config, write_family, write_layers
 

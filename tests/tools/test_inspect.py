@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedDataset
+from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError
 from megatron.plan.inspect_cli import main
 from tests.data.chat.chats import say

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.indexed import IndexedDataset
+from megatron.data.tokens.indexed import IndexedDataset
 from tests.data.hub_server import Fault, Hub, Repo
 from tests.tokenizer.vocabularies import byte_level, write_json
 from tests.tools.command import ROOT

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.indexed import IndexedDataset
+from megatron.data.tokens.indexed import IndexedDataset
 from tests.tokenizer.vocabularies import write_gpt2, write_json
 from tests.tools.command import ROOT, run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.indexed import IndexedDataset
+from megatron.data.tokens.indexed import IndexedDataset
 from megatron.tokenizer import TOKENIZERS
 from megatron.tokenizer.train import train_bpe
 from tests.tools.command import ROOT

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 
 from megatron import log
-from megatron.callbacks import run as run_module
 from megatron.data.batch import StepBatch
-from megatron.data.indexed_builder import IndexedDatasetBuilder
+from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.errors import DeepyError
 from megatron.mpu.random import seed_everything
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
+from megatron.run import train as run_module
 from megatron.tokenizer import build_tokenizer
 from megatron.training.callback import Callback
 from megatron.training.setup import Process, init_deepspeed

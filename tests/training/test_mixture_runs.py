@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.indexed import IndexedDataset
+from megatron.data.tokens.indexed import IndexedDataset
 from tests.training.runs import corpus, run
 from tests.training.tiny import Layout
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.data.build import plan_datasets
 from megatron.data.collate import CollateRules
-from megatron.data.indexed import IndexedDataset
-from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.loader import StepLoader
+from megatron.data.order.datasets import plan_datasets
+from megatron.data.tokens.builder import IndexedDatasetBuilder
+from megatron.data.tokens.indexed import IndexedDataset
 from megatron.mpu.sharding import named_parameters
 from megatron.neox_arguments.schema_data import DataConfig
 from tests.distributed import run_distributed

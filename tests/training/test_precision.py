@@ -131,7 +131,7 @@ def test_fp16_with_a_dynamic_loss_scale(layout):
 
 
 def fp16_run(rank, world, keys, layout, faults):
-    with fp16_allowed(), mock.patch("megatron.callbacks.run.check_device"):
+    with fp16_allowed(), mock.patch("megatron.run.train.check_device"):
         return runs.train(rank, world, keys, layout, faults)
 
 

@@ -27,7 +27,7 @@ from loading import bench_growth, bench_packings, bench_resume
 from megatron.data import index_builders
 from megatron.data.index_builders import build_blend, build_sample_index, fallback
 from megatron.data.index_builders.shuffle import shuffle
-from megatron.data.packed import packed_index, plan_segments, samples_in
+from megatron.data.packing.packed import packed_index, plan_segments, samples_in
 
 Contender = tuple[str, Callable[[], object], float]  # name, call, share of the whole that it does
 

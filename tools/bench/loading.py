@@ -16,12 +16,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from megatron.data.build import build_datasets
 from megatron.data.collate import CollateRules
-from megatron.data.indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset
-from megatron.data.indexed_builder import IndexedDatasetBuilder
 from megatron.data.loader import StepLoader
-from megatron.data.packings import PACKINGS
+from megatron.data.order.datasets import build_datasets
+from megatron.data.packing.packings import PACKINGS
+from megatron.data.tokens.builder import IndexedDatasetBuilder
+from megatron.data.tokens.indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset
 from megatron.neox_arguments.schema_data import DataConfig
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.data.packings import PACKINGS
+from megatron.data.packing.packings import PACKINGS
 
 # Name: (median length, sigma of its logarithm).
 LIKE = {"chat": (400, 0.9), "web": (500, 1.3)}
@@ -97,9 +97,9 @@ def measure(like: str, name: str, args: argparse.Namespace) -> list[str]:
 def load(like: str, name: str, args: argparse.Namespace) -> list[str]:
     """Million real tokens per CPU second, and milliseconds to the first step after a resume near the end."""
     from megatron.data.collate import CollateRules
-    from megatron.data.indexed import IndexedDataset
-    from megatron.data.indexed_builder import IndexedDatasetBuilder
     from megatron.data.loader import StepLoader
+    from megatron.data.tokens.builder import IndexedDatasetBuilder
+    from megatron.data.tokens.indexed import IndexedDataset
 
     with tempfile.TemporaryDirectory() as folder:
         sizes = lengths_like(like, args.tokens // LIKE[like][0])

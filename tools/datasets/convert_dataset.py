@@ -17,9 +17,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
-from megatron.data.cache import IndexCaches
-from megatron.data.legacy import convert, open_any
-from megatron.data.token_files import TokenFiles
+from megatron.data.tokens.cache import IndexCaches
+from megatron.data.tokens.legacy import convert, open_any
+from megatron.data.tokens.token_files import TokenFiles
 from megatron.errors import run_cli
 
 

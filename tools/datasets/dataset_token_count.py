@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.data.indexed import IndexedDataset
-from megatron.data.prefixes import exists
+from megatron.data.tokens.indexed import IndexedDataset
+from megatron.data.tokens.prefixes import exists
 from megatron.errors import UserError, run_cli
 
 COUNTS = ("tokens", "documents", "bytes")

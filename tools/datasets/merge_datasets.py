@@ -22,10 +22,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
-from megatron.data.byte_progress import ByteProgress
-from megatron.data.corpus_job import check_writable
-from megatron.data.merge import merge_groups
-from megatron.data.merge_groups import find_groups
+from megatron.data.tokenise.corpus_job import check_writable
+from megatron.data.tokens.byte_progress import ByteProgress
+from megatron.data.tokens.merge import merge_groups
+from megatron.data.tokens.merge_groups import find_groups
 from megatron.errors import run_cli
 
 

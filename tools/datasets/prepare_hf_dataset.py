@@ -12,8 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
-from megatron.data.hf_dataset import PrepareOptions, output_name, prepare_hf_dataset
-from megatron.data.hf_dataset_source import Request
+from megatron.data.hub.dataset import PrepareOptions, output_name, prepare_hf_dataset
+from megatron.data.hub.source import Request
 from megatron.errors import UserError, run_cli
 
 EXAMPLES = """

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from megatron import log
-from megatron.data.corpus_job import job_options, tokenise_files, write_metadata
-from megatron.data.encode_text import EncodeOptions, TextEncoder, sample_of_files
-from megatron.data.inputs import find_inputs
-from megatron.data.text_command import parse_texts, text_parser
+from megatron.data.tokenise.corpus_job import job_options, tokenise_files, write_metadata
+from megatron.data.tokenise.encode_text import EncodeOptions, TextEncoder, sample_of_files
+from megatron.data.tokenise.inputs import find_inputs
+from megatron.data.tokenise.text_command import parse_texts, text_parser
 from megatron.errors import run_cli
 from megatron.tokenizer import ENCODERS, choose_encoder, create_tokenizer
 

@@ -20,10 +20,10 @@ from megatron.data.chat.columns import Columns, find_columns
 from megatron.data.chat.encoder import ChatEncoder, ChatOptions
 from megatron.data.chat.source import chat_tokenizer, tokenizer_folder
 from megatron.data.chat.template import load_template
-from megatron.data.corpus_job import Result, add_job_arguments, job_options, tokenise_files, write_metadata
-from megatron.data.indexed import IndexedDataset
-from megatron.data.inputs import find_inputs
-from megatron.data.spans import bracketed
+from megatron.data.tokenise.corpus_job import Result, add_job_arguments, job_options, tokenise_files, write_metadata
+from megatron.data.tokenise.inputs import find_inputs
+from megatron.data.tokens.indexed import IndexedDataset
+from megatron.data.view.spans import bracketed
 from megatron.errors import UserError, run_cli
 
 EXAMPLES = """

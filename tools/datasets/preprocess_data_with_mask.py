@@ -13,12 +13,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
-from megatron.data.corpus_job import Result, job_options, tokenise_files, write_metadata
-from megatron.data.encode_masked import Delimiter, MaskedTextEncoder
-from megatron.data.encode_text import EncodeOptions
-from megatron.data.indexed import IndexedDataset
-from megatron.data.inputs import find_inputs
-from megatron.data.text_command import parse_texts, text_parser
+from megatron.data.tokenise.corpus_job import Result, job_options, tokenise_files, write_metadata
+from megatron.data.tokenise.encode_masked import Delimiter, MaskedTextEncoder
+from megatron.data.tokenise.encode_text import EncodeOptions
+from megatron.data.tokenise.inputs import find_inputs
+from megatron.data.tokenise.text_command import parse_texts, text_parser
+from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError, run_cli
 from megatron.tokenizer import create_tokenizer
 

@@ -18,10 +18,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
-from megatron.data.byte_progress import ByteProgress
-from megatron.data.chunks import Fault
-from megatron.data.formats import read_chunks
-from megatron.data.inputs import find_inputs
+from megatron.data.tokenise.chunks import Fault
+from megatron.data.tokenise.formats import read_chunks
+from megatron.data.tokenise.inputs import find_inputs
+from megatron.data.tokens.byte_progress import ByteProgress
 from megatron.errors import UserError, run_cli
 from megatron.tokenizer.train import NORMALIZERS, train_bpe, write_companions
 

@@ -16,9 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
-from megatron.data.cache import IndexCaches
-from megatron.data.token_files import TokenFiles
-from megatron.data.verify import verify_path
+from megatron.data.tokens.cache import IndexCaches
+from megatron.data.tokens.token_files import TokenFiles
+from megatron.data.tokens.verify import verify_path
 from megatron.errors import UserError, run_cli
 
 

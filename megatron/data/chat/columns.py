@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.chat.conversation import chat_key, prompt_keys
-from megatron.data.chunks import Record
-from megatron.data.formats import read_chunks
+from megatron.data.tokenise.chunks import Record
+from megatron.data.tokenise.formats import read_chunks
 from megatron.errors import UserError
 
 HELP = (

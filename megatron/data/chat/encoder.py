@@ -26,10 +26,10 @@ from megatron.data.chat.conversation import (
 from megatron.data.chat.labels import LabelRules, label
 from megatron.data.chat.template import ChatTemplate
 from megatron.data.chat.turns import Rendered, TurnFinder
-from megatron.data.chunks import Chunk, Fault
-from megatron.data.encode import SHOWN_FAULTS, Encoded, Output, Tally
-from megatron.data.indexed import DTYPES, token_dtype
-from megatron.data.mend import text_mender
+from megatron.data.tokenise.chunks import Chunk, Fault
+from megatron.data.tokenise.encode import SHOWN_FAULTS, Encoded, Output, Tally
+from megatron.data.tokenise.mend import text_mender
+from megatron.data.tokens.indexed import DTYPES, token_dtype
 from megatron.errors import UserError
 from megatron.tokenizer.hugging_face import LibraryTokenizer
 

@@ -11,10 +11,10 @@ import pytest
 
 from megatron.data.chat.encoder import ChatEncoder, ChatOptions
 from megatron.data.chat.template import ChatTemplate
-from megatron.data.encode import write_datasets
-from megatron.data.indexed import IndexedDataset
-from megatron.data.manifest import verify
-from megatron.data.packed import check_labels
+from megatron.data.tokenise.encode import write_datasets
+from megatron.data.tokens.indexed import IndexedDataset
+from megatron.data.tokens.labels import check_labels
+from megatron.data.tokens.manifest import verify
 from megatron.errors import UserError
 from tests.data.chat.chats import THREE, documents, encoder, rows, say, trained_texts
 from tests.data.chat.templates import write_folder

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from megatron.data.build import build_datasets
 from megatron.data.chat.encoder import ChatOptions
 from megatron.data.collate import CollateRules, allocate, fill
-from megatron.data.encode import write_datasets
-from megatron.data.indexed import IndexedDataset
-from megatron.data.packings import PACKINGS
+from megatron.data.order.datasets import build_datasets
+from megatron.data.packing.packings import PACKINGS
 from megatron.data.sample import Sample
+from megatron.data.tokenise.encode import write_datasets
+from megatron.data.tokens.indexed import IndexedDataset
 from megatron.neox_arguments.schema_data import DataConfig
 from tests.data.chat.chats import THREE, encoder, rows
 

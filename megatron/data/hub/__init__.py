@@ -1,0 +1,1 @@
+"""Hugging Face datasets, ready for training in one command."""

@@ -1,0 +1,245 @@
+"""The token files that a config names: for each role (train, valid, test), and as validation sets with names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.data.order.mixture import normalize_weights, weights_by_documents
+from megatron.data.order.phases import Weights
+from megatron.data.order.ranges import Range, count_tokens, head, tail
+from megatron.data.order.splits import NAMES, parse_split, split_bounds
+from megatron.data.tokens.cache import IndexCaches
+from megatron.data.tokens.indexed import IndexedDataset
+from megatron.data.tokens.labels import check_labels, unused_labels
+from megatron.data.tokens.token_files import TokenFiles
+from megatron.errors import UserError
+from megatron.log import get_logger
+from megatron.neox_arguments.mixtures import sets_in_training, weight_phases
+from megatron.neox_arguments.schema_data import DataConfig
+
+LOGGER = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One token file in one role.
+
+    Attributes:
+        name: what people call it.
+        data: the tokens.
+        documents: half-open range of those that are used.
+        labels: what of them is trained.
+        max_epochs: how often a run may read it; None: any number of times.
+    """
+
+    name: str
+    data: IndexedDataset
+    documents: Range
+    labels: IndexedDataset | None = None
+    max_epochs: float | None = None
+
+    @property
+    def num_documents(self) -> int:
+        return self.documents[1] - self.documents[0]
+
+    @property
+    def tokens(self) -> int:
+        return count_tokens(self.data.sizes, self.documents)
+
+
+@dataclass(frozen=True)
+class RoleSources:
+    """The sources of a role and their weights: (first step, weights adding up to 1) of each phase."""
+
+    sources: tuple[Source, ...] = ()
+    weights: tuple[tuple[int, Weights], ...] = ()
+
+
+@dataclass(frozen=True)
+class ValidSet:
+    """A validation set with a name and tags."""
+
+    source: Source
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FoundData:
+    """All sources of a run. A role without data has none."""
+
+    roles: dict[str, RoleSources]
+    valid_sets: list[ValidSet] = field(default_factory=list)
+
+
+def find_sources(
+    data: DataConfig, names: Sequence[str], seq_length: int, caches: IndexCaches | None = None
+) -> FoundData:
+    """The sources of each role in `names`, and of the validation sets if "valid" is among them.
+
+    A role for which there is no data gets no sources and a warning, as GPT-NeoX trains on without it; training itself
+    must have data (`UserError`).
+
+    Args:
+        seq_length: in which held-out samples are counted.
+        caches: keep what has to be found by reading whole token files.
+    """
+    files, asked = TokenFiles.of(data, caches), names
+    if "valid" in names and "train" not in names and sets_in_training(data.train_data_weights, data.train_data_holdout):
+        names = ("train", *names)
+    if data.data_path is not None:
+        given = [f"{name}_data_paths" for name in NAMES if getattr(data, f"{name}_data_paths")]
+        if given:
+            raise UserError(f"data_path and {given[0]} are both set: use one file with `split`, or separate lists.")
+        roles = _split_sources(data, names, files)
+    else:
+        lists = [name for name in names if getattr(data, f"{name}_data_paths")]
+        roles = {name: _listed_sources(data, name, files) if name in lists else RoleSources() for name in names}
+        if "train" in roles and not roles["train"].sources:
+            raise UserError("no training data: set data_path, train_data_paths or mixture.")
+    held: list[ValidSet] = []
+    if "train" in roles:
+        roles["train"], held = _cut(data, roles["train"], seq_length)
+    sets = [*_named_sets(data, files), *held] if "valid" in names else []
+    _check_names(sets)
+    for name, role in roles.items():
+        if not role.sources and data.data_path is None and not (name in ("valid", "test") and sets):
+            LOGGER.warning(f"{name}_data_paths is not set, so there is no {name} loss (eval_iters: 0 says the same)")
+    used = [source for role in roles.values() for source in role.sources] + [one.source for one in sets]
+    for sentence in unused_labels((str(source.data.prefix), source.labels is not None) for source in used):
+        LOGGER.warning(sentence)
+    return FoundData({name: role for name, role in roles.items() if name in asked}, sets)
+
+
+def rooted(data: DataConfig, path: str) -> str:
+    """A data path of the config, relative ones under `data_root`."""
+    return str(Path(data.data_root).expanduser() / path) if data.data_root is not None else path
+
+
+def named_paths(data: DataConfig, names: Sequence[str]) -> list[str]:
+    """The data paths that the config names for these roles, validation sets among them."""
+    paths = [data.data_path] if data.data_path is not None else []
+    for name in names:
+        paths += getattr(data, f"{name}_data_paths") or ()
+    if "valid" in names:
+        paths += [one["path"] for one in (data.valid_sets or {}).values()]
+    return [rooted(data, path) for path in paths]
+
+
+def _split_sources(data: DataConfig, names: Sequence[str], files: TokenFiles) -> dict[str, RoleSources]:
+    assert data.data_path is not None
+    dataset = files.open(rooted(data, data.data_path))
+    bounds, shares = split_bounds(data.split, len(dataset)), parse_split(data.split)
+    called = data.train_data_names[0] if data.train_data_names else Path(dataset.prefix).name
+    found: dict[str, RoleSources] = {}
+    for name in names:
+        i = NAMES.index(name)
+        first, end = bounds[i], bounds[i + 1]
+        if end > first:
+            found[name] = RoleSources((Source(called, dataset, (first, end)),), ((0, (1.0,)),))
+            continue
+        said = f"split {data.split!r} gives {name} none of the {len(dataset)} documents of {dataset.prefix}"
+        if name == "train":
+            raise UserError(f"{said}: there is nothing to train on.")
+        if shares[i] > 0:
+            LOGGER.warning(f"{said}, so there is no {name} loss")
+        found[name] = RoleSources()
+    return found
+
+
+def _listed_sources(data: DataConfig, name: str, files: TokenFiles) -> RoleSources:
+    paths: Sequence[str] = getattr(data, f"{name}_data_paths")
+    label_paths = getattr(data, f"{name}_label_data_paths") or [None] * len(paths)
+    if len(label_paths) != len(paths):
+        raise UserError(f"{name}_label_data_paths has {len(label_paths)} entries for {len(paths)} data paths.")
+    given = data.train_data_names if name == "train" else None
+    called = list(given) if given is not None else names_of(paths)
+    sources = tuple(
+        _open(data, files, one, path, label_path)
+        for one, path, label_path in zip(called, paths, label_paths, strict=True)
+    )
+    return RoleSources(sources, _weights(data, name, sources))
+
+
+def _open(data: DataConfig, files: TokenFiles, name: str, path: str, label_path: str | None) -> Source:
+    dataset = files.open(rooted(data, path))
+    labels = files.open_labels(rooted(data, label_path), dataset) if label_path is not None else None
+    if labels is not None:
+        check_labels(dataset, labels)
+    return Source(name, dataset, (0, len(dataset)), labels)
+
+
+def names_of(paths: Sequence[str]) -> list[str]:
+    """Names for data paths: the last part of each, numbered where several have the same."""
+    names: list[str] = []
+    for path in paths:
+        name, number = Path(path).name, 2
+        while name in names:
+            name, number = f"{Path(path).name}-{number}", number + 1
+        names.append(name)
+    return names
+
+
+def _weights(data: DataConfig, name: str, sources: Sequence[Source]) -> tuple[tuple[int, Weights], ...]:
+    if data.weight_by_num_documents:
+        counts = [source.num_documents for source in sources]
+        return ((0, tuple(weights_by_documents(counts, data.weighted_sampler_alpha))),)
+    key = f"{name}_data_weights"
+    phases = weight_phases(getattr(data, key)) or [(0, None)]
+    return tuple((step, tuple(normalize_weights(weights, len(sources), key))) for step, weights in phases)
+
+
+def _cut(data: DataConfig, role: RoleSources, seq_length: int) -> tuple[RoleSources, list[ValidSet]]:
+    """What is left to train on: without held-out documents, within the caps. Held-out parts and sources that no phase
+    draws from are validation sets."""
+    sources, sets = [], []
+    for d, source in enumerate(role.sources):
+        held = per_source(data.train_data_holdout, d)
+        if held:
+            source, kept_out = _hold_out(source, held, seq_length)
+            sets.append(ValidSet(kept_out))
+        elif not any(weights[d] > 0 for _, weights in role.weights):
+            sets.append(ValidSet(source))
+        sizes, tokens = source.data.sizes, per_source(data.train_data_max_tokens, d)
+        if data.target_budget and data.experiment_budget:
+            tokens = source.tokens * (data.experiment_budget / data.target_budget)
+        if tokens is not None:
+            source = replace(source, documents=head(sizes, source.documents, tokens))
+        sources.append(replace(source, max_epochs=per_source(data.train_data_max_epochs, d)))
+    return replace(role, sources=tuple(sources)), sets
+
+
+def per_source(value: Any, d: int) -> Any:
+    """The value for source `d` of a key that has one for all or a list."""
+    return value[d] if isinstance(value, tuple) else value
+
+
+def _hold_out(source: Source, samples: int, seq_length: int) -> tuple[Source, Source]:
+    first, end = source.documents
+    border, _ = tail(source.data.sizes, source.documents, samples * (seq_length + 1))
+    if border <= first:
+        raise UserError(
+            f"train_data_holdout: {source.name} ({source.data.prefix}) has {source.tokens} tokens in "
+            f"{source.num_documents} documents; holding out {samples} samples of {seq_length} leaves nothing to train."
+        )
+    return replace(source, documents=(first, border)), replace(source, documents=(border, end))
+
+
+def _named_sets(data: DataConfig, files: TokenFiles) -> list[ValidSet]:
+    return [
+        ValidSet(_open(data, files, name, one["path"], one.get("labels")), tuple(one.get("tags", ())))
+        for name, one in (data.valid_sets or {}).items()
+    ]
+
+
+def _check_names(sets: Sequence[ValidSet]) -> None:
+    names = [one.source.name for one in sets]
+    tags = {tag for one in sets for tag in one.tags}
+    for name in names:
+        if names.count(name) > 1 or name in tags:
+            raise UserError(
+                f"two validation sets are called {name!r}: a set of valid_sets (or its tag), and a source of training "
+                "that is held out or has weight 0. Rename one (train_data_names, valid_sets)."
+            )

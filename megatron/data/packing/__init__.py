@@ -1,0 +1,1 @@
+"""From documents to samples: one file per `pack_impl`."""

@@ -1,0 +1,1 @@
+"""From text to token files: readers of corpora, encoders, worker processes, resuming."""

@@ -1,0 +1,1 @@
+"""Token files: `.bin`/`.idx` pairs and `.npy`, their manifests, index caches, verifying and merging."""

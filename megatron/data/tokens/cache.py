@@ -1,0 +1,243 @@
+"""Index arrays on disk: keyed by content, built by one process per file system, published by rename.
+
+The name of an entry is a hash of everything its arrays depend on, so a changed corpus, split or seed can never meet
+stale arrays. A lock only saves the other processes the work: entries appear whole under their final name, so without a
+working lock the result is the same, built more than once. GPT-NeoX's `*_indexmap_*.npy` files, whose names say less
+than their content depends on, are never read.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.data.tokens.build_lock import build_lock
+from megatron.data.tokens.pieces import too_many_open
+from megatron.errors import UserError
+from megatron.log import Once, get_logger
+
+LOGGER = get_logger(__name__)
+_ONCE = Once(LOGGER)
+_NO_WRITING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+_WORTH_SAYING = 5.0  # seconds of building
+
+Arrays = dict[str, np.ndarray]
+
+
+def content_key(description: dict[str, Any], *arrays: np.ndarray) -> str:
+    """Hex hash of a JSON-able description and the bytes of some arrays (about 1.5 GB a second)."""
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
+    for array in arrays:
+        digest.update(f"|{array.dtype.str}{array.shape}|".encode())
+        digest.update(np.ascontiguousarray(array))
+    return digest.hexdigest()
+
+
+def index_folder(prefix: str | Path, shared: bool = True, root: str | Path | None = None) -> Path:
+    """Where indices of the dataset at `prefix` are kept: `root` (`data_cache_path`), or else `index_cache` beside it.
+
+    With `shared` false (`use_shared_fs: false`) each node has its own folder, whatever the file system.
+    """
+    beside = Path(prefix).resolve().parent
+    while glob.has_magic(str(beside)) and not beside.is_dir():  # the data path is a pattern over folders
+        beside = beside.parent
+    folder = Path(root).expanduser() if root is not None else beside / "index_cache"
+    return folder if shared else folder.with_name(f"{folder.name}.{os.uname().nodename}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry that was asked for: where it is (None: only in memory), whether it was built now, its size in bytes
+    and the seconds that took."""
+
+    name: str
+    path: Path | None
+    built: bool
+    bytes: int
+    seconds: float
+
+
+class IndexCache:
+    """Named arrays under one folder; without a folder, or where it cannot be written, they are built in memory.
+
+    `entries` lists what was asked for; caches that are given the same list share it. `announce` is told what is going
+    to be built.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None,
+        entries: list[Entry] | None = None,
+        announce: Callable[[str], None] = LOGGER.debug,
+    ) -> None:
+        self.folder = Path(folder) if folder is not None else None
+        self.entries: list[Entry] = entries if entries is not None else []
+        self._announce = announce
+
+    def arrays(self, name: str, key: str, build: Callable[[], Arrays]) -> Arrays:
+        """The arrays of entry `key`, memory-mapped; `build` makes them when no process has yet.
+
+        `name` is for people who look into the folder. Raises `UserError` when an entry is damaged or the disk is full.
+        """
+        start = time.monotonic()
+        path, built, arrays = self._find_or_build(name, key, build)
+        seconds, size = time.monotonic() - start, sum(array.nbytes for array in arrays.values())
+        self.entries.append(Entry(name, path, built, size, seconds))
+        if built and seconds > _WORTH_SAYING:
+            LOGGER.info(f"built {path or f'the index of {name} in memory'}: {size / 1e6:.0f} MB in {seconds:.1f} s")
+        return arrays
+
+    def _find_or_build(self, name: str, key: str, build: Callable[[], Arrays]) -> tuple[Path | None, bool, Arrays]:
+        if self.folder is None:
+            return None, True, build()
+        entry = self.folder / f"{name}-{key[:32]}"
+        if _is_there(entry):
+            return entry, False, _load(entry, key)
+        if not _writable(self.folder):
+            return None, True, self._in_memory(build)
+        built = False
+        with build_lock(self.folder / f"{entry.name}.lock", entry.is_dir, str(entry)) as held:
+            if held:
+                _remove_abandoned(entry)
+            if not _is_there(entry):
+                self._announce(f"building {entry}")
+                arrays = build()
+                if not _publish(entry, key, arrays):
+                    return None, True, self._in_memory(lambda: arrays)
+                built = True
+        return entry, built, _load(entry, key)
+
+    def _in_memory(self, build: Callable[[], Arrays]) -> Arrays:
+        _ONCE.warning(
+            f"{self.folder} cannot be written, so every process builds its own sample index in memory; "
+            "data_cache_path names another folder for it"
+        )
+        return build()
+
+
+class IndexCaches:
+    """The caches of all datasets of a run.
+
+    Args:
+        root: one folder for all (`data_cache_path`); by default each dataset's own.
+        shared: see `index_folder`.
+
+    `announce` is told of every entry that is going to be built.
+    """
+
+    def __init__(self, root: str | Path | None = None, shared: bool = True) -> None:
+        self.root, self.shared = root, shared
+        self.entries: list[Entry] = []
+        self.announce: Callable[[str], None] = LOGGER.debug
+
+    def of(self, prefix: str | Path) -> IndexCache:
+        """The cache for the dataset at `prefix`."""
+        return IndexCache(index_folder(prefix, self.shared, self.root), self.entries, self.announce)
+
+
+def _is_there(entry: Path) -> bool:
+    """Whether the entry is published. Reading the folder makes an NFS client forget that it was not there before."""
+    if entry.is_dir():
+        return True
+    try:
+        with os.scandir(entry.parent) as found:
+            return any(item.name == entry.name for item in found)
+    except OSError:
+        return False
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in _NO_WRITING:
+            return False
+        raise UserError(f"the folder {folder} for sample indices cannot be made: {_reason(error)}.") from error
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+def _remove_abandoned(entry: Path) -> None:
+    """Remove what builders of this entry that were killed left; only the holder of the lock may."""
+    for left in entry.parent.glob(f"{entry.name}.*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _publish(entry: Path, key: str, arrays: Arrays) -> bool:
+    """Write the entry under a temporary name and rename it; False where nothing may be written."""
+    temp = None
+    try:
+        temp = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", suffix=".tmp", dir=entry.parent))
+        temp.chmod(entry.parent.stat().st_mode & 0o7777)  # mkdtemp makes it private; others read the cache too
+        meta: dict[str, Any] = {"key": key, "arrays": {}}
+        for name, array in arrays.items():
+            with (temp / f"{name}.npy").open("wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())
+            meta["arrays"][name] = {"dtype": array.dtype.str, "shape": list(array.shape)}
+        with (temp / "meta.json").open("w") as text:
+            json.dump(meta, text, indent=1)
+            text.flush()
+            os.fsync(text.fileno())
+        _sync_folder(temp)
+        try:
+            os.rename(temp, entry)
+        except OSError:
+            # Another process was first, with the same arrays; or NFS repeated a rename whose answer was lost.
+            if not _is_there(entry):
+                raise
+        _sync_folder(entry.parent)
+    except OSError as error:
+        if error.errno in _NO_WRITING:
+            return False
+        raise UserError(
+            f"the sample index cannot be written to {entry}: {_reason(error)}. data_cache_path names another folder."
+        ) from error
+    finally:
+        if temp is not None:
+            shutil.rmtree(temp, ignore_errors=True)
+    return True
+
+
+def _sync_folder(folder: Path) -> None:
+    """What the folder lists survives a loss of power (not every file system can do that)."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _load(entry: Path, key: str) -> Arrays:
+    try:
+        meta = json.loads((entry / "meta.json").read_text())
+        arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in meta["arrays"]}
+        right = meta["key"] == key and all(
+            array.dtype.str == meta["arrays"][name]["dtype"] and list(array.shape) == meta["arrays"][name]["shape"]
+            for name, array in arrays.items()
+        )
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and (told := too_many_open(entry, error)) is not None:
+            raise told from error
+        raise UserError(f"{entry} is damaged ({error}). Remove that folder; it will be built again.") from error
+    if not right:
+        raise UserError(f"{entry} does not hold what its name says. Remove that folder; it will be built again.")
+    return arrays
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or f"{error} (bytes; the disk is full)"  # numpy's own, when a write ends early

@@ -1,0 +1,178 @@
+"""Token datasets as `.bin`/`.idx` pairs: the `mmap` format of GPT-NeoX and Megatron (`indexed_builder` writes it).
+
+`<prefix>.bin` holds the tokens of all items back to back. `<prefix>.idx`, little endian and without padding:
+
+| offset   | type       | content                                                                     |
+|----------|------------|-----------------------------------------------------------------------------|
+| 0        | 9 bytes    | magic                                                                       |
+| 9        | u64        | version, 1                                                                  |
+| 17       | u8         | code of the token type, see `DTYPES`                                        |
+| 18       | u64        | N, number of items                                                          |
+| 26       | u64        | D, length of the document index                                             |
+| 34       | N x int32  | tokens per item                                                             |
+| 34 + 4N  | N x int64  | byte offset of each item in `.bin`                                          |
+| 34 + 12N | D x int64  | number of the first item of each document; first 0, last N                  |
+
+Training treats each *item* as a document, as NeoX does; the document index is kept for tools.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.tokens.pieces import FilePieces, map_file
+from megatron.data.tokens.prefixes import find_prefix
+from megatron.errors import UserError
+
+MAGIC = b"MMIDIDX\x00\x00"
+LEGACY_MAGIC = b"TNTIDX\x00\x00"
+VERSION = 1
+MAX_ITEM = 2**31 - 1  # sizes are int32
+HEADER = struct.Struct("<9sQBQQ")  # 34 bytes: magic, version, type code, N, D
+
+DTYPES: dict[int, np.dtype] = {
+    code: np.dtype(kind)
+    for code, kind in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f4", 7: "<f8", 8: "<u2"}.items()
+}
+CODES: dict[np.dtype, int] = {dtype: code for code, dtype in DTYPES.items()}
+# Later Megatron-LM swapped the two float types; the size of `.bin` tells which table a file was written with.
+SWAPPED_FLOATS = {6: DTYPES[7], 7: DTYPES[6]}
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type in which ids of a vocabulary (added tokens included) are stored: u16 below 65500 entries, else int32.
+
+    The limit is NeoX's, so that both write the same bytes.
+    """
+    return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
+
+
+class IndexedDataset:
+    """Read-only view of one `.bin`/`.idx` pair; both files are memory-mapped and nothing is loaded up front.
+
+    Args:
+        prefix: path without `.bin`/`.idx`; see `find_prefix` for what else is understood.
+        warmup: read the whole token file once, so that a slow file system is met at start and not in the loop
+            (`mmap_warmup`).
+
+    Raises `UserError` naming the file when one is missing, foreign, or not of the size its header promises.
+    """
+
+    def __init__(self, prefix: str | Path, *, warmup: bool = False) -> None:
+        self.prefix = find_prefix(prefix)
+        self._open()
+        if warmup:
+            self.warm_up()
+
+    def _open(self) -> None:
+        idx_path, bin_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
+        code, items, docs = _read_header(idx_path)
+        expected, found = HEADER.size + 12 * items + 8 * docs, idx_path.stat().st_size
+        if found != expected:
+            raise UserError(
+                f"{idx_path}: the header promises {items} items and a document index of {docs}, "
+                f"so {expected} bytes, but the file has {found}. It is incomplete or damaged: write the dataset again."
+            )
+        buffer = map_file(idx_path)
+        at = HEADER.size
+        self.sizes: np.ndarray = np.frombuffer(buffer, "<i4", items, at)
+        self.pointers: np.ndarray = np.frombuffer(buffer, "<i8", items, at + 4 * items)
+        self.doc_idx: np.ndarray = np.frombuffer(buffer, "<i8", docs, at + 12 * items)
+        found = bin_path.stat().st_size
+        self.dtype = _resolve_dtype(code, self.sizes, found)
+        last = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if items else 0
+        if found != last:
+            raise UserError(
+                f"{bin_path}: the index {idx_path.name} describes {last} bytes of tokens, but the file has {found}. "
+                "It is incomplete, or the two files do not belong together."
+            )
+        self._content = FilePieces(bin_path, size=last)
+
+    @property
+    def _bin(self) -> np.ndarray:
+        """The bytes of the tokens, to be read from begin to end."""
+        return self._content.whole()
+
+    def warm_up(self) -> None:
+        """Read the whole token file once."""
+        content, chunk = self._bin, 1 << 26
+        for start in range(0, len(content), chunk):
+            content[start : start + chunk : mmap.PAGESIZE].sum()
+
+    def __len__(self) -> int:
+        """Number of items."""
+        return len(self.sizes)
+
+    def __getstate__(self) -> dict:
+        return {"prefix": self.prefix}
+
+    def __setstate__(self, state: dict) -> None:
+        self.prefix = state["prefix"]
+        self._open()
+
+    @property
+    def parts(self) -> list[IndexedDataset]:
+        """The datasets that this one is joined from: itself, unless a data path is a glob."""
+        return [self]
+
+    @property
+    def num_documents(self) -> int:
+        """Documents according to the document index (the items, when no document was ever ended)."""
+        return len(self.doc_idx) - 1 if len(self.doc_idx) > 1 else len(self)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all items."""
+        return self._content.size // self.dtype.itemsize
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All tokens back to back, `[num_tokens]`: a read-only view of the file, to be read from begin to end."""
+        return self._bin.view(self.dtype)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens `[offset, offset + length)` of item `index` (to its end without `length`), `[length]` of `self.dtype`.
+
+        The result is a read-only view of the file. Raises `IndexError` outside the dataset or the item.
+        """
+        if not 0 <= index < len(self.sizes):
+            raise IndexError(f"{self.prefix}: item {index} of {len(self.sizes)}")
+        size = int(self.sizes[index])
+        length = size - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > size:
+            raise IndexError(f"{self.prefix}: tokens {offset}:{offset + length} of item {index}, which has {size}")
+        # Python integers: numpy's 32-bit scalars would wrap beyond 2 GiB.
+        width = self.dtype.itemsize
+        start = int(self.pointers[index]) + offset * width
+        return self._content.read(start, length * width).view(self.dtype)
+
+    __getitem__ = get
+
+
+def _read_header(path: Path) -> tuple[int, int, int]:
+    """The type code, N and D of an index file. Raises `UserError` when it is not one of ours."""
+    with path.open("rb") as file:
+        raw = file.read(HEADER.size)
+    if raw.startswith(LEGACY_MAGIC):
+        raise UserError(f"{path}: the old 'cached'/'lazy' format. Convert it with tools/datasets/convert_dataset.py.")
+    if len(raw) < HEADER.size:
+        raise UserError(f"{path}: an index is at least {HEADER.size} bytes long, but the file has {len(raw)}.")
+    magic, version, code, items, docs = HEADER.unpack(raw)
+    if magic != MAGIC:
+        raise UserError(f"{path}: not a token index: expected it to start with {MAGIC!r}, found {magic!r}.")
+    if version != VERSION:
+        raise UserError(f"{path}: index version {version}, but only version {VERSION} is known.")
+    if code not in DTYPES:
+        raise UserError(f"{path}: unknown token type code {code}, expected one of {sorted(DTYPES)}.")
+    return code, items, docs
+
+
+def _resolve_dtype(code: int, sizes: np.ndarray, bin_bytes: int) -> np.dtype:
+    """The token type of a code; for the float codes 6 and 7 the one of the two tables that fits the size of `.bin`."""
+    if code in SWAPPED_FLOATS and int(sizes.sum(dtype=np.int64)) * SWAPPED_FLOATS[code].itemsize == bin_bytes:
+        return SWAPPED_FLOATS[code]
+    return DTYPES[code]

@@ -1,0 +1,61 @@
+"""Label datasets: do they fit their data, and does one next to the data stay unused by mistake?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.tokens.indexed import IndexedDataset
+from megatron.data.tokens.manifest import read_manifest
+from megatron.data.tokens.prefixes import exists
+from megatron.errors import UserError
+
+ENDING = "_document"
+
+
+def unused_labels(trained: Iterable[tuple[str, bool]]) -> list[str]:
+    """A sentence for every dataset whose labels lie beside it while it is trained without.
+
+    `trained`: prefix of each dataset (as `IndexedDataset.prefix`), and whether the run reads labels for it. Data that
+    was made to be trained whole (`--no-mask`) is passed over.
+    """
+    found = []
+    for prefix, labelled in dict.fromkeys(trained):
+        labels = None if labelled else labels_beside(prefix)
+        if labels is not None and not _trains_everything(labels):
+            found.append(
+                f"{prefix}: every token of it is trained, prompts too, although {labels} beside it says which are to "
+                "be. Name it in train_label_data_paths (valid_, test_), in the place that its data has in "
+                "train_data_paths"
+            )
+    return found
+
+
+def labels_beside(prefix: str) -> str | None:
+    """The prefix of the label dataset that the tools of tools/datasets write beside `prefix`, None without one."""
+    if not prefix.endswith(ENDING):
+        return None
+    stem = prefix.removesuffix(ENDING)
+    if stem.endswith("_label"):
+        return None
+    # preprocess_data_with_mask.py leaves the key "text" out of the name, as GPT-NeoX does.
+    stems = [stem] + ([stem.removesuffix("_text")] if stem.endswith("_text") else [])
+    return next((name for s in stems if exists(name := f"{s}_label{ENDING}")), None)
+
+
+def _trains_everything(labels: str) -> bool:
+    manifest = read_manifest(Path(labels))
+    return manifest is not None and bool(manifest.extra.get("no_mask"))
+
+
+def check_labels(data: IndexedDataset, labels: IndexedDataset) -> None:
+    """Raise `UserError` when a label dataset does not go with its data."""
+    if labels.dtype.kind != "i":
+        raise UserError(f"{labels.prefix}: labels hold -100, so they need a signed type, not {labels.dtype}.")
+    if not np.array_equal(data.sizes, labels.sizes):
+        raise UserError(
+            f"{labels.prefix} does not go with {data.prefix}: item sizes differ "
+            f"({len(labels)} items of {labels.num_tokens} tokens against {len(data)} of {data.num_tokens})."
+        )

@@ -1,0 +1,150 @@
+"""Joining datasets into one: tokens, documents and manifest. Shards of a run become the bytes of one unsharded run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.data.tokens.builder import IndexedDatasetBuilder
+from megatron.data.tokens.indexed import IndexedDataset
+from megatron.data.tokens.manifest import Manifest, finalize_with_manifest, verify
+from megatron.data.tokens.merge_groups import COMPANIONS, Group
+from megatron.data.tokens.partial import WriteError
+from megatron.data.tokens.prefixes import SHARD_NAME
+from megatron.errors import UserError
+from megatron.log import get_logger
+from megatron.tokenizer import Fingerprint
+
+SUMMED = ("empty_documents", "bad_records", "text_bytes")  # counts among a manifest's `extra`
+OPTIONS = ("append_eod", "eod", "ftfy")  # what datasets have to agree on, where they say it
+
+logger = get_logger(__name__)
+
+
+def merge_datasets(
+    prefixes: Sequence[str], output: str, report: Callable[[int], None] = lambda nbytes: None
+) -> Manifest:
+    """`merge_groups` of one group of datasets that are no shards."""
+    return merge_groups([Group(output, tuple(prefixes))], report)[0]
+
+
+def merge_groups(groups: Sequence[Group], report: Callable[[int], None] = lambda nbytes: None) -> list[Manifest]:
+    """Write the documents of each group's datasets, one dataset after the other, as its `output`.
+
+    All results appear when all are complete, and memory does not grow with the data. A result has a tokenizer
+    fingerprint when all its parts have one. `report` is told of every piece of tokens copied, in bytes.
+
+    Raises `UserError`, before anything is written: a part is damaged or not what its manifest says; types, tokenizers
+    or options differ; shards are of different runs; labels or rewards do not fit the data.
+    """
+    manifests = [[verify(prefix) for prefix in group.prefixes] for group in groups]
+    for group, parts in zip(groups, manifests):
+        _check(group, parts)
+    _check_companions(groups)
+    with ExitStack() as stack:
+        builders = []
+        for group in groups:
+            builder = IndexedDatasetBuilder(group.output, IndexedDataset(group.prefixes[0]).dtype)
+            builders.append(stack.enter_context(builder))
+        try:
+            for group, builder in zip(groups, builders):
+                for prefix in group.prefixes:
+                    builder.append(prefix, report)
+                builder.finish()
+        except WriteError as error:
+            raise WriteError(f"{error} Nothing was written.") from error
+        return [
+            finalize_with_manifest(
+                builder,
+                tokenizer=_common_fingerprint(parts),
+                source=_source(group, parts),
+                extra=_extra(parts),
+            )
+            for group, parts, builder in zip(groups, manifests, builders)
+        ]
+
+
+def _check(group: Group, parts: Sequence[Manifest | None]) -> None:
+    datasets = [IndexedDataset(prefix) for prefix in group.prefixes]
+    first = datasets[0]
+    for data in datasets:
+        if data.dtype != first.dtype:
+            raise UserError(
+                f"{data.prefix} stores {data.dtype}, but {first.prefix} {first.dtype}: they cannot be merged"
+            )
+    if not any(len(data) for data in datasets):
+        raise UserError(f"no document in any part of {group.output}. Nothing was written.")
+    known = [(prefix, part) for prefix, part in zip(group.prefixes, parts) if part is not None]
+    without = [prefix for prefix, part in zip(group.prefixes, parts) if part is None]
+    if without:
+        logger.warning(f"{without[0]} has no manifest, so the result will not say which tokenizer made it")
+    for prefix, part in known:
+        beside, other = known[0]
+        if part.tokenizer and other.tokenizer and part.tokenizer != other.tokenizer:
+            raise UserError(f"{prefix} and {beside} were made with different tokenizers: they cannot be merged")
+        for option in OPTIONS:
+            if part.extra.get(option) != other.extra.get(option):
+                raise UserError(
+                    f"{prefix} and {beside} were made with different options ({option}: {part.extra.get(option)} and "
+                    f"{other.extra.get(option)}): they cannot be merged"
+                )
+        if group.shards:
+            _check_shard(prefix, part, beside, other)
+
+
+def _check_shard(prefix: str, part: Manifest, beside: str, other: Manifest) -> None:
+    shard, reference = part.extra.get("shard") or {}, other.extra.get("shard") or {}
+    if shard.get("run") != reference.get("run"):
+        raise UserError(
+            f"{prefix} and {beside} are shards of different runs (other input files, options or tokenizer): make them "
+            "with one command"
+        )
+    name = SHARD_NAME.search(Path(prefix).name)
+    if name and shard and (int(name["index"]), int(name["count"])) != (shard["index"], shard["count"]):
+        raise UserError(f"{prefix} holds shard {shard['index']} of {shard['count']}: it was renamed")
+
+
+def _check_companions(groups: Sequence[Group]) -> None:
+    by_output = {group.output: group for group in groups}
+    for group in groups:
+        for kind in COMPANIONS:
+            main = by_output.get(group.output.removesuffix(kind) + "_document") if group.output.endswith(kind) else None
+            for prefix, beside in zip(group.prefixes, main.prefixes if main else ()):
+                mine, its = IndexedDataset(prefix), IndexedDataset(beside)
+                fits = len(mine) == len(its) if "reward" in kind else np.array_equal(mine.sizes, its.sizes)
+                if not fits:
+                    raise UserError(
+                        f"{prefix} does not fit {beside}: {len(mine)} items of {mine.num_tokens} values beside "
+                        f"{len(its)} of {its.num_tokens}"
+                    )
+
+
+def _common_fingerprint(parts: Sequence[Manifest | None]) -> Fingerprint | None:
+    first = parts[0]
+    if first is None or first.tokenizer is None or not all(part and part.tokenizer for part in parts):
+        return None
+    return Fingerprint.from_dict(first.tokenizer)
+
+
+def _source(group: Group, parts: Sequence[Manifest | None]) -> Any:
+    """What one run over all inputs would have written, when the parts say what their inputs were."""
+    sources = [part.source for part in parts if part and isinstance(part.source, dict)]
+    if len(sources) == len(parts) and all(set(source) == {"files"} for source in sources):
+        if group.shards:  # each names the files of all
+            return sources[0]
+        return {"files": [name for source in sources for name in source["files"]]}
+    return {"merged": [Path(prefix).name for prefix in group.prefixes]}
+
+
+def _extra(manifests: Sequence[Manifest | None]) -> dict[str, Any]:
+    """Counts added up; of the rest, what all parts agree on. Nothing when a part tells nothing."""
+    parts = [part for part in manifests if part is not None]
+    if len(parts) < len(manifests):
+        return {}
+    extra = {key: value for key, value in parts[0].extra.items() if all(p.extra.get(key) == value for p in parts)}
+    extra.pop("shard", None)
+    return extra | {key: sum(p.extra[key] for p in parts) for key in SUMMED if all(key in p.extra for p in parts)}

@@ -1,0 +1,168 @@
+"""Is a dataset whole? Sizes, pointers, document index, ids, checksums, labels: every fault is one line that names the
+file and what to do. Reads in pieces, so memory does not grow with the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.sample import IGNORE
+from megatron.data.tokens import manifest as manifests
+from megatron.data.tokens.indexed import IndexedDataset
+from megatron.data.tokens.labels import check_labels
+from megatron.data.tokens.prefixes import exists
+from megatron.data.tokens.token_files import TokenFiles, find_files
+from megatron.errors import UserError
+from megatron.log import progress
+
+_PIECE = 1 << 22  # items or tokens that are looked at together
+_SAMPLED = 1 << 26  # tokens that are looked at without `full`
+_AGAIN = "write the dataset again"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found about one dataset; `faults` is empty when it is whole."""
+
+    path: str
+    facts: str = ""
+    faults: list[str] = field(default_factory=list)
+
+
+def verify_path(
+    path: str | Path, *, full: bool = False, vocab_size: int | None = None, files: TokenFiles | None = None
+) -> list[Report]:
+    """Look at every dataset that a data path means (a glob means several), and at the labels beside it.
+
+    Args:
+        full: look at every token, not at a sample of a few hundred megabytes.
+        vocab_size: ids must be below it; by default it is taken from the manifest.
+        files: how token files without an index are opened.
+    """
+    try:
+        found = find_files(path)
+    except UserError as error:
+        return [Report(str(path), faults=[str(error)])]
+    return [_verify_one(one, full, vocab_size, files or TokenFiles()) for one in found]
+
+
+def _verify_one(path: str, full: bool, vocab_size: int | None, files: TokenFiles) -> Report:
+    try:
+        data = files.open(path)
+    except UserError as error:
+        return Report(path, faults=[str(error)])
+    manifest, faults = None, []
+    checks: list[Callable[[], Iterator[str]]] = [lambda: _index_faults(data)]
+    if not path.endswith(".npy"):
+        try:
+            manifest = manifests.verify(data.prefix)
+        except UserError as error:
+            faults.append(str(error))
+    vocabulary, whence = vocab_size, "the vocabulary has"
+    if vocabulary is None and manifest is not None and manifest.tokenizer is not None:
+        vocabulary = max((end for _, end in manifest.tokenizer["ranges"]), default=0)
+        whence = "the tokenizer that its manifest names has"
+    pieces = _pieces(data.num_tokens, full)
+    checks.append(lambda: _id_faults(data, pieces, vocabulary, whence))
+    labels = label_companion(data.prefix)
+    if labels is not None:
+        checks.append(lambda: _label_faults(data, labels, pieces))
+    for check in checks:
+        faults.extend(check())
+    said = [f"{len(data)} items", f"{data.num_documents} documents", f"{data.num_tokens} tokens", data.dtype.name]
+    said.append("manifest" if manifest is not None else "no manifest")
+    said += ["labels"] if labels is not None else []
+    said += [] if full else [f"{100 * sum(map(len, pieces)) / max(1, data.num_tokens):.3g} % of the tokens looked at"]
+    return Report(data.prefix, ", ".join(said), faults)
+
+
+def label_companion(prefix: str) -> str | None:
+    """The prefix of the labels that lie beside a dataset, `x_text_label_document` for `x_text_document`."""
+    base = prefix.removesuffix("_document")
+    for candidate in (f"{base}_label_document", f"{prefix}_label"):
+        if not base.endswith("_label") and exists(candidate):
+            return candidate
+    return None
+
+
+def _index_faults(data: IndexedDataset) -> Iterator[str]:
+    """Sizes are no less than 0, items lie back to back, documents follow one another up to the end."""
+    name, width, end = f"{data.prefix}.idx", data.dtype.itemsize, 0
+    for first in range(0, len(data), _PIECE):
+        sizes = data.sizes[first : first + _PIECE].astype(np.int64)
+        if int(sizes.min()) < 0:
+            yield f"{name}: item {first + int(np.argmin(sizes))} has {int(sizes.min())} tokens; {_AGAIN}."
+            return
+        starts = end + np.cumsum(sizes * width) - sizes * width
+        wrong = np.flatnonzero(starts != data.pointers[first : first + _PIECE])
+        if len(wrong):
+            k = int(wrong[0])
+            yield (
+                f"{name}: item {first + k} is said to begin at byte {int(data.pointers[first + k])}, but the items "
+                f"before it end at {int(starts[k])}; {_AGAIN}."
+            )
+            return
+        end = int(starts[-1] + sizes[-1] * width)
+    borders = data.doc_idx
+    if not len(borders) or int(borders[0]) != 0:
+        yield f"{name}: the document index does not begin with item 0; {_AGAIN}."
+    elif len(borders) > 1 and int(borders[-1]) != len(data):
+        yield f"{name}: the document index ends at item {int(borders[-1])} of {len(data)}; {_AGAIN}."
+    else:
+        for first in range(0, len(borders) - 1, _PIECE):
+            if (np.diff(borders[first : first + _PIECE + 1]) < 0).any():
+                yield f"{name}: the document index goes back after document {first}; {_AGAIN}."
+                return
+
+
+def _pieces(tokens: int, full: bool) -> list[range]:
+    """Ranges of tokens to look at: all of them, or evenly spread ones with the first and the last."""
+    starts = [*range(0, tokens, _PIECE)]
+    if not full and tokens > _SAMPLED:
+        starts = sorted({*starts[:: -(-tokens // _SAMPLED)], starts[-1]})
+    return [range(start, min(tokens, start + _PIECE)) for start in starts]
+
+
+def _id_faults(data: IndexedDataset, pieces: list[range], vocabulary: int | None, whence: str) -> Iterator[str]:
+    if data.dtype.kind not in "iu":
+        return  # rewards and the like
+    signed = data.dtype.kind == "i"
+    lowest = IGNORE if signed and data.prefix.removesuffix("_document").endswith("_label") else 0
+    if vocabulary is None and not signed:
+        return
+    tokens = data.tokens
+    for piece in progress(pieces, what=f"ids of {Path(data.prefix).name}", unit=f"x {_PIECE >> 20}Mi tokens"):
+        part = tokens[piece.start : piece.stop]
+        bad = part < lowest if vocabulary is None else (part < lowest) | (part >= vocabulary)
+        if bad.any():
+            at = int(np.argmax(bad))
+            known = f"{whence} {vocabulary} entries" if vocabulary is not None else "ids are not negative"
+            yield (
+                f"{data.prefix}: token {piece.start + at} has id {int(part[at])}, but {known}; tokenise the data "
+                "again, or name the tokenizer that made it."
+            )
+            return
+
+
+def _label_faults(data: IndexedDataset, prefix: str, pieces: list[range]) -> Iterator[str]:
+    """Labels have the sizes of their data, and are the tokens themselves or -100."""
+    try:
+        labels = IndexedDataset(prefix)
+        check_labels(data, labels)
+    except UserError as error:
+        yield f"{error} Make data and labels again together."
+        return
+    for piece in progress(pieces, what=f"labels of {Path(data.prefix).name}", unit=f"x {_PIECE >> 20}Mi tokens"):
+        label = labels.tokens[piece.start : piece.stop].astype(np.int64)
+        bad = (label != IGNORE) & (label != data.tokens[piece.start : piece.stop])
+        if bad.any():
+            at = int(np.argmax(bad))
+            yield (
+                f"{prefix}: label {piece.start + at} is {int(label[at])}, neither -100 nor the token "
+                f"{int(data.tokens[piece.start + at])} of {data.prefix}; make data and labels again together."
+            )
+            return

@@ -1,0 +1,1 @@
+"""Tokens as people look at them: in the terminal, as JSON, as a page."""

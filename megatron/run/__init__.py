@@ -1,0 +1,1 @@
+"""The composition root: from a merged config to the training loop."""

@@ -1,0 +1,131 @@
+"""What a run reads, worked out from its configuration: the same for ranks, for the dry run and for `--prepare`.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.checkpoint import layout
+from megatron.checkpoint.find import Start
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.neox_folder import is_neox_folder
+from megatron.checkpoint.plain import read_plain
+from megatron.data.collate import CollateRules
+from megatron.data.order.datasets import DataPlan, epoch_samples, plan_datasets
+from megatron.data.order.frozen import begun_at, handed_over
+from megatron.data.order.phases import Progress
+from megatron.data.order.splits import sample_counts
+from megatron.data.tokens.token_files import with_eod
+from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, derive
+from megatron.tokenizer.base import Tokenizer
+from megatron.tokenizer.fingerprint import Fingerprint
+
+
+def with_epochs(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
+    """`train_epochs` turned into `train_iters`, which needs the size of the data."""
+    if args.training.train_iters is not None or not args.training.train_epochs:
+        return args
+    samples = epoch_samples(with_eod(args.data, tokenizer.eod), args.model.seq_length)
+    return derive(args, Facts(tokenizer.vocab_size, args.parallel.world_size, epoch_samples=samples))
+
+
+def data_plan(
+    args: NeoXArgs,
+    tokenizer: Tokenizer,
+    frozen: Mapping[str, Any] | None = None,
+    done: tuple[int, int] = (0, 0),
+) -> DataPlan:
+    """Open and count the data of a derived config. Raises `UserError` for missing, damaged or too little data.
+
+    Args:
+        frozen: sample order of the run that goes on.
+        done: steps taken and samples consumed by it so far; its batches may have been larger than those to come.
+    """
+    training, begun = args.training, begun_at(frozen)
+    train_samples, valid_samples, test_samples = sample_counts(
+        train_iters=training.train_iters or 0,
+        eval_interval=training.eval_interval,
+        eval_iters=training.eval_iters,
+        train_batch_size=training.train_batch_size,
+    )
+    to_come = train_samples - done[0] * training.train_batch_size
+    # A run that began at another's checkpoint need not have taken its earlier steps, or not from these samples.
+    train_samples = done[1] + to_come if begun != (0, 0) else max(train_samples, done[1] + to_come)
+    return plan_datasets(
+        with_eod(args.data, tokenizer.eod),
+        seq_length=args.model.seq_length,
+        seed=training.seed,
+        train_samples=train_samples if training.do_train is not False else 0,
+        valid_samples=valid_samples if training.do_valid is not False else 0,
+        test_samples=test_samples if training.do_test is not False else 0,
+        set_samples=test_samples if training.do_valid is not False else 0,  # each validation set, every time
+        progress=Progress(training.train_batch_size, *done, begun),
+        frozen=frozen,
+    )
+
+
+def collate_rules(args: NeoXArgs, tokenizer: Tokenizer) -> CollateRules:
+    """How the samples of a run become the arrays of a step."""
+    return CollateRules(
+        seq_length=args.model.seq_length,
+        eod=tokenizer.eod,
+        eod_mask_loss=args.data.eod_mask_loss,
+        intra_document_masking=args.model.intra_document_masking,
+        vocab_size=tokenizer.vocab_size,
+    )
+
+
+def continued(start: Start) -> tuple[Mapping[str, Any] | None, tuple[int, int]]:
+    """The frozen sample order that a run goes on with, and the steps and samples that it has behind it.
+
+    (None, (0, 0)) for a run that has nothing behind it. Raises `UserError` when `init_from` asks for an order that is
+    not there.
+    """
+    if start.path is None or start.kind == "finetune":
+        return None, (0, 0)
+    saved = Manifest.read(start.path)
+    order = _client_state(start).get("DataOrder") if start.load_data else None
+    if start.init is None:
+        return order, (saved.step, saved.consumed)
+    if start.load_data and order is None:
+        raise UserError(
+            f"init_from: {start.path} keeps no order of its samples (it was converted, or trained on none), so its "
+            "data cannot be continued; set init_from.data=restart"
+        )
+    begun = start.init.first_step(saved), start.init.consumed(saved)
+    return handed_over(order, saved.step, begun), begun
+
+
+def check_tokenizer_of(start: Start, tokenizer: Tokenizer, allow: bool) -> None:
+    """Refuse a checkpoint that was trained with other ids, unless a new run takes its weights alone."""
+    if start.path is not None and start.kind != "finetune":
+        check_identity(_client_state(start).get("TokenizerIdentity"), tokenizer, allow)
+
+
+def check_identity(saved: Mapping[str, Any] | None, tokenizer: Tokenizer, allow: bool) -> None:
+    """Raise `UserError` when the ids of the tokenizer recorded in `saved` mean something else in `tokenizer`.
+
+    Args:
+        saved: its fingerprint; None: not recorded.
+        allow: `allow_config_changes`.
+    """
+    if saved is None or allow or tokenizer.covers(Fingerprint.from_dict(saved)):
+        return
+    raise UserError(
+        f"the checkpoint was trained with another tokenizer than {tokenizer.describe()}: its tokens have "
+        "other ids. Use the tokenizer of the run, start a new run (another `save`), or set "
+        "allow_config_changes: true."
+    )
+
+
+def _client_state(start: Start) -> Mapping[str, Any]:
+    """What the callbacks left in the checkpoint, by name."""
+    assert start.path is not None
+    if is_neox_folder(start.path):
+        return {}  # GPT-NeoX kept neither tokenizer nor order
+    return read_plain(start.path / layout.state_file(0))["client"].get("callbacks", {})

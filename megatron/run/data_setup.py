@@ -1,0 +1,105 @@
+"""The data of a run: planned, told, built and handed out as batches, the same on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.callbacks.evaluator import Batches, NamedSet
+from megatron.checkpoint.agreement import gather, together
+from megatron.data.loader import StepLoader
+from megatron.data.order.datasets import SET, DataPlan, Datasets
+from megatron.data.order.mixture import SampleSource
+from megatron.errors import UserError
+from megatron.log import get_logger
+from megatron.mpu.state import ParallelState
+from megatron.neox_arguments import NeoXArgs
+from megatron.run.data_plan import collate_rules, data_plan
+from megatron.run.data_table import data_lines
+from megatron.training.callback import Callback
+from megatron.training.setup import Process
+
+logger = get_logger(__name__)
+
+
+class DataOrder(Callback):
+    """Carries the frozen sample order of the run in its checkpoints; `data_plan.continued` finds it by this name."""
+
+    def __init__(self, plan: DataPlan) -> None:
+        self.plan = plan
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.plan.state()
+
+
+def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None, done: tuple[int, int]) -> DataPlan:
+    """Open and count the data, refuse tokens of another tokenizer, print the table.
+
+    Args:
+        frozen: sample order of the run that goes on.
+        done: steps taken and samples consumed by it so far; its batches may have been larger than those to come.
+    """
+    with together("opening the data", process.state):
+        plan = data_plan(args, process.tokenizer, frozen, done)
+        if process.state.rank == 0:
+            plan.check_tokenizer(process.tokenizer)
+    if process.state.rank == 0:
+        tokenizer, masked = process.tokenizer, args.model.intra_document_masking
+        logger.info(f"tokenizer {tokenizer.describe()}: {tokenizer.vocab_size} tokens, end of document {tokenizer.eod}")
+        logger.info(
+            f"samples of {args.model.seq_length} inputs and as many targets, the same shifted by one token; attention "
+            + ("stays inside a document" if masked else "crosses documents (intra_document_masking: true stops it)")
+        )
+        for line in data_lines(plan.table()):
+            logger.info(line)
+        for note in plan.notes():
+            logger.info(note)
+    return plan
+
+
+def build_batches(args: NeoXArgs, process: Process, plan: DataPlan) -> dict[str, Batches]:
+    """`batches[role](consumed)` for the roles of the plan. Index arrays are built here, once per file system."""
+    first = process.state.rank == 0
+    with together("building the sample index", process.state):
+        if first:
+            datasets = plan.build(mmap_warmup=args.data.mmap_warmup)
+    with together("reading the sample index", process.state):
+        if not first:
+            datasets = plan.build(mmap_warmup=False)
+    if datasets.train is None and args.training.train_iters:
+        raise UserError("there is no training data: check data_path and split, or train_data_paths, or mixture")
+    agree_on_data(datasets, process.state, args.data.use_shared_fs)
+    rules = collate_rules(args, process.tokenizer)
+
+    def loader(dataset: SampleSource) -> StepLoader:
+        return StepLoader(
+            dataset,
+            micro_batch=args.training.train_micro_batch_size_per_gpu,
+            gas=args.training.gradient_accumulation_steps,
+            rules=rules,
+            dp_rank=process.state.dp_rank,
+            dp_size=process.state.dp_size,
+            num_workers=args.data.num_workers,
+            pin_memory=process.state.device.type == "cuda",
+        )
+
+    return {role: loader(dataset).steps for role, dataset in datasets.by_role().items()}
+
+
+def named_sets(plan: DataPlan, batches: dict[str, Batches]) -> list[NamedSet]:
+    """The validation sets with names, ready to be evaluated."""
+    return [NamedSet(one.name, one.tags, one.steps, batches[f"{SET}{one.name}"]) for one in plan.sets]
+
+
+def agree_on_data(datasets: Datasets, state: ParallelState, shared: bool) -> None:
+    """Raise `UserError` on every rank when one of them would read other samples, as with an old copy on one node.
+
+    Index arrays are compared where each node has its own; in a shared folder they are the same files.
+    """
+    digests = gather(datasets.digest(arrays=not shared), state)
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
+        raise UserError(
+            f"rank {shown} read other data than rank 0: the .bin/.idx files of a data path (or the index caches beside "
+            "them) differ between nodes. Copy the same files to every node and remove their index_cache folders."
+        )

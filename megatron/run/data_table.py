@@ -1,0 +1,54 @@
+"""The table of the data at start and in the dry run: what each role and source has, and what the run takes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.data.order.datasets import SourceRow
+
+HEAD = ("role", "source", "documents", "tokens", "weight", "samples", "epochs", "file")
+_NUMBERS = range(2, 7)
+
+
+def data_cells(rows: Sequence[SourceRow]) -> list[tuple[str, ...]]:
+    """The cells under `HEAD`. A weight that changes over time is shown for each phase."""
+    return [
+        (
+            row.role,
+            row.name,
+            f"{row.documents:,}",
+            f"{row.tokens:,}",
+            " > ".join(f"{weight:.3g}" for weight in row.weights) or "0",
+            f"{row.samples:,}",
+            f"{row.epochs:.3g}",
+            row.prefix,
+        )
+        for row in rows
+    ]
+
+
+def phase_lines(rows: Sequence[SourceRow]) -> list[str]:
+    """From which steps on the weights count, and which changes come too late; nothing when they stay as they are."""
+    changing = sorted({(row.role, row.steps) for row in rows if len(row.steps) > 1})
+    too_late = sorted({(row.role, row.unreached) for row in rows if row.unreached})
+    return [
+        *(f"weights of {role} from step {', then '.join(map(str, steps))} on" for role, steps in changing),
+        *(
+            f"weights of {role}: the run ends before the change at step {' and that at '.join(map(str, steps))}"
+            for role, steps in too_late
+        ),
+    ]
+
+
+def data_lines(rows: Sequence[SourceRow]) -> list[str]:
+    """The table as aligned text."""
+    cells = [HEAD, *data_cells(rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(HEAD))]
+    lines = []
+    for row in cells:
+        padded = [
+            cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return [*lines, *phase_lines(rows)]

@@ -1,0 +1,241 @@
+"""One training run, from a process that has joined the job to its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.callbacks.run_folder import read_heartbeat, run_folder, write_status
+from megatron.callbacks.stopping import STOP_BY_SIGNAL
+from megatron.checkpoint.agreement import together
+from megatron.checkpoint.compare import check_config
+from megatron.checkpoint.find import Start, start_of
+from megatron.checkpoint.folder import recover
+from megatron.checkpoint.init_from import check_init
+from megatron.checkpoint.load import load_checkpoint
+from megatron.checkpoint.lock import SaveLock
+from megatron.checkpoint.manifest import Manifest, git_revision
+from megatron.checkpoint.neox_layout import Heads
+from megatron.checkpoint.schedule import schedule_of_continued_run
+from megatron.errors import DeepyError, StopRequested
+from megatron.log import get_logger
+from megatron.mpu.sharding import count_parameters
+from megatron.mpu.state import ParallelState
+from megatron.neox_arguments import NeoXArgs, plugin_key
+from megatron.neox_arguments.derive import check_device, check_trainable
+from megatron.neox_arguments.differences import differences_for
+from megatron.plugins import source_changes
+from megatron.run.callbacks import default_callbacks
+from megatron.run.data_plan import check_identity, continued, with_epochs
+from megatron.run.data_setup import DataOrder, build_batches, named_sets, plan_data
+from megatron.tokenizer import Tokenizer
+from megatron.training.callback import Callback
+from megatron.training.setup import Process, build_engine, build_model, build_schedule
+from megatron.training.trainer import Trainer
+
+logger = get_logger(__name__)
+
+
+class TokenizerIdentity(Callback):
+    """Carries the tokenizer's fingerprint, so that a run is not continued with ids that mean something else."""
+
+    def __init__(self, tokenizer: Tokenizer, allow: bool) -> None:
+        self.tokenizer = tokenizer
+        self.allow = allow
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.tokenizer.fingerprint().to_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_identity(state, self.tokenizer, self.allow)
+
+
+def train(process: Process) -> int:
+    """Train as configured and return the exit code. The same call on every rank."""
+    args, state = with_epochs(process.args, process.tokenizer), process.state
+    check_trainable(args)
+    check_device(args, state.device.type == "cuda")
+    if state.rank == 0 and args.logging.git_hash is None:
+        args = args.replace("git", git_hash=git_revision())  # kept with the run and its checkpoints
+    with save_lock(args, state), status_of_setup(args, state.rank):
+        start = agree_on_start(args, state)
+        say_start(args, start)
+        saved = Manifest.read(start.path) if start.path is not None else None
+        if saved is not None:
+            for message in check_config(
+                saved.config,
+                args.to_dict(),
+                allow=args.checkpoint.allow_config_changes,
+                finetune=start.kind == "finetune",
+                load_optim=start.load_optim and not args.checkpoint.no_load_optim,
+                load_data=start.load_data,
+            ):
+                logger.info(message)
+            for message in source_changes(saved.config.get("plugin_sources"), args.launcher.plugin_sources):
+                logger.info(f"changed since the checkpoint: {message}")
+            args = with_schedule(with_origin(args, saved, start), saved.config, start)
+        plan = plan_data(args, process, *continued(start))
+        batches = build_batches(args, process, plan)
+        process = Process(args, state, process.tokenizer)
+        model = build_model(process, None if start.path is not None else args.training.seed)
+        logger.info(f"parameters: {count_parameters(model, state):,}")
+        sets = named_sets(plan, batches)
+        callbacks = default_callbacks(
+            args, state, process.tokenizer.vocab_size, batches.get("valid"), batches.get("test"), sets
+        )
+        engine = build_engine(process, model)
+        # With train_iters 0 there is nothing to train on, only what is loaded to be validated and tested.
+        steps = batches.get("train", lambda consumed: iter(()))
+        identity = TokenizerIdentity(process.tokenizer, args.checkpoint.allow_config_changes)
+        trainer = Trainer(args, engine, steps, [DataOrder(plan), identity, *callbacks], build_schedule(args))
+        with errors_told(trainer):
+            trainer.call("start")
+            if start.path is not None:
+                restore(trainer, start)
+        trainer.run()
+    # srun and mpirun kill the ranks that are left as soon as one leaves with a code other than 0.
+    dist.barrier()
+    if trainer.stop_reason == STOP_BY_SIGNAL:
+        if trainer.saved_step != trainer.step:
+            kept = (
+                f"the last checkpoint is of iteration {trainer.saved_step}"
+                if trainer.saved_step
+                else "nothing is saved"
+            )
+            raise DeepyError(f"stopped by a signal at iteration {trainer.step}; {kept}")
+        raise StopRequested(f"stopped at iteration {trainer.step} with everything saved; the same command goes on")
+    return 0
+
+
+def with_origin(args: NeoXArgs, saved: Manifest, start: Start) -> NeoXArgs:
+    """`args` with the `init_from` that this run did begin from, and with the step it found there.
+
+    Raises `UserError` when this start asks for what the checkpoint cannot give.
+    """
+    if start.init is not None:
+        options = args.schedule
+        check_init(
+            start.init,
+            saved,
+            train_iters=args.training.train_iters,
+            use_checkpoint_lr_scheduler=options.use_checkpoint_lr_scheduler,
+        )
+        return args.replace("the checkpoint", init_from={**args.checkpoint.init_from, "iteration": saved.step})
+    if start.kind == "continue" and args.checkpoint.init_from != (origin := saved.config.get("init_from")):
+        return args.replace("the checkpoint", init_from=origin)
+    return args
+
+
+def with_schedule(args: NeoXArgs, saved: dict[str, Any], start: Start) -> NeoXArgs:
+    """`args` with the learning-rate schedule that a continued run goes on with (checkpoint/schedule)."""
+    if not start.goes_on or args.checkpoint.no_load_optim or not args.training.train_iters:
+        return args
+    options = args.schedule
+    values = schedule_of_continued_run(
+        saved,
+        args.to_dict(),
+        override=options.override_lr_scheduler,
+        use_checkpoint=options.use_checkpoint_lr_scheduler,
+    )
+    return args.replace("the checkpoint", **values) if options.use_checkpoint_lr_scheduler else args
+
+
+@contextlib.contextmanager
+def errors_told(trainer: Trainer) -> Iterator[None]:
+    """Let the callbacks know of an error before the loop, which tells them itself."""
+    try:
+        yield
+    except BaseException as error:
+        trainer.call("error", error)
+        raise
+
+
+def agree_on_start(args: NeoXArgs, state: ParallelState) -> Start:
+    """Where the run starts, decided by rank 0 alone: ranks could see a shared file system at different moments.
+
+    Call it with the lock held: the job that held it before may have saved a newer checkpoint until then.
+    """
+    box: list[Any] = [None]
+    with together("deciding where to start", state):
+        if state.rank == 0:
+            box[0] = start_of(args.checkpoint)
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+@contextlib.contextmanager
+def status_of_setup(args: NeoXArgs, rank: int) -> Iterator[None]:
+    """Keep `status.json` while there is no trainer yet: it starts, or it failed and why (rank 0)."""
+    folder = run_folder(args) if rank == 0 else None
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    began = write_status(folder, state="starting", step=0, train_iters=args.training.train_iters)
+    try:
+        yield
+    except BaseException as error:
+        if read_heartbeat(folder) == began:  # the trainer, once there is one, has told it itself
+            code = error.exit_code if isinstance(error, DeepyError) else 1
+            reason = f"{type(error).__name__}: {error}"
+            write_status(
+                folder, state="failed", step=0, train_iters=args.training.train_iters, reason=reason, code=code
+            )
+        raise
+
+
+def say_start(args: NeoXArgs, start: Start) -> None:
+    """What is worth saying before anything is built: notes, differences from GPT-NeoX, where the run starts."""
+    for note in args.notes:
+        logger.info(note)
+    for name, digest, registered in plugin_key.describe(args.launcher.plugins):
+        logger.info(f"plugin {name} (sha256 {digest}) registers {registered}")
+    if differences := differences_for(args):
+        logger.info("what differs from GPT-NeoX for this config:")
+        for line in differences:
+            logger.info(f"  {line}")
+    logger.info(start.message)
+
+
+@contextlib.contextmanager
+def save_lock(args: NeoXArgs, state: ParallelState) -> Iterator[None]:
+    """Rank 0 holds the lock of `save`; a folder that another job writes is refused on every rank."""
+    lock = SaveLock(args.checkpoint.save) if args.checkpoint.save and state.rank == 0 else None
+    with together("locking save", state):
+        if lock is not None:
+            lock.acquire()
+            recover(lock.path.parent)  # what a killed job left half renamed is a checkpoint again
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def restore(trainer: Trainer, start: Start) -> None:
+    """Load what the start asks for: everything, the weights alone, or what `init_from` names."""
+    assert start.path is not None
+    options = trainer.args.checkpoint
+    loaded = load_checkpoint(
+        start.path,
+        trainer.engine,
+        trainer.state,
+        heads=Heads.of(trainer.args.model),
+        model=trainer.args.model,
+        load_optim=start.load_optim and not options.no_load_optim,
+        load_rng=start.load_rng and not options.no_load_rng,
+    )
+    if start.goes_on:
+        trainer.load_state_dict(loaded.client)
+    elif start.init is not None:
+        identity = loaded.client.get("callbacks", {}).get(TokenizerIdentity.__name__)
+        trainer.load_state_dict(
+            {
+                "step": start.step,
+                "consumed": start.init.consumed(loaded.manifest),
+                "callbacks": {TokenizerIdentity.__name__: identity},
+            }
+        )

@@ -1,0 +1,232 @@
+"""The datasets of a config: splits, lists, mixtures, the table, and orders that survive a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.order.datasets import build_datasets, epoch_samples, plan_datasets
+from megatron.data.order.phases import Progress
+from megatron.data.packing.packed import PackedDataset, plan_segments
+from megatron.data.tokens.indexed import IndexedDataset
+from megatron.errors import UserError
+from megatron.neox_arguments.schema_data import DataConfig
+from tests.data.corpus import GOLDEN, write
+
+pytestmark = pytest.mark.cpu
+
+
+def numbered(prefix: Path, first: int, documents: int = 30, size: int = 7) -> str:
+    """Documents of one repeated token each, counting up from `first`: a token says where it is from."""
+    return write(prefix, [[first + d] * (size + d % 3) for d in range(documents)])
+
+
+def documents_in(dataset: PackedDataset) -> set[int]:
+    return {int(token) for i in range(len(dataset)) for token in dataset[i].tokens}
+
+
+def tokens_of(dataset: object, samples: int) -> list[list[int]]:
+    return [dataset[i].tokens.tolist() for i in range(samples)]
+
+
+def test_golden_order_through_the_config(tmp_path: Path) -> None:
+    config = DataConfig(data_path=write(tmp_path / "x", GOLDEN), split="1")
+    datasets = build_datasets(config, seq_length=8, seed=1234, train_samples=6)
+    assert datasets.train[0].tokens.tolist() == [10, 10, 10, 10, 20, 21, 22, 23, 24]
+    assert datasets.train[3].tokens.tolist() == [7, 8, 9, 7, 8, 9, 40, 41, 42]
+    assert datasets.valid is None
+    assert datasets.test is None
+
+
+def test_split_shares_no_document(tmp_path: Path) -> None:
+    config = DataConfig(data_path=numbered(tmp_path / "x", 1), split="8,1,1")
+    datasets = build_datasets(config, seq_length=4, seed=1, train_samples=200, valid_samples=20, test_samples=10)
+    train, valid, test = (documents_in(part) for part in (datasets.train, datasets.valid, datasets.test))
+    assert train == set(range(1, 25))
+    assert valid == set(range(25, 28))
+    assert test == set(range(28, 31))
+
+
+def test_the_table(tmp_path: Path) -> None:
+    first, second = numbered(tmp_path / "a", 1, 30), numbered(tmp_path / "b", 100, 10)
+    config = DataConfig(train_data_paths=(first, second), train_data_weights=(3.0, 1.0), valid_data_paths=(second,))
+    plan = plan_datasets(config, seq_length=4, seed=1, train_samples=80, valid_samples=8)
+    rows = plan.table()
+    assert [(row.role, row.prefix, row.documents, row.weight, row.samples) for row in rows] == [
+        ("train", first, 30, 0.75, 60),
+        ("train", second, 10, 0.25, 20),
+        ("valid", second, 10, 1.0, 8),
+    ]
+    assert rows[0].tokens == IndexedDataset(first).num_tokens
+    assert rows[0].epochs == pytest.approx(60 * 4 / rows[0].tokens)
+
+
+def test_lists_are_blended_from_their_own_orders(tmp_path: Path) -> None:
+    first, second = numbered(tmp_path / "a", 1), numbered(tmp_path / "b", 100)
+    config = DataConfig(train_data_paths=(first, second), train_data_weights=(89.0, 11.0))
+    train = build_datasets(config, seq_length=4, seed=7, train_samples=20).train
+    expected = [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1]  # the golden blend
+    assert [int(train[i].tokens[0] >= 100) for i in range(20)] == expected
+    data = IndexedDataset(first)
+    alone = PackedDataset(data, seq_length=4, segments=plan_segments(data.num_tokens, 4, 18, 7))
+    assert np.array_equal(train[11].tokens, alone[9].tokens)
+
+
+def test_a_single_listed_source_is_asked_for_the_margin(tmp_path: Path) -> None:
+    """NeoX asks for half a percent more, which here is one epoch more and another order."""
+    prefix = write(tmp_path / "x", [[1] * 101, [2] * 100])  # 50 samples of 4 in an epoch
+    listed = plan_datasets(DataConfig(train_data_paths=(prefix,)), seq_length=4, seed=1, train_samples=50)
+    split = plan_datasets(DataConfig(data_path=prefix, split="1"), seq_length=4, seed=1, train_samples=50)
+    assert listed.roles["train"].sources[0].segments[0].epochs == 2
+    assert split.roles["train"].sources[0].segments[0].epochs == 1
+
+
+def test_weights_by_documents_golden(tmp_path: Path) -> None:
+    paths = (numbered(tmp_path / "a", 1, 10), numbered(tmp_path / "b", 100, 90))
+    config = DataConfig(train_data_paths=paths, weight_by_num_documents=True, weighted_sampler_alpha=0.3)
+    plan = plan_datasets(config, seq_length=4, seed=1, train_samples=10)
+    assert [row.weight for row in plan.table()] == pytest.approx([0.8232, 0.1768], abs=5e-5)
+
+
+def test_weight_zero_reads_nothing(tmp_path: Path) -> None:
+    paths = (numbered(tmp_path / "a", 1), numbered(tmp_path / "b", 100), numbered(tmp_path / "c", 200))
+    config = DataConfig(train_data_paths=paths, train_data_weights=(0.0, 1.0, 1.0))
+    datasets = build_datasets(config, seq_length=4, seed=1, train_samples=20)
+    assert min(documents_in(datasets.train)) >= 100
+    assert [row.samples for row in datasets.plan.table()] == [0, 10, 10]
+
+
+def test_labels_travel(tmp_path: Path) -> None:
+    data = write(tmp_path / "x", GOLDEN)
+    labels = write(tmp_path / "l", [[-100] * len(document) for document in GOLDEN], np.int32)
+    config = DataConfig(train_data_paths=(data,), train_label_data_paths=(labels,))
+    train = build_datasets(config, seq_length=8, seed=1, train_samples=3).train
+    assert set(train[0].labels.tolist()) == {-100}
+    with pytest.raises(UserError, match="train_label_data_paths has 2 entries for 1"):
+        plan_datasets(replace(config, train_label_data_paths=(labels, labels)), seq_length=8, seed=1, train_samples=3)
+
+
+def test_a_run_made_longer_keeps_its_past(tmp_path: Path) -> None:
+    paths = (numbered(tmp_path / "a", 1), numbered(tmp_path / "b", 100))
+    config = DataConfig(
+        train_data_paths=paths, train_data_weights=(3.0, 1.0), valid_data_paths=(numbered(tmp_path / "v", 200),)
+    )
+    counts = {"seq_length": 4, "seed": 5, "valid_samples": 8}
+    short = build_datasets(config, train_samples=60, **counts)
+    state = json.loads(json.dumps(short.plan.state()))
+    longer = build_datasets(config, train_samples=400, frozen=state, **counts)
+    assert len(longer.train) == 400
+    assert tokens_of(longer.train, 60) == tokens_of(short.train, 60)
+    again = build_datasets(config, train_samples=400, frozen=json.loads(json.dumps(longer.plan.state())), **counts)
+    assert tokens_of(again.train, 400) == tokens_of(longer.train, 400)
+    assert tokens_of(again.valid, 8) == tokens_of(short.valid, 8)
+    # A seed that was changed in the config does not disturb what was begun, nor does asking for less.
+    other = build_datasets(config, train_samples=30, frozen=state, **{**counts, "seed": 6})
+    assert tokens_of(other.train, 30) == tokens_of(short.train, 30)
+    fresh = build_datasets(config, train_samples=400, **counts)
+    assert tokens_of(fresh.train, 60) != tokens_of(short.train, 60)
+
+
+def test_no_token_comes_again_before_the_first_segment_is_used_up(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x", [list(range(100 * d, 100 * d + 50)) for d in range(20)])
+    config = DataConfig(data_path=prefix, split="1")
+    short = plan_datasets(config, seq_length=10, seed=1, train_samples=40)
+    longer = build_datasets(config, seq_length=10, seed=1, train_samples=150, frozen=short.state()).train
+    first = [token for i in range(99) for token in longer[i].tokens[:-1].tolist()]
+    assert len(set(first)) == len(first) == 990
+
+
+def test_data_that_changed_since_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    paths = (numbered(tmp_path / "a", 1), numbered(tmp_path / "b", 100))
+    config = DataConfig(train_data_paths=paths, train_data_weights=(3.0, 1.0))
+    counts = {"seq_length": 4, "seed": 5, "train_samples": 40, "progress": Progress(1, 10, 10)}
+    state = plan_datasets(config, **counts).state()
+    with pytest.raises(UserError, match=r"b: is no longer among the 1 sources(.|\n)*weight 0 (.|\n)*finetune"):
+        plan_datasets(DataConfig(train_data_paths=paths[:1]), frozen=state, **counts)
+    with pytest.raises(UserError, match=r"steps 0 to 9: a 0.75 in the checkpoint, 0.5 now, b 0.25 .*, 0.5 now"):
+        plan_datasets(replace(config, train_data_weights=(1.0, 1.0)), frozen=state, **counts)
+    with pytest.raises(UserError, match="changed since the checkpoint"):
+        plan_datasets(config, frozen=state, **{**counts, "seq_length": 5})
+    numbered(tmp_path / "a", 1, 31)
+    with pytest.raises(UserError, match=r"a: documents, their range"):
+        plan_datasets(config, frozen=state, **counts)
+
+
+def test_a_moved_dataset_continues(tmp_path: Path) -> None:
+    state = plan_datasets(
+        DataConfig(data_path=numbered(tmp_path / "a", 1), split="1"), seq_length=4, seed=5, train_samples=9
+    ).state()
+    moved = DataConfig(data_path=numbered(tmp_path / "elsewhere" / "a", 1), split="1")
+    assert plan_datasets(moved, seq_length=4, seed=5, train_samples=9, frozen=state).roles["train"].sources
+
+
+def test_missing_and_unusable_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    prefix = numbered(tmp_path / "x", 1, 7)
+    counts = {"seq_length": 4, "seed": 1, "train_samples": 10}
+    with pytest.raises(UserError, match="no training data"):
+        plan_datasets(DataConfig(), **counts)
+    with pytest.raises(UserError, match="both set"):
+        plan_datasets(DataConfig(data_path=prefix, train_data_paths=(prefix,)), **counts)
+    with pytest.raises(UserError, match="nothing to train on"):
+        plan_datasets(DataConfig(data_path=prefix, split="0,1"), **counts)
+    with pytest.raises(UserError, match=r"x \(train, 7 documents\): 55 tokens are too few.*at least 65 tokens"):
+        plan_datasets(DataConfig(data_path=prefix, split="1"), **{**counts, "seq_length": 64})
+    with caplog.at_level(logging.WARNING):
+        plan = plan_datasets(DataConfig(data_path=prefix, split="949,50,1"), valid_samples=5, **counts)
+    assert list(plan.roles) == ["train"]
+    assert "valid none of the 7 documents" in caplog.text
+
+
+def test_a_damaged_source_stops_the_run(tmp_path: Path) -> None:
+    """Never a partial mix: the second of two sources is one byte short."""
+    first, second = numbered(tmp_path / "a", 1), numbered(tmp_path / "b", 100)
+    tokens = Path(f"{second}.bin").read_bytes()
+    Path(f"{second}.bin").write_bytes(tokens[:-1])
+    with pytest.raises(UserError, match=rf"b\.bin.*{len(tokens)} bytes.*{len(tokens) - 1}"):
+        plan_datasets(DataConfig(train_data_paths=(first, second)), seq_length=4, seed=1, train_samples=4)
+
+
+@pytest.mark.parametrize(("shared", "name"), [(True, "index_cache"), (False, f"index_cache.{os.uname().nodename}")])
+def test_index_folder_per_node(tmp_path: Path, shared: bool, name: str) -> None:
+    config = DataConfig(data_path=numbered(tmp_path / "x", 1), split="1", use_shared_fs=shared)
+    build_datasets(config, seq_length=4, seed=1, train_samples=4)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [name]
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+def test_warmup_is_asked_for(tmp_path: Path, warmup: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[str] = []
+    monkeypatch.setattr(IndexedDataset, "warm_up", lambda data: touched.append(data.prefix))
+    prefix = numbered(tmp_path / "x", 1)
+    config = DataConfig(data_path=prefix, split="1", mmap_warmup=warmup)
+    build_datasets(config, seq_length=4, seed=1, train_samples=4)
+    assert touched == ([prefix] if warmup else [])
+
+
+def test_epoch_samples(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x", [[1] * 6, [2] * 3])
+    assert epoch_samples(DataConfig(data_path=prefix, split="1"), 4) == 2
+    assert epoch_samples(DataConfig(data_path=prefix, split="1"), 4, epochs=2) == 4
+    assert epoch_samples(DataConfig(train_data_paths=(prefix, prefix)), 4) == 4
+
+
+def test_planning_and_building_need_no_torch(tmp_path: Path) -> None:
+    prefix = numbered(tmp_path / "x", 1)
+    code = (
+        "import sys\n"
+        "from megatron.data.order.datasets import build_datasets\n"
+        "from megatron.neox_arguments.schema_data import DataConfig\n"
+        f"data = build_datasets(DataConfig(data_path={prefix!r}, split='1'), seq_length=4, seed=1, train_samples=4)\n"
+        "assert len(data.train) >= 4 and data.plan.table()\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,40 @@
+"""The table of the data at start: what it says of weights that change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.data.order.datasets import plan_datasets
+from megatron.data.order.phases import Progress
+from megatron.neox_arguments.schema_data import DataConfig
+from megatron.run.data_table import data_lines
+from tests.data.corpus import write
+
+pytestmark = pytest.mark.cpu
+
+
+def lines(folder: Path, weights: object, steps: int = 10) -> list[str]:
+    paths = tuple(write(folder / name, [[d] * 9 for d in range(1, 9)]) for name in ("web", "math"))
+    data = DataConfig(train_data_paths=paths, train_data_weights=weights)
+    counts = {"train_samples": 2 * steps, "progress": Progress(batch=2)}
+    return data_lines(plan_datasets(data, seq_length=4, seed=1, **counts).table())[3:]
+
+
+def test_weights_that_stay_need_no_line(tmp_path: Path) -> None:
+    assert lines(tmp_path, (3, 1)) == []
+
+
+def test_changes_are_told_by_step(tmp_path: Path) -> None:
+    weights = [[0, [3, 1]], [4, [1, 1]], [9, [0, 1]]]
+    assert lines(tmp_path, weights) == ["weights of train from step 0, then 4, then 9 on"]
+
+
+def test_changes_behind_the_end_of_the_run_are_told(tmp_path: Path) -> None:
+    weights = [[0, [3, 1]], [10, [1, 1]], [90, [0, 1]]]
+    assert lines(tmp_path, weights) == ["weights of train: the run ends before the change at step 10 and that at 90"]
+    assert lines(tmp_path, weights, steps=11) == [
+        "weights of train from step 0, then 10 on",
+        "weights of train: the run ends before the change at step 90",
+    ]
