@@ -1,4 +1,4 @@
-"""Adds up what the steps report and, every `log_interval` steps, turns it into the metrics of spec names.
+"""Adds up what the steps report and, every `log_interval` steps, turns it into metrics.
 
 Losses stay on the device between logs, and on an accelerator the values of a log are read one step later, when they
 have long been computed. (The engine itself still waits once a step, to learn whether the gradient is finite.)

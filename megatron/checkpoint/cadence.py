@@ -23,7 +23,7 @@ def is_save_step(
         extra: `extra_save_iters`; step 0 is saved only if it is among them.
         last: the run's last step, which is always saved.
 
-    Source: spec/gpt-neox.md §6.8 (log, factor 1.5: 1, 2, 3, 5, 7, 11, 17, 25, 38, 57, 86).
+    Source: `save_iters` of GPT-NeoX (log, factor 1.5: 1, 2, 3, 5, 7, 11, 17, 25, 38, 57, 86).
     """
     if step in (extra or ()):
         return True

@@ -1,4 +1,4 @@
-"""Which checkpoints a folder holds, and where a run starts (DESIGN §7: what `load` and `save` mean)."""
+"""Which checkpoints a folder holds, and where a run starts (rules: documentation/checkpoints.md)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Learning rates as pure functions of the number of completed steps. Nothing is counted, so nothing drifts on resume.
 
-With N = `lr_decay_iters`, w = `warmup` * N and n completed steps (spec: GPT-NeoX §6.2):
+With N = `lr_decay_iters`, w = `warmup` * N and n completed steps (GPT-NeoX's megatron/learning_rates.py):
 
     n <= w:  lr * max(1, n) / w                              (never 0: the first step trains)
     else     p = min(1, (n - w) / (N - w)), then by style

@@ -1,4 +1,4 @@
-"""Save cadence: golden numbers of spec/gpt-neox.md §6.8."""
+"""Save cadence: golden numbers of GPT-NeoX's `save_iters`."""
 
 import pytest
 

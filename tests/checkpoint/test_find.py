@@ -1,4 +1,4 @@
-"""What `load` and `save` mean (DESIGN §7), and errors that list what is there."""
+"""What `load` and `save` mean, and errors that list what is there."""
 
 import json
 import shutil

@@ -35,7 +35,7 @@ def full_qkv(n, n_kv, bias):
 
 
 def on_disk(n, n_kv, tp_rank, tp_size):
-    """The rows of one rank's file: MHA per head q, k, v; GQA all Q heads, then K, then V (spec §5.3)."""
+    """The rows of one rank's file: MHA per head q, k, v; GQA all Q heads, then K, then V (as GPT-NeoX writes it)."""
     q_heads = range(tp_rank * n // tp_size, (tp_rank + 1) * n // tp_size)
     kv_heads = range(tp_rank * n_kv // tp_size, (tp_rank + 1) * n_kv // tp_size)
     if n == n_kv:

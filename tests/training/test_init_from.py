@@ -1,4 +1,4 @@
-"""`init_from`: a run that begins where another one stands, in whole runs. DESIGN §7, known-faults 5, 18, 22, 38."""
+"""`init_from`: a run that starts from a checkpoint of another, in whole runs (known-faults 5, 18, 22, 38)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ STEPS = 8
 
 
 def lr_at(step):
-    """Warm-up over 4 of 20 steps, cosine to 1e-4; spec: GPT-NeoX 6.2."""
+    """Warm-up over 4 of 20 steps, cosine to 1e-4 as in GPT-NeoX."""
     if step <= 4:
         return 1e-3 * max(1, step) / 4
     return 1e-4 + (1e-3 - 1e-4) / 2 * (1 + math.cos(math.pi * (step - 4) / 16))

@@ -40,7 +40,7 @@ def data(tmp_path_factory):
 
 
 def expected_lr(step):
-    """Of the update after `step` completed ones: warm-up over 4 of 20 steps, cosine to 1e-4 (spec: GPT-NeoX 6.2)."""
+    """Of the update after `step` completed ones: warm-up over 4 of 20 steps, cosine to 1e-4 (as GPT-NeoX)."""
     if step <= 4:
         return 1e-3 * max(1, step) / 4
     return 1e-4 + (1e-3 - 1e-4) / 2 * (1 + math.cos(math.pi * (step - 4) / 16))

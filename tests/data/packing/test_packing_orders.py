@@ -33,7 +33,7 @@ def rows_in_order(dataset: Any) -> list[list[tuple[int, int, int]]]:
     return [pieces_of(dataset, int(i)) for i in order]
 
 
-# GPT-NeoX's own walks, from their description (spec of the data formats, 4.2)
+# GPT-NeoX's own walks (its megatron/data/helpers.cpp)
 
 
 def neox_overflow(sizes: list[int], used: set[int], samples: int, seq: int, seed: int) -> tuple[list, list]:
