@@ -69,7 +69,7 @@ def add_import_flags(flags: argparse.ArgumentParser, model: str = "--hf-model") 
 def run_import(given: argparse.Namespace, **options: Any) -> None:
     """Convert as the flags say; `options` are further ones of `import_model`."""
     configure()
-    from megatron.convert.import_hf import import_model  # after the flags: torch takes seconds to import
+    from megatron.convert.hf.import_hf import import_model  # after the flags: torch takes seconds to import
 
     done = import_model(
         given.hf_model,
@@ -140,10 +140,10 @@ def run_export(given: argparse.Namespace, hub: Hub, *, families: tuple[str, ...]
     names the model that says what network the checkpoint is and whose tokenizer is written.
     """
     configure()
-    from megatron.convert.export import export  # after the flags: torch takes seconds to import
-    from megatron.convert.hf_folder import open_model
+    from megatron.convert.hf.export_hf import export  # after the flags: torch takes seconds to import
+    from megatron.convert.hf.folder import open_model
+    from megatron.convert.hf.safetensors_writer import shard_bytes
     from megatron.convert.pairs import reference_of
-    from megatron.convert.safetensors_writer import shard_bytes
 
     repo = None
     if given.push_to_hub is not None:

@@ -27,14 +27,14 @@ from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.neox_names import NEOX, TRANSFORMER_ENGINE
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.weights import save_weights
-from megatron.convert.check import Difference
 from megatron.convert.drafts import draft_of
-from megatron.convert.export import PRECISIONS
-from megatron.convert.family import Rule
-from megatron.convert.hf_folder import Stored
+from megatron.convert.hf.check import Difference
+from megatron.convert.hf.export_hf import PRECISIONS
+from megatron.convert.hf.folder import Stored
 from megatron.convert.import_config import CONFIG, check_same_model, resolve
+from megatron.convert.parts.family import Rule
+from megatron.convert.parts.transforms import OneByOne
 from megatron.convert.ready_config import ready_config, tokenizer_keys
-from megatron.convert.transforms import OneByOne
 from megatron.errors import UserError
 from megatron.log import get_logger, progress
 from megatron.model.gpt import build_layer, gpt_layers

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert.family import WORD_EMBEDDINGS
+from megatron.convert.parts.family import WORD_EMBEDDINGS
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState

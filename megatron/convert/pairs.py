@@ -13,9 +13,9 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.neox_folder import is_neox_folder
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert.family import WORD_EMBEDDINGS
-from megatron.convert.hf_folder import HuggingFaceFolder, open_model
-from megatron.convert.hf_reader import HuggingFaceReader, is_hf_folder, keys_of, model_of
+from megatron.convert.hf.folder import HuggingFaceFolder, open_model
+from megatron.convert.hf.reader import HuggingFaceReader, is_hf_folder, keys_of, model_of
+from megatron.convert.parts.family import WORD_EMBEDDINGS
 from megatron.convert.ready_config import tokenizer_keys
 from megatron.convert.saved_config import saved_config
 from megatron.convert.settings import Reference, open_weights

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.convert.family import TokenIds
+from megatron.convert.parts.family import TokenIds
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.tokenizer.base import Tokenizer

@@ -9,7 +9,7 @@ import torch
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.save import save_checkpoint
-from megatron.convert.export import export
+from megatron.convert.hf.export_hf import export
 from megatron.data.batch import StepBatch
 from megatron.mpu.random import seed_everything
 from megatron.mpu.state import ParallelState

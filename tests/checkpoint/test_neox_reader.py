@@ -15,7 +15,7 @@ from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.outputs import checkpoint_outputs
 from megatron.errors import UserError
 from tests.checkpoint.neox_files import write_neox
-from tests.convert import mamba
+from tests.convert.families import mamba_cases as mamba
 from tests.convert.helpers import LLAMA, NEOX, VOCAB, hugging_face, random_tensors, resolved, write_checkpoint
 
 pytestmark = pytest.mark.cpu

@@ -7,17 +7,16 @@ import runpy
 import shlex
 import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.convert import hf_folder
-from megatron.convert.family import FAMILIES
-from tests.convert.families import OLMO
+from megatron.convert.hf import folder as hf_folder
+from megatron.convert.parts.family import FAMILIES
+from tests.convert.families.cases import OLMO
 from tests.convert.helpers import LLAMA, NEOX, hugging_face, resolved
-from tests.convert.raw_files import raw_tensors, write_raw
+from tests.convert.raw.raw_files import raw_tensors, write_raw
 from tests.convert.test_tools import vocabulary  # noqa: F401 (a fixture)
 from tests.tools.command import ROOT
 
@@ -92,6 +91,6 @@ def test_every_flag_named_exists():
     source = "".join(
         path.read_text() for path in [*(ROOT / "tools/ckpts").glob("*.py"), *(ROOT / "huggingface").glob("*.py")]
     )
-    source += (Path(hf_folder.__file__).parent / "cli.py").read_text()
+    source += (ROOT / "megatron/convert/cli.py").read_text()
     named = set(re.findall(r"--[a-z][a-z_-]+", GUIDE))
     assert {flag for flag in named if f'"{flag}"' not in source} == {"--help", "--no-transformer-engine"}

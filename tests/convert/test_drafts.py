@@ -8,11 +8,11 @@ import os
 import pytest
 
 from megatron.checkpoint.tensor_file import TensorFileWriter
-from megatron.convert import export as export_module
 from megatron.convert.drafts import draft_of, publish
-from megatron.convert.export import export
-from megatron.convert.export_raw import export_raw
-from megatron.convert.import_hf import import_model
+from megatron.convert.hf import export_hf as export_module
+from megatron.convert.hf.export_hf import export
+from megatron.convert.hf.import_hf import import_model
+from megatron.convert.raw.export_raw import export_raw
 from megatron.errors import UserError
 from tests.convert.helpers import LLAMA, hugging_face, random_tensors, resolved, write_checkpoint
 

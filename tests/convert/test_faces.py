@@ -17,12 +17,12 @@ from transformers import AutoTokenizer
 
 from megatron.checkpoint.neox_reader import NeoXReader
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert.check import compare
+from megatron.convert.hf.check import compare
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.load import load
 from tests.checkpoint.neox_files import write_neox
 from tests.convert import helpers
-from tests.convert.families import LAYERED, OLMO
+from tests.convert.families.cases import LAYERED, OLMO
 from tests.convert.helpers import LLAMA, NEOX, VOCAB, hugging_face, resolved
 from tests.convert.test_tools import TEMPLATE, vocabulary  # noqa: F401 (a fixture)
 

@@ -11,7 +11,7 @@ import tokenizers
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron.convert.export import export
+from megatron.convert.hf.export_hf import export
 from megatron.errors import UserError
 from tests.convert.helpers import LLAMA, NEOX, VOCAB, random_tensors, resolved, write_checkpoint
 

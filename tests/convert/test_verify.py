@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert import inspect
-from megatron.convert.hf_folder import HuggingFaceFolder
-from megatron.convert.hf_reader import HuggingFaceReader
+from megatron.convert.hf.folder import HuggingFaceFolder
+from megatron.convert.hf.reader import HuggingFaceReader
 from megatron.convert.inspect import describe_folder
 from megatron.convert.pairs import Place
 from megatron.convert.verify import verify
 from tests.checkpoint.neox_files import write_neox
-from tests.convert.families import FAMILY_CASES
+from tests.convert.families.cases import FAMILY_CASES
 from tests.convert.helpers import LLAMA, NEOX, full_tensors, hugging_face, resolved, write_checkpoint
 from tests.convert.test_faces import call  # noqa: F401 (a fixture)
 

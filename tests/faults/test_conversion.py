@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron.convert.check import check_pair
-from megatron.convert.export import export
+from megatron.convert.hf.check import check_pair
+from megatron.convert.hf.export_hf import export
 from megatron.errors import UserError
 from megatron.neox_arguments.derive import Facts
 from tests.convert.helpers import LLAMA, NEOX, VOCAB, full_tensors, hugging_face, resolved, write_checkpoint

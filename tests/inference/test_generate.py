@@ -116,7 +116,7 @@ def test_no_pipeline_is_spelled_0_or_1(checkpoint, pipe_parallel_size: int):
 def test_equals_transformers_on_the_exported_model(checkpoint, tmp_path: Path, name: str):
     from transformers import AutoModelForCausalLM
 
-    from megatron.convert.export import export
+    from megatron.convert.hf.export_hf import export
 
     exported = export(checkpoint(name), tmp_path / "hf", tokenizer=False)
     theirs = AutoModelForCausalLM.from_pretrained(exported.folder, dtype=torch.float32).eval()

@@ -98,7 +98,7 @@ class Model:
         from lm_eval.models.huggingface import HFLM
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        from megatron.convert.export import export
+        from megatron.convert.hf.export_hf import export
 
         exported = export(self.checkpoint, self.folder / "hf", overwrite=True).folder
         model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)

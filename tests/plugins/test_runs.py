@@ -17,8 +17,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
-from megatron.convert.export import export
-from megatron.convert.import_hf import import_model
+from megatron.convert.hf.export_hf import export
+from megatron.convert.hf.import_hf import import_model
 from megatron.convert.settings import read_settings
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.errors import UserError

@@ -40,7 +40,7 @@ def main() -> int:
     given = flags.parse_args()
     if given.check_only:
         configure()
-        from megatron.convert.check import check_pair  # after the flags: torch takes seconds to import
+        from megatron.convert.hf.check import check_pair  # after the flags: torch takes seconds to import
 
         found = check_pair(given.input_dir, given.output_dir, given.config_file or ())
         drift = "" if found.ok else f", first after {found.first_drift}"

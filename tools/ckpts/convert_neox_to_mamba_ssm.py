@@ -27,7 +27,7 @@ def main() -> None:
     )
     given = flags.parse_args()
     configure()
-    from megatron.convert.mamba_ssm import export_mamba_ssm  # after the flags: torch takes seconds to import
+    from megatron.convert.raw.mamba_ssm import export_mamba_ssm  # after the flags: torch takes seconds to import
 
     print(export_mamba_ssm(given.input_dir, given.output_dir, given.config_file))
 

@@ -34,7 +34,7 @@ def main() -> int:
     add_safety(flags, "an earlier export in --output_dir")
     given = flags.parse_args()
     configure()
-    from megatron.convert.export_raw import export_raw  # after the flags: torch takes seconds to import
+    from megatron.convert.raw.export_raw import export_raw  # after the flags: torch takes seconds to import
 
     done = export_raw(
         given.input_dir,

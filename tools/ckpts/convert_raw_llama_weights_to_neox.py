@@ -44,7 +44,7 @@ def main() -> int:
     add_safety(flags, "an iteration that is there")
     given = flags.parse_args()
     configure()
-    from megatron.convert.import_raw import import_raw  # after the flags: torch takes seconds to import
+    from megatron.convert.raw.import_raw import import_raw  # after the flags: torch takes seconds to import
 
     done = import_raw(
         given.input_dir,

@@ -90,8 +90,8 @@ def lines(given: argparse.Namespace, found: list[Place], opened: list[object]) -
     """What is asked for; what is read goes into `opened`."""
     from megatron.checkpoint.find import find_checkpoint
     from megatron.convert.inspect import describe, describe_folder, difference, tree
+    from megatron.convert.neox.peek import peek
     from megatron.convert.pairs import open_parameters, open_two
-    from megatron.convert.peek import peek
 
     place = found[0]
     path = Path(place.path).expanduser()

@@ -36,7 +36,7 @@ def main() -> int:
     flags.add_argument("--overwrite", action="store_true", help="replace a step that is there")
     given = flags.parse_args()
     configure()
-    from megatron.convert.rewrite import rewrite  # after the flags: torch takes seconds to import
+    from megatron.convert.neox.rewrite import rewrite  # after the flags: torch takes seconds to import
 
     made = rewrite(
         given.input_dir,

@@ -1,0 +1,1 @@
+"""The model families: one file each, both ways."""

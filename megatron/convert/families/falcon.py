@@ -1,0 +1,126 @@
+"""Falcon ↔ `FalconForCausalLM`: rotary positions, LayerNorm, parallel blocks, biases everywhere or nowhere.
+
+| model  | config there                        | fused QKV there                             | norms of a block        |
+|--------|-------------------------------------|---------------------------------------------|-------------------------|
+| 7B     | multi_query                         | [Q | K | V], one key/value head             | input_layernorm         |
+| 40B    | new_decoder_architecture            | per key/value head: its queries, k, v       | ln_attn, ln_mlp         |
+| others | neither, parallel_attn or not       | per head: q, k, v                           | input_layernorm (, ...) |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron.convert.parts.activations import plain_name, plain_refusals
+from megatron.convert.parts.family import (
+    FAMILIES,
+    WORD_EMBEDDINGS,
+    Constant,
+    Family,
+    Rule,
+    TokenIds,
+    common_refusals,
+    output_bias_refusals,
+    pre_norm_refusals,
+    rotary_refusals,
+    width_refusals,
+)
+from megatron.convert.parts.positions import rope_fields
+from megatron.convert.parts.transforms import Copy, PerGroup, PerHead, Transform
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.schema_model import ModelConfig
+
+
+def new_architecture(model: ModelConfig) -> bool:
+    """Whether only the decoder of the 40B model can express it: two norms in parallel, or grouped queries."""
+    grouped = 1 < model.num_kv_heads < model.num_attention_heads
+    return model.gpt_j_residual and (not model.gpt_j_tied or grouped)
+
+
+def table(model: ModelConfig) -> list[Rule | Constant]:
+    rules: list[Rule | Constant] = [Rule(WORD_EMBEDDINGS, ("transformer.word_embeddings.weight",))]
+    for block in range(model.num_layers):
+        rules += _block(model, block)
+    rules += _norm(f"{model.num_layers + 3}.norm", "transformer.ln_f")
+    if model.no_weight_tying:
+        rules.append(Rule(f"{model.num_layers + 4}.final_linear.weight", ("lm_head.weight",)))
+    return rules
+
+
+def _norm(ours: str, theirs: str) -> list[Rule | Constant]:
+    return [Rule(f"{ours}.{kind}", (f"{theirs}.{kind}",)) for kind in ("weight", "bias")]
+
+
+def _block(model: ModelConfig, block: int) -> list[Rule | Constant]:
+    ours, theirs = f"{block + 2}.", f"transformer.h.{block}."
+    two = model.gpt_j_residual and not model.gpt_j_tied
+    rules = _norm(f"{ours}input_layernorm", f"{theirs}{'ln_attn' if two else 'input_layernorm'}")
+    if not model.gpt_j_tied:
+        rules += _norm(f"{ours}post_attention_layernorm", f"{theirs}{'ln_mlp' if two else 'post_attention_layernorm'}")
+    for name, their_name, transform in (
+        ("attention.query_key_value", "self_attention.query_key_value", _fused(model)),
+        ("attention.dense", "self_attention.dense", Copy()),
+        ("mlp.linear1", "mlp.dense_h_to_4h", Copy()),
+        ("mlp.linear2", "mlp.dense_4h_to_h", Copy()),
+    ):
+        for kind in ("weight", "bias") if model.use_bias_in_mlp else ("weight",):
+            rules.append(Rule(f"{ours}{name}.{kind}", (f"{theirs}{their_name}.{kind}",), transform))
+    return rules
+
+
+def _fused(model: ModelConfig) -> Transform:
+    if new_architecture(model):
+        return PerGroup(model.num_attention_heads, model.num_kv_heads)
+    return Copy() if model.num_kv_heads == 1 else PerHead(model.num_attention_heads)
+
+
+def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
+    new = new_architecture(model)
+    return {
+        "model_type": "falcon",
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "ffn_hidden_size": model.ffn_width,
+        "activation": plain_name(model),
+        "layer_norm_epsilon": model.layernorm_epsilon,
+        "initializer_range": model.init_method_std,
+        "hidden_dropout": model.hidden_dropout,
+        "attention_dropout": model.attention_dropout,
+        "alibi": False,
+        "new_decoder_architecture": new,
+        "num_ln_in_parallel_attn": (1 if model.gpt_j_tied else 2) if new else None,
+        "multi_query": not new and model.num_kv_heads == 1,
+        "parallel_attn": model.gpt_j_residual,
+        "bias": model.use_bias_in_mlp,
+        "max_position_embeddings": model.max_position_embeddings,
+        **rope_fields(model),
+        "use_cache": True,
+        "bos_token_id": ids.bos,
+        "eos_token_id": ids.eos,
+        "pad_token_id": ids.pad,
+        "tie_word_embeddings": not model.no_weight_tying,
+    }
+
+
+def unsupported(model: ModelConfig) -> list[str]:
+    reasons = [*common_refusals(model), *pre_norm_refusals(model), *rotary_refusals(model)]
+    reasons += [*output_bias_refusals(model), *width_refusals(model)]
+    if model.norm != "layernorm":
+        reasons.append(f"norm: {model.norm} (it has layernorm only)")
+    reasons += plain_refusals(model)
+    if model.rotary_pct != 1.0:
+        reasons.append(f"rotary_pct: {model.rotary_pct} (it rotates whole heads)")
+    if model.use_bias_in_attn_linear != model.use_bias_in_mlp:
+        reasons.append("use_bias_in_attn_linear unlike use_bias_in_mlp (it has biases everywhere or nowhere)")
+    if not model.gpt_j_residual and 1 < model.num_kv_heads < model.num_attention_heads:
+        reasons.append(f"num_kv_heads: {model.num_kv_heads} (its sequential blocks have one, or one per head)")
+    if any(window is not None for window in model.layer_windows or ()):
+        reasons.append("sliding_window_width (it has full attention only)")
+    return reasons
+
+
+FAMILIES.register("falcon")(Family("FalconForCausalLM", table, config, unsupported))

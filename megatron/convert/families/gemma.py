@@ -1,0 +1,128 @@
+"""Gemma 1, 2 and 3 ↔ `GemmaForCausalLM`, `Gemma2ForCausalLM`, `Gemma3ForCausalLM`: LLaMA's tensors and some more.
+
+All scale the word embeddings by sqrt(hidden_size), and their norms multiply by 1 + weight. Gemma 2 has norms before and
+behind attention and feed-forward, a window in every second layer, and caps on scores and logits. Gemma 3 has norms on
+each head of queries and keys in place of the caps, a window in five of six layers, and other positions there. The text
+part of Gemma 3 only; models with a vision tower are refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron.convert.families.llama import common_config, table
+from megatron.convert.parts.activations import gated_refusals
+from megatron.convert.parts.family import (
+    FAMILIES,
+    Family,
+    TokenIds,
+    common_refusals,
+    output_bias_refusals,
+    pre_norm_refusals,
+    rotary_refusals,
+)
+from megatron.convert.parts.windows import FULL, SLIDING, window_fields
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.schema_model import ModelConfig
+
+# What their classes want where no layer has a window.
+UNUSED_WINDOW = 4096
+
+
+def gemma_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
+    fields = common_config(model, vocab_size, ids)
+    return {
+        "model_type": "gemma",
+        **fields,
+        "hidden_activation": fields["hidden_act"],  # for transformers 4
+        "attention_bias": model.use_bias_in_attn_linear,
+    }
+
+
+def gemma2_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
+    windows = window_fields(model)
+    return {
+        **gemma_config(model, vocab_size, ids),
+        "model_type": "gemma2",
+        **windows,
+        "sliding_window": windows["sliding_window"] or UNUSED_WINDOW,
+        "query_pre_attn_scalar": int(model.query_pre_attn_scalar or model.head_dim),
+        "attn_logit_softcapping": model.attn_logit_softcapping,
+        "final_logit_softcapping": model.final_logit_softcapping,
+        "use_bidirectional_attention": False,
+    }
+
+
+def gemma3_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
+    fields = gemma2_config(model, vocab_size, ids)
+    del fields["hidden_act"]
+    full, base = fields["rope_parameters"], model.rotary_emb_base_local
+    local = dict(full) if base is None else {"rope_type": "default", "rope_theta": float(base)}
+    return {
+        **fields,
+        "model_type": "gemma3_text",
+        "rope_parameters": {SLIDING: local, FULL: full},
+        "rope_local_base_freq": local["rope_theta"],  # for transformers 4
+    }
+
+
+def gemma_unsupported(model: ModelConfig) -> list[str]:
+    reasons = [*_refusals(model, ()), *pre_norm_refusals(model)]
+    if model.activation == "geglu":
+        reasons.append("activation: geglu (its config's gelu means the tanh approximation: geglu_tanh)")
+    if any(window is not None for window in model.layer_windows or ()):
+        reasons.append("sliding_window_width (it has full attention only)")
+    return reasons
+
+
+def gemma2_unsupported(model: ModelConfig) -> list[str]:
+    caps = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
+    reasons = [*_refusals(model, caps), *_sandwich_refusals(model)]
+    if model.use_separate_qk_norms:
+        reasons.append("use_separate_qk_norms (it has no norms on queries and keys)")
+    return reasons
+
+
+def gemma3_unsupported(model: ModelConfig) -> list[str]:
+    expressed = ("final_logit_softcapping", "query_pre_attn_scalar", "rotary_emb_base_local")
+    reasons = [*_refusals(model, expressed), *_sandwich_refusals(model)]
+    if not (model.use_separate_qk_norms and model.qk_norm_per_head):
+        reasons.append("no use_separate_qk_norms with qk_norm_per_head (it normalises each head of queries and keys)")
+    return reasons
+
+
+def _refusals(model: ModelConfig, expressed: tuple[str, ...]) -> list[str]:
+    """Of all three; `expressed`: keys that this one has."""
+    reasons = common_refusals(model, expressed=("scale_embedding", *expressed))
+    if model.norm != "rmsnorm_unit_offset":
+        reasons.append(f"norm: {model.norm} (it has rmsnorm_unit_offset only)")
+    if not model.scale_embedding:
+        reasons.append("scale_embedding: false (it multiplies word embeddings by sqrt(hidden_size))")
+    reasons += gated_refusals(model)
+    if model.gpt_j_residual:
+        reasons.append("gpt_j_residual (its residuals are sequential)")
+    if model.rotary_pct != 1.0:
+        reasons.append(f"rotary_pct: {model.rotary_pct} (it rotates whole heads)")
+    if model.hidden_dropout:
+        reasons.append(f"hidden_dropout: {model.hidden_dropout} (it has none)")
+    if model.use_bias_in_mlp:
+        reasons.append("use_bias_in_mlp (it has no biases there)")
+    return [*reasons, *rotary_refusals(model), *output_bias_refusals(model)]
+
+
+def _sandwich_refusals(model: ModelConfig) -> list[str]:
+    """Of Gemma 2 and 3."""
+    reasons = []
+    if model.norm_placement != "sandwich":
+        reasons.append(f"norm_placement: {model.norm_placement} (its norms stand before and behind: sandwich)")
+    if (scalar := model.query_pre_attn_scalar) is not None and scalar != int(scalar):
+        reasons.append(f"query_pre_attn_scalar: {scalar} (it must be whole there)")
+    if model.hidden_size % model.num_attention_heads:
+        reasons.append(f"hidden_size: {model.hidden_size} (its heads must divide it)")
+    return reasons
+
+
+FAMILIES.register("gemma")(Family("GemmaForCausalLM", table, gemma_config, gemma_unsupported))
+FAMILIES.register("gemma2")(Family("Gemma2ForCausalLM", table, gemma2_config, gemma2_unsupported))
+FAMILIES.register("gemma3")(Family("Gemma3ForCausalLM", table, gemma3_config, gemma3_unsupported))

@@ -1,0 +1,1 @@
+"""Hugging Face folders: read, written, run, imported and exported."""

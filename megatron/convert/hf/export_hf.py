@@ -1,0 +1,245 @@
+"""A checkpoint of any TP x PP → a Hugging Face folder: streamed, checked, published only when it is right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.convert.drafts import draft_of, publish
+from megatron.convert.families import falcon, gemma, gpt2, gpt_neox, llama, mamba, olmo, qwen, rwkv
+from megatron.convert.families import mixtral as moe_families
+from megatron.convert.families import phi as phi2
+from megatron.convert.families import phi3 as phi
+from megatron.convert.hf.check import compare
+from megatron.convert.hf.folder import GENERATION
+from megatron.convert.hf.safetensors_writer import Planned, write_safetensors
+from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, choose_family
+from megatron.convert.settings import Reference, Settings, open_source
+from megatron.convert.tokenizer_files import open_tokenizer, save_tokenizer, token_ids
+from megatron.errors import UserError
+from megatron.log import get_logger, progress
+from megatron.neox_arguments.schema_model import ModelConfig
+
+logger = get_logger(__name__)
+
+PROVIDERS = (
+    gpt_neox,
+    llama,
+    qwen,
+    olmo,
+    gpt2,
+    falcon,
+    phi,
+    gemma,
+    phi2,
+    mamba,
+    rwkv,
+    moe_families,
+)  # importing them is what fills the registry
+PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` made.
+
+    Attributes:
+        folder: the Hugging Face folder.
+        architecture: its class in transformers.
+        largest_difference: of any logit in fp32; None when the check was switched off.
+    """
+
+    folder: Path
+    architecture: str
+    largest_difference: float | None
+
+
+def export(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    config_files: Sequence[str] = (),
+    iteration: int | None = None,
+    reference: Reference | None = None,
+    precision: str = "auto",
+    architecture: str | None = None,
+    families: Sequence[str] = (),
+    tokenizer: bool = True,
+    vocab_is_hf: bool = False,
+    pad_token_id: int | None = None,
+    check: bool = True,
+    overwrite: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Exported:
+    """Convert a checkpoint to a folder that `AutoModelForCausalLM` and `AutoTokenizer` open.
+
+    Args:
+        checkpoint: a `global_step<N>` folder, or a `save` folder (its latest).
+        output: the folder to make.
+        config_files: YAML of the run; its tokenizer keys win over the checkpoint's own config, its architecture must
+            agree with it.
+        iteration: which checkpoint of a `save` folder; None for the latest.
+        reference: the published model it should be, with the tokenizer to write; its network must agree too.
+        precision: `auto` (as trained), `fp16`, `bf16` or `fp32`.
+        architecture: a name of `FAMILIES` (`neox`, `llama`, ...); None takes the first that can express the model.
+        families: the only architectures that will do; () takes all.
+        tokenizer: whether to write the tokenizer's files.
+        vocab_is_hf: `vocab_file` is a Hugging Face tokenizer folder.
+        pad_token_id: for the config; None takes the tokenizer's.
+        check: compare logits with our own model and refuse to publish when they differ.
+        overwrite: replace an earlier export that is at `output`; anything else there is refused always.
+
+    Raises `UserError` naming what cannot be expressed, does not fit or differs; then no folder is left behind.
+    """
+    output = Path(output)
+    _check_output(output, overwrite)
+    reader, settings = open_source(
+        checkpoint, config_files, vocab_is_hf=vocab_is_hf, iteration=iteration, reference=reference
+    )
+    family = choose_family(settings.model, architecture, families)
+    table = family.table(settings.model)
+    _check_names(reader, table)
+    dtype = _dtype(reader, precision)
+    with draft_of(output, "--output_dir") as draft:
+        ids = _write_tokenizer(settings, draft, tokenizer, vocab_is_hf, pad_token_id)
+        _write_config(draft, family, settings.model, reader, ids, dtype)
+        plan = _plan(reader, table)
+        if check:  # without it nothing here waits for transformers
+            _check_plan(draft, reader, table, settings.model)
+        write_safetensors(draft, plan, _tensors(reader, table), dtype, max_shard_bytes)
+        difference = _checked(reader, settings.model, draft, dtype) if check else None
+        publish(draft, output)
+    return Exported(output, family.architecture, difference)
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / "config.json").is_file():
+        raise UserError(f"--output_dir: {output} exists and is not an earlier export; choose another folder")
+    if not overwrite:
+        raise UserError(f"--output_dir: {output} holds a model already; give --overwrite to replace it")
+
+
+def _dtype(reader: CheckpointReader, precision: str) -> torch.dtype:
+    if precision == "auto":
+        return reader.dtype(WORD_EMBEDDINGS)
+    if precision not in PRECISIONS:
+        raise UserError(f"--precision: {precision!r} is not known. Choices: auto, {', '.join(PRECISIONS)}")
+    return PRECISIONS[precision]
+
+
+def _check_names(reader: CheckpointReader, table: list[Rule | Constant]) -> None:
+    """The table covers exactly what the checkpoint holds."""
+    ours = {rule.ours for rule in table if isinstance(rule, Rule)}
+    stored = set(reader.names())
+    problems = [
+        f"{what}: {', '.join(sorted(names)[:8])}"
+        for what, names in (("not in the checkpoint", ours - stored), ("without a place in it", stored - ours))
+        if names
+    ]
+    if problems:
+        raise UserError(f"{reader.folder} does not fit its config: {'; '.join(problems)}")
+
+
+def _write_tokenizer(
+    settings: Settings, draft: Path, wanted: bool, vocab_is_hf: bool, pad_token_id: int | None
+) -> TokenIds:
+    if not wanted:
+        return token_ids(None, pad_token_id)
+    opened = open_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file, vocab_is_hf)
+    save_tokenizer(opened, draft)
+    return token_ids(opened, pad_token_id)
+
+
+def _write_config(
+    draft: Path, family: Family, model: ModelConfig, reader: CheckpointReader, ids: TokenIds, dtype: torch.dtype
+) -> None:
+    vocab_size = reader.entry(WORD_EMBEDDINGS).shape[0]
+    too_large = {name: i for name, i in vars(ids).items() if i is not None and i >= vocab_size}
+    if too_large:
+        raise UserError(f"special token ids beyond the model's {vocab_size} tokens: {too_large}. Is it its tokenizer?")
+    name = str(dtype).removeprefix("torch.")
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        **family.config(model, vocab_size, ids),
+        "dtype": name,
+        "torch_dtype": name,  # for transformers 4
+    }
+    _write_json(draft / "config.json", config)
+    _write_json(draft / GENERATION, _generation(draft / GENERATION, ids))
+
+
+def _generation(path: Path, ids: TokenIds) -> dict[str, Any]:
+    """What came with the tokenizer (how texts are sampled, and end), with the special ids in their place.
+
+    Where several tokens end a text, the run's end of document among them, all of them stay.
+    """
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    kept.pop("transformers_version", None)
+    own = {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
+    ends = kept.get("eos_token_id")
+    if isinstance(ends, list) and ids.eos in ends:
+        own["eos_token_id"] = ends
+    return kept | {key: i for key, i in own.items() if i is not None}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _plan(reader: CheckpointReader, table: list[Rule | Constant]) -> list[Planned]:
+    """Names and shapes of all tensors, in the order of `_tensors`."""
+    plan = []
+    for rule in table:
+        if isinstance(rule, Constant):
+            plan.append(Planned(rule.theirs, rule.shape))
+        else:
+            parts = rule.transform.export(torch.empty(reader.entry(rule.ours).shape, device="meta"))
+            plan += [Planned(name, tuple(part.shape)) for name, part in zip(rule.theirs, parts, strict=True)]
+    return plan
+
+
+def _tensors(reader: CheckpointReader, table: list[Rule | Constant]) -> Iterator[Tensor]:
+    """The planned tensors; one of our parameters is in memory at a time."""
+    for rule in progress(table, what="exporting", unit="parameters"):
+        if isinstance(rule, Constant):
+            yield torch.full(rule.shape, rule.value)
+        else:
+            yield from rule.transform.export(reader.weight(rule.ours))
+
+
+def _check_plan(draft: Path, reader: CheckpointReader, table: list[Rule | Constant], model: ModelConfig) -> None:
+    """The planned names and shapes are those of the architecture that config.json describes, built without memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(draft))
+    expected = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
+    if not model.no_weight_tying:
+        head = empty.get_output_embeddings()
+        for name in [f"{name}.weight" for name, module in empty.named_modules() if module is head]:
+            del expected[name]  # the embedding under a second name
+    running = [rule if isinstance(rule, Constant) else rule.among(expected) for rule in table]
+    planned = {p.name: p.shape for p in _plan(reader, running)}
+    if wrong := sorted(n for n in expected.keys() | planned.keys() if expected.get(n) != planned.get(n)):
+        details = ", ".join(f"{n} (ours {planned.get(n)}, theirs {expected.get(n)})" for n in wrong[:4])
+        raise UserError(f"the checkpoint does not fit the architecture its config describes: {details}")
+
+
+def _checked(reader: CheckpointReader, model: ModelConfig, draft: Path, dtype: torch.dtype) -> float:
+    result = compare(reader, model, draft, dtype)
+    if not result.ok:
+        raise UserError(
+            f"the exported copy computes something else: logits differ by {result.logits:.3g} (allowed "
+            f"{result.allowed:.3g}), first after {result.first_drift}. Nothing was published."
+        )
+    return result.logits

@@ -1,0 +1,124 @@
+"""A Hugging Face folder read as a checkpoint of ours is: full weights by canonical name, one parameter at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.manifest import Manifest, ParameterEntry
+from megatron.checkpoint.neox_layout import Heads
+from megatron.checkpoint.neox_reader import model_specs
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.convert.families import read_families, read_gemma_phi, read_mamba, read_moe, read_rwkv
+from megatron.convert.hf.folder import HuggingFaceFolder
+from megatron.convert.parts.family import FAMILIES, WORD_EMBEDDINGS, Constant, Rule
+from megatron.convert.parts.read_config import read_config
+from megatron.convert.parts.transforms import OneByOne
+from megatron.errors import UserError
+from megatron.mpu.sharding import ParamSpec, shard
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, derive
+from megatron.neox_arguments.schema_model import ModelConfig
+
+# Importing them fills the registry of readers.
+READER_MODULES = (read_families, read_gemma_phi, read_mamba, read_moe, read_rwkv)
+
+
+class HuggingFaceReader(CheckpointReader):
+    """The weights of a folder as those of our model, `model`, that its config.json describes.
+
+    Raises `UserError` when config.json or the names of the tensors are not those of a family known here.
+    """
+
+    def __init__(self, source: HuggingFaceFolder) -> None:
+        self._source = source
+        self.folder = source.path
+        self.family, keys = keys_of(source)
+        self.model = model_of(keys)
+        self.heads = Heads.of(self.model)
+        self.tp_size = 1
+        self._rules = rules_of(source, self.family, self.model)
+        self.manifest = Manifest(
+            step=0,
+            consumed=0,
+            layout={"tp": 1},
+            heads={"num_attention_heads": self.heads.num_attention_heads, "num_kv_heads": self.heads.num_kv_heads},
+            optimizer=False,
+            parameters={
+                name: ParameterEntry(spec.shape, None, (), None, self._type_of(name))
+                for name, spec in model_specs(self.model, keys["vocab_size"]).items()
+            },
+            files={},
+            config={},
+        )
+
+    def weight(self, name: str) -> Tensor:
+        self.entry(name)
+        rule = self._rules[name]
+        return rule.transform.load(OneByOne(self._source.tensor, rule.theirs))
+
+    def local_weight(self, name: str, spec: ParamSpec, tp_rank: int, tp_size: int) -> Tensor:
+        return shard(self.weight(name), spec, tp_rank, tp_size).clone()
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: a published model has no counters."""
+        return {"scalars": {}, "client": {}}
+
+    def _type_of(self, name: str) -> str:
+        return str(self._source.tensors[self._rules[name].theirs[0]].dtype).removeprefix("torch.")
+
+
+def keys_of(source: HuggingFaceFolder) -> tuple[str, dict[str, Any]]:
+    """(family, our flat keys with `vocab_size`) of a folder's config.json."""
+    where = source.path / "config.json"
+    family, keys = read_config(source.config, str(where))
+    size = source.config.get("vocab_size")
+    if not isinstance(size, int):
+        raise UserError(f"{where}: vocab_size is {size!r}, not a number")
+    return family, {**keys, "vocab_size": size}
+
+
+def model_of(keys: dict[str, Any]) -> ModelConfig:
+    """The derived architecture of flat keys that name it and `vocab_size`."""
+    run = {"seq_length": keys["max_position_embeddings"], "train_micro_batch_size_per_gpu": 1}
+    return derive(NeoXArgs.from_dict({**run, **keys}), Facts(vocab_size=keys["vocab_size"])).model
+
+
+def rules_of(source: HuggingFaceFolder, family: str, model: ModelConfig) -> dict[str, Rule]:
+    """The family's table by our names, with the names that this source has. Its tensors are exactly those there."""
+    entry = FAMILIES[family]
+    if reasons := entry.unsupported(model):
+        raise UserError(f"{source.path}: {entry.architecture} with {'; '.join(reasons)} cannot be converted")
+    there = set(source.tensors)
+    rules: dict[str, Rule] = {}
+    wanted: set[str] = set()
+    for rule in entry.table(model):
+        if isinstance(rule, Constant):
+            raise ValueError(f"{family}: a model read from {entry.architecture} leaves {rule.theirs} out")
+        rules[rule.ours] = rule.among(there)
+        wanted.update(rules[rule.ours].theirs)
+    extra = there - wanted
+    if not model.no_weight_tying:
+        extra = {name for name in extra if not _is_tied_head(source, name, rules[WORD_EMBEDDINGS].theirs[0])}
+    missing = sorted(wanted - there)
+    if missing or extra:
+        parts = [
+            f"{what}: {', '.join(list(names)[:8])}"
+            for what, names in (("missing", missing), ("not known", sorted(extra)))
+            if names
+        ]
+        raise UserError(f"{source.path} does not hold the tensors of its config.json; {'; '.join(parts)}")
+    return rules
+
+
+def _is_tied_head(source: HuggingFaceFolder, name: str, embedding: str) -> bool:
+    """Whether a tensor is the output matrix of a tied model, written out although it is the embedding."""
+    return name in ("lm_head.weight", "embed_out.weight") and torch.equal(source.tensor(name), source.tensor(embedding))
+
+
+def is_hf_folder(path: Path) -> bool:
+    """Whether a folder is a Hugging Face model rather than a checkpoint."""
+    return (path / "config.json").is_file()
