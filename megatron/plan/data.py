@@ -6,7 +6,7 @@ from megatron.checkpoint.find import Start
 from megatron.data.order.datasets import DataPlan
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
-from megatron.run.data_plan import check_tokenizer_of, continued, data_plan
+from megatron.run.data import check_saved_tokenizer, open_data, resume_order
 from megatron.tokenizer.base import Tokenizer
 
 LOGGER = get_logger(__name__)
@@ -29,7 +29,7 @@ def checked_plan(args: NeoXArgs, tokenizer: Tokenizer, start: Start) -> DataPlan
     Raises `UserError` for missing, foreign or too little data, and for data or a tokenizer that changed where the run
     has been.
     """
-    check_tokenizer_of(start, tokenizer, args.checkpoint.allow_config_changes)
-    plan = data_plan(args, tokenizer, *continued(start))
+    check_saved_tokenizer(start, tokenizer, args.checkpoint.allow_config_changes)
+    plan = open_data(args, tokenizer, *resume_order(start))
     plan.check_tokenizer(tokenizer)
     return plan

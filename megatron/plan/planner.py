@@ -13,7 +13,7 @@ from megatron.plan.data import checked_plan
 from megatron.plan.memory import estimate
 from megatron.plan.preflight import kind_of, preflight
 from megatron.plan.stages import stage_sizes, topology
-from megatron.run.data_plan import with_epochs
+from megatron.run.data import resolve_epochs
 
 
 def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | None = None) -> str:
@@ -26,7 +26,7 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | 
     args = derive(args, Facts(num_devices=placement.world_size))
     found = preflight(args, kind)
     tokenizer, vocab_size = found.tokenizer, found.tokenizer.vocab_size
-    args = with_epochs(derive(args, Facts(vocab_size, placement.world_size)), tokenizer)
+    args = resolve_epochs(derive(args, Facts(vocab_size, placement.world_size)), tokenizer)
     stages, held = stage_sizes(args, vocab_size)
     memory = [
         estimate(

@@ -21,7 +21,7 @@ from megatron.plan.data import checked_plan, warn_of_unknown_ranks
 from megatron.plan.preflight import data_paths, kind_of
 from megatron.plan.refusals import check_fit
 from megatron.plan.text import size, table
-from megatron.run.data_plan import with_epochs
+from megatron.run.data import resolve_epochs
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 LOGGER = get_logger(__name__)
@@ -51,7 +51,7 @@ def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
     tokenizer = build_tokenizer(args.tokenizer)
     LOGGER.info(f"tokenizer {tokenizer.describe()}: {tokenizer.vocab_size} tokens")
     checked = _check_files(args, paths, tokenizer)
-    args = with_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)
+    args = resolve_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)
     start = start_of(args.checkpoint)
     check_fit(args, start)
     plan = checked_plan(args, tokenizer, start)

@@ -17,7 +17,7 @@ from megatron.data.tokens.manifest import check_tokenizer, read_manifest
 from megatron.data.tokens.token_files import find_files
 from megatron.log import only_errors
 from megatron.neox_arguments import NeoXArgs
-from megatron.run.data_plan import check_tokenizer_of, continued, data_plan
+from megatron.run.data import check_saved_tokenizer, open_data, resume_order
 from megatron.tokenizer import Tokenizer
 
 _QUICKLY_COUNTED = 100_000_000  # documents: their lengths are summed and hashed at about 1 GB/s
@@ -28,7 +28,7 @@ def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer, start
     ids), all of them together are enough, and they are what a checkpoint to go on from was trained on. The last two
     are not asked where counting would take seconds (.npy files)."""
     documents = 0
-    check_tokenizer_of(start, tokenizer, args.checkpoint.allow_config_changes)
+    check_saved_tokenizer(start, tokenizer, args.checkpoint.allow_config_changes)
     with only_errors():
         for path in (found for given in paths for found in find_files(given)):
             if path.endswith(".npy"):
@@ -40,7 +40,7 @@ def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer, start
                 check_tokenizer(data, tokenizer)
         # A number of epochs is turned into steps by the run, which counts the data for it.
         if args.training.train_iters is not None and documents < _QUICKLY_COUNTED:
-            data_plan(args, tokenizer, *continued(start))
+            open_data(args, tokenizer, *resume_order(start))
 
 
 def check_start(args: NeoXArgs, start: Start) -> None:

@@ -23,7 +23,7 @@ from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
 from megatron.plan.data import checked_plan, warn_of_unknown_ranks
-from megatron.run.data_plan import collate_rules, with_epochs
+from megatron.run.data import collate_rules, resolve_epochs
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 LOGGER = get_logger(__name__)
@@ -176,7 +176,7 @@ def open_run(args: NeoXArgs, ranks: int | None) -> RunData:
     args = derive(args, Facts(num_devices=ranks))
     check_trainable(args)
     tokenizer = build_tokenizer(args.tokenizer)
-    args = with_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)
+    args = resolve_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)
     options, training = args.checkpoint, args.training
     start = start_of(options, to_write=False)  # people also look at the runs of others
     plan = checked_plan(args, tokenizer, start)

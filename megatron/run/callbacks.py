@@ -13,9 +13,9 @@ from megatron.callbacks.experts import ExpertLoad
 from megatron.callbacks.flops import Flops, device_peak
 from megatron.callbacks.health import ReplicaCheck, SkippedSteps
 from megatron.callbacks.meter import Meter
-from megatron.callbacks.norms import Norms
 from megatron.callbacks.run_folder import RunStatus, run_folder
 from megatron.callbacks.stopping import ExitInterval, StopOnSignal
+from megatron.callbacks.tensor_norms import TensorNorms
 from megatron.callbacks.trackers import JsonLines, TensorBoard, Tracker, Trackers, WeightsAndBiases
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
@@ -55,7 +55,7 @@ def default_callbacks(
     experts = [ExpertLoad(meter, args.model)] if "moe" in args.model.layer_mlps else []
     callbacks: list[Callback] = [
         *experts,
-        Norms(meter, gradients=logging.log_grad_norm, parameters=logging.log_param_norm),
+        TensorNorms(meter, gradients=logging.log_grad_norm, parameters=logging.log_param_norm),
         health,
         meter,
         ReplicaCheck(training.replica_check_interval),

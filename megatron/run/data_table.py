@@ -1,4 +1,4 @@
-"""The table of the data at start and in the dry run: what each role and source has, and what the run takes of it."""
+"""The table of data at the start and in the dry run: what each role and source has, and how much the run takes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def data_cells(rows: Sequence[SourceRow]) -> list[tuple[str, ...]]:
 
 
 def phase_lines(rows: Sequence[SourceRow]) -> list[str]:
-    """From which steps on the weights count, and which changes come too late; nothing when they stay as they are."""
+    """The steps at which weights change, and the changes that the run does not reach; empty when none changes."""
     changing = sorted({(row.role, row.steps) for row in rows if len(row.steps) > 1})
     too_late = sorted({(row.role, row.unreached) for row in rows if row.unreached})
     return [

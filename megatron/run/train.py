@@ -28,9 +28,9 @@ from megatron.neox_arguments import NeoXArgs, plugin_key
 from megatron.neox_arguments.derive import check_device, check_trainable
 from megatron.neox_arguments.differences import differences_for
 from megatron.plugins import source_changes
+from megatron.run.batches import DataOrder, build_batches, named_sets, open_data_on_ranks
 from megatron.run.callbacks import default_callbacks
-from megatron.run.data_plan import check_identity, continued, with_epochs
-from megatron.run.data_setup import DataOrder, build_batches, named_sets, plan_data
+from megatron.run.data import check_identity, resolve_epochs, resume_order
 from megatron.tokenizer import Tokenizer
 from megatron.training.callback import Callback
 from megatron.training.setup import Process, build_engine, build_model, build_schedule
@@ -55,7 +55,7 @@ class TokenizerIdentity(Callback):
 
 def train(process: Process) -> int:
     """Train as configured and return the exit code. The same call on every rank."""
-    args, state = with_epochs(process.args, process.tokenizer), process.state
+    args, state = resolve_epochs(process.args, process.tokenizer), process.state
     check_trainable(args)
     check_device(args, state.device.type == "cuda")
     if state.rank == 0 and args.logging.git_hash is None:
@@ -77,7 +77,7 @@ def train(process: Process) -> int:
             for message in source_changes(saved.config.get("plugin_sources"), args.launcher.plugin_sources):
                 logger.info(f"changed since the checkpoint: {message}")
             args = with_schedule(with_origin(args, saved, start), saved.config, start)
-        plan = plan_data(args, process, *continued(start))
+        plan = open_data_on_ranks(args, process, *resume_order(start))
         batches = build_batches(args, process, plan)
         process = Process(args, state, process.tokenizer)
         model = build_model(process, None if start.path is not None else args.training.seed)

@@ -33,7 +33,7 @@ from megatron.training.engine_update import (
     ZeroGradients,
     clip_and_step,
 )
-from megatron.training.norms import all_names, named_norms
+from megatron.training.l2_norms import all_names, named_norms
 
 # What a dynamic loss scale remembers (DeepSpeed's DynamicLossScaler); a fixed one has the first only.
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -1,15 +1,14 @@
 """How the ranks of a job find each other and agree on one configuration.
 
-Rank 0 reads the YAML files (or the file the launcher resolved) and publishes the result, by value, in the
-rendezvous store; the others take it from there. A rank that was given files itself (torchrun, srun)
-compares its own reading with rank 0's, so two nodes with different files stop before they train.
+Rank 0 reads the YAML files (or the file that the launcher resolved) and publishes the result, by value, in the
+rendezvous store; the others read it there. A rank that was given files itself (torchrun, srun) compares its own reading
+with rank 0's, so that two nodes with different files stop before they train.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -57,19 +56,7 @@ def _different(mine: str, theirs: str) -> list[str]:
     return sorted(key for key in ours if ours[key] != others[key])
 
 
-def make_store(master_addr: str, master_port: int, rank: int, world_size: int, agent_store: bool) -> dist.Store:
-    """The TCP store of the job: hosted by rank 0, or by torchrun's agent when it says so."""
-    return dist.TCPStore(
-        master_addr,
-        master_port,
-        world_size,
-        is_master=rank == 0 and not agent_store,
-        timeout=timedelta(minutes=10),
-        wait_for_workers=False,
-    )
-
-
-# What gloo and NCCL say when a peer is gone or does not answer; most of it comes as a bare RuntimeError.
+# Parts of the errors of gloo and NCCL when a peer is gone or does not answer; most are a bare RuntimeError.
 _SIGNS_OF_LOSS = (
     "Connection closed by peer",
     "Connection reset by peer",

@@ -1,29 +1,21 @@
-"""From a command line to a process that is ready to train: ranks, devices, model, data, engine.
-
-Below `cluster/`, the only place that reads the environment, and (with the engine) that knows DeepSpeed.
-"""
+"""From a command line to a rank that trains: config, tokenizer, device, groups; then model, optimizer, engine."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import deepspeed
 import torch
-import torch.distributed as dist
 
 from megatron import log
-from megatron.errors import DeepyError, LostRankError, UserError
+from megatron.errors import DeepyError, LostRankError
 from megatron.model.gpt import gpt_layers
 from megatron.model.pipe import LayerPipe, SequentialModel
 from megatron.mpu.random import seed_everything
 from megatron.mpu.state import ParallelState
-from megatron.mpu.topology import RankInfo, Topology, ranks_from_environment
+from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.load import load
@@ -36,9 +28,9 @@ from megatron.training.compile import compile_blocks, wants_compile
 from megatron.training.engine import DeepSpeedEngine
 from megatron.training.engine_config import deepspeed_config, effective_zero_stage
 from megatron.training.engine_experts import experts_apart
-from megatron.training.rendezvous import make_store, share_config
-
-logger = log.get_logger(__name__)
+from megatron.training.rendezvous import share_config
+from megatron.training.setup_deepspeed import grid_of, layer_partitioner, quiet_stdout
+from megatron.training.setup_distributed import find_rank, init_distributed, leave_job, open_store, pick_device
 
 
 @dataclass(frozen=True)
@@ -69,10 +61,10 @@ def start_process(
         resolved: instead of those, the file in which the launcher left the resolved configuration (rank 0 reads it).
         prepare: what the script makes of the configuration before anything is derived (`for_inference`).
     """
-    info = ranks_from_environment(os.environ, None if resolved else launcher_preference(paths, overrides))
+    info = find_rank([] if resolved else paths, overrides)
     level = os.environ.get("LOGLEVEL", "INFO")
     log.configure(info.rank, level)
-    store = _store(info)
+    store = open_store(info)
 
     def read() -> str:
         args = NeoXArgs.from_resolved(Path(resolved).read_text()) if resolved else load(paths, overrides)
@@ -100,73 +92,6 @@ def start_process(
     return Process(args, state, tokenizer)
 
 
-def launcher_preference(paths: list[str], overrides: list[str]) -> str | None:
-    """Whose variables say which rank this is, as far as the configuration says: "mpi", "slurm" or None."""
-    try:
-        launcher = load(paths, overrides).launcher
-    except UserError:
-        return None  # told once the ranks have met, so that it is told once
-    return "mpi" if launcher.deepspeed_mpi else "slurm" if launcher.deepspeed_slurm else None
-
-
-def _store(info: RankInfo) -> dist.Store:
-    """The rendezvous store; torchrun's agent already hosts one on the master's port."""
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    port = int(os.environ.get("MASTER_PORT", "29500" if info.world_size > 1 else "0"))
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
-    return make_store(address, port, info.rank, info.world_size, agent)
-
-
-def pick_device(info: RankInfo) -> torch.device:
-    """The GPU of this rank's local number, or the CPU when there is none or `DS_ACCELERATOR=cpu` asks for it.
-
-    Raises:
-        UserError: more ranks on this machine than GPUs.
-    """
-    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    if info.local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"num_gpus: rank {info.local_rank} of this machine has no GPU, there are {torch.cuda.device_count()}. "
-            "Start fewer ranks, or run on the CPU with DS_ACCELERATOR=cpu in the environment"
-        )
-    device = torch.device("cuda", info.local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def init_distributed(args: NeoXArgs, info: RankInfo, device: torch.device, store: dist.Store | None) -> None:
-    """Initialise torch.distributed and DeepSpeed's view of it. `nccl` without a GPU becomes gloo, said once."""
-    backend = args.parallel.distributed_backend
-    if backend == "nccl" and device.type == "cpu":
-        logger.info("no GPU: distributed_backend nccl becomes gloo")
-        backend = "gloo"
-    os.environ.setdefault("LOCAL_RANK", str(info.local_rank))  # DeepSpeed's pipeline module reads it
-    for name, value in (("RANK", info.rank), ("WORLD_SIZE", info.world_size)):
-        os.environ.setdefault(name, str(value))
-    if not dist.is_initialized():
-        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size)
-    init_deepspeed(device)
-
-
-def init_deepspeed(device: torch.device) -> None:
-    """DeepSpeed's own view of an initialised torch.distributed, without its compiler and its chatter."""
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # DeepSpeed would compile a C++ op with g++ on first use, and a build killed half-way hangs every later run.
-        # Not by attribute: reading it makes DeepSpeed probe all its operators, with a compiler.
-        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
-
-
-@contextlib.contextmanager
-def quiet_stdout() -> Iterator[None]:
-    """DeepSpeed prints layer tables and the like with plain print(); results alone belong on stdout."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
-
-
 def build_model(process: Process, seed: int | None) -> torch.nn.Module:
     """This rank's part of the network: a sequential model, or one stage of a pipeline.
 
@@ -183,25 +108,7 @@ def build_model(process: Process, seed: int | None) -> torch.nn.Module:
     with quiet_stdout():
         if state.pp_size > 1:
             return LayerPipe(layers, objective, args.parallel.pipe_partition_method, seed, state)
-        return SequentialModel(layers, objective, seed, state, _partitioner(args, state))
-
-
-def _partitioner(args: NeoXArgs, state: ParallelState) -> Callable[[torch.nn.Module], object] | None:
-    """Under ZeRO-3, what hands a layer's parameters to their owners before the next layer is built."""
-    group = state.group("data")
-    if effective_zero_stage(args) < 3 or group is None:
-        return None
-    # DeepSpeed would hold the batch sizes against the whole world here, tensor-parallel ranks included.
-    kept = ("zero_optimization", "bf16", "fp16")
-    config = {"train_micro_batch_size_per_gpu": 1, **{k: v for k, v in deepspeed_config(args).items() if k in kept}}
-    dtype = {"bfloat16": torch.bfloat16, "fp16": torch.float16}.get(args.optimizer.precision or "", torch.float32)
-
-    def hand_over(layer: torch.nn.Module) -> None:
-        for p in layer.parameters():
-            p.data = p.data.to(dtype)  # what is partitioned keeps its type: the engine no longer casts it
-        deepspeed.zero.Init(module=layer, data_parallel_group=group, config_dict_or_path=config)
-
-    return hand_over
+        return SequentialModel(layers, objective, seed, state, layer_partitioner(args, state))
 
 
 def build_engine(process: Process, model: torch.nn.Module) -> DeepSpeedEngine:
@@ -216,13 +123,6 @@ def build_engine(process: Process, model: torch.nn.Module) -> DeepSpeedEngine:
     params = dict((optimizer_args.optimizer or {}).get("params") or {})  # a plugin's optimizer may have more of them
     params |= {"betas": optimizer_args.betas, "eps": optimizer_args.eps, "momentum": optimizer_args.momentum}
     optimizer = build_optimizer(optimizer_args.optimizer_type, groups, optimizer_args.lr, params)
-    grid = None
-    if state.pp_size == 1:
-        from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
-
-        topology = PipeModelDataParallelTopology(num_pp=1, num_mp=state.tp_size, num_dp=state.dp_size)
-        with quiet_stdout():
-            grid = PipelineParallelGrid(topology=topology)
     stage = effective_zero_stage(args)
     compiled = wants_compile(args.model, state, stage)
     with quiet_stdout():
@@ -234,7 +134,7 @@ def build_engine(process: Process, model: torch.nn.Module) -> DeepSpeedEngine:
             stage=stage,
             precision=optimizer_args.precision,
             max_norm=optimizer_args.gradient_clipping,
-            grid=grid,
+            grid=grid_of(state),
         )
     if compiled:
         compile_blocks(engine.module)
@@ -258,13 +158,7 @@ def run(process: Process, work: Callable[[Process], int]) -> int:
         code = work(process)
     except DeepyError as error:
         if not isinstance(error, LostRankError):  # leaving in order needs everybody
-            shut_down()
+            leave_job()
         raise
-    shut_down()
+    leave_job()
     return code
-
-
-def shut_down() -> None:
-    """Leave the job in order; a rank that exits with a live group may be reported as aborted."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -94,7 +94,7 @@ def test_what_shows_and_stores_comes_last(tmp_path):
     keys = {"save": str(tmp_path), "eval_iters": 1, "log_interval": 5}
     callbacks = default_callbacks(args_of(**keys), ParallelState.single("cpu"), 37, batches, batches)
     names = [type(callback).__name__ for callback in callbacks]
-    assert names.index("Norms") < names.index("Meter") and names[-3:] == ["Console", "Trackers", "RunStatus"]
+    assert names.index("TensorNorms") < names.index("Meter") and names[-3:] == ["Console", "Trackers", "RunStatus"]
     assert names.index("SkippedSteps") < names.index("Evaluator") < names.index("Checkpointer")
     trainer_of(callbacks, **keys).run()
     written = [set(json.loads(line)) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -50,12 +50,12 @@ def stage(number):
 
 def start(rank, layout, keys):
     """This rank's engine: configuration, groups, model, optimizer, as `train.py` makes them."""
-    from megatron.training import setup
+    from megatron.training import setup, setup_deepspeed
 
     pp, dp, tp = layout
     sizes = {"pipe_parallel_size": pp if pp > 1 else 0, "model_parallel_size": tp}
     args = derive(NeoXArgs.from_dict({**MODEL, **keys, **sizes}), Facts(vocab_size=VOCAB, num_devices=pp * dp * tp))
-    setup.init_deepspeed(torch.device("cpu"))
+    setup_deepspeed.init_deepspeed(torch.device("cpu"))
     state = ParallelState.build(Topology({"pipe": pp, "data": dp, "model": tp}), rank, "cpu")
     seed_everything(args.training.seed, state)
     process = setup.Process(args, state, SimpleNamespace(vocab_size=VOCAB))

@@ -19,7 +19,7 @@ from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments.derive import Facts
 from megatron.neox_arguments.schema_data import DataConfig
-from megatron.run.data_setup import agree_on_data
+from megatron.run.batches import agree_on_data
 from megatron.training.rendezvous import share_config
 from tests.data.corpus import GOLDEN, write
 from tests.distributed import run_distributed

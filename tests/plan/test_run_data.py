@@ -17,7 +17,7 @@ from megatron.data.view.origin import samples_with
 from megatron.errors import UserError
 from megatron.neox_arguments.load import load
 from megatron.plan.run_data import RunData, Steps, _known, open_run
-from megatron.run.data_plan import collate_rules, data_plan
+from megatron.run.data import collate_rules, open_data
 from tests.data.corpus import GOLDEN, write
 
 pytestmark = pytest.mark.cpu
@@ -124,7 +124,7 @@ def test_what_is_shown_is_what_ranks_get(
         options = (f"global_num_gpus={ranks}", f"train_micro_batch_size_per_gpu={micro}")
         run = opened(path, *options)
         args, train = run.args, run.role("train")
-        dataset = data_plan(args, run.tokenizer).build().train
+        dataset = open_data(args, run.tokenizer).build().train
         assert dataset is not None and train.count == 24
         gas = 4 // (ranks * micro)
         loaders = [

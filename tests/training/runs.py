@@ -26,7 +26,8 @@ from megatron.neox_arguments.derive import Facts, derive
 from megatron.run import train as run_module
 from megatron.tokenizer import build_tokenizer
 from megatron.training.callback import Callback
-from megatron.training.setup import Process, init_deepspeed
+from megatron.training.setup import Process
+from megatron.training.setup_deepspeed import init_deepspeed
 from tests.distributed import run_distributed
 from tests.training.tiny import LLAMA, Layout
 

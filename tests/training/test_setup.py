@@ -15,7 +15,7 @@ from megatron.mpu.topology import RankInfo, ranks_from_environment
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.training.compile import wants_compile
 from megatron.training.rendezvous import lost_rank
-from megatron.training.setup import launcher_preference, pick_device
+from megatron.training.setup_distributed import launcher_preference, pick_device
 from tests.distributed import run_distributed
 from tests.training.tiny import NEOX, Layout, build, step_batch
 

@@ -20,7 +20,8 @@ from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
-from megatron.training.setup import Process, build_engine, build_model, build_schedule, init_deepspeed
+from megatron.training.setup import Process, build_engine, build_model, build_schedule
+from megatron.training.setup_deepspeed import init_deepspeed
 
 VOCAB = 67
 SEQUENCE = 16

@@ -409,7 +409,8 @@ class Bench:
         from megatron.mpu.state import ParallelState
         from megatron.neox_arguments import NeoXArgs
         from megatron.neox_arguments.derive import Facts, derive
-        from megatron.training.setup import Process, build_engine, build_model, init_distributed
+        from megatron.training.setup import Process, build_engine, build_model
+        from megatron.training.setup_distributed import init_distributed
 
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29555")
         keys = {

@@ -163,7 +163,8 @@ def deepy(precision: str, shape: str, **changes: Any) -> Step:
     from megatron.mpu.state import ParallelState
     from megatron.neox_arguments import NeoXArgs
     from megatron.neox_arguments.derive import Facts, derive
-    from megatron.training.setup import Process, build_engine, build_model, init_distributed
+    from megatron.training.setup import Process, build_engine, build_model
+    from megatron.training.setup_distributed import init_distributed
 
     batch, length = SHAPES[shape]
     keys = {

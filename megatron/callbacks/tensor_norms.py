@@ -8,7 +8,7 @@ from megatron.training.engine import StepOut
 from megatron.training.trainer import Trainer
 
 
-class Norms(Callback):
+class TensorNorms(Callback):
     """Adds `gradient_norms/<name>` and `parameter_norms/<name>` (GPT-NeoX's names) to each log.
 
     A norm is that of the whole parameter over all tensor-, pipeline- and ZeRO-ranks, of the unclipped gradient before

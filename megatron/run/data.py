@@ -1,4 +1,4 @@
-"""What a run reads, worked out from its configuration: the same for ranks, for the dry run and for `--prepare`.
+"""The data of a run, from its configuration and its checkpoint: the same for ranks, dry run and `--prepare`.
 
 Imports no torch.
 """
@@ -26,15 +26,15 @@ from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.fingerprint import Fingerprint
 
 
-def with_epochs(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
-    """`train_epochs` turned into `train_iters`, which needs the size of the data."""
+def resolve_epochs(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
+    """`args` with `train_epochs` as `train_iters`, which needs the size of the data."""
     if args.training.train_iters is not None or not args.training.train_epochs:
         return args
     samples = epoch_samples(with_eod(args.data, tokenizer.eod), args.model.seq_length)
     return derive(args, Facts(tokenizer.vocab_size, args.parallel.world_size, epoch_samples=samples))
 
 
-def data_plan(
+def open_data(
     args: NeoXArgs,
     tokenizer: Tokenizer,
     frozen: Mapping[str, Any] | None = None,
@@ -43,8 +43,8 @@ def data_plan(
     """Open and count the data of a derived config. Raises `UserError` for missing, damaged or too little data.
 
     Args:
-        frozen: sample order of the run that goes on.
-        done: steps taken and samples consumed by it so far; its batches may have been larger than those to come.
+        frozen: sample order of the run that is resumed.
+        done: its steps and samples so far; its batches may have been larger than those to come.
     """
     training, begun = args.training, begun_at(frozen)
     train_samples, valid_samples, test_samples = sample_counts(
@@ -54,7 +54,7 @@ def data_plan(
         train_batch_size=training.train_batch_size,
     )
     to_come = train_samples - done[0] * training.train_batch_size
-    # A run that began at another's checkpoint need not have taken its earlier steps, or not from these samples.
+    # A run initialised from another's checkpoint did not take the earlier steps, or not from these samples.
     train_samples = done[1] + to_come if begun != (0, 0) else max(train_samples, done[1] + to_come)
     return plan_datasets(
         with_eod(args.data, tokenizer.eod),
@@ -80,11 +80,10 @@ def collate_rules(args: NeoXArgs, tokenizer: Tokenizer) -> CollateRules:
     )
 
 
-def continued(start: Start) -> tuple[Mapping[str, Any] | None, tuple[int, int]]:
-    """The frozen sample order that a run goes on with, and the steps and samples that it has behind it.
+def resume_order(start: Start) -> tuple[Mapping[str, Any] | None, tuple[int, int]]:
+    """The frozen sample order that a run continues, and its steps and samples so far.
 
-    (None, (0, 0)) for a run that has nothing behind it. Raises `UserError` when `init_from` asks for an order that is
-    not there.
+    (None, (0, 0)) for a run that begins. Raises `UserError` when `init_from` asks for an order that is missing.
     """
     if start.path is None or start.kind == "finetune":
         return None, (0, 0)
@@ -94,24 +93,24 @@ def continued(start: Start) -> tuple[Mapping[str, Any] | None, tuple[int, int]]:
         return order, (saved.step, saved.consumed)
     if start.load_data and order is None:
         raise UserError(
-            f"init_from: {start.path} keeps no order of its samples (it was converted, or trained on none), so its "
-            "data cannot be continued; set init_from.data=restart"
+            f"init_from: {start.path} has no sample order (it was converted, or trained without data), so its data "
+            "cannot be continued; set init_from.data=restart"
         )
     begun = start.init.first_step(saved), start.init.consumed(saved)
     return handed_over(order, saved.step, begun), begun
 
 
-def check_tokenizer_of(start: Start, tokenizer: Tokenizer, allow: bool) -> None:
-    """Refuse a checkpoint that was trained with other ids, unless a new run takes its weights alone."""
+def check_saved_tokenizer(start: Start, tokenizer: Tokenizer, allow: bool) -> None:
+    """Refuse a checkpoint that was trained with other token ids, unless a new run takes only its weights."""
     if start.path is not None and start.kind != "finetune":
         check_identity(_client_state(start).get("TokenizerIdentity"), tokenizer, allow)
 
 
 def check_identity(saved: Mapping[str, Any] | None, tokenizer: Tokenizer, allow: bool) -> None:
-    """Raise `UserError` when the ids of the tokenizer recorded in `saved` mean something else in `tokenizer`.
+    """Raise `UserError` when the token ids recorded in `saved` mean something else in `tokenizer`.
 
     Args:
-        saved: its fingerprint; None: not recorded.
+        saved: fingerprint of the checkpoint's tokenizer; None: not recorded.
         allow: `allow_config_changes`.
     """
     if saved is None or allow or tokenizer.covers(Fingerprint.from_dict(saved)):
@@ -124,8 +123,8 @@ def check_identity(saved: Mapping[str, Any] | None, tokenizer: Tokenizer, allow:
 
 
 def _client_state(start: Start) -> Mapping[str, Any]:
-    """What the callbacks left in the checkpoint, by name."""
+    """The states of the callbacks in the checkpoint, by name."""
     assert start.path is not None
     if is_neox_folder(start.path):
-        return {}  # GPT-NeoX kept neither tokenizer nor order
+        return {}  # GPT-NeoX saves neither tokenizer nor order
     return read_plain(start.path / layout.state_file(0))["client"].get("callbacks", {})

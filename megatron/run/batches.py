@@ -1,4 +1,4 @@
-"""The data of a run: planned, told, built and handed out as batches, the same on every rank."""
+"""The data of a run as batches: opened, logged and indexed on every rank, the same samples on all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
-from megatron.run.data_plan import collate_rules, data_plan
+from megatron.run.data import collate_rules, open_data
 from megatron.run.data_table import data_lines
 from megatron.training.callback import Callback
 from megatron.training.setup import Process
@@ -22,7 +22,7 @@ logger = get_logger(__name__)
 
 
 class DataOrder(Callback):
-    """Carries the frozen sample order of the run in its checkpoints; `data_plan.continued` finds it by this name."""
+    """Saves the frozen sample order with each checkpoint; `data.resume_order` finds it by this class name."""
 
     def __init__(self, plan: DataPlan) -> None:
         self.plan = plan
@@ -31,15 +31,16 @@ class DataOrder(Callback):
         return self.plan.state()
 
 
-def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None, done: tuple[int, int]) -> DataPlan:
-    """Open and count the data, refuse tokens of another tokenizer, print the table.
+def open_data_on_ranks(
+    args: NeoXArgs, process: Process, frozen: dict[str, Any] | None, done: tuple[int, int]
+) -> DataPlan:
+    """Open and count the data, refuse tokens of another tokenizer, log the table.
 
     Args:
-        frozen: sample order of the run that goes on.
-        done: steps taken and samples consumed by it so far; its batches may have been larger than those to come.
+        frozen, done: see `open_data`.
     """
     with together("opening the data", process.state):
-        plan = data_plan(args, process.tokenizer, frozen, done)
+        plan = open_data(args, process.tokenizer, frozen, done)
         if process.state.rank == 0:
             plan.check_tokenizer(process.tokenizer)
     if process.state.rank == 0:
@@ -57,7 +58,7 @@ def plan_data(args: NeoXArgs, process: Process, frozen: dict[str, Any] | None, d
 
 
 def build_batches(args: NeoXArgs, process: Process, plan: DataPlan) -> dict[str, Batches]:
-    """`batches[role](consumed)` for the roles of the plan. Index arrays are built here, once per file system."""
+    """`batches[role](consumed)` for each role of the plan. Builds the index arrays, once per file system."""
     first = process.state.rank == 0
     with together("building the sample index", process.state):
         if first:
@@ -86,12 +87,12 @@ def build_batches(args: NeoXArgs, process: Process, plan: DataPlan) -> dict[str,
 
 
 def named_sets(plan: DataPlan, batches: dict[str, Batches]) -> list[NamedSet]:
-    """The validation sets with names, ready to be evaluated."""
+    """The named validation sets with their batches."""
     return [NamedSet(one.name, one.tags, one.steps, batches[f"{SET}{one.name}"]) for one in plan.sets]
 
 
 def agree_on_data(datasets: Datasets, state: ParallelState, shared: bool) -> None:
-    """Raise `UserError` on every rank when one of them would read other samples, as with an old copy on one node.
+    """Raise `UserError` on every rank when one would read other samples, for instance an old copy on one node.
 
     Index arrays are compared where each node has its own; in a shared folder they are the same files.
     """
@@ -100,6 +101,6 @@ def agree_on_data(datasets: Datasets, state: ParallelState, shared: bool) -> Non
     if others:
         shown = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
         raise UserError(
-            f"rank {shown} read other data than rank 0: the .bin/.idx files of a data path (or the index caches beside "
-            "them) differ between nodes. Copy the same files to every node and remove their index_cache folders."
+            f"rank {shown} read other data than rank 0: the .bin/.idx files of a data path (or their index "
+            "caches) differ between nodes. Copy the same files to every node and remove their index_cache folders."
         )
