@@ -32,7 +32,7 @@ WITHOUT_NEOX_ARGS = {"mpu", "tokenizer", "layers", "data", "optim", "model", "ob
 DEEPSPEED_ALLOWED = (
     r"megatron/model/pipe\w*\.py",
     r"megatron/training/(setup|engine)\w*\.py",
-    r"megatron/optim/optimizers\.py",
+    r"megatron/optim/optimizers/.*",
     r"megatron/checkpoint/.*",
     r"deepy\.py",
 )

@@ -33,7 +33,7 @@ from megatron.log import get_logger
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.mpu.sharding import ParamSpec, named_parameters, shard
 from megatron.mpu.state import ParallelState
-from megatron.neox_arguments.block_sizes import GATED
+from megatron.neox_arguments.block_sizes import is_gated
 from megatron.neox_arguments.schema_model import ModelConfig
 
 logger = get_logger(__name__)
@@ -164,7 +164,7 @@ class NeoXReader(CheckpointReader):
                 f"{self.folder}: layer {number} is a Mamba of GPT-NeoX's, where at model_parallel_size {self.tp_size} "
                 "each rank has step sizes, B and C from its own channels only: no other layout computes that"
             )
-        if TRANSFORMER_ENGINE_MLP in stored and model.activation in GATED:
+        if TRANSFORMER_ENGINE_MLP in stored and is_gated(model.activation):
             raise UserError(
                 f"{self.folder}: layer {number} has a gated feed-forward under Transformer Engine's names, whose rows "
                 f"are gate and up in an order that the files do not tell (activation: {model.activation})"

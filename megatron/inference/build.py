@@ -12,7 +12,7 @@ from megatron.checkpoint.neox_reader import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.errors import UserError
 from megatron.inference.stage import Stage
-from megatron.layers.rope_scaling import switch_length
+from megatron.layers.positions.rope_scaling import switch_length
 from megatron.log import get_logger
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.model.head import TIED_NAME

@@ -22,7 +22,8 @@ from megatron.layers.dropout import sharded_rng
 from megatron.layers.init import build_init
 from megatron.layers.kv_cache import LayerCache
 from megatron.layers.measure import size_of
-from megatron.layers.norms import SplitRMSNorm, build_norm, build_rms_norm
+from megatron.layers.norms import build_norm, build_rms_norm
+from megatron.layers.norms.split import SplitRMSNorm
 from megatron.layers.positions import POSITIONS
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.state import ParallelState

@@ -6,19 +6,21 @@ feed-forward (dense, ...; a kind of block may have none).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.errors import UserError
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.registry import added, measure
+from megatron.rows import row, rows
 
 MAMBA = ("mamba", "mamba2")  # kinds of mixer whose blocks have no feed-forward
 RWKV = ("rwkv4", "rwkv")  # whose blocks have one of their own
 RECURRENT = (*MAMBA, *RWKV)  # which need neither heads nor positions
 RWKV6_MIX_RANK, RWKV6_DECAY_RANK = 32, 64  # as published, whatever the width
 BLOCK = "block of attention_config"  # the registry of kinds of mixer that are a block of their own
-GATED = ("geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu")
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,11 @@ class MixerCost:
 
 def is_gated(activation: str) -> bool:
     """Whether an activation acts on a gate that multiplies a second projection."""
-    entry = added("activation").get(activation)
-    return activation in GATED if entry is None else bool(entry.gated)
+    return bool(row("activation", activation).get("gated"))
 
 
 def added_size(registry: str, name: str, model: ModelConfig, *context: Any) -> Size:
-    """Of what a plugin registered: by its own `size(model, ...)`, else counted (`registry.measure`)."""
+    """Size of what a plugin registered: by its own `size(model, ...)`, else counted (`registry.measure`)."""
     formula = getattr(added(registry)[name], "size", None)
     size: Size = measure(registry, name, model, *context) if formula is None else formula(model, *context)
     return size
@@ -81,10 +82,21 @@ def added_size(registry: str, name: str, model: ModelConfig, *context: Any) -> S
 
 def norm_parameters(model: ModelConfig, width: int) -> int:
     """Parameters of one norm over `width` features."""
+    found = row("norm", model.norm)
+    if "vectors" in found or "numbers" in found:
+        return int(found.get("vectors", 0)) * width + int(found.get("numbers", 0))
     if model.norm in added("norm"):
         return added_size("norm", model.norm, model, width).total
-    vectors = {"layernorm": 2, "rmsnorm": 1, "rmsnorm_unit_offset": 1, "non_parametric_layernorm": 0}
-    return 1 if model.norm == "scalenorm" else vectors[model.norm] * width
+    place = rows("norm")[model.norm].place
+    raise UserError(f"{place}: norm {model.norm!r}: register it with vectors=, the number of its vectors of parameters")
+
+
+def position_parameters(model: ModelConfig) -> int:
+    """Parameters of the position scheme at the embedding."""
+    shape = row("pos_emb", model.pos_emb).get("table")
+    if shape is None:
+        return added_size("pos_emb", model.pos_emb, model).total if model.pos_emb in added("pos_emb") else 0
+    return math.prod(getattr(model, side) if isinstance(side, str) else side for side in shape)
 
 
 def attention_size(model: ModelConfig) -> Size:

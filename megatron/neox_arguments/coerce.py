@@ -16,13 +16,13 @@ class WrongValue(ValueError):
 
 def coerce(value: Any, info: KeyInfo) -> Any:
     """The value of `info`'s key in its declared type. None (null) means the default. Raises `WrongValue`."""
-    if value == "None" and info.type is not str and "none" not in info.choices:
+    if value == "None" and (info.type is not str or info.choices) and "none" not in info.choices:
         value = None
     if value is None:
         return info.default
     if isinstance(value, str):
         value = _spelling(value, info)
-    return coerce_type(value, info.accepts)
+    return coerce_type(value, info.accepts(info.choices))
 
 
 def coerce_type(value: Any, annotation: Any) -> Any:

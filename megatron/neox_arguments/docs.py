@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 
 from megatron.log import configure, get_logger
 from megatron.neox_arguments.arguments import GROUPS, all_keys
@@ -16,6 +17,7 @@ from megatron.neox_arguments.coerce import thaw, wanted
 from megatron.neox_arguments.differences import differences_markdown
 from megatron.neox_arguments.keys import KeyInfo
 from megatron.neox_arguments.retired import ALIASES, RETIRED
+from megatron.rows import FOLDERS, rows
 
 _TITLES = {
     "model": "Model",
@@ -60,6 +62,11 @@ def _document(live: list[KeyInfo], unavailable: list[KeyInfo], derived: list[Key
         yield from ("", f"## {_TITLES[group]}", "", "| key | type | default | meaning |", "|---|---|---|---|")
         for info in rows:
             yield f"| `{info.name}` | {_cell(_type(info))} | `{_default(info)}` | {_cell(_meaning(info))} |"
+    yield from ("", "## Choices", "", "| key | choice | meaning |", "|---|---|---|")
+    for kind in FOLDERS:
+        key = next(info.name for info in live if info.registry == kind)
+        for names, doc in _entries(kind):
+            yield f"| `{key}` | {names} | {_cell(doc)} |"
     yield from ("", "## Computed values", "", "| value | group | meaning |", "|---|---|---|")
     for info in derived:
         yield f"| `{info.name}` | {info.group} | {_cell(info.doc)} |"
@@ -74,8 +81,15 @@ def _document(live: list[KeyInfo], unavailable: list[KeyInfo], derived: list[Key
         yield f"| `{name}` | `{meant}` |"
 
 
+def _entries(kind: str) -> Iterator[tuple[str, str]]:
+    """(names, meaning) of each registration of a kind."""
+    for _, group in groupby(rows(kind).items(), key=lambda item: item[1].place):
+        found = list(group)
+        yield ", ".join(f"`{name}`" for name, _ in found), found[0][1].doc
+
+
 def _type(info: KeyInfo) -> str:
-    return wanted(info.type) + (", or a plugin's" if info.registry is not None else "")
+    return wanted(info.accepts(info.own_choices)) + (", or a plugin's" if info.registry is not None else "")
 
 
 def _default(info: KeyInfo) -> str:

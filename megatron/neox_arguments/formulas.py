@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.neox_arguments.block_sizes import Size, added_size, block_size, mixer_flops, norm_parameters
+from megatron.neox_arguments.block_sizes import Size, block_size, mixer_flops, norm_parameters, position_parameters
 from megatron.neox_arguments.schema_model import ModelConfig
-from megatron.registry import added
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -56,13 +55,8 @@ class ParameterCount:
 def parameter_count(model: ModelConfig, vocab_size: int) -> ParameterCount:
     """Count the parameters of a derived model with `vocab_size` (real, unpadded) tokens."""
     h = model.hidden_size
-    embedding = vocab_size * h
-    if model.pos_emb == "learned":
-        embedding += model.max_position_embeddings * h
-    elif model.pos_emb in added("pos_emb"):
-        embedding += added_size("pos_emb", model.pos_emb, model).total
     return ParameterCount(
-        embedding=embedding,
+        embedding=vocab_size * h + position_parameters(model),
         blocks=tuple(block_size(model, layer) for layer in range(model.num_layers)),
         final_norm=norm_parameters(model, h),
         head=vocab_size * (h + model.use_bias_in_head) if model.no_weight_tying else 0,

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron.registry import added
+from megatron.rows import FOLDERS, rows
 
 
 def key(
@@ -33,10 +34,11 @@ def key(
 
     `unavailable`: what to use instead when any value but the default is asked for, or a table from the unavailable
     values to that advice. `derived`: the field is computed (`"check"`: a value given by the user must agree with the
-    computed one; `"recompute"`: it depends on the layout and is computed afresh). `differs`: what is not as in
-    GPT-NeoX. `spellings`: other spellings of values. `registry`: the kind of the registry behind the choices; the names
-    that plugins added to it are choices too. `brought_by`: (registry, name) with which a plugin makes the key
-    available; it then reads it. `new`: not a GPT-NeoX key.
+    computed one; `"recompute"`: it depends on the layout and is computed again). `differs`: what is not as in
+    GPT-NeoX. `spellings`: other spellings of values. `registry`: the kind of the registry behind the choices: the names
+    of its entries (where rows.py knows it), those that plugins added, and those that `unavailable` lists.
+    `brought_by`: (registry, name) with which a plugin makes the key available; it then reads it. `new`: not a GPT-NeoX
+    key.
     """
     metadata = {
         "doc": doc,
@@ -79,9 +81,16 @@ class KeyInfo:
         return self.brought_by is not None and self.brought_by[1] in added(self.brought_by[0])
 
     @property
+    def own_choices(self) -> list[Any]:
+        """The values of a `Literal` type without None, or the names of the library's entries; empty for other types."""
+        if self.registry in FOLDERS:
+            return [*rows(self.registry), *(self.unavailable if isinstance(self.unavailable, dict) else ())]
+        return [value for member in union_members(self.type) if _is_literal(member) for value in get_args(member)]
+
+    @property
     def choices(self) -> list[Any]:
-        """The values of a `Literal` type, without None, and the names of plugins; empty for other types."""
-        ours = [value for member in union_members(self.type) if _is_literal(member) for value in get_args(member)]
+        """`own_choices` and the names of plugins."""
+        ours = self.own_choices
         return [*ours, *(name for name in self.added if name not in ours)]
 
     @property
@@ -89,20 +98,19 @@ class KeyInfo:
         """The names that plugins registered for this key."""
         return list(added(self.registry)) if self.registry is not None else []
 
-    @property
-    def accepts(self) -> Any:
-        """`type`, its choices with the names of plugins."""
-        names = self.added
-        if not names:
+    def accepts(self, choices: list[Any]) -> Any:
+        """`type` with these choices."""
+        if not choices:
             return self.type
         accepted: Any = None
         for member in union_members(self.type):
-            one = Literal[tuple(self.choices)] if _is_literal(member) else member  # type: ignore[valid-type]
+            named = _is_literal(member) or (member is str and self.registry in FOLDERS)
+            one = Literal[tuple(choices)] if named else member  # type: ignore[valid-type]
             accepted = one if accepted is None else accepted | one
         return accepted
 
     def refusal(self, value: Any) -> str | None:
-        """What to use instead of a value that is known but not available; None when it is (a plugin may bring it)."""
+        """What to use instead of a value that is known but not available; None when it is (also by a plugin)."""
         if not isinstance(self.unavailable, dict) or isinstance(value, (dict, list, tuple)) or value in self.added:
             return None
         return self.unavailable.get(value)
@@ -127,5 +135,9 @@ def group_keys(group_class: type, group: str) -> dict[str, KeyInfo]:
     for field in dataclasses.fields(group_class):
         if field.default is MISSING:
             raise TypeError(f"{group_class.__name__}.{field.name} is not declared with key()")
-        keys[field.name] = KeyInfo(field.name, group, hints[field.name], field.default, **field.metadata)
+        metadata = dict(field.metadata)
+        if isinstance(metadata["unavailable"], dict) and metadata["registry"] in FOLDERS:
+            there = rows(metadata["registry"])
+            metadata["unavailable"] = {name: to for name, to in metadata["unavailable"].items() if name not in there}
+        keys[field.name] = KeyInfo(field.name, group, hints[field.name], field.default, **metadata)
     return keys

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from megatron.errors import UserError, nearest
 from megatron.neox_arguments.coerce import WrongValue, coerce_type
+from megatron.neox_arguments.optimizer_params import param_types
 from megatron.neox_arguments.schema_train import DTYPE_SPELLINGS
-from megatron.registry import added
 
 Schema = dict[str, Any]
 """Key -> type, or -> Schema for a mapping inside the mapping."""
@@ -31,16 +31,6 @@ _OFFLOAD: Schema = {
 }
 
 NESTED: dict[str, Schema] = {
-    "optimizer": {
-        "type": str,
-        "params": {
-            "lr": float,
-            "betas": tuple[float, float],
-            "eps": float,
-            "weight_decay": float,
-            "momentum": float,
-        },
-    },
     "fp16": {
         "enabled": bool,
         "auto_cast": bool,
@@ -167,15 +157,8 @@ def check_nested(
     """
     schema = NESTED.get(name)
     if name == "optimizer":
-        schema = _of_optimizer(value)
+        schema = {"type": str, "params": param_types(str(value.get("type")))}
     return value if schema is None else _check(name, value, schema, where, note)
-
-
-def _of_optimizer(value: dict[str, Any]) -> Schema:
-    """The schema of `optimizer`, with the further parameters of a plugin's optimizer (its attribute `params`)."""
-    plugged = {name.lower(): entry for name, entry in added("optimizer.type").items()}
-    own = getattr(plugged.get(str(value.get("type")).lower()), "params", {})
-    return {**NESTED["optimizer"], "params": {**NESTED["optimizer"]["params"], **own}}
 
 
 def _check(

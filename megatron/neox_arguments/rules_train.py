@@ -8,11 +8,9 @@ from megatron.errors import nearest
 from megatron.neox_arguments.arguments import SET_BY_PROGRAM, all_keys
 from megatron.neox_arguments.draft import Draft
 from megatron.neox_arguments.nested import dtype_name
+from megatron.neox_arguments.optimizer_params import optimizer_params
 from megatron.neox_arguments.rules_mixture import has_valid_sets
 from megatron.neox_arguments.rules_parallel import stages
-
-_LION_BETAS = (0.9, 0.99)
-_OPTIMIZER_SPELLINGS = {"fusedadam": "adam", "onebit_adam": "onebitadam", "cpuadam": "cpu_adam"}
 
 
 def precision(draft: Draft) -> None:
@@ -66,11 +64,13 @@ def optimizer(draft: Draft) -> None:
     draft.set("lr", 0.001 if rate is None else rate, "optimizer.params.lr" if inner is not None else "default 0.001")
     if draft["lr"] <= 0:
         draft.fail("lr" if draft.is_set("lr") else "optimizer.params.lr", f"must be above 0, is {draft['lr']}")
-    is_lion = draft["optimizer_type"] == "lion"
+    used = optimizer_params(draft["optimizer_type"], mapping)
+    for name in sorted(params.keys() - used.keys() - {"lr", "weight_decay"}):
+        draft.note(f"optimizer.params.{name} has no effect: {draft['optimizer_type']} does not have it")
     for name in ("betas", "eps", "momentum"):
-        value = params.get(name, _LION_BETAS if is_lion and name == "betas" else all_keys()[name].default)
-        draft.set(name, tuple(value) if name == "betas" else value, f"optimizer.params.{name}")
-    if not all(0 <= beta < 1 for beta in draft["betas"]):
+        value = used.get(name)
+        draft.set(name, tuple(value) if isinstance(value, list) else value, f"optimizer.params.{name}")
+    if not all(0 <= beta < 1 for beta in draft["betas"] or ()):
         draft.fail("optimizer.params.betas", f"must be in [0, 1), are {list(draft['betas'])}")
     _weight_decay(draft, params.get("weight_decay"))
 
@@ -81,7 +81,7 @@ def _optimizer_type(draft: Draft, inner: str | None) -> None:
     stated = draft.given("optimizer_type")
     chosen = info.default
     if inner is not None:
-        spellings = {**_OPTIMIZER_SPELLINGS, **{name.lower(): name for name in info.added}}
+        spellings = {**info.spellings, **{name.lower(): name for name in info.added}}
         chosen = spellings.get(inner.lower(), inner.lower())
         usable = [name for name in info.choices if name not in unavailable]
         if chosen in unavailable:

@@ -13,18 +13,6 @@ from megatron.neox_arguments.schema_mamba import MambaConfig
 _TE = "Transformer Engine is not available; the built-in layers do the same"
 _MUP_FILES = "base-shape files are not used; set mup_base_hidden_size to the width the learning rate was tuned at"
 
-Init = Literal[
-    "normal",
-    "scaled_normal",
-    "orthogonal",
-    "scaled_orthogonal",
-    "xavier_uniform",
-    "xavier_normal",
-    "wang_init",
-    "small_init",
-    "single_residual_scaled_normal",
-]
-
 
 @dataclass(frozen=True)
 class ModelConfig(MambaConfig):
@@ -64,14 +52,7 @@ class ModelConfig(MambaConfig):
         new=True,
     )
     ffn_width: int | None = key(None, "Feed-forward width actually built, after all rules.", derived="check", new=True)
-    activation: Literal[
-        "gelu", "geglu", "geglu_tanh", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu"
-    ] = key(
-        "gelu",
-        "Feed-forward activation; geglu, geglu_tanh (GELU's tanh approximation on the gate), reglu, swiglu, bilinear"
-        " and glu are gated.",
-        registry="activation",
-    )
+    activation: str = key("gelu", "Feed-forward activation, plain or of a gate.", registry="activation")
     bias_gelu_fusion: bool = key(
         False, "Use the tanh approximation of GELU. A 'fusion' in GPT-NeoX that changes the numbers, so it is kept."
     )
@@ -95,15 +76,7 @@ class ModelConfig(MambaConfig):
     output_layer_parallelism: Literal["column"] = key("column", "How the output head is split over tensor parallel.")
 
     # normalisation
-    norm: Literal[
-        "layernorm",
-        "rmsnorm",
-        "rmsnorm_unit_offset",
-        "non_parametric_layernorm",
-        "scalenorm",
-        "te_rmsnorm",
-        "te_layernorm",
-    ] = key(
+    norm: str = key(
         "layernorm",
         "Normalisation layer. rmsnorm_unit_offset multiplies by 1 + weight, which starts at 0 (Gemma); norms of queries"
         " and keys are then of that kind too.",
@@ -146,7 +119,7 @@ class ModelConfig(MambaConfig):
     gpt_j_tied: bool = key(False, "With gpt_j_residual: one norm for both branches.")
 
     # positions
-    pos_emb: Literal["learned", "rotary", "sinusoidal", "rpe", "alibi", "none"] = key(
+    pos_emb: str = key(
         "learned",
         "How positions enter the network.",
         registry="pos_emb",
@@ -236,13 +209,13 @@ class ModelConfig(MambaConfig):
     hidden_dropout: float = key(0.0, "Dropout on embeddings and on what each block adds to the residual stream.")
 
     # initialisation
-    init_method: Init = key(
+    init_method: str = key(
         "normal",
         "Initialisation of weights other than the output projections.",
         registry="init_method",
         differs="orthogonal works",
     )
-    output_layer_init_method: Init = key(
+    output_layer_init_method: str = key(
         "scaled_normal",
         "Initialisation of the attention output and second feed-forward projections.",
         registry="init_method",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megatron.neox_arguments.keys import key
 
 _OBJECTIVE = "only train_impl: normal is available yet"
-_OPTIMIZER = "this optimizer is not available yet; use adam, sgd or lion"
+_OPTIMIZER = "this optimizer is not available yet; use adam"
 _OTHER_OPTIMIZERS = ("onebitadam", "cpu_adam", "sm3", "madgrad_wd", "muon")
 _BNB = "8-bit optimizers are not available; use optimizer.type Adam"
 _S3 = "copy finished checkpoints with your own tool (they appear complete or not at all)"
@@ -23,22 +23,24 @@ class OptimizerConfig:
     """Optimizer, precision and ZeRO."""
 
     optimizer: dict[str, Any] | None = key(None, "{type, params}: the optimizer and its constructor's arguments.")
-    optimizer_type: Literal[
-        "adam", "adamw", "sgd", "onebitadam", "cpu_adam", "cpu_torch_adam", "sm3", "madgrad_wd", "lion", "muon"
-    ] = key(
+    optimizer_type: str = key(
         "adam",
-        "Optimizer, usually given as optimizer.type. adam, adamw and cpu_torch_adam are the same:"
-        " decoupled weight decay.",
+        "Optimizer, usually given as optimizer.type. Weight decay is decoupled.",
         registry="optimizer.type",
         unavailable=dict.fromkeys(_OTHER_OPTIMIZERS, _OPTIMIZER),
+        spellings={"fusedadam": "adam", "onebit_adam": "onebitadam", "cpuadam": "cpu_adam"},
         differs="AdamW is accepted",
     )
     lr: float | None = key(None, "Peak learning rate, usually given as optimizer.params.lr (default 0.001).")
-    betas: tuple[float, float] = key(
-        (0.9, 0.999), "Decay rates of Adam and Lion, from optimizer.params.", derived="check", new=True
+    betas: tuple[float, float] | None = key(
+        None, "Decay rates of the optimizer, if it has them: optimizer.params.betas.", derived="check", new=True
     )
-    eps: float = key(1e-8, "Adam's epsilon, from optimizer.params.", derived="check", new=True)
-    momentum: float = key(0.0, "SGD's momentum, from optimizer.params.", derived="check", new=True)
+    eps: float | None = key(
+        None, "Epsilon of the optimizer, if it has one: optimizer.params.eps.", derived="check", new=True
+    )
+    momentum: float | None = key(
+        None, "Momentum of the optimizer, if it has one: optimizer.params.momentum.", derived="check", new=True
+    )
     weight_decay: float = key(0.1, "Decoupled weight decay of matrices and embeddings (never of norms and biases).")
     gradient_clipping: float = key(
         1.0,
@@ -73,9 +75,9 @@ class OptimizerConfig:
 class ScheduleConfig:
     """The learning rate over time."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine", "exponential"] = key(
+    lr_decay_style: str = key(
         "linear",
-        "Shape of the decay.",
+        "Shape of the decay from lr to min_lr, by the progress p (0 to 1) after the warm-up.",
         registry="lr_decay_style",
         differs="holds its end value after lr_decay_iters (cosine rises in GPT-NeoX)",
     )
@@ -107,7 +109,7 @@ class TrainingConfig:
     do_train: bool | None = key(None, "Train. Default: when there are steps to do.")
     do_valid: bool | None = key(None, "Validate. Default: when eval_iters > 0 and there is validation data.")
     do_test: bool | None = key(None, "Test after training. Default: when eval_iters > 0 and there is test data.")
-    train_impl: Literal["normal", "dpo", "rm", "kto", "reinforce"] = key(
+    train_impl: str = key(
         "normal",
         "Objective.",
         registry="train_impl",

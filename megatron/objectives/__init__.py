@@ -9,7 +9,33 @@ An objective is an object with
   gradient of what mixtures of experts add.
 """
 
-from megatron.objectives.normal import NormalObjective
-from megatron.objectives.registry import OBJECTIVES
+from __future__ import annotations
 
-__all__ = ["OBJECTIVES", "NormalObjective"]
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron.model.head import LMOutput
+from megatron.registry import Registry, import_entries
+
+
+class Objective(Protocol):
+    """See the package's docstring."""
+
+    batch_keys: tuple[str, ...]
+
+    def loss(self, out: LMOutput, labels: Any) -> Tensor: ...
+
+
+OBJECTIVES: Registry[Objective] = Registry(
+    "train_impl",
+    wants="an object with a method loss(out, labels)",
+    fits=lambda entry: not isinstance(entry, type) and callable(getattr(entry, "loss", None)),
+)
+"""Objectives: objects that keep what the package's text says. They are shared by all stages and have no parameters; the
+loss is a 0-dim fp32 tensor that reaches every parameter, is 0 and not NaN for a micro-batch without trained tokens, and
+takes `weight` as a factor, so that it depends on no layout.
+"""
+
+
+import_entries(__name__, __path__)

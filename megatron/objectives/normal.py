@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron.model.head import LMOutput
-from megatron.objectives.registry import OBJECTIVES
+from megatron.objectives import OBJECTIVES
 
 
 class NormalObjective:
@@ -29,4 +29,4 @@ class NormalObjective:
         return out.with_balance(out.weighted_loss(targets, mask * weight)[0])
 
 
-OBJECTIVES.register("normal")(NormalObjective())
+OBJECTIVES.register("normal", doc="Next-token cross entropy.")(NormalObjective())

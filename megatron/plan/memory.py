@@ -7,7 +7,7 @@ Per parameter held by the rank (P of them, tensor-parallel shard of its stage, `
 | weights   | w P                                                                   | ZeRO 3             |
 | gradients | 4 P, or 2 P with data_types.grad_accum_dtype bf16 or fp16             | ZeRO 2             |
 | masters   | 4 P in half precision, else 0                                         | ZeRO 1             |
-| moments   | 4 P per moment: Adam 2, Lion 1, SGD 1 with momentum else 0            | ZeRO 1             |
+| moments   | 4 P per moment, `moments` of the optimizer's row (Adam 2, Lion 1)     | ZeRO 1             |
 
 Of experts, P is what the rank holds of them under tensor and expert parallelism, and in the place of dp stands dp / ep,
 the number of ranks that hold the same.
@@ -32,10 +32,11 @@ from dataclasses import dataclass
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.block_sizes import MAMBA, RWKV, is_gated
 from megatron.neox_arguments.formulas import loss_chunk
+from megatron.neox_arguments.optimizer_params import optimizer_params
 from megatron.neox_arguments.schema_model import ModelConfig
+from megatron.neox_arguments.schema_train import OptimizerConfig
 from megatron.plan.stages import Held
-
-_MOMENTS = {"sgd": 0, "lion": 1}
+from megatron.rows import row
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,7 @@ def estimate(args: NeoXArgs, *, held: Held, stage: int, blocks: Sequence[int], p
     zero = optimizer.zero_stage
     weight_bytes = 2 if half else 4
     gradient_bytes = 4 if (optimizer.data_types or {}).get("grad_accum_dtype", "fp32") == "fp32" else 2
-    moments = _MOMENTS.get(optimizer.optimizer_type, 2)
-    if optimizer.optimizer_type == "sgd" and optimizer.momentum:
-        moments = 1
-    state_bytes = 4 * moments + (4 if half else 0)
+    state_bytes = 4 * _moments(optimizer) + (4 if half else 0)
 
     def divided(among: bool) -> float:
         """Parameters per rank of what ZeRO divides or not."""
@@ -79,6 +77,15 @@ def estimate(args: NeoXArgs, *, held: Held, stage: int, blocks: Sequence[int], p
         optimizer=state_bytes * divided(zero >= 1),
         activations=_activations(args, stage=stage, blocks=blocks, padded_vocab_size=padded_vocab_size),
     )
+
+
+def _moments(optimizer: OptimizerConfig) -> int:
+    """Tensors of a parameter's size that the optimizer keeps; 2 where a plugin does not say."""
+    moments = row("optimizer.type", optimizer.optimizer_type).get("moments", 2)
+    if isinstance(moments, int):
+        return moments
+    params = optimizer_params(optimizer.optimizer_type, optimizer.optimizer)
+    return sum(count for name, count in moments.items() if params.get(name))
 
 
 def _activations(args: NeoXArgs, *, stage: int, blocks: Sequence[int], padded_vocab_size: int) -> float:
@@ -127,7 +134,7 @@ def _per_block(args: NeoXArgs, block: int) -> _Kept:
     h, d = model.hidden_size, model.head_dim
     queries, pairs = model.num_attention_heads * d, (model.num_attention_heads + 2 * model.num_kv_heads) * d
     wide, copies = _feed_forward(model, block)
-    rotated = queries + model.num_kv_heads * d if model.pos_emb == "rotary" else 0
+    rotated = queries + model.num_kv_heads * d if row("pos_emb", model.pos_emb).get("rotates") else 0
     # What norms read and give, and what is added: behind a part they read its output besides.
     norms = 3 if model.gpt_j_residual and model.gpt_j_tied else 6 if model.norm_placement == "sandwich" else 4
     everything = norms * h / outer + (pairs + rotated + queries + 2 * wide + 2 * copies * h) / tp

@@ -19,6 +19,7 @@ from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.load import load
+from megatron.neox_arguments.optimizer_params import optimizer_params
 from megatron.objectives import OBJECTIVES
 from megatron.optim.groups import parameter_groups
 from megatron.optim.optimizers import build_optimizer
@@ -120,8 +121,7 @@ def build_engine(process: Process, model: torch.nn.Module) -> DeepSpeedEngine:
     groups = parameter_groups(model.parameters(), weight_decay=optimizer_args.weight_decay, matrix_lr_mult=mult)
     if state.ep_size > 1:
         groups = experts_apart(groups)
-    params = dict((optimizer_args.optimizer or {}).get("params") or {})  # a plugin's optimizer may have more of them
-    params |= {"betas": optimizer_args.betas, "eps": optimizer_args.eps, "momentum": optimizer_args.momentum}
+    params = optimizer_params(optimizer_args.optimizer_type, optimizer_args.optimizer)
     optimizer = build_optimizer(optimizer_args.optimizer_type, groups, optimizer_args.lr, params)
     stage = effective_zero_stage(args)
     compiled = wants_compile(args.model, state, stage)

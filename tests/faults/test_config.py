@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -44,7 +43,7 @@ def test_a_name_that_a_config_may_give_exists(key: str, registry: Registry, besi
     info = all_keys()[key]
     refused = set(info.unavailable) if isinstance(info.unavailable, dict) else set()
     spelt_otherwise = set(info.spellings)
-    assert set(get_args(info.type)) - refused - spelt_otherwise == set(registry) | beside
+    assert set(info.own_choices) - refused - spelt_otherwise == set(registry) | beside
 
 
 @pytest.mark.parametrize(

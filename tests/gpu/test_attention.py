@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.errors import UserError
 from megatron.layers.attention_backends import ATTENTION_BACKENDS, Task, choose_backend
 from megatron.layers.documents import Documents
-from megatron.layers.positions import alibi_slopes
+from megatron.layers.positions.alibi import alibi_slopes
 
 pytestmark = pytest.mark.gpu
 

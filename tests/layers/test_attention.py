@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.errors import UserError
 from megatron.layers.attention import SelfAttention
 from megatron.layers.kv_cache import KVCache, left_padded_positions
-from megatron.layers.positions import Rotary
+from megatron.layers.positions.rotary import Rotary
 from megatron.mpu.sharding import bind, initialize
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology

@@ -15,7 +15,7 @@ from megatron.errors import UserError
 from megatron.layers.attention_backends import ATTENTION_BACKENDS, Backend, Task, choose_backend
 from megatron.layers.attention_masks import Visibility
 from megatron.layers.documents import Documents, document_bounds
-from megatron.layers.positions import alibi_slopes
+from megatron.layers.positions.alibi import alibi_slopes
 from megatron.neox_arguments.rules_scales import WITHOUT_SOFTCAP
 
 pytestmark = pytest.mark.cpu

@@ -12,13 +12,12 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from megatron.errors import UserError
 from megatron.layers.norms import (
     NORMS,
-    LayerNorm,
-    RMSNorm,
-    SplitRMSNorm,
-    UnitOffsetRMSNorm,
     build_norm,
     build_rms_norm,
 )
+from megatron.layers.norms.layernorm import LayerNorm
+from megatron.layers.norms.rmsnorm import RMSNorm, UnitOffsetRMSNorm
+from megatron.layers.norms.split import SplitRMSNorm
 from megatron.mpu.state import ParallelState
 from tests.model.networks import tiny
 

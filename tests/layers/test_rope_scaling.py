@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from megatron.errors import UserError
-from megatron.layers.positions import Rotary
-from megatron.layers.rope_scaling import frequencies
+from megatron.layers.positions.rope_scaling import frequencies
+from megatron.layers.positions.rotary import Rotary
 from tests.neox_args.helpers import derived
 
 pytestmark = pytest.mark.cpu

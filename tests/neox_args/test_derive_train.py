@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
 from megatron.neox_arguments.load import load
 from tests.neox_args.helpers import SMALL, derived, load_text, loaded
@@ -83,7 +84,7 @@ def test_zero(tmp_path: Path) -> None:
         ({"zero_stage": 2, "zero_optimization": {"stage": 1}}, "zero_stage: is 2, but zero_optimization.stage is 1"),
         (
             {"optimizer": {"type": "adamm"}},
-            "'adamm' is not known. Did you mean 'adam'? Choices: adam, adamw, sgd, cpu_torch_adam, lion",
+            "'adamm' is not known. Did you mean 'adam'? Choices: adam, adamw, cpu_torch_adam, lion, sgd",
         ),
         ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam is not available: "),
         ({"optimizer": {"params": {"lr": 0.1}}, "lr": 0.2}, "lr: is 0.2, but optimizer.params.lr is 0.1"),
@@ -157,7 +158,14 @@ def test_optimizer_values(tmp_path: Path) -> None:
     plain = derived(tmp_path).optimizer
     assert (plain.optimizer_type, plain.lr, plain.betas, plain.eps) == ("adam", 0.001, (0.9, 0.999), 1e-8)
     assert derived(tmp_path, optimizer={"type": "Lion"}).optimizer.betas == (0.9, 0.99)
-    assert derived(tmp_path, optimizer={"type": "SGD", "params": {"momentum": 0.9}}).optimizer.momentum == 0.9
+
+
+def test_values_of_another_optimizer_are_noted_and_not_shown(tmp_path: Path) -> None:
+    args = derived(tmp_path, optimizer={"type": "SGD", "params": {"momentum": 0.9, "betas": [0.8, 0.9]}})
+    assert (args.optimizer.momentum, args.optimizer.betas, args.optimizer.eps) == (0.9, None, None)
+    assert [note for note in args.notes if "optimizer.params.betas" in note and "sgd" in note]
+    again = derive(NeoXArgs.from_resolved(args.to_resolved()))
+    assert again.to_dict() == args.to_dict()
 
 
 def test_weight_decay_inside_the_optimizer_is_used_and_said(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_accepted(text: str, key: str, value: object, tmp_path: Path) -> None:
             "train_data_paths: the text 'a, b' was given, a list is wanted: did you mean [a, b]?",
         ),
         ("extra_save_iters: [1, x]", "extra_save_iters: the text 'x' was given, a whole number is wanted"),
-        ("norm: rmsnrm", "norm: 'rmsnrm' is not one of: layernorm, rmsnorm"),
+        ("norm: rmsnrm", "norm: 'rmsnrm' is not one of: layernorm, "),
         ("norm: rmsnrm", "Did you mean 'rmsnorm'?"),
         (
             "zero_optimization: {stage: one}",

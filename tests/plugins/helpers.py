@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "documentation" / "plugins.md"
 
 NORM = """\
-from megatron.layers.norms import NORMS, RMSNorm
+from megatron.layers.norms.rmsnorm import NORMS, RMSNorm
 
 
 @NORMS.register("{name}")

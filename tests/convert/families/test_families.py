@@ -24,14 +24,14 @@ from megatron.errors import UserError
 from megatron.inference.generate import Limits, generate
 from megatron.inference.sampling import Sampling
 from megatron.inference.stage import Stage
-from megatron.layers.rope_scaling import switch_length
+from megatron.layers.positions.rope_scaling import switch_length
 from megatron.model.gpt import gpt_layers
 from megatron.model.pipe import LayerPipe, SequentialModel
 from megatron.mpu.sharding import ParamSpec, named_parameters, shard, unshard
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.block_sizes import GATED
+from megatron.neox_arguments.block_sizes import is_gated
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.objectives import OBJECTIVES
 from tests.convert.families import gemma_phi_cases as gemma_phi
@@ -295,7 +295,7 @@ def _swaps(tensors: dict[str, Tensor], model: ModelConfig) -> Iterator[tuple[str
         if name.endswith("query_key_value.weight"):
             q, k, v = tensor.split((len(tensor) - 2 * kv, kv, kv))
             yield f"{name}: k, v", {**tensors, name: torch.cat((q, v, k))}
-        if "mlp" in name and "linear1" in name and model.activation in GATED:
+        if "mlp" in name and "linear1" in name and is_gated(model.activation):
             dim = 1 if ".experts." in name else 0
             yield f"{name}: up, gate", {**tensors, name: torch.cat(tensor.chunk(2, dim)[::-1], dim)}
         if ".experts." in name:

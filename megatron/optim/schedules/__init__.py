@@ -3,11 +3,7 @@
 With N = `lr_decay_iters`, w = `warmup` * N and n completed steps (GPT-NeoX's megatron/learning_rates.py):
 
     n <= w:  lr * max(1, n) / w                              (never 0: the first step trains)
-    else     p = min(1, (n - w) / (N - w)), then by style
-      constant     lr
-      linear       lr * (1 - p)
-      cosine       min_lr + (lr - min_lr) / 2 * (1 + cos(pi p))
-      exponential  lr * (end / lr)^p, end = min_lr, or lr / 2 (GPT-NeoX's half life) when min_lr is 0
+    else     p = min(1, (n - w) / (N - w)), then by style, one per file,
 
 floored at min_lr. GPT-NeoX leaves p unclamped, so its cosine rises again after N, and its exponential ends at
 lr / 2 whatever min_lr says.
@@ -15,11 +11,10 @@ lr / 2 whatever min_lr says.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
-from megatron.registry import Registry
+from megatron.registry import Registry, import_entries
 
 Style = Callable[[float, float, float], float]
 LR_DECAY_STYLES: Registry[Style] = Registry(
@@ -28,27 +23,6 @@ LR_DECAY_STYLES: Registry[Style] = Registry(
 """Shapes of the decay. An entry is a pure function (p, lr, min_lr) -> learning rate, for progress p in [0, 1] after the
 warm-up; what it gives below min_lr is raised to it.
 """
-
-
-@LR_DECAY_STYLES.register("constant")
-def constant(p: float, lr: float, min_lr: float) -> float:
-    return lr
-
-
-@LR_DECAY_STYLES.register("linear")
-def linear(p: float, lr: float, min_lr: float) -> float:
-    return lr * (1 - p)
-
-
-@LR_DECAY_STYLES.register("cosine")
-def cosine(p: float, lr: float, min_lr: float) -> float:
-    return min_lr + (lr - min_lr) / 2 * (1 + math.cos(math.pi * p))
-
-
-@LR_DECAY_STYLES.register("exponential")
-def exponential(p: float, lr: float, min_lr: float) -> float:
-    end = min_lr if min_lr > 0 else lr / 2
-    return lr * (end / lr) ** p if lr > 0 else 0.0
 
 
 def learning_rate(step: int, *, lr: float, min_lr: float, decay_iters: int, warmup: float, style: str) -> float:
@@ -74,3 +48,6 @@ def schedule(*, lr: float, min_lr: float, decay_iters: int, warmup: float, style
     """`learning_rate` with everything but the step filled in."""
     LR_DECAY_STYLES[style]  # an unknown style is reported now, not at the first step
     return partial(learning_rate, lr=lr, min_lr=min_lr, decay_iters=decay_iters, warmup=warmup, style=style)
+
+
+import_entries(__name__, __path__)

@@ -1,0 +1,95 @@
+"""Rows: what is read from source is what is registered, and counts what is built."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+import megatron
+from megatron.errors import UserError
+from megatron.mpu.state import ParallelState
+from megatron.neox_arguments.arguments import all_keys
+from megatron.neox_arguments.block_sizes import norm_parameters, position_parameters
+from megatron.registry import Registry
+from megatron.rows import FOLDERS, read_rows, row, rows
+from tests.model.networks import tiny
+
+pytestmark = pytest.mark.cpu
+
+
+def registry(kind: str) -> Registry:
+    package = importlib.import_module("megatron." + FOLDERS[kind].replace("/", "."))
+    return next(one for one in vars(package).values() if isinstance(one, Registry) and one.kind == kind)
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_rows_read_from_source_are_those_at_run_time(kind: str) -> None:
+    table = registry(kind)
+    ours = {name: table.row(name) for name in table}
+    assert {name: found.values for name, found in rows(kind).items()} == ours
+    assert len(ours) >= 1 and all(found.doc for found in rows(kind).values())
+    for found in rows(kind).values():
+        file, line = found.place.rsplit(":", 1)
+        assert ".register(" in Path(file).read_text().splitlines()[int(line) - 1]
+
+
+def test_every_kind_is_named_by_a_key() -> None:
+    named = {info.registry for info in all_keys().values()}
+    assert named >= set(FOLDERS)
+    assert all((Path(megatron.__file__).parent / folder / "__init__.py").is_file() for folder in FOLDERS.values())
+
+
+@pytest.mark.parametrize("name", rows("norm"))
+def test_the_row_of_a_norm_counts_what_is_built(name: str) -> None:
+    norm = registry("norm")[name](24, eps=1e-5, state=ParallelState.single())
+    assert norm_parameters(tiny(norm=name), 24) == sum(p.numel() for p in norm.parameters())
+
+
+@pytest.mark.parametrize("name", rows("pos_emb"))
+def test_the_row_of_a_position_scheme_counts_what_is_built(name: str) -> None:
+    model = tiny(pos_emb=name)
+    make = registry("pos_emb")[name].at_embedding
+    built = [] if make is None else make(model, ParallelState.single()).parameters()
+    assert position_parameters(model) == sum(p.numel() for p in built)
+
+
+@pytest.mark.parametrize("name", rows("optimizer.type"))
+def test_the_row_of_an_optimizer_counts_the_tensors_it_keeps(name: str) -> None:
+    import torch
+
+    from megatron.optim.optimizers import build_optimizer
+
+    for momentum in (0.0, 0.9):
+        weight = torch.nn.Parameter(torch.ones(3))
+        groups = [{"params": [weight], "weight_decay": 0.0, "lr_mult": 1.0}]
+        optimizer = build_optimizer(name, groups, 0.1, {"momentum": momentum})
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        kept = [
+            value for value in optimizer.state[weight].values() if value is not None and value.shape == weight.shape
+        ]
+        moments = row("optimizer.type", name)["moments"]
+        assert len(kept) == (moments if isinstance(moments, int) else moments["momentum"] * (momentum > 0))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["NORMS.register(name)(f)\n", "NORMS.register('a', vectors=1 + n)(f)\n", "NORMS.register('a', **more)(f)\n"],
+)
+def test_a_row_that_is_not_literal_is_refused_with_its_line(source: str) -> None:
+    with pytest.raises(UserError, match=r"^norms/x\.py:2: "):
+        list(read_rows("norms/x.py", "# a comment\n" + source))
+
+
+def test_a_keyword_that_the_registry_does_not_know_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"test_rows\.py:\d+: norm: unknown keyword 'vector'\. Did you mean 'vectors'\?"
+    ):
+        registry("norm").register("other", vector=1)
+
+
+def test_an_unknown_name_lists_the_choices_and_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"norm: 'rmsnrm' is not known\. Did you mean 'rmsnorm'\? Choices: layernorm, "):
+        row("norm", "rmsnrm")
