@@ -154,13 +154,11 @@ def test_a_name_that_is_taken_names_both_places(tmp_path) -> None:
     assert set(added("norm")) == {"mine"}
     write_norm(tmp_path / "third.py", "rmsnorm")
     message = refused(write_config(tmp_path / "other.yml", plugins=["third.py"]))
-    assert "norm: 'rmsnorm' is registered twice: at " in message and "layers/norms.py:" in message
+    assert "norm: 'rmsnorm' is registered twice: at " in message and "layers/norms/rmsnorm.py:" in message
 
 
 def test_an_entry_of_the_wrong_kind_is_refused(tmp_path) -> None:
-    (tmp_path / "wrong.py").write_text(
-        "from megatron.layers.norms import NORMS\n\nNORMS.register('x')(lambda x: x)\n"
-    )
+    (tmp_path / "wrong.py").write_text("from megatron.layers.norms import NORMS\n\nNORMS.register('x')(lambda x: x)\n")
     message = refused(write_config(tmp_path / "run.yml", plugins=["wrong.py"]))
     assert f"{tmp_path}/wrong.py:3: norm 'x': a subclass of megatron.layers.norms.Norm" in message
     assert "this is a function" in message
