@@ -35,7 +35,7 @@ def saved_config(reader: CheckpointReader, given: NeoXArgs | None = None) -> Neo
             )
     if own or theirs:
         config["plugins"] = [*own, *theirs]
-    args = NeoXArgs.from_dict(config, source=where)
+    args = NeoXArgs.from_saved(config, source=where)
     before, now = config.get("plugin_sources"), sources(args.launcher.plugins)
     for message in source_changes(before, now) if before else ():
         logger.warning(f"changed since the checkpoint: {message}")

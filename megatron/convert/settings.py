@@ -161,7 +161,7 @@ def check_same_network(keys: Mapping[str, Any], config_files: Sequence[str], pro
     facts = Facts(vocab_size=keys["vocab_size"])
     begin = problem or f"--config: {', '.join(config_files)} describes another model"
     run = {"seq_length": keys["max_position_embeddings"], "train_micro_batch_size_per_gpu": 1}
-    there = derive(NeoXArgs.from_dict({**run, **keys}), facts).model
+    there = derive(NeoXArgs.from_saved({**run, **keys}), facts).model
     given = load(list(config_files))
     vocab_size = given.get("vocab_size")
     if vocab_size not in (None, keys["vocab_size"]):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.errors import UserError, nearest
 from megatron.neox_arguments import plugin_key
 from megatron.neox_arguments.coerce import WrongValue, coerce, thaw
+from megatron.neox_arguments.derive import derive
 from megatron.neox_arguments.describe import describe
+from megatron.neox_arguments.draft import SET_BY_PROGRAM, Facts
+from megatron.neox_arguments.groups import GROUPS, all_keys
 from megatron.neox_arguments.keys import KeyInfo, group_keys
+from megatron.neox_arguments.merge import Overrides, merge, merge_values
 from megatron.neox_arguments.retired import RETIRED
 from megatron.neox_arguments.schema_data import DataConfig, TokenizerConfig
 from megatron.neox_arguments.schema_model import ModelConfig
@@ -26,40 +29,12 @@ from megatron.neox_arguments.schema_train import (
     ScheduleConfig,
     TrainingConfig,
 )
-
-SET_BY_PROGRAM = "set by the program"
-
-GROUPS: dict[str, type] = {
-    "model": ModelConfig,
-    "tokenizer": TokenizerConfig,
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "schedule": ScheduleConfig,
-    "training": TrainingConfig,
-    "checkpoint": CheckpointConfig,
-    "generation": GenerationConfig,
-    "parallel": ParallelConfig,
-    "launcher": LauncherConfig,
-    "logging": LoggingConfig,
-    "deepspeed": DeepSpeedConfig,
-}
-
-
-@cache
-def all_keys() -> dict[str, KeyInfo]:
-    """Every declared key by name, in the order of the documentation."""
-    keys: dict[str, KeyInfo] = {}
-    for group, group_class in GROUPS.items():
-        for name, info in group_keys(group_class, group).items():
-            if name in keys or name in RETIRED:
-                raise TypeError(f"key {name} is declared twice")
-            keys[name] = info
-    return keys
+from megatron.neox_arguments.yaml_files import normalise
 
 
 @dataclass(frozen=True)
 class NeoXArgs:
-    """One resolved configuration. Build it with `load`, complete it with `derive`; nobody writes to it."""
+    """One resolved configuration, built by `load` and completed by `derive` (`from_ymls` does both); never changed."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -75,7 +50,7 @@ class NeoXArgs:
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """Things worth saying once at the start: what was translated, raised, ignored."""
+    """Logged once at the start: what was translated, raised, ignored."""
 
     @classmethod
     def from_values(
@@ -89,30 +64,43 @@ class NeoXArgs:
         return cls(**groups, sources=dict(sources or {}), notes=notes)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str = "resolved config") -> NeoXArgs:
+    def from_ymls(
+        cls, paths: Sequence[str], overwrite_values: Overrides = (), *, facts: Facts | None = None
+    ) -> NeoXArgs:
+        """Config files, merged left to right, and values over them; derived and checked.
+
+        `overwrite_values`: `{"train_iters": 100, "optimizer.params.lr": 1e-3}`, or texts as on a command line. What is
+        computed assumes the ranks that the config names (`global_num_gpus`, `num_gpus`), else those that one copy of
+        the model needs; `facts` says more. Raises `UserError` naming file and line, or the key.
+        """
+        return derive(cls.from_values(*merge(paths, overwrite_values)), facts)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, facts: Facts | None = None) -> NeoXArgs:
+        """The same from a dictionary of what a config file would hold."""
+        return derive(cls.from_values(*merge_values(values)), facts)
+
+    @classmethod
+    def from_saved(cls, values: Mapping[str, Any], source: str = "resolved config") -> NeoXArgs:
         """The inverse of `to_dict`. Raises `UserError` for an unknown key or a wrong type.
 
         Values at their defaults count as not set, and computed values as computed, so that `derive` can run again.
         Plugins that it names are imported first.
         """
         plugin_key.import_plugins(values.get(plugin_key.KEY), lambda name: source)
-        typed = {}
+        typed, sources = {}, {}
         for name, value in values.items():
-            if name not in all_keys():
-                raise UserError(f"{source}: unknown key {name!r}.{nearest(name, list(all_keys()))}")
+            info = _info(name, f"{source}: ")
             try:
-                typed[name] = coerce(value, all_keys()[name])
+                typed[name] = coerce(value, info)
             except WrongValue as error:
                 raise UserError(f"{source}: {name}: {error}") from error
-        sources = {
-            name: f"derived: {source}" if all_keys()[name].derived else source
-            for name, value in typed.items()
-            if value != all_keys()[name].default
-        }
+            if typed[name] != info.default:
+                sources[name] = f"derived: {source}" if info.derived else source
         return cls.from_values(typed, sources)
 
     def to_resolved(self) -> str:
-        """Everything as JSON text, sources and notes included: how the launcher hands the config to rank 0."""
+        """Everything as JSON text, sources and notes included: how the launcher passes the config to rank 0."""
         return json.dumps({"values": self.to_dict(), "sources": dict(self.sources), "notes": list(self.notes)})
 
     @classmethod
@@ -120,7 +108,7 @@ class NeoXArgs:
         """The inverse of `to_resolved`. Raises `UserError` for a text that `to_resolved` did not write."""
         try:
             stored = json.loads(text)
-            args = cls.from_dict(stored["values"])
+            args = cls.from_saved(stored["values"])
             plugin_key.check_sources(args.launcher.plugins, args.launcher.plugin_sources)
             return dataclasses.replace(args, sources=dict(stored["sources"]), notes=tuple(stored["notes"]))
         except (ValueError, KeyError, TypeError) as error:
@@ -136,6 +124,15 @@ class NeoXArgs:
                 raise UserError(f"{name} is not set")
             value = value[part]
         return value
+
+    if not TYPE_CHECKING:  # the library reads groups, and a misspelt group stays an error of types
+
+        def __getattr__(self, name: str) -> Any:
+            """`args.hidden_size`: a value without its group, also by an alias, for tools written against GPT-NeoX."""
+            info = all_keys().get(normalise(name))
+            if info is None or name in GROUPS:
+                raise AttributeError(f"NeoXArgs has no {name!r}.{nearest(name, list(all_keys()))}")
+            return getattr(getattr(self, info.group), info.name)
 
     def source(self, name: str) -> str:
         """Where the value of a key came from: `file:line`, `command line`, `derived: ...` or `default`."""
@@ -193,8 +190,8 @@ class NeoXArgs:
         return describe(self, vocab_size)
 
 
-def _info(name: str) -> KeyInfo:
+def _info(name: str, where: str = "") -> KeyInfo:
     keys = all_keys()
     if name not in keys:
-        raise UserError(f"unknown key {name!r}.{nearest(name, [*keys, *RETIRED])}")
+        raise UserError(f"{where}unknown key {name!r}.{nearest(name, [*keys, *RETIRED])}")
     return keys[name]

@@ -7,6 +7,7 @@ what the run knows: vocabulary, ranks, size of the data, names in registries. De
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from megatron.errors import UserError
 from megatron.neox_arguments import (
@@ -22,8 +23,10 @@ from megatron.neox_arguments import (
     rules_start,
     rules_train,
 )
-from megatron.neox_arguments.arguments import NeoXArgs
 from megatron.neox_arguments.draft import Draft, Facts
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.arguments import NeoXArgs
 
 __all__ = ["RULES", "Facts", "check_device", "check_trainable", "derive"]
 
@@ -85,7 +88,7 @@ def derive(args: NeoXArgs, facts: Facts | None = None) -> NeoXArgs:
     draft = Draft(args, facts)
     for rule in RULES:
         rule(draft)
-    return draft.finish()
+    return args.from_values(draft.values, draft.sources, tuple(draft.notes))
 
 
 def check_trainable(args: NeoXArgs) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from megatron.log import configure, get_logger
-from megatron.neox_arguments.arguments import GROUPS, all_keys
 from megatron.neox_arguments.coerce import thaw, wanted
 from megatron.neox_arguments.differences import differences_markdown
+from megatron.neox_arguments.groups import GROUPS, all_keys
 from megatron.neox_arguments.keys import KeyInfo
 from megatron.neox_arguments.retired import ALIASES, RETIRED
 from megatron.rows import FOLDERS, rows

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.errors import UserError
-from megatron.neox_arguments.arguments import NeoXArgs, all_keys
+from megatron.neox_arguments.groups import all_keys
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.arguments import NeoXArgs
+
+SET_BY_PROGRAM = "set by the program"
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,6 @@ class Draft:
         for name in names:
             if self[name] is not None and self[name] <= 0:
                 self.fail(name, f"must be above 0, is {self[name]}")
-
-    def finish(self) -> NeoXArgs:
-        return NeoXArgs.from_values(self.values, self.sources, tuple(self.notes))
 
 
 def nearest_multiples(value: int, unit: int) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from megatron.neox_arguments.arguments import GROUPS, SET_BY_PROGRAM, NeoXArgs
+from megatron.neox_arguments.arguments import NeoXArgs
+from megatron.neox_arguments.draft import SET_BY_PROGRAM
+from megatron.neox_arguments.groups import GROUPS
 from megatron.neox_arguments.keys import group_keys
-from megatron.neox_arguments.load import COMMAND_LINE
+from megatron.neox_arguments.merge import COMMAND_LINE, PYTHON_CALL
 
 # Groups about which only training cares, and the few of their keys that describe the trained model or this start.
 _OF_TRAINING = ("data", "optimizer", "schedule", "training", "checkpoint", "deepspeed")
@@ -12,6 +14,7 @@ _KEPT = {"precision", "fp16", "bf16", "seed", "train_micro_batch_size_per_gpu", 
 # The number of ranks was the training job's, a single token cannot be split, and the run's folder is not ours to write.
 _OTHERS = {"global_num_gpus", "sequence_parallel", "log_dir"}
 DEFAULT_BATCH = 8
+_BY_CALL = (COMMAND_LINE, PYTHON_CALL)
 
 
 def for_inference(args: NeoXArgs) -> NeoXArgs:
@@ -31,8 +34,8 @@ def for_inference(args: NeoXArgs) -> NeoXArgs:
         del values[name]
     sources = {name: source for name, source in sources.items() if name.split(".")[0] not in dropped}
     derived = sources.get("train_micro_batch_size_per_gpu", "derived").startswith("derived")
-    asked = sources.get("sample_input_file", "").startswith(COMMAND_LINE)
-    if asked and not sources.get("text_gen_type", "").startswith(COMMAND_LINE):
+    asked = sources.get("sample_input_file", "").startswith(_BY_CALL)
+    if asked and not sources.get("text_gen_type", "").startswith(_BY_CALL):
         values["text_gen_type"], sources["text_gen_type"] = "input-file", sources["sample_input_file"]
     if derived:
         values["train_micro_batch_size_per_gpu"] = DEFAULT_BATCH

@@ -116,6 +116,15 @@ class KeyInfo:
         return self.unavailable.get(value)
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A value as written, and where: `file:line`, also of the keys inside a mapping."""
+
+    value: Any
+    where: str
+    inside: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
 def union_members(annotation: Any) -> list[Any]:
     """`int | None` -> [int, NoneType]; a plain type -> [itself]; Literals are kept whole."""
     if _is_literal(annotation) or get_origin(annotation) in (tuple, dict, list):

@@ -11,8 +11,9 @@ from typing import Any
 
 from megatron.errors import UserError
 from megatron.neox_arguments.coerce import WrongValue, coerce_type, describe
+from megatron.neox_arguments.keys import Entry
 from megatron.neox_arguments.mixtures import MixtureFault, NamedMixture, interpolate, parse
-from megatron.neox_arguments.yaml_files import Entry, read_config
+from megatron.neox_arguments.yaml_files import read_config
 
 _SUFFIXES = (".yml", ".yaml", ".json")
 _SHIPPED = os.path.join("configs", "mixtures")

@@ -1,7 +1,7 @@
-"""The `plugins` key before anything else is checked: which modules and files, named where; imported; whose source.
+"""The `plugins` key, which is read before all others: where each plugin is named, its import, its source.
 
-Names that a plugin registers may stand in any other key, so plugins are imported first, at one moment in every process:
-when it reads a configuration that names them, from YAML files (`load`) or resolved (`NeoXArgs.from_dict`).
+Any other key may hold a name that a plugin registers, so plugins are imported first, at one moment in every process:
+when it reads a configuration that names them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron.errors import UserError
+from megatron.neox_arguments.keys import Entry
 from megatron.plugins import Plugin, absolute, load_plugins, loaded, sources
 
 KEY = "plugins"
@@ -22,40 +23,40 @@ def items(value: Any) -> list[str] | None:
     return list(found) if isinstance(found, (list, tuple)) and all(isinstance(one, str) for one in found) else None
 
 
-def located(value: Any, where: str, folder: str | None, lines: Mapping[str, str]) -> tuple[Any, str, dict[str, str]]:
-    """The value as written in a file of `folder` (None: on the command line) with absolute paths, `where`, and where
-    each plugin is named.
+def locate(entry: Entry, folder: str | None) -> Entry:
+    """The key's entry in a file of `folder` (None: on the command line), with absolute paths.
 
-    A relative path is searched beside the config file, then in the working directory. `lines`: item → `file:line`.
-    Raises `UserError` when a file is not there.
+    `inside` is item → `file:line`, before and after. A relative path is searched in the config file's folder, then in
+    the working directory. Raises `UserError` for a missing file.
     """
-    written = items(value)
+    written = items(entry.value)
     if written is None:
-        return value, where, {}
+        return entry
     folders = [os.getcwd()] if folder is None else [folder, os.getcwd()]
-    found = {absolute(one, folders, lines.get(one, where)): lines.get(one, where) for one in written}
-    return list(found), where, found
+    lines = {one: entry.inside.get(one, entry.where) for one in written}
+    found = {absolute(one, folders, where): where for one, where in lines.items()}
+    return Entry(list(found), entry.where, found)
 
 
-def joined(below: Any, above: Any) -> Any:
-    """The plugins of two files: each may bring what it needs, and what both name is one."""
-    first, second = items(below), items(above)
+def join(below: Entry, above: Entry) -> Entry:
+    """The key's entries in two files: all plugins of both, each once."""
+    first, second = items(below.value), items(above.value)
     if first is None or second is None:
         return above
-    return list(dict.fromkeys([*first, *second]))
+    return Entry(list(dict.fromkeys([*first, *second])), above.where, below.inside | above.inside)
 
 
 def import_plugins(value: Any, where: Callable[[str], str]) -> list[str]:
-    """Import what the key names; returns what is worth saying. Raises `UserError` (see `plugins.load_plugins`)."""
+    """Import what the key names; returns notes for the start of the run. Raises `UserError` as `load_plugins` does."""
     idle = [plugin.name for plugin in load_plugins(items(value) or [], where) if not plugin.registered]
     return [f"{where(name)}: plugin {name} registers nothing" for name in idle]
 
 
 def import_named(names: Sequence[str], where: str) -> list[str]:
     """Import plugins that a command line names, files from the working directory; returns their resolved names."""
-    found, _, _ = located(list(names), where, None, {})
+    found = list(locate(Entry(list(names), where), None).value)
     load_plugins(found, lambda name: where)
-    return list(found)
+    return found
 
 
 def describe(names: Iterable[str]) -> list[tuple[str, str, str]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.errors import nearest
-from megatron.neox_arguments.arguments import all_keys
 from megatron.neox_arguments.draft import Draft
+from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.rules_model import expand, without_mlp
 from megatron.registry import added
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from megatron.errors import nearest
-from megatron.neox_arguments.arguments import SET_BY_PROGRAM, all_keys
-from megatron.neox_arguments.draft import Draft
+from megatron.neox_arguments.draft import SET_BY_PROGRAM, Draft
+from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.nested import dtype_name
 from megatron.neox_arguments.optimizer_params import optimizer_params
 from megatron.neox_arguments.rules_mixture import has_valid_sets

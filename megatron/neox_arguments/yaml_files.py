@@ -3,46 +3,32 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from megatron.errors import UserError
 from megatron.neox_arguments import plugin_key
+from megatron.neox_arguments.keys import Entry
 from megatron.neox_arguments.retired import ALIASES
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
+_SUFFIXES = (".yml", ".yaml", ".json")
 # In a value: the folder of the file that it is written in, so that a folder with a config can be moved.
 CONFIG_DIR = "${CONFIG_DIR}"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A value and where it was written: `file:line`, also of the keys inside a mapping."""
-
-    value: Any
-    where: str
-    inside: dict[str, str]
 
 
 def config_path(name: str, conf_dir: str | None) -> str:
     """`name` inside `conf_dir`, with `.yml` added when it has none of .yml, .yaml and .json. Must exist."""
     path = os.path.join(conf_dir, name) if conf_dir else name
-    if not path.endswith((".yml", ".yaml", ".json")):
+    if not path.endswith(_SUFFIXES):
         path += ".yml"
     if not os.path.isfile(path):
         folder = os.path.dirname(path) or "."
-        near = sorted(entry for entry in _listing(folder) if entry.endswith((".yml", ".yaml", ".json")))
+        near = sorted(file for file in os.listdir(folder) if file.endswith(_SUFFIXES)) if os.path.isdir(folder) else []
         there = f" In {folder} there are: {', '.join(near)}." if near else ""
         raise UserError(f"{path}: there is no such config file.{there}")
     return path
-
-
-def _listing(folder: str) -> list[str]:
-    return os.listdir(folder) if os.path.isdir(folder) else []
 
 
 def normalise(name: str) -> str:
@@ -52,48 +38,36 @@ def normalise(name: str) -> str:
 
 
 def read_config(path: str, _below: tuple[str, ...] = ()) -> dict[str, Entry]:
-    """Top-level keys of one file, its `extends` files underneath. Raises `UserError` naming file and line."""
+    """Top-level keys of one file, over those of the files that it extends. Raises `UserError` naming file and line."""
     if os.path.realpath(path) in _below:
         raise UserError(f"{path}: the files that it extends lead back to itself")
     entries = _read_one(path)
-    extends = entries.pop("extends", None)
-    if extends is None:
-        return entries
-    bases = extends.value if isinstance(extends.value, list) else [extends.value]
+    extends = entries.pop("extends", Entry([], path))
     merged: dict[str, Entry] = {}
-    for base in bases:
+    for base in extends.value if isinstance(extends.value, list) else [extends.value]:
         if not isinstance(base, str):
             raise UserError(f"{extends.where}: extends wants the name of a file, {base!r} was given")
         folder = None if os.path.isabs(base) else os.path.dirname(path) or None
-        below = (*_below, os.path.realpath(path))
-        merged = _inherit(merged, read_config(config_path(base, folder), below))
-    return _inherit(merged, entries)
+        _inherit(merged, read_config(config_path(base, folder), (*_below, os.path.realpath(path))))
+    _inherit(merged, entries)
+    return merged
 
 
-def _inherit(base: dict[str, Entry], child: dict[str, Entry]) -> dict[str, Entry]:
-    """`child` over `base`: its values win; mappings are merged, so that a child can change one inner value."""
-    merged = dict(base)
+def _inherit(base: dict[str, Entry], child: dict[str, Entry]) -> None:
+    """Put `child` over `base`: its values win; mappings are merged, so that a child can change one inner value."""
     for name, entry in child.items():
-        under = merged.get(name)
+        under = base.get(name)
         if under is not None and name == plugin_key.KEY:
-            entry = joined_plugins(under, entry)
+            entry = plugin_key.join(under, entry)
         elif under is not None and isinstance(under.value, dict) and isinstance(entry.value, dict):
             entry = Entry(_deep_merge(under.value, entry.value), entry.where, under.inside | entry.inside)
-        merged[name] = entry
-    return merged
+        base[name] = entry
 
 
-def joined_plugins(below: Entry, above: Entry) -> Entry:
-    """The entries of the key `plugins` in two files."""
-    return Entry(plugin_key.joined(below.value, above.value), above.where, below.inside | above.inside)
-
-
-def _deep_merge(base: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for name, value in child.items():
-        under = merged.get(name)
-        merged[name] = _deep_merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
-    return merged
+def _deep_merge(base: Any, child: Any) -> Any:
+    if not isinstance(base, dict) or not isinstance(child, dict):
+        return child
+    return base | {name: _deep_merge(base.get(name), value) for name, value in child.items()}
 
 
 def _read_one(path: str) -> dict[str, Entry]:
@@ -121,36 +95,30 @@ def _read_one(path: str) -> dict[str, Entry]:
 
 
 def _entries(root: yaml.MappingNode, path: str, loader: Any) -> dict[str, Entry]:
+    folder = os.path.dirname(os.path.abspath(path))
     entries: dict[str, Entry] = {}
     for key_node, value_node in root.value:
-        where = f"{path}:{key_node.start_mark.line + 1}"
+        where = _line(key_node, path)
         if not isinstance(key_node, yaml.ScalarNode):
             raise UserError(f"{where}: a key must be a single word")
         written = str(key_node.value)
         name = normalise(written)
         inside: dict[str, str] = {}
         _check_inside(value_node, name, path, inside)
-        lines = _item_lines(value_node, path) if name == plugin_key.KEY else {}
         if name in entries:
             other = "" if name == written else f" (as {written!r})"
             raise UserError(f"{where}: {name}{other} is already set at {entries[name].where}; keep one of the two")
-        value = _with_folder(loader.construct_object(value_node, deep=True), os.path.dirname(os.path.abspath(path)))
+        value = _with_folder(loader.construct_object(value_node, deep=True), folder)
         entries[name] = Entry(value, where, inside)
         if name == plugin_key.KEY:
-            entries[name] = _located_plugins(entries[name], path, lines)
+            items = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+            lines = {str(item.value): _line(item, path) for item in items}
+            entries[name] = plugin_key.locate(Entry(value, where, lines), folder)
     return entries
 
 
-def _item_lines(node: yaml.Node, path: str) -> dict[str, str]:
-    """Where the items of a list stand, by their text."""
-    listed = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    return {str(item.value): f"{path}:{item.start_mark.line + 1}" for item in listed}
-
-
-def _located_plugins(entry: Entry, path: str, lines: dict[str, str]) -> Entry:
-    """With absolute paths, and where each plugin is named."""
-    folder = os.path.dirname(os.path.abspath(path))
-    return Entry(*plugin_key.located(entry.value, entry.where, folder, lines))
+def _line(node: yaml.Node, path: str) -> str:
+    return f"{path}:{node.start_mark.line + 1}"
 
 
 def _with_folder(value: Any, folder: str) -> Any:
@@ -165,7 +133,7 @@ def _with_folder(value: Any, folder: str) -> Any:
 
 
 def _check_inside(node: yaml.Node, prefix: str, path: str, lines: dict[str, str]) -> None:
-    """Record where the keys inside a mapping stand, and refuse a key that is there twice."""
+    """Record the lines of the keys inside a mapping, and refuse a key that is there twice."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             _check_inside(item, prefix, path, {})
@@ -173,7 +141,7 @@ def _check_inside(node: yaml.Node, prefix: str, path: str, lines: dict[str, str]
         return
     for key_node, value_node in node.value:
         name = f"{prefix}.{key_node.value}"
-        where = f"{path}:{key_node.start_mark.line + 1}"
+        where = _line(key_node, path)
         if name in lines:
             raise UserError(f"{where}: {name} is already set at {lines[name]}; keep one of the two")
         lines[name] = where

@@ -12,11 +12,11 @@ from megatron.data.order.datasets import SourceRow
 from megatron.model.partition import StageRow
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs, plugin_key
-from megatron.neox_arguments.arguments import all_keys
 from megatron.neox_arguments.block_sizes import MAMBA, RECURRENT, RWKV, without_flops
 from megatron.neox_arguments.coerce import thaw
 from megatron.neox_arguments.differences import differences_for
 from megatron.neox_arguments.formulas import flops_per_token, neox_flops_per_token, parameter_count
+from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.plan.checkpoints import SavePlan
 from megatron.plan.memory import Memory

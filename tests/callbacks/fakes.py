@@ -69,7 +69,7 @@ def batches(consumed: int) -> Any:
 
 def args_of(**keys: Any) -> NeoXArgs:
     """The derived configuration of a small run."""
-    return derive(NeoXArgs.from_dict({**KEYS, **keys}), Facts(vocab_size=fake_engine.VOCAB, num_devices=1))
+    return derive(NeoXArgs.from_saved({**KEYS, **keys}), Facts(vocab_size=fake_engine.VOCAB, num_devices=1))
 
 
 def trainer_of(

@@ -78,7 +78,7 @@ def test_a_run_that_fails_says_why(tmp_path, fails_at, error, code):
 def test_resolved_yml_loads_as_the_same_configuration(tmp_path):
     trainer = trainer_of([RunStatus(tmp_path)], train_iters=1, git_hash="abc")
     values = yaml.safe_load((tmp_path / "resolved.yml").read_text())
-    assert values["git_hash"] == "abc" and NeoXArgs.from_dict(values).to_dict() == trainer.args.to_dict()
+    assert values["git_hash"] == "abc" and NeoXArgs.from_saved(values).to_dict() == trainer.args.to_dict()
 
 
 @pytest.mark.parametrize(

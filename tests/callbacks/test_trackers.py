@@ -62,7 +62,7 @@ def test_a_missing_package_names_the_requirements_file(monkeypatch, tmp_path, mo
 
 
 def kinds(keys, rank, folder):
-    with_source = NeoXArgs.from_dict(keys)
+    with_source = NeoXArgs.from_saved(keys)
     return [type(tracker).__name__ for tracker in build_trackers(with_source, folder, rank)]
 
 
@@ -104,7 +104,7 @@ class FakeWandb:
 def test_wandb_keys_reach_wandb(monkeypatch, keys, rank, expected):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    args = NeoXArgs.from_dict({**keys, "git_hash": "abc"})
+    args = NeoXArgs.from_saved({**keys, "git_hash": "abc"})
     WeightsAndBiases(args, None, rank)
     assert {name: fake.given[name] for name in expected} == expected
     assert fake.given["config"]["git_hash"] == "abc" and fake.given["config"]["hidden_size"] == args.model.hidden_size

@@ -54,7 +54,7 @@ def start(rank, layout, keys):
 
     pp, dp, tp = layout
     sizes = {"pipe_parallel_size": pp if pp > 1 else 0, "model_parallel_size": tp}
-    args = derive(NeoXArgs.from_dict({**MODEL, **keys, **sizes}), Facts(vocab_size=VOCAB, num_devices=pp * dp * tp))
+    args = derive(NeoXArgs.from_saved({**MODEL, **keys, **sizes}), Facts(vocab_size=VOCAB, num_devices=pp * dp * tp))
     setup_deepspeed.init_deepspeed(torch.device("cpu"))
     state = ParallelState.build(Topology({"pipe": pp, "data": dp, "model": tp}), rank, "cpu")
     seed_everything(args.training.seed, state)

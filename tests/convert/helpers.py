@@ -48,7 +48,7 @@ LLAMA = {
 
 def resolved(**keys) -> NeoXArgs:
     """A resolved configuration from flat keys."""
-    return derive(NeoXArgs.from_dict(keys), Facts(vocab_size=VOCAB))
+    return derive(NeoXArgs.from_saved(keys), Facts(vocab_size=VOCAB))
 
 
 def hugging_face(args: NeoXArgs, architecture: str, seed: int = 0):

@@ -14,8 +14,8 @@ from megatron.layers.attention_backends import ATTENTION_BACKENDS
 from megatron.layers.init import INITS
 from megatron.layers.norms import NORMS
 from megatron.layers.positions import POSITIONS
-from megatron.neox_arguments.arguments import all_keys
 from megatron.neox_arguments.derive import Facts
+from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.load import load
 from megatron.objectives import OBJECTIVES
 from megatron.plan.planner import plan

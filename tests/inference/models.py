@@ -64,7 +64,7 @@ def make_checkpoint(root: Path, keys: dict[str, Any], layout: Layout = ALONE, vo
 
 
 def save_random(rank: int, world: int, root: str, keys: dict[str, Any], layout: Layout, vocab: int) -> Path:
-    args = derive(NeoXArgs.from_dict({**keys, **layout.keys()}), Facts(vocab_size=vocab, num_devices=layout.world))
+    args = derive(NeoXArgs.from_saved({**keys, **layout.keys()}), Facts(vocab_size=vocab, num_devices=layout.world))
     process = dataclasses.replace(process_of(rank, args, layout), tokenizer=SimpleNamespace(vocab_size=vocab))
     model = build_model(process, args.training.seed)
     randomize_vectors(model, process.state)
@@ -84,7 +84,7 @@ def save_random(rank: int, world: int, root: str, keys: dict[str, Any], layout: 
 
 def inference_args(keys: dict[str, Any], layout: Layout, vocab: int = VOCAB) -> NeoXArgs:
     """The configuration of a trained model as generate.py derives it."""
-    args = for_inference(NeoXArgs.from_dict({**keys, **layout.keys()}))
+    args = for_inference(NeoXArgs.from_saved({**keys, **layout.keys()}))
     return derive(args, Facts(vocab_size=vocab, num_devices=layout.world))
 
 

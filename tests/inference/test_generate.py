@@ -107,7 +107,7 @@ def test_same_text_at_every_layout(checkpoint, name: str, layout: Layout):
 @pytest.mark.parametrize("pipe_parallel_size", [0, 1])
 def test_no_pipeline_is_spelled_0_or_1(checkpoint, pipe_parallel_size: int):
     keys = {**GPT_NEOX, "pipe_parallel_size": pipe_parallel_size, "sequence_parallel": True}
-    args = derive(for_inference(NeoXArgs.from_dict(keys)), Facts(vocab_size=VOCAB, num_devices=1))
+    args = derive(for_inference(NeoXArgs.from_saved(keys)), Facts(vocab_size=VOCAB, num_devices=1))
     stage = build_stage(args, ParallelState.single(), Letters(), checkpoint("neox"))
     assert tokens_of(complete(stage)) == tokens_of(complete(stage_of(checkpoint("neox"), GPT_NEOX)))
 

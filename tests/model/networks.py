@@ -71,7 +71,7 @@ PHI: dict[str, Any] = {**NEOX, "gpt_j_tied": True, "rotary_pct": 0.5, "use_bias_
 
 def tiny(**changes: Any) -> ModelConfig:
     """The derived model config of TINY with changes."""
-    return derive(NeoXArgs.from_dict({**TINY, **changes})).model
+    return derive(NeoXArgs.from_saved({**TINY, **changes})).model
 
 
 def padded(multiple: int) -> int:

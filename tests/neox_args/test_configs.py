@@ -30,7 +30,7 @@ def test_shipped_files_load_and_derive_without_complaint(name: str) -> None:
     if args.model.num_layers is None:  # local_setup, text_generation: merged with a model
         args = load([name, "pythia/14M.yml"], conf_dir=str(CONFIGS))
     facts = Facts(vocab_size=50277)
-    for given in (args, type(args).from_dict(args.to_dict())):
+    for given in (args, type(args).from_saved(args.to_dict())):
         done = derive(derive(given), facts)
         assert done.notes == ()
         assert done.training.train_batch_size > 0

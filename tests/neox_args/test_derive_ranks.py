@@ -96,7 +96,7 @@ def test_any_two_give_the_third(micro: int, gas: int, ranks: int, missing: str) 
     whole = {TOTAL: micro * gas * ranks, MICRO: micro, GAS: gas}
     values = SMALL | whole
     values.pop(missing)
-    args = derive(NeoXArgs.from_dict(values), Facts(num_devices=ranks))
+    args = derive(NeoXArgs.from_saved(values), Facts(num_devices=ranks))
     assert {name: args.get(name) for name in whole} == whole
 
 

@@ -263,7 +263,7 @@ def test_deriving_twice_and_from_plain_data_changes_nothing(changes: dict, tmp_p
     facts = Facts(vocab_size=259)
     args = derived(tmp_path, facts=facts, **changes)
     assert derive(args, facts) == args
-    again = derive(type(args).from_dict(args.to_dict()), facts)
+    again = derive(type(args).from_saved(args.to_dict()), facts)
     assert again == args and again.hash() == args.hash()
 
 

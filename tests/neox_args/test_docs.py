@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.neox_arguments.arguments import all_keys
 from megatron.neox_arguments.derive import Facts
 from megatron.neox_arguments.differences import DIFFERENCES, differences_for
 from megatron.neox_arguments.docs import documents, main
+from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.retired import RETIRED
 from tests.neox_args.helpers import derived
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import UserError
-from megatron.neox_arguments.arguments import NeoXArgs, all_keys
+from megatron.neox_arguments.arguments import NeoXArgs
+from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.retired import ALIASES, NEVER_DEFAULT, OTHER_VERSIONS, RETIRED
 from tests.neox_args.helpers import loaded
 
@@ -68,7 +69,7 @@ def _other_value(name: str) -> object:
     info = all_keys()[name]
     for value in (*info.choices, True, False, 7, 0.25, "word", ["word"], [7], {"some": "thing"}):
         try:
-            made = NeoXArgs.from_dict({name: value}).get(name)
+            made = NeoXArgs.from_saved({name: value}).get(name)
         except UserError:
             continue
         if made != info.default and made not in (False, None, 0):

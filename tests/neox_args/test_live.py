@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.neox_arguments.arguments import all_keys
+from megatron.neox_arguments.groups import all_keys
 from tests.neox_args.helpers import derived
 
 pytestmark = pytest.mark.cpu

@@ -267,7 +267,7 @@ def test_flat_access(tmp_path: Path) -> None:
 
 def test_round_trip_through_plain_data(tmp_path: Path) -> None:
     args = loaded(tmp_path, train_data_paths=["x"], optimizer={"type": "Adam", "params": {"betas": [0.9, 0.95]}})
-    again = type(args).from_dict(args.to_dict())
+    again = type(args).from_saved(args.to_dict())
     assert again == args and again.hash() == args.hash()
     assert loaded(tmp_path, seed=7).hash() != args.hash()
 

@@ -132,7 +132,7 @@ def test_a_mixture_fills_in_the_flat_keys(tmp_path: Path) -> None:
     assert data.train_data_max_tokens == (None, 10**6) and data.train_data_holdout is None
     assert data.valid_sets == {"news": {"path": "n"}, "own": {"path": "o", "tags": ["t"]}}
     assert args.source("train_data_paths") == "derived: mixture"
-    again = derive(NeoXArgs.from_dict(args.to_dict()))
+    again = derive(NeoXArgs.from_saved(args.to_dict()))
     assert again.data == data and derive(args).data == data
 
 

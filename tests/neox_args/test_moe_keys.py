@@ -128,7 +128,7 @@ def test_a_router_that_cannot_learn_is_pointed_out(tmp_path: Path) -> None:
 
 def test_resolved_values_derive_again(tmp_path: Path) -> None:
     args = derived(tmp_path, **TOPK, moe_layers=[[["dense"], 1], [["moe"], 3]], moe_capacity_factor=1.25)
-    again = type(args).from_dict(args.to_dict())
+    again = type(args).from_saved(args.to_dict())
     assert again.model == args.model
 
 

@@ -22,7 +22,7 @@ WHOLE = {"path": "a", "iteration": None, "data": "continue", "optimizer": "keep"
 def test_what_is_left_out_continues(tmp_path: Path) -> None:
     args = derived(tmp_path, init_from={"path": "a"})
     assert args.checkpoint.init_from == WHOLE and derive(args).checkpoint.init_from == WHOLE
-    assert derive(NeoXArgs.from_dict(args.to_dict())).checkpoint.init_from == WHOLE
+    assert derive(NeoXArgs.from_saved(args.to_dict())).checkpoint.init_from == WHOLE
     given = {"path": "a", "iteration": 5, "data": "restart", "optimizer": "reset", "step": "restart"}
     assert derived(tmp_path, init_from=given).checkpoint.init_from == given
     assert derived(tmp_path).checkpoint.init_from is None

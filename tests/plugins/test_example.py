@@ -59,7 +59,7 @@ def build(model: ModelConfig, state: ParallelState) -> SequentialModel:
 
 @pytest.fixture
 def single(tmp_path: Path) -> SequentialModel:
-    return build(NeoXArgs.from_dict(resolved(tmp_path)).model, ParallelState.single())
+    return build(NeoXArgs.from_saved(resolved(tmp_path)).model, ParallelState.single())
 
 
 # ---- against formulas
@@ -127,7 +127,7 @@ def test_norm_activation_and_objective_are_their_formulas(single) -> None:
 
 def step(values: dict[str, Any], state: ParallelState) -> Outcome:
     """(loss, logits, gradients by name, this rank's parts) of one step."""
-    args = NeoXArgs.from_dict(values)
+    args = NeoXArgs.from_saved(values)
     network = build(args.model, state)
     tokens, positions, targets = batch()
     ids = [(positions >= 6).long()] if args.model.intra_document_masking else []
@@ -149,7 +149,7 @@ def test_two_ranks_compute_what_one_does(form, sequence_parallel: bool, tmp_path
     values = resolved(tmp_path, *form)
     loss, out, grads = step(values, ParallelState.single())
     results = run_distributed(split_step, 2, values, sequence_parallel)
-    specs = {name: p.spec for name, p in named_parameters(build(NeoXArgs.from_dict(values).model, two_ranks()))}
+    specs = {name: p.spec for name, p in named_parameters(build(NeoXArgs.from_saved(values).model, two_ranks()))}
     for other_loss, other_out, _ in results:
         assert other_loss == pytest.approx(loss, rel=1e-5)
         torch.testing.assert_close(other_out, out, rtol=1e-4, atol=1e-5)

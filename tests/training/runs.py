@@ -124,7 +124,7 @@ class Recorder(Callback):
 def process_of(rank: int, keys: dict[str, Any], layout: Layout) -> Process:
     """What `start_process` makes, in a rank that has joined already."""
     log.configure(rank)
-    args = NeoXArgs.from_dict({**KEYS, **keys, **layout.keys()})
+    args = NeoXArgs.from_saved({**KEYS, **keys, **layout.keys()})
     tokenizer = build_tokenizer(args.tokenizer)
     args = derive(args, Facts(vocab_size=tokenizer.vocab_size, num_devices=layout.world))
     init_deepspeed(torch.device("cpu"))

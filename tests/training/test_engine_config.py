@@ -16,7 +16,7 @@ pytestmark = pytest.mark.cpu
 
 def config_of(devices: int = 1, **keys: Any) -> dict[str, Any]:
     given = {**LLAMA, "train_micro_batch_size_per_gpu": 2, **keys}
-    return deepspeed_config(derive(NeoXArgs.from_dict(given), Facts(vocab_size=67, num_devices=devices)))
+    return deepspeed_config(derive(NeoXArgs.from_saved(given), Facts(vocab_size=67, num_devices=devices)))
 
 
 def test_what_is_written_for_a_plain_config():

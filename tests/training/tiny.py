@@ -119,7 +119,7 @@ class Layout:
 
 def tiny_args(keys: dict[str, Any], layout: Layout) -> NeoXArgs:
     """The derived configuration of a layout."""
-    args = NeoXArgs.from_dict({**keys, **layout.keys()})
+    args = NeoXArgs.from_saved({**keys, **layout.keys()})
     return derive(args, Facts(vocab_size=VOCAB, num_devices=layout.world))
 
 

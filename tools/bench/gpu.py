@@ -427,7 +427,7 @@ class Bench:
             "train_iters": 1000,
             "torch_compile": False,  # rows switch it on
         }
-        args = derive(NeoXArgs.from_dict(keys), Facts(vocab_size=self.vocab, num_devices=1))
+        args = derive(NeoXArgs.from_saved(keys), Facts(vocab_size=self.vocab, num_devices=1))
         if self.device.type == "cuda":
             torch.cuda.set_device(0)
             self.device = torch.device("cuda", 0)

@@ -107,7 +107,7 @@ def ours_built(kind: str, options: argparse.Namespace) -> tuple[Any, Any]:
         "max_position_embeddings": 2 * options.tokens, "no_weight_tying": True, "mamba_use_bias_in_x_proj": False,
         "train_micro_batch_size_per_gpu": options.batch,
     }  # fmt: skip
-    model = derive(NeoXArgs.from_dict(keys), Facts(vocab_size=VOCAB)).model
+    model = derive(NeoXArgs.from_saved(keys), Facts(vocab_size=VOCAB)).model
     state = ParallelState.single()
     layers = gpt_layers(model, vocab_size=VOCAB, padded_vocab_size=VOCAB, state=state)
     return model, SequentialModel(layers, OBJECTIVES["normal"], 0, state)

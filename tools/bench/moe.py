@@ -144,7 +144,7 @@ def deepy(shape: Shape, part: str, dtype: Any) -> tuple[Any, Callable[[Any], Any
         "moe_num_experts": shape.experts, "moe_router_type": "topk", "moe_top_k": shape.top_k,
         "moe_normalize_topk": True, "train_micro_batch_size_per_gpu": shape.batch,
     }  # fmt: skip
-    model, state = derive(NeoXArgs.from_dict(keys)).model, ParallelState.single()
+    model, state = derive(NeoXArgs.from_saved(keys)).model, ParallelState.single()
     layers = gpt_layers(model, vocab_size=64, padded_vocab_size=64, state=state)
     block = build_layer(layers[1], 0, state).to(dtype)
     positions = torch.arange(shape.tokens).expand(shape.batch, shape.tokens).contiguous()

@@ -184,7 +184,7 @@ def deepy(precision: str, shape: str, **changes: Any) -> Step:
         "train_iters": 1000,
         **changes,
     }
-    args = derive(NeoXArgs.from_dict(keys), Facts(vocab_size=VOCAB, num_devices=1))
+    args = derive(NeoXArgs.from_saved(keys), Facts(vocab_size=VOCAB, num_devices=1))
     info = SimpleNamespace(rank=0, local_rank=0, world_size=1)
     store = None if dist.is_initialized() else dist.HashStore()
     init_distributed(args, info, torch.device("cpu"), store)  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ def keys_of(source: HuggingFaceFolder) -> tuple[str, dict[str, Any]]:
 def model_of(keys: dict[str, Any]) -> ModelConfig:
     """The derived architecture of flat keys that name it and `vocab_size`."""
     run = {"seq_length": keys["max_position_embeddings"], "train_micro_batch_size_per_gpu": 1}
-    return derive(NeoXArgs.from_dict({**run, **keys}), Facts(vocab_size=keys["vocab_size"])).model
+    return derive(NeoXArgs.from_saved({**run, **keys}), Facts(vocab_size=keys["vocab_size"])).model
 
 
 def rules_of(source: HuggingFaceFolder, family: str, model: ModelConfig) -> dict[str, Rule]:

@@ -86,7 +86,7 @@ def _open(
         saved = {**saved_config(reader).to_dict(), "model_parallel_size": tp, "pipe_parallel_size": 0}
         batch = {"train_batch_size": None, "gradient_accumulation_steps": None, "train_micro_batch_size_per_gpu": 1}
         facts = Facts(vocab_size=reader.entry(WORD_EMBEDDINGS).shape[0])
-        return reader, derive(NeoXArgs.from_dict({**saved, **batch}, source=str(folder)), facts)
+        return reader, derive(NeoXArgs.from_saved({**saved, **batch}, source=str(folder)), facts)
     kept = sorted(str(path) for path in (folder / layout.CONFIGS).glob("*.y*ml"))
     files = list(config_files) or kept or ([default_config] if default_config else [])
     beside = folder.parent / _TOKENIZER_OF_20B

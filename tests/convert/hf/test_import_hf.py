@@ -482,7 +482,7 @@ def test_published_configs_are_read_without_a_field_left(config, parameters):
 def resolved_for(vocab, **keys):
     from megatron.neox_arguments import NeoXArgs
 
-    return derive(NeoXArgs.from_dict(keys), Facts(vocab_size=vocab))
+    return derive(NeoXArgs.from_saved(keys), Facts(vocab_size=vocab))
 
 
 @pytest.mark.slow
