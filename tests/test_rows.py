@@ -10,8 +10,8 @@ import pytest
 import megatron
 from megatron.errors import UserError
 from megatron.mpu.state import ParallelState
-from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.block_sizes import norm_parameters, position_parameters
+from megatron.neox_arguments.groups import all_keys
 from megatron.registry import Registry
 from megatron.rows import FOLDERS, read_rows, row, rows
 from tests.model.networks import tiny
