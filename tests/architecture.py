@@ -9,6 +9,7 @@ import ast
 import io
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -290,6 +291,23 @@ def unfinished(sources: list[Source]) -> Iterator[Violation]:
                 yield Violation(source.at(node.lineno), "NotImplementedError: a UserError says what to use instead")
 
 
+def used_by_tests_only(sources: list[Source]) -> Iterator[Violation]:
+    """A function, class or constant of the library that nothing mentions but its definition."""
+    mentions = Counter(word for source in sources for word in re.findall(r"\w+", source.text))
+    for source in library(sources):
+        for node in source.tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names = [] if node.decorator_list else [node.name]  # a decorator may have registered it
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names = [target.id for target in targets if isinstance(target, ast.Name)]
+            else:
+                continue
+            for name in names:
+                if mentions[name] == 1 and not name.startswith("__"):
+                    yield Violation(source.at(node.lineno), f"{name} is used nowhere outside the tests: delete it")
+
+
 # ---- sizes
 
 
@@ -321,6 +339,7 @@ RULES: tuple[Callable[[list[Source]], Iterator[Violation]], ...] = (
     bare_excepts,
     prints,
     unfinished,
+    used_by_tests_only,
     entry_point_sizes,
     file_sizes,
 )

@@ -228,6 +228,14 @@ BROKEN = {
         {"tools/a.py": "x = 1\n" * 800, "tools/b.py": "x = 1\n" * 799},
         ["tools/a.py:800: 800 lines"],
     ),
+    "used by tests only": (
+        "used_by_tests_only",
+        {
+            "megatron/data/a.py": "LIMIT = 3\n\n\ndef used(): ...\n\n\n@NORMS.register('x')\nclass X: ...\n",
+            "megatron/data/b.py": "from megatron.data.a import used\n\n\ndef unused(): ...\n",
+        },
+        ["megatron/data/a.py:1: LIMIT is used nowhere", "megatron/data/b.py:4: unused is used nowhere"],
+    ),
 }
 
 
@@ -255,8 +263,8 @@ def test_good_sources_pass_every_rule(tmp_path: Path) -> None:
         "megatron/registry.py": "from megatron.errors import UserError\n",
         "megatron/mpu/state.py": "from megatron.registry import Registry\nfrom .topology import Topology\n",
         "megatron/mpu/topology.py": "import math\n",
-        "megatron/model/gpt.py": "def f():\n    import megatron.mpu.state as state\n    return state\n",
-        "train.py": "from megatron.model import gpt\n",
+        "megatron/model/gpt.py": "def build():\n    import megatron.mpu.state as state\n    return state\n",
+        "train.py": "from megatron.model import gpt\n\ngpt.build()\n",
     }
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
