@@ -12,6 +12,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,7 +82,7 @@ class Source:
         parts = self.module.split(".")
         return parts[1] if parts[0] == "megatron" and len(parts) > 1 else ""
 
-    @property
+    @cached_property
     def imports(self) -> list[Import]:
         parent = self.module if self.path.endswith("/__init__.py") else self.module.rpartition(".")[0]
         return list(_imports(self.tree, parent))
