@@ -340,7 +340,6 @@ RULES: tuple[Callable[[list[Source]], Iterator[Violation]], ...] = (
     bare_excepts,
     prints,
     unfinished,
-    used_by_tests_only,
     entry_point_sizes,
     file_sizes,
 )
