@@ -9,14 +9,16 @@ Shapes: `b` sequences, `s` new tokens (the whole prompt first, then one), `t` = 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.layers.carry import Carry
 from megatron.layers.kv_cache import KVCache
 from megatron.model.head import LMOutput
+from megatron.model.recompute import Recompute
+from megatron.model.sequential import run_layers
 from megatron.mpu.state import ParallelState
 
 
@@ -48,8 +50,6 @@ class Stage:
         self.dtype = dtype
         self.max_positions = max_positions
         self.switch_length = switch_length
-        cached = [i for i, layer in enumerate(self.layers) if getattr(layer, "uses_cache", False)]
-        self._slots = {layer: slot for slot, layer in enumerate(cached)}
 
     def new_cache(self, capacity: int, start: Tensor | None) -> KVCache:
         """A cache for this stage's layers. `start`: first real column of each left-padded row."""
@@ -64,12 +64,10 @@ class Stage:
             cache: what `new_cache` gave, or None to run without one (then `tokens` is everything so far).
         """
         first = tokens if self.state.is_first_stage else self._receive(tokens.numel())
-        carry: Any = (first, positions)  # without document numbers: a row is one document
-        for i, layer in enumerate(self.layers):
-            carry = layer(carry, cache[self._slots[i]]) if cache is not None and i in self._slots else layer(carry)
-        if self.state.is_last_stage:
-            return carry
-        self._send(carry[0])
+        out = run_layers(self.layers, Carry(first, positions), Recompute(), cache)  # a row is one document
+        if isinstance(out, LMOutput):
+            return out
+        self._send(out.hidden)
         return None
 
     @torch.inference_mode()

@@ -8,7 +8,6 @@ rank holds [Q/tp | K/tp | V/tp]. On disk it is in GPT-NeoX's order; the checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,58 +16,29 @@ from torch import Tensor, nn
 
 from megatron.errors import UserError
 from megatron.layers.attention_backends import Task, choose_backend
-from megatron.layers.documents import Documents, Need
+from megatron.layers.carry import Context
+from megatron.layers.documents import Need
 from megatron.layers.dropout import sharded_rng
 from megatron.layers.init import build_init
-from megatron.layers.kv_cache import LayerCache
-from megatron.layers.measure import size_of
 from megatron.layers.norms import build_norm, build_rms_norm
 from megatron.layers.norms.split import SplitRMSNorm
+from megatron.layers.parts import MIXERS, BlockSpec, Mixer
 from megatron.layers.positions import POSITIONS
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.state import ParallelState
-from megatron.registry import Registry
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
-MIXERS: Registry[Callable[..., nn.Module]] = Registry(
-    "attention_config",
-    wants="a class of modules",
-    fits=callable,
-    measure=lambda name, model: size_of(
-        lambda state: MIXERS[name](model, state, kind=name, window=None, rotary=None)  # the tables are not its own
-    ),
-)
-"""Kinds of mixer: what lets tokens see earlier ones. An entry is a class of modules:
-
-* it is made as `entry(model, state, kind=, window=, rotary=)` as `SelfAttention` is; `rotary` is shared by all layers
-  and has no parameters. Parameters as in `mlp.MLPS`;
-* `forward(x, positions, documents=None, cache=None, entered=, reduce=)`: x [t, h] ([t/tp, h] under sequence
-  parallelism), positions [b, s] -> the shape of x; t = b·s, batch outermost. `entered` and `reduce` as in `mlp.MLPS`;
-  in the parallel forms its output projection is called `dense`;
-* causal: a token's output depends on no later one, and with `documents` (intra_document_masking; `.ids` [b, s], or the
-  ids themselves) on no other document;
-* generation: `cache` is what its `new_cache(capacity, start)` made (without that method a `kv_cache.LayerCache`), and x
-  the new columns alone. Columns before `start` are padding and must not count. The result is that of the whole text;
-* `one_graph = False` if it cannot be one graph for torch.compile;
-* static methods `size(model) -> block_sizes.Size`, which replaces the count of its parameters, and `flops(model)`, the
-  training FLOPs per token that are not products with weights (none: 0).
-"""
-
 
 @MIXERS.register("global", "flash", "local")
-class SelfAttention(nn.Module):
+class SelfAttention(Mixer):
     """x -> dense(attention(q, k, v)); submodules `query_key_value`, `dense` and the optional query/key norms.
 
-    `kind`: the layer's entry of attention_config ("flash" prefers flash-attn). `window`: how many earlier tokens are
-    visible (None = all). `rotary`: the position module, shared by all layers.
-    `choice`: the attention back-end in use and why.
+    The kind "flash" prefers flash-attn. `choice`: the attention back-end in use and why.
     """
 
-    def __init__(
-        self, model: ModelConfig, state: ParallelState, *, kind: str, window: int | None, rotary: nn.Module | None
-    ) -> None:
+    def __init__(self, model: ModelConfig, state: ParallelState, spec: BlockSpec) -> None:
         super().__init__()
         heads, kv_heads, d = model.num_attention_heads, model.num_kv_heads, model.head_dim
         for key, count in (("num_attention_heads", heads), ("num_kv_heads", kv_heads)):
@@ -78,7 +48,7 @@ class SelfAttention(nn.Module):
             raise UserError(f"num_kv_heads: {kv_heads} does not divide num_attention_heads={heads}")
         self.state = state
         self.heads, self.kv_heads, self.d = heads // state.tp_size, kv_heads // state.tp_size, d
-        self.window = window
+        self.window = spec.window
         # muP: scores of wide heads grow with d, not sqrt(d), once queries and keys correlate (Tensor Programs V).
         self.scale = 1.0 / d if model.use_mup else (model.query_pre_attn_scalar or d) ** -0.5
         self.dropout = model.attention_dropout
@@ -99,7 +69,7 @@ class SelfAttention(nn.Module):
             bias=bias and model.use_bias_in_attn_output,
         )
         self._build_qk_norms(model)
-        self.rotary = rotary
+        self.rotary = spec.rotary
         slopes = POSITIONS[model.pos_emb].slopes
         self.slopes: Tensor | None = None
         if slopes is not None:
@@ -107,9 +77,9 @@ class SelfAttention(nn.Module):
             self.slopes = mine.to(state.device)  # not a buffer: it stays fp32 when an engine casts the model
         task = Task(
             state.device,
-            kind,
+            spec.kind,
             documents=model.intra_document_masking,
-            window=window is not None,
+            window=spec.window is not None,
             alibi=slopes is not None,
             dropout=model.attention_dropout > 0,
             softcap=model.attn_logit_softcapping is not None,
@@ -136,32 +106,18 @@ class SelfAttention(nn.Module):
             self.k_norm = SplitRMSNorm(self.kv_heads * tp * self.d, eps=eps, state=self.state)
 
     def document_need(self) -> Need:
-        """What this layer reads of packed documents; layers with equal needs share it."""
         return self.choice.backend.form_for(self.query_key_value.weight), self.window
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        documents: Documents | Tensor | None = None,
-        cache: LayerCache | None = None,
-        *,
-        entered: bool = False,
-        reduce: bool = True,
-    ) -> Tensor:
-        """x [t, h] ([t/tp, h] under sequence parallelism), positions [b, s] -> the shape of x.
+    def describe(self) -> tuple[str, str]:
+        return "attention back-end", str(self.choice)
 
-        `documents`: of the micro-batch, ready for `document_need()`; or just their numbers [b, s].
-        `entered` and `reduce=False` as in mpu.layers: the caller has entered / leaves the tensor-parallel region, and
-        then adds `dense`'s bias.
-        """
+    def forward(self, x: Tensor, context: Context, *, entered: bool = False, reduce: bool = True) -> Tensor:
+        positions, documents, cache = context
         q, k, v = self._project(x, positions, entered)
         start = None
         if cache is not None:
             k, v = cache.append(k, v)
             start, documents = cache.start, None  # a row of generation is one document
-        if isinstance(documents, Tensor):
-            documents = Documents(documents)
         dropout = self.dropout if self.training else 0.0
         with sharded_rng(dropout, self.state):
             out = self.attend(
@@ -177,6 +133,9 @@ class SelfAttention(nn.Module):
                 key_start=start,
             )
         return self.dense(out.reshape(-1, self.heads * self.d), reduce=reduce)
+
+    def add_bias(self, total: Tensor) -> Tensor:
+        return self.dense.add_bias(total)
 
     def _project(self, x: Tensor, positions: Tensor, entered: bool) -> tuple[Tensor, Tensor, Tensor]:
         """q [b, s, n/tp, d], k and v [b, s, n_kv/tp, d], normalised and rotated."""

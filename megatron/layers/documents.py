@@ -57,11 +57,6 @@ class Documents:
         return cls(ids, bounds, reach, masks, blocks)
 
 
-def document_ids(documents: Documents | Tensor | None) -> Tensor | None:
-    """The numbers [b, s] of packed documents."""
-    return documents.ids if isinstance(documents, Documents) else documents
-
-
 def document_starts(ids: Tensor | None) -> Tensor | None:
     """bool [b, s]: the first token of each packed document. A row always starts one."""
     return None if ids is None else _starts(ids)

@@ -5,16 +5,15 @@ Legend: b batch, s sequence, t = b·s, h hidden, v vocabulary, /tp = this rank's
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from megatron.layers.carry import Carry
 from megatron.layers.dropout import hidden_dropout
 from megatron.layers.init import build_init
-from megatron.layers.kv_cache import LayerCache
-from megatron.layers.moe.losses import no_balance
+from megatron.layers.parts import adds_loss
 from megatron.layers.positions import POSITIONS
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.state import ParallelState
@@ -42,22 +41,24 @@ class Embedding(nn.Module):
             state=state,
             init=build_init(model, hidden_matrix=False),
         )
-        self.balance = partial(no_balance, model, state.device)
+        self.adds_loss = adds_loss(model)
         at_embedding = POSITIONS[model.pos_emb].at_embedding
         self.position_embeddings = None if at_embedding is None else at_embedding(model, state)
 
-    def forward(self, carry: tuple[Tensor, ...], cache: LayerCache | None = None) -> tuple[Tensor, ...]:
-        """(tokens [b, s], positions [b, s][, doc_ids]) -> (hidden [t, h] or [t/tp, h], positions[, doc_ids][, balance
-        loss of mixtures of experts])."""
-        tokens, positions, *doc_ids = carry
-        hidden = self.word_embeddings(tokens)
+    def forward(self, carry: Carry) -> Carry:
+        """The carry with the token ids [b, s] -> with their hidden states."""
+        hidden = self.word_embeddings(carry.hidden)
         if self.width_scale is not None:
             # As a tensor, so that the factor is rounded to bf16 where the model is bf16, as Gemma was trained.
             hidden = hidden * torch.full((), self.width_scale, dtype=hidden.dtype, device=hidden.device)
         if self.position_embeddings is not None:
             # An fp32 table (sinusoids) must not widen the residual stream of a bf16 model.
-            hidden = hidden + self.position_embeddings(positions).to(hidden.dtype)
+            hidden = hidden + self.position_embeddings(carry.positions).to(hidden.dtype)
         if self.multiplier != 1.0:
             hidden = hidden * self.multiplier
         hidden = hidden_dropout(hidden, self.dropout, self.training, self.state)
-        return (hidden, positions, *doc_ids, *self.balance())
+        balance = None
+        if self.adds_loss:
+            # It takes a gradient: every stage of a pipeline sends one for each floating-point tensor that it received.
+            balance = torch.zeros((), device=hidden.device, requires_grad=torch.is_grad_enabled())
+        return carry._replace(hidden=hidden, balance=balance)

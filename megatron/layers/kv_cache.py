@@ -86,7 +86,7 @@ class StateCache:
 
 
 class KVCache:
-    """One entry per layer of a stage that keeps one, in order; `cache[i]` is what the i-th such layer is handed.
+    """One entry per layer of a stage that keeps one, in order (`layers`).
 
     `start` [b] int64: first real column of each row (None: nothing is padded). `capacity`: prompt plus new tokens.
     """
@@ -97,12 +97,6 @@ class KVCache:
         self.layers: list[CacheEntry] = [
             layer.new_cache(capacity, padded) for layer in layers if getattr(layer, "uses_cache", False)
         ]
-
-    def __getitem__(self, layer: int) -> CacheEntry:
-        return self.layers[layer]
-
-    def __len__(self) -> int:
-        return len(self.layers)
 
     @property
     def length(self) -> int:

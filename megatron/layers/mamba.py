@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.layers.attention import MIXERS
-from megatron.layers.documents import Documents, document_ids, document_starts
+from megatron.layers.carry import Context
+from megatron.layers.documents import document_starts
 from megatron.layers.init import build_init
 from megatron.layers.kv_cache import StateCache
 from megatron.layers.mamba_conv import conv_tail
@@ -32,6 +32,7 @@ from megatron.layers.mamba_parts import (
     uniform,
 )
 from megatron.layers.mamba_scan import scan_step
+from megatron.layers.parts import MIXERS, BlockSpec, Mixer
 from megatron.mpu import sharding
 from megatron.mpu.collectives import enter_tensor_parallel, leave_tensor_parallel
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, linear
@@ -42,10 +43,12 @@ if TYPE_CHECKING:
 
 
 @MIXERS.register("mamba")
-class Mamba(nn.Module):
+class Mamba(Mixer):
     """Submodules and parameters have GPT-NeoX's (and mamba-ssm's) names. `choice`: the kernels in use."""
 
-    def __init__(self, model: ModelConfig, state: ParallelState) -> None:
+    one_graph = False
+
+    def __init__(self, model: ModelConfig, state: ParallelState, spec: BlockSpec) -> None:
         super().__init__()
         h, channels = model.hidden_size, model.mamba_expand * model.hidden_size
         self.state = state
@@ -80,20 +83,19 @@ class Mamba(nn.Module):
         self.D = state_parameter(model, state, (channels,), sharding.ones)
         self.out_proj = RowParallelLinear(channels, h, state=state, init=build_init(model, residual=True), bias=bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        documents: Documents | Tensor | None = None,
-        cache: StateCache | None = None,
-    ) -> Tensor:
-        """x [t, h] ([t/tp, h] under sequence parallelism), positions [b, s] -> the shape of x."""
-        b, s = positions.shape
+    def new_cache(self, capacity: int, start: Tensor | None) -> StateCache:
+        return StateCache(start)
+
+    def describe(self) -> tuple[str, str]:
+        return "mamba", self.choice
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        (b, s), documents, cache = context.positions.shape, context.documents, context.cache
         both = self.in_proj(x).view(b, s, -1)
         if self.inner is not None and cache is None:
             return self._fused(both)
         x, gate = both.chunk(2, dim=-1)
-        ids = document_ids(documents) if cache is None else None
+        ids = documents.ids if documents is not None and cache is None else None
         real = None if cache is None else cache.real(s)
         tail = None if cache is None else cache.tail
         x = x if real is None else x.masked_fill(~real, 0.0)

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.layers.attention import MIXERS
-from megatron.layers.documents import Documents, document_ids, document_starts
+from megatron.layers.carry import Context
+from megatron.layers.documents import document_starts
 from megatron.layers.init import build_init
 from megatron.layers.kv_cache import StateCache
 from megatron.layers.mamba_conv import conv_tail
@@ -32,6 +32,7 @@ from megatron.layers.mamba_parts import (
     step_bias,
 )
 from megatron.layers.mamba_ssd import ssd_step
+from megatron.layers.parts import MIXERS, BlockSpec, Mixer
 from megatron.mpu import sharding
 from megatron.mpu.collectives import (
     enter_tensor_parallel,
@@ -48,10 +49,12 @@ if TYPE_CHECKING:
 
 
 @MIXERS.register("mamba2")
-class Mamba2(nn.Module):
+class Mamba2(Mixer):
     """Submodules and parameters have mamba-ssm's names. `choice`: the kernels in use."""
 
-    def __init__(self, model: ModelConfig, state: ParallelState) -> None:
+    one_graph = False
+
+    def __init__(self, model: ModelConfig, state: ParallelState, spec: BlockSpec) -> None:
         super().__init__()
         h, channels, tp = model.hidden_size, model.mamba_expand * model.hidden_size, state.tp_size
         groups, self.n, self.p = model.mamba_n_groups, model.mamba_d_state, model.mamba_head_dim
@@ -87,18 +90,17 @@ class Mamba2(nn.Module):
         self.norm = GatedRMSNorm(channels, groups, self.p, eps=model.rms_norm_epsilon, state=state)
         self.out_proj = RowParallelLinear(channels, h, state=state, init=build_init(model, residual=True), bias=bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        documents: Documents | Tensor | None = None,
-        cache: StateCache | None = None,
-    ) -> Tensor:
-        """x [t, h] ([t/tp, h] under sequence parallelism), positions [b, s] -> the shape of x."""
-        b, s = positions.shape
+    def new_cache(self, capacity: int, start: Tensor | None) -> StateCache:
+        return StateCache(start)
+
+    def describe(self) -> tuple[str, str]:
+        return "mamba2", self.choice
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        (b, s), documents, cache = context.positions.shape, context.documents, context.cache
         everything = self.in_proj(x).view(b, s, -1)
         gate, mixed, dt = everything.split((self.channels, self.channels + 2 * self.shared, self.heads), dim=-1)
-        ids = document_ids(documents) if cache is None else None
+        ids = documents.ids if documents is not None and cache is None else None
         real = None if cache is None else cache.real(s)
         tail = None if cache is None else cache.tail
         mixed = mixed if real is None else mixed.masked_fill(~real, 0.0)

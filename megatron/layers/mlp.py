@@ -8,41 +8,23 @@ Gated: the fused weight `linear1` has the rows [up ; gate], each split over rank
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.layers.activations import build_activation
+from megatron.layers.carry import Context
 from megatron.layers.init import build_init
-from megatron.layers.measure import size_of
+from megatron.layers.parts import MLPS, FeedForward
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.state import ParallelState
-from megatron.registry import Registry
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
-MLPS: Registry[Callable[..., nn.Module]] = Registry(
-    "mlp_config",
-    wants="a class of modules",
-    fits=callable,
-    measure=lambda name, model: size_of(lambda state: MLPS[name](model, state)),
-)
-"""Kinds of feed-forward. An entry is a class of modules:
-
-* it is made as `entry(model, state)`; every parameter by `mpu.sharding.parameter` or a layer of `mpu.layers`, with its
-  full shape, so that it starts, is saved and is read at any layout; it is built on torch's meta device too;
-* `forward(x, entered=, reduce=)`: [t, h] -> [t, h] ([t/tp, h] under sequence parallelism). With `entered` x has entered
-  the tensor-parallel region already; without `reduce` the result is the rank's partial sum without bias. Both are for
-  the parallel forms of a block alone (gpt_j_residual), and so is `add_bias(total)`;
-* each token's output depends on that token alone;
-* a static method `size(model) -> block_sizes.Size`, if it has one, says its parameters; else they are counted.
-"""
-
 
 @MLPS.register("dense")
-class DenseMLP(nn.Module):
+class DenseMLP(FeedForward):
     """linear2(act(linear1(x))) or linear2(act(gate) · up); the activation decides which.
 
     `width` and `bias`: instead of ffn_width and use_bias_in_mlp.
@@ -66,16 +48,16 @@ class DenseMLP(nn.Module):
         )
         self.linear2 = RowParallelLinear(width, h, state=state, init=build_init(model, residual=True), bias=bias)
 
-    def forward(self, x: Tensor, *, entered: bool = False, reduce: bool = True) -> Tensor:
-        """[t, h] ([t/tp, h] under sequence parallelism) -> the same; `entered` and `reduce` as in mpu.layers."""
+    def forward(
+        self, x: Tensor, context: Context | None = None, *, entered: bool = False, reduce: bool = True
+    ) -> tuple[Tensor, None]:
         wide = self.linear1(x, entered=entered)
         if self.gated:
             up, gate = wide.chunk(2, dim=-1)
             wide = self.function(gate) * up
         else:
             wide = self.function(wide)
-        return self.linear2(wide, reduce=reduce)
+        return self.linear2(wide, reduce=reduce), None
 
-    def add_bias(self, y: Tensor) -> Tensor:
-        """What `reduce=False` leaves out, to be added once the partial sums are reduced."""
-        return self.linear2.add_bias(y)
+    def add_bias(self, total: Tensor) -> Tensor:
+        return self.linear2.add_bias(total)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from megatron.layers.embedding import Embedding
+from megatron.layers.parts import BlockSpec
 from megatron.layers.positions import POSITIONS
 from megatron.model import mamba_block, rwkv_block
 from megatron.model.block import BLOCKS, TransformerBlock
@@ -60,7 +61,7 @@ def gpt_layers(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int, s
     builders: list[Callable[..., nn.Module]] = [
         partial(Embedding, model, state, **vocabulary),
         *(
-            partial(_block, model, state, rotary, layer, kind=kind, mlp=mlp, window=window)
+            partial(_build_block, model, state, rotary, BlockSpec(layer, kind, mlp, window))
             for layer, (kind, mlp, window) in enumerate(parts)
         ),
         partial(FinalNorm, model, state),
@@ -74,20 +75,12 @@ def gpt_layers(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int, s
     ]
 
 
-def _block(
-    model: ModelConfig,
-    state: ParallelState,
-    rotary: Callable[[bool], nn.Module | None],
-    layer: int,
-    *,
-    kind: str,
-    mlp: str,
-    window: int | None,
+def _build_block(
+    model: ModelConfig, state: ParallelState, rotary: Callable[[bool], nn.Module | None], spec: BlockSpec
 ) -> nn.Module:
-    block = BLOCKS[kind] if kind in BLOCKS else TransformerBlock  # noqa: SIM401 (a registry has no get)
-    local = window is not None and model.rotary_emb_base_local is not None
-    number = {"layer": layer} if block.takes_layer else {}
-    return block(model, state, kind=kind, mlp=mlp, window=window, rotary=rotary(local), **number)
+    block = BLOCKS[spec.kind] if spec.kind in BLOCKS else TransformerBlock  # noqa: SIM401 (a registry has no get)
+    local = spec.window is not None and model.rotary_emb_base_local is not None
+    return block(model, state, replace(spec, rotary=rotary(local)))
 
 
 def build_layer(

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatron.layers.carry import Carry
 from megatron.layers.init import build_init
-from megatron.layers.kv_cache import LayerCache
 from megatron.layers.norms import build_norm
-from megatron.model.carry import balance_of
 from megatron.mpu import sharding
 from megatron.mpu.collectives import enter_tensor_parallel, gather_last_dim
 from megatron.mpu.cross_entropy import linear_cross_entropy, weighted_linear_cross_entropy
@@ -106,8 +105,8 @@ class FinalNorm(nn.Module):
         super().__init__()
         self.norm = build_norm(model, state)
 
-    def forward(self, carry: tuple[Tensor, ...], cache: LayerCache | None = None) -> tuple[Tensor, ...]:
-        return (self.norm(carry[0]), *carry[1:])
+    def forward(self, carry: Carry) -> Carry:
+        return carry.replace_hidden(self.norm(carry.hidden))
 
 
 Then = Callable[[LMOutput], Any]
@@ -172,10 +171,10 @@ class Head(nn.Module):
         self.final_linear = None if tied else matrix
         self.word_embeddings = matrix if tied else None
 
-    def forward(self, carry: tuple[Tensor, ...], cache: LayerCache | None = None, then: Then | None = None) -> Any:
-        """(hidden, positions [b, s], ...) -> `LMOutput`, or what `then` makes of it.
+    def forward(self, carry: Carry, then: Then | None = None) -> Any:
+        """The last carry -> `LMOutput`, or what `then` makes of it.
 
         `then` runs inside the matrix's forward, where its weight is whole under ZeRO-3 as well.
         """
         matrix = self.word_embeddings if self.final_linear is None else self.final_linear
-        return matrix(carry[0], carry[1].shape, balance_of(carry), then)
+        return matrix(carry.hidden, carry.positions.shape, carry.balance, then)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.layers import mamba, mamba2
-from megatron.layers.attention import MIXERS
-from megatron.layers.documents import Documents
-from megatron.layers.kv_cache import CacheEntry, StateCache
+from megatron.layers.carry import Context
+from megatron.layers.kv_cache import CacheEntry
 from megatron.layers.norms import build_norm
+from megatron.layers.parts import MIXERS, BlockSpec
 from megatron.model.block import BLOCKS, Block
 from megatron.mpu.state import ParallelState
 
@@ -25,28 +25,17 @@ PROVIDERS = (mamba, mamba2)  # importing them is what fills the registry of mixe
 
 @BLOCKS.register("mamba", "mamba2")
 class MambaBlock(Block):
-    """`mlp`, `window` and `rotary` are for blocks of other kinds: Mamba needs no positions and sees everything."""
+    """Mamba needs no positions and sees everything: of the spec it reads the kind."""
 
     one_graph = False
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        state: ParallelState,
-        *,
-        kind: str,
-        mlp: str,
-        window: int | None,
-        rotary: nn.Module | None,
-    ) -> None:
+    def __init__(self, model: ModelConfig, state: ParallelState, spec: BlockSpec) -> None:
         super().__init__(model, state)
         self.norm = build_norm(model, state)
-        self.mixer = MIXERS[kind](model, state)
+        self.mixer = MIXERS[spec.kind](model, state, spec)
 
     def new_cache(self, capacity: int, start: Tensor | None) -> CacheEntry:
-        return StateCache(start)
+        return self.mixer.new_cache(capacity, start)
 
-    def residual(
-        self, x: Tensor, positions: Tensor, documents: Documents | Tensor | None, cache: CacheEntry | None = None
-    ) -> Tensor:
-        return x + self._drop(self.mixer(self.norm(x), positions, documents, cache))
+    def residual(self, x: Tensor, context: Context) -> tuple[Tensor, None]:
+        return x + self._drop(self.mixer(self.norm(x), context)), None

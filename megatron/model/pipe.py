@@ -13,7 +13,8 @@ from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSp
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from megatron.model.carry import balance_of
+from megatron.layers.carry import Carry
+from megatron.model.block import Block
 from megatron.model.gpt import Layer, build_layer
 from megatron.model.partition import LayerRow, partition
 from megatron.model.sequential import SequentialModel, log_backends, recompute_of, run_layers
@@ -76,6 +77,7 @@ class LayerPipe(PipelineModule):
         )
         self.objective = objective
         self.recompute = recompute_of(self.forward_funcs)
+        self.carried = next(layer.carried for layer in self.forward_funcs if isinstance(layer, Block))
         log_backends(self, state)
 
     def _partition_layers(self, method: str = "") -> None:
@@ -89,12 +91,13 @@ class LayerPipe(PipelineModule):
         super()._synchronize_tied_weights()
 
     def forward(self, forward_input: Any) -> Any:
-        """This stage's layers: (tokens or hidden, positions[, doc_ids][, balance]) -> the same, or `LMOutput` at the
-        end."""
-        out = run_layers(self.forward_funcs, forward_input, self.recompute)
-        if isinstance(out, tuple) and (balance := balance_of(out)) is not None and balance.requires_grad:
-            _backward_at_once(out[0], balance)
-        return out
+        """This stage's layers: the tensors of a carry (tokens or hidden first) -> the same; `LMOutput` at the end."""
+        out = run_layers(self.forward_funcs, Carry.from_tensors(forward_input, self.carried), self.recompute)
+        if not isinstance(out, Carry):
+            return out
+        if out.balance is not None and out.balance.requires_grad:
+            _backward_at_once(out.hidden, out.balance)
+        return out.to_tensors()
 
 
 def _backward_at_once(hidden: Tensor, balance: Tensor) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.layers.documents import Documents, document_ids, document_starts
+from megatron.layers.carry import Context
+from megatron.layers.documents import document_starts
 from megatron.layers.kv_cache import CacheEntry, StateCache
 from megatron.layers.norms import build_norm
+from megatron.layers.parts import BlockSpec
 from megatron.layers.rwkv import ChannelMixing, TimeMixing
 from megatron.layers.rwkv6 import ChannelMixing6, TimeMixing6
 from megatron.model.block import BLOCKS, Block
@@ -28,40 +30,25 @@ _HALVES = {"rwkv4": (TimeMixing, ChannelMixing), "rwkv": (TimeMixing6, ChannelMi
 
 @BLOCKS.register(*_HALVES)
 class RwkvBlock(Block):
-    """`mlp`, `window` and `rotary` are for blocks of other kinds; `layer`: its number, from 0."""
-
     one_graph = False
-    takes_layer = True
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        state: ParallelState,
-        *,
-        kind: str,
-        mlp: str,
-        window: int | None,
-        rotary: nn.Module | None,
-        layer: int = 0,
-    ) -> None:
+    def __init__(self, model: ModelConfig, state: ParallelState, spec: BlockSpec) -> None:
         super().__init__(model, state)
-        time_mixing, channel_mixing = _HALVES[kind]
-        self.pre_layernorm = build_norm(model, state) if layer == 0 else None
+        time_mixing, channel_mixing = _HALVES[spec.kind]
+        self.pre_layernorm = build_norm(model, state) if spec.layer == 0 else None
         self.input_layernorm = build_norm(model, state)
-        self.time_mixing = time_mixing(model, state, layer)
+        self.time_mixing = time_mixing(model, state, spec.layer)
         self.post_attention_layernorm = build_norm(model, state)
-        self.channel_mixing = channel_mixing(model, state, layer)
+        self.channel_mixing = channel_mixing(model, state, spec.layer)
 
     def new_cache(self, capacity: int, start: Tensor | None) -> CacheEntry:
         return StateCache(start)
 
-    def residual(
-        self, x: Tensor, positions: Tensor, documents: Documents | Tensor | None, cache: CacheEntry | None = None
-    ) -> Tensor:
-        b, s = positions.shape
+    def residual(self, x: Tensor, context: Context) -> tuple[Tensor, None]:
+        (b, s), documents, cache = context.positions.shape, context.documents, context.cache
         starts, real, tails, state = None, None, None, None
         if cache is None:
-            starts = document_starts(document_ids(documents))
+            starts = document_starts(None if documents is None else documents.ids)
         else:
             real, tails, state = cache.real(s), cache.tail, cache.state
         # The last token of each half's input [b, 2, h], and the state of time mixing.
@@ -72,4 +59,4 @@ class RwkvBlock(Block):
         change, other = self.channel_mixing(self.post_attention_layernorm(x), b, starts, real, before[1])
         if cache is not None:
             cache.advance(s, torch.stack((last, other), dim=1), state)
-        return x + self._drop(change)
+        return x + self._drop(change), None

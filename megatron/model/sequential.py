@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.layers.attention import SelfAttention
-from megatron.layers.documents import Documents
+from megatron.layers.carry import Carry
 from megatron.layers.kv_cache import KVCache
-from megatron.layers.mamba import Mamba
-from megatron.layers.mamba2 import Mamba2
+from megatron.layers.parts import Mixer
 from megatron.log import get_logger
 from megatron.model.block import Block
-from megatron.model.carry import balance_of, documents_of, passed_on
 from megatron.model.gpt import Layer, build_layer
 from megatron.model.head import LMOutput, Then
 from megatron.model.recompute import Recompute, recomputed
@@ -28,43 +27,27 @@ from megatron.mpu.state import ParallelState
 logger = get_logger(__name__)
 
 
-def run_layers(layers: Sequence[nn.Module], carry: Any, recompute: Recompute, cache: KVCache | None = None) -> Any:
-    """Send the carry through `layers`; the i-th layer with `uses_cache` gets `cache[i]`.
+def run_layers(layers: Sequence[nn.Module], carry: Carry, recompute: Recompute, cache: KVCache | None = None) -> Any:
+    """Send the carry through `layers`; those with `uses_cache` get their entries of `cache`.
 
     Blocks recompute themselves one by one; chunks of several (`checkpoint_num_layers` > 1) are recomputed here.
     """
     if cache is not None:
-        slots = iter(range(len(cache)))
+        entries = iter(cache.layers)
         for layer in layers:
-            carry = layer(carry, cache[next(slots)]) if getattr(layer, "uses_cache", False) else layer(carry)
+            carry = layer(carry, next(entries)) if getattr(layer, "uses_cache", False) else layer(carry)
         return carry
-    carry = share_documents(layers, carry)
+    carry = carry.prepare_documents({need for block in _blocks(layers) for need in block.document_needs()})
     for chunk in _chunks(layers, recompute):
         if len(chunk) == 1:
             carry = chunk[0](carry)
         else:
-            carry = passed_on(carry, *recomputed(_through(chunk), recompute.policy, *carry))
-    return numbers_only(carry)
+            carry = carry.replace_hidden(*recomputed(_run_chunk(chunk), recompute.policy, *carry))
+    return carry
 
 
-def share_documents(layers: Sequence[nn.Module], carry: Any) -> Any:
-    """(hidden or tokens, positions, document numbers, ...) -> the same with the numbers made into what `layers` read.
-
-    Here, once for all of them, and not in a block: it depends on the data, which a compiled graph must not, and it
-    would be computed again with every block that activation checkpointing recomputes.
-    """
-    ids = documents_of(carry)
-    if ids is None or isinstance(ids, Documents):
-        return carry
-    needs = {need for layer in layers if isinstance(layer, Block) for need in layer.document_needs()}
-    return (*carry[:2], Documents.of(ids, needs), *carry[3:])
-
-
-def numbers_only(carry: Any) -> Any:
-    """The inverse, for the next stage: only tensors travel between stages. Anything else (`LMOutput`) as it is."""
-    if not isinstance(carry, tuple):
-        return carry
-    return tuple(x.ids if isinstance(x, Documents) else x for x in carry)
+def _blocks(layers: Sequence[nn.Module]) -> list[Block]:
+    return [layer for layer in layers if isinstance(layer, Block)]
 
 
 def _chunks(layers: Sequence[nn.Module], recompute: Recompute) -> list[list[nn.Module]]:
@@ -79,31 +62,31 @@ def _chunks(layers: Sequence[nn.Module], recompute: Recompute) -> list[list[nn.M
     return chunks
 
 
-def _through(chunk: list[nn.Module]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    def run(*carry: Any) -> tuple[Tensor, Tensor | None]:
+def _run_chunk(chunk: list[nn.Module]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def run(*fields: Any) -> tuple[Tensor, Tensor | None]:
         """(hidden behind the chunk, what its blocks add to the balance loss)"""
-        if (before := balance_of(carry)) is not None:
-            carry = (*carry[:-1], torch.zeros_like(before))
+        carry = Carry(*fields)
+        if carry.balance is not None:
+            carry = carry._replace(balance=torch.zeros_like(carry.balance))
         for block in chunk:
             carry = block(carry)
-        return carry[0], balance_of(carry)
+        return carry.hidden, carry.balance
 
     return run
 
 
 def log_backends(module: nn.Module, state: ParallelState) -> None:
-    """Rank 0 says which attention back-ends, and which code for Mamba, its layers use."""
+    """Rank 0 logs which code its mixers use: attention back-ends, Mamba's kernels."""
     if state.rank != 0:
         return
-    for what, kinds in (("attention back-end", SelfAttention), ("mamba", Mamba), ("mamba2", Mamba2)):
-        names = sorted({str(part.choice) for part in module.modules() if isinstance(part, kinds)})
-        if names:
-            logger.info(f"{what}: {', '.join(names)}")
+    found = {part.describe() for part in module.modules() if isinstance(part, Mixer)} - {None}
+    for what, rows in groupby(sorted(found), key=itemgetter(0)):
+        logger.info(f"{what}: {', '.join(name for _, name in rows)}")
 
 
 def recompute_of(layers: Sequence[nn.Module]) -> Recompute:
     """The recomputation its blocks were built for."""
-    return next((layer.chunking for layer in layers if isinstance(layer, Block)), Recompute())
+    return next((block.chunking for block in _blocks(layers)), Recompute())
 
 
 class SequentialModel(nn.Module):
@@ -149,7 +132,7 @@ class SequentialModel(nn.Module):
         if labels is not None:
             then = partial(self._loss, labels)
         *body, head = self.sequential
-        return head(run_layers(body, tuple(inputs), self.recompute, cache), then=then)
+        return head(run_layers(body, Carry.from_tensors(inputs), self.recompute, cache), then=then)
 
     def _loss(self, labels: Any, out: LMOutput) -> Tensor:
         return self.objective.loss(out, labels)

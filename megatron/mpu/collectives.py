@@ -154,6 +154,13 @@ def gather_last_dim(x: Tensor, state: ParallelState) -> Tensor:
     return x if state.tp_size == 1 else _GatherLast.apply(x, state)
 
 
+def count_once(x: Tensor, state: ParallelState) -> Tensor:
+    """A value that every tensor-parallel rank computes alike inside the region, where gradients are summed over ranks:
+    the same value with a tp-th of its gradient. For what a feed-forward adds to the loss."""
+    part = x / state.tp_size
+    return part + (x - part).detach()
+
+
 def sum_gradient(w: Tensor, state: ParallelState, inside: Literal["sequence", "tensor"] = "sequence") -> Tensor:
     """A replicated weight, as it must enter a region where ranks see different things; backward sums over ranks.
 

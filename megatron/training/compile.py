@@ -46,8 +46,8 @@ def _obstacle(model: ModelConfig, state: ParallelState, zero_stage: int) -> str 
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:
     """Have every block of `model` compiled at its first call, whole (`fullgraph`). Returns how many there are.
 
-    A block with a mixture of experts is compiled in two parts, before and behind its experts (and not at all when it is
-    recomputed in the backward pass: what is recomputed is one graph or none). On a GPU the element-wise part of the
+    A block with a part that is no graph (a mixture of experts) is compiled around that part, and not at all when it is
+    recomputed in the backward pass: what is recomputed is one graph or none. On a GPU the element-wise part of the
     loss is compiled as well.
 
     Call it after the engine is built: the engine's hooks must not become part of the graphs.
@@ -55,9 +55,9 @@ def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:
     whole = [module for module in model.modules() if isinstance(module, Block) and module.one_graph]
     parts = [module for module in model.modules() if isinstance(module, TransformerBlock) and not module.one_graph]
     blocks = whole + [block for block in parts if block.recompute == "none" and not block.chunking.active]
-    for routed in parts:
-        # Not by a decorator on the layer: naming it imports the compiler, a second of every command.
-        routed.mlp.forward = torch.compiler.disable(routed.mlp.forward)  # its rows depend on the data
+    for part in (part for block in parts for part in (block.attention, block.mlp) if not part.one_graph):
+        # Not by a decorator on the class: naming it imports the compiler, a second of every command.
+        part.forward = torch.compiler.disable(part.forward)
     for block in blocks:
         block.compile(fullgraph=block.one_graph, backend=backend)
     for module in model.modules():

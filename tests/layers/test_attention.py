@@ -10,7 +10,9 @@ import torch.nn.functional as F
 
 from megatron.errors import UserError
 from megatron.layers.attention import SelfAttention
+from megatron.layers.carry import Context
 from megatron.layers.kv_cache import KVCache, left_padded_positions
+from megatron.layers.parts import BlockSpec
 from megatron.layers.positions.rotary import Rotary
 from megatron.mpu.sharding import bind, initialize
 from megatron.mpu.state import ParallelState
@@ -26,7 +28,7 @@ POSITIONS = torch.arange(16).expand(2, 16)
 def _layer(window: int | None = None, **changes: Any) -> SelfAttention:
     model = tiny(init_method_std=0.3, **changes)
     rotary = Rotary.of(model, STATE) if model.pos_emb == "rotary" else None
-    layer = SelfAttention(model, STATE, kind="global", window=window, rotary=rotary)
+    layer = SelfAttention(model, STATE, BlockSpec(window=window, rotary=rotary))
     bind(layer, 2)
     initialize(layer, 0, STATE)
     randomise_vectors(layer, STATE)
@@ -52,7 +54,7 @@ def test_rows_of_the_fused_projection_are_q_k_v(kv_heads: int) -> None:
     scores = (q @ k.transpose(-1, -2) / 8**0.5).masked_fill(torch.ones(16, 16).triu(1).bool(), -torch.inf)
     mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(32, 32)
     expected = F.linear(mixed, layer.dense.weight, layer.dense.bias)
-    assert (layer(x, POSITIONS) - expected).abs().max() < 1e-5
+    assert (layer(x, Context(POSITIONS)) - expected).abs().max() < 1e-5
 
 
 def test_mup_divides_scores_by_the_head_width() -> None:
@@ -64,44 +66,44 @@ def test_mup_divides_scores_by_the_head_width() -> None:
 def test_qk_layernorm_is_over_each_head(norm: str) -> None:
     """Scaling one head's rows of Q or K changes nothing (without biases): each head is normalised by itself."""
     layer = _layer(use_qk_layernorm=True, norm=norm, use_bias_in_attn_linear=False)
-    before = layer(_x(), POSITIONS)
+    before = layer(_x(), Context(POSITIONS))
     with torch.no_grad():
         layer.query_key_value.weight[8:16] *= 3  # query head 1
         layer.query_key_value.weight[32:40] *= 5  # key head 0
-    assert (layer(_x(), POSITIONS) - before).abs().max() < 1e-3
+    assert (layer(_x(), Context(POSITIONS)) - before).abs().max() < 1e-3
     with torch.no_grad():
         layer.query_key_value.weight[48:56] *= 3  # value head 0
-    assert (layer(_x(), POSITIONS) - before).abs().max() > 1e-2
+    assert (layer(_x(), Context(POSITIONS)) - before).abs().max() > 1e-2
 
 
 def test_separate_qk_norms_are_over_all_heads() -> None:
     layer = _layer(use_separate_qk_norms=True, use_bias_in_attn_linear=False)
     assert layer.q_norm.scale.shape == (32,)
     assert layer.k_norm.scale.shape == (16,)
-    before = layer(_x(), POSITIONS)
+    before = layer(_x(), Context(POSITIONS))
     with torch.no_grad():
         layer.query_key_value.weight[:32] *= 3
-    assert (layer(_x(), POSITIONS) - before).abs().max() < 1e-3
+    assert (layer(_x(), Context(POSITIONS)) - before).abs().max() < 1e-3
     with torch.no_grad():
         layer.query_key_value.weight[8:16] *= 3  # one head against the others
-    assert (layer(_x(), POSITIONS) - before).abs().max() > 1e-3
+    assert (layer(_x(), Context(POSITIONS)) - before).abs().max() > 1e-3
 
 
 def test_the_window_reaches_the_back_end() -> None:
     layer, x = _layer(window=3), _x()
-    before = layer(x, POSITIONS)
+    before = layer(x, Context(POSITIONS))
     x = x.clone()
     x[4] += 1  # row 0, column 4: seen by columns 4..7
-    changed = (layer(x, POSITIONS) - before).abs().amax(-1).view(2, 16) > 0
+    changed = (layer(x, Context(POSITIONS)) - before).abs().amax(-1).view(2, 16) > 0
     assert changed.nonzero().tolist() == [[0, 4], [0, 5], [0, 6], [0, 7]]
 
 
 def test_attention_dropout_is_for_training_only() -> None:
     layer, x = _layer(attention_dropout=0.5), _x()
-    assert not torch.equal(layer(x, POSITIONS), layer(x, POSITIONS))
+    assert not torch.equal(layer(x, Context(POSITIONS)), layer(x, Context(POSITIONS)))
     layer.eval()
     plain = _layer()
-    assert torch.equal(layer(x, POSITIONS), plain(x, POSITIONS))
+    assert torch.equal(layer(x, Context(POSITIONS)), plain(x, Context(POSITIONS)))
 
 
 @pytest.mark.parametrize("key", ["num_attention_heads", "num_kv_heads"])
@@ -109,7 +111,7 @@ def test_heads_that_do_not_divide_are_refused(key: str) -> None:
     state = ParallelState(Topology({"pipe": 1, "data": 1, "model": 4}), 0, torch.device("cpu"))
     heads = {"num_attention_heads": {"num_attention_heads": 2}, "num_kv_heads": {"num_kv_heads": 2}}[key]
     with pytest.raises(UserError, match=f"{key}: 2 cannot be split over model_parallel_size=4"):
-        SelfAttention(tiny(**heads), state, kind="global", window=None, rotary=None)
+        SelfAttention(tiny(**heads), state, BlockSpec())
 
 
 CACHED: list[dict[str, Any]] = [

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.errors import UserError
 from megatron.layers import mamba_kernels
+from megatron.layers.carry import Context
 from megatron.layers.documents import document_starts
 from megatron.layers.mamba_conv import causal_conv, conv_tail
 from megatron.layers.mamba_kernels import choose_kernels
@@ -350,7 +351,7 @@ def test_the_inner_kernel_is_given_what_the_layer_computes_with(bias: bool) -> N
     mixer = build(model).sequential[1].mixer
     tokens = torch.randn(2 * 16, 32, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(16).expand(2, 16)
-    expected = mixer(tokens, positions)
+    expected = mixer(tokens, Context(positions))
 
     def mamba_inner_fn(
         xz, conv_weight, conv_bias, x_proj, delta_proj, out_proj, out_bias, A, B, C, D, *, delta_bias, delta_softplus
@@ -364,4 +365,4 @@ def test_the_inner_kernel_is_given_what_the_layer_computes_with(bias: bool) -> N
 
     mixer.inner = mamba_inner_fn
     assert expected.abs().max() > 0.01
-    assert (mixer(tokens, positions) - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (mixer(tokens, Context(positions)) - expected).abs().max() < 1e-5 * expected.abs().max()

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron.layers.carry import Carry
 from megatron.layers.dropout import hidden_dropout
 from megatron.layers.embedding import Embedding
 from megatron.layers.mlp import DenseMLP
@@ -35,7 +36,7 @@ def test_plain(bias: bool) -> None:
     assert mlp.linear1.weight.shape == (96, 32)
     assert (mlp.linear1.bias is not None) == (mlp.linear2.bias is not None) == bias
     expected = F.linear(F.gelu(F.linear(x, mlp.linear1.weight, mlp.linear1.bias)), mlp.linear2.weight, mlp.linear2.bias)
-    assert (mlp(x) - expected).abs().max() < 1e-6
+    assert (mlp(x)[0] - expected).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -48,7 +49,7 @@ def test_gated_rows_are_up_then_gate(activation: str, bias: bool) -> None:
     function = {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu, "bilinear": lambda g: g, "glu": torch.sigmoid}
     function["geglu_tanh"] = lambda g: F.gelu(g, approximate="tanh")
     expected = F.linear(function[activation](gate) * up, mlp.linear2.weight, mlp.linear2.bias)
-    assert (mlp(x) - expected).abs().max() < 1e-6
+    assert (mlp(x)[0] - expected).abs().max() < 1e-6
 
 
 def _embedding(**changes: Any) -> Embedding:
@@ -59,7 +60,7 @@ def test_words_plus_positions() -> None:
     embedding = _embedding(pos_emb="learned")
     tokens, positions, _ = batch()
     positions = positions.flip(1)
-    hidden, same = embedding((tokens, positions))
+    hidden, same, *_ = embedding(Carry(tokens, positions))
     expected = embedding.word_embeddings.weight[tokens] + embedding.position_embeddings.weight[positions]
     assert torch.equal(hidden, expected.flatten(0, 1))
     assert same is positions
@@ -67,7 +68,7 @@ def test_words_plus_positions() -> None:
 
 def test_document_ids_travel_along() -> None:
     tokens, positions, _ = batch()
-    hidden, _, doc_ids = _embedding()((tokens, positions, torch.ones_like(positions)))
+    hidden, _, doc_ids, _ = _embedding()(Carry(tokens, positions, torch.ones_like(positions)))
     assert hidden.shape == (32, 32)
     assert doc_ids.sum() == 32
 
@@ -79,7 +80,7 @@ def test_mup_multipliers_act_under_mup_only() -> None:
         embedding = _embedding(**changes, **({"use_mup": True, "mup_base_hidden_size": 16} if use else {}))
         expected = word * embedding.word_embeddings.weight[tokens]
         expected = expected + position * embedding.position_embeddings.weight[positions]
-        assert torch.allclose(embedding((tokens, positions))[0], expected.flatten(0, 1), rtol=1e-5)
+        assert torch.allclose(embedding(Carry(tokens, positions))[0], expected.flatten(0, 1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -91,7 +92,7 @@ def test_words_are_scaled_by_the_root_of_the_width_rounded_to_the_dtype(dtype: t
     factor = {torch.float32: 1136**0.5, torch.bfloat16: 33.75}[dtype]
     words = (embedding.word_embeddings.weight[tokens].float() * factor).to(dtype)
     expected = words + embedding.position_embeddings.weight[positions]
-    assert torch.equal(embedding((tokens, positions))[0], expected.flatten(0, 1))
+    assert torch.equal(embedding(Carry(tokens, positions))[0], expected.flatten(0, 1))
 
 
 def test_dropout_of_embeddings_is_hidden_dropout_unless_it_has_its_own() -> None:
@@ -102,7 +103,7 @@ def test_dropout_of_embeddings_is_hidden_dropout_unless_it_has_its_own() -> None
 def test_a_bf16_model_keeps_a_bf16_residual_stream() -> None:
     for scheme in ("sinusoidal", "learned", "rotary"):
         tokens, positions, _ = batch()
-        assert _embedding(pos_emb=scheme).bfloat16()((tokens, positions))[0].dtype == torch.bfloat16
+        assert _embedding(pos_emb=scheme).bfloat16()(Carry(tokens, positions))[0].dtype == torch.bfloat16
 
 
 def test_dropout_scales_what_stays_and_is_for_training_only() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.layers.carry import Context
 from megatron.layers.moe import MixtureOfExperts
 from megatron.mpu.state import ParallelState
 from tests.model.networks import tiny
@@ -36,6 +37,9 @@ FORMS: list[dict[str, Any]] = [
     {"activation": "swiglu", "moe_top_k": 1},
     {"activation": "swiglu", "moe_top_k": 5, "moe_normalize_topk": True},
 ]
+
+
+TWO = Context(torch.arange(6).expand(2, 6))  # two sequences of six tokens
 
 
 def _layer(**changes: Any) -> MixtureOfExperts:
@@ -93,7 +97,7 @@ def _written_out(layer: MixtureOfExperts, x: Tensor, sequences: int, changes: di
 def test_output_and_gradients(changes: dict[str, Any]) -> None:
     layer = _layer(**changes)
     x = torch.randn(12, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64).requires_grad_()
-    out, loss = layer(x, 2)
+    out, loss = layer(x, TWO)
     expected = _written_out(layer, x, 2, changes)
     assert loss is None
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)  # the router is fp32
@@ -110,7 +114,7 @@ def test_output_and_gradients(changes: dict[str, Any]) -> None:
 def test_evaluation_drops_nothing() -> None:
     layer = _layer(activation="swiglu", moe_capacity_factor=0.5)
     x = torch.randn(12, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    trained, evaluated = layer(x, 2)[0], layer.eval()(x, 2)[0]
+    trained, evaluated = layer(x, TWO)[0], layer.eval()(x, TWO)[0]
     assert not torch.allclose(trained, evaluated)
     torch.testing.assert_close(evaluated, _written_out(layer, x, 2, {"activation": "swiglu"}), rtol=1e-5, atol=1e-5)
 
@@ -118,7 +122,7 @@ def test_evaluation_drops_nothing() -> None:
 def test_the_losses_are_weighted_and_added() -> None:
     layer = _layer(activation="swiglu", moe_aux_loss_coeff=0.5, moe_z_loss_coeff=0.25)
     x = torch.randn(12, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    out, loss = layer(x, 2)
+    out, loss = layer(x, TWO)
     out.sum().backward()
     *chosen, dropped, balance, z, micro_batches = layer.load.take().tolist()
     assert sum(chosen) == 12 * 3 and dropped == 0 and micro_batches == 1

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.layers.carry import Carry
 from megatron.layers.rwkv_wkv6 import wkv6
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.mpu.state import ParallelState
@@ -85,7 +86,7 @@ def test_a_block_is_the_published_one() -> None:
     for p in block.parameters():
         p.normal_(0, 0.3, generator=generator)
     x, positions = torch.randn(2, 16, 32, generator=generator), torch.arange(16).expand(2, 16)
-    mine = block((x.reshape(32, 32), positions))[0].view(2, 16, 32)
+    mine = block(Carry(x.reshape(32, 32), positions)).hidden.view(2, 16, 32)
     p = {name: value.double() for name, value in block.named_parameters()}
 
     def norm(y: Tensor, name: str) -> Tensor:

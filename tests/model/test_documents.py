@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.layers import documents
 from megatron.layers.attention_masks import Visibility
+from megatron.layers.carry import Carry
 from megatron.layers.documents import Documents
 from megatron.model import sequential
 from megatron.model.block import TransformerBlock
@@ -189,7 +190,7 @@ def test_masks_are_made_once_per_micro_batch(changes: dict[str, Any], masks: int
     made, prepared = Visibility.mask, Documents.of
     with (
         mock.patch.object(Visibility, "mask", autospec=True, side_effect=made) as made_masks,
-        mock.patch.object(sequential.Documents, "of", side_effect=prepared) as prepared_batches,
+        mock.patch.object(Documents, "of", side_effect=prepared) as prepared_batches,
         mock.patch.object(documents, "document_bounds", side_effect=documents.document_bounds) as bounds,
     ):
         gradients(network, ids < 3)
@@ -202,14 +203,17 @@ def test_masks_are_made_once_per_micro_batch(changes: dict[str, Any], masks: int
 def test_only_tensors_leave_a_stage() -> None:
     network = build(masked())
     tokens, positions, ids = packed()
-    carry = sequential.run_layers(list(network.sequential)[:2], (tokens, positions, ids), network.recompute)
-    assert all(isinstance(x, Tensor) for x in carry) and carry[2] is ids
-    # A block by itself takes the numbers too.
+    start = Carry.from_tensors((tokens, positions, ids))
+    carry = sequential.run_layers(list(network.sequential)[:2], start, network.recompute)
+    assert isinstance(carry.documents, Documents)
+    tensors = carry.to_tensors()
+    assert all(isinstance(x, Tensor) for x in tensors) and len(tensors) == 3 and tensors[2] is ids
+    # A block by itself takes documents that are not prepared too.
     block = next(layer for layer in network.sequential if isinstance(layer, TransformerBlock))
-    hidden = torch.randn(2 * LENGTH, 32, generator=torch.Generator().manual_seed(0))
-    ready = sequential.share_documents([block], (hidden, positions, ids))
-    assert isinstance(ready[2], Documents)
-    assert (block((hidden, positions, ids))[0] - block(ready)[0]).abs().max() < 1e-5
+    plain = start._replace(hidden=torch.randn(2 * LENGTH, 32, generator=torch.Generator().manual_seed(0)))
+    ready = plain.prepare_documents(block.document_needs())
+    assert ready.documents.bounds is not None and plain.documents.bounds is None
+    assert (block(plain).hidden - block(ready).hidden).abs().max() < 1e-5
 
 
 # -- over several ranks ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.errors import UserError
+from megatron.layers.carry import Carry, Context
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState
@@ -128,23 +129,23 @@ def test_residual_forms(changes: dict[str, Any]) -> None:
     x, positions = torch.randn(32, 32), torch.arange(16).expand(2, 16)
 
     def attend(y: torch.Tensor) -> torch.Tensor:
-        return block.attention(y, positions)
+        return block.attention(y, Context(positions))
 
     if changes.get("norm_placement") == "sandwich":
         y = x + _norm(attend(_norm(x, block.input_layernorm)), block.post_attention_layernorm)
-        expected = y + _norm(block.mlp(_norm(y, block.pre_feedforward_layernorm)), block.post_feedforward_layernorm)
+        expected = y + _norm(block.mlp(_norm(y, block.pre_feedforward_layernorm))[0], block.post_feedforward_layernorm)
     elif changes.get("norm_placement"):
         y = x + _norm(attend(x), block.post_attention_layernorm)
-        expected = y + _norm(block.mlp(y), block.post_feedforward_layernorm)
+        expected = y + _norm(block.mlp(y)[0], block.post_feedforward_layernorm)
     elif changes.get("gpt_j_tied"):
         y = _norm(x, block.input_layernorm)
-        expected = x + attend(y) + block.mlp(y)
+        expected = x + attend(y) + block.mlp(y)[0]
     elif changes.get("gpt_j_residual"):
-        expected = x + attend(_norm(x, block.input_layernorm)) + block.mlp(_norm(x, block.post_attention_layernorm))
+        expected = x + attend(_norm(x, block.input_layernorm)) + block.mlp(_norm(x, block.post_attention_layernorm))[0]
     else:
         y = x + attend(_norm(x, block.input_layernorm))
-        expected = y + block.mlp(_norm(y, block.post_attention_layernorm))
-    out = block((x, positions))
+        expected = y + block.mlp(_norm(y, block.post_attention_layernorm))[0]
+    out = block(Carry(x, positions))
     assert (out[0] - expected).abs().max() < 1e-5
     assert out[1] is positions
 
@@ -195,10 +196,10 @@ def test_a_bf16_model_computes_in_bf16_and_comes_close(changes: dict[str, Any]) 
     labels = (targets, torch.ones(targets.shape), torch.tensor(1 / targets.numel()))
     exact = build(tiny(**changes))
     network = build(tiny(**changes)).bfloat16()
-    carry: Any = (tokens, positions)
+    carry: Any = Carry(tokens, positions)
     for layer in network.sequential[:-1]:
         carry = layer(carry)
-        assert carry[0].dtype == torch.bfloat16
+        assert carry.hidden.dtype == torch.bfloat16
     loss = network((tokens, positions), labels)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact((tokens, positions), labels).item(), rel=0.01)

@@ -19,6 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from megatron.layers.carry import Carry
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.moe import MixtureOfExperts
 from megatron.layers.moe.balancing import moe_layers
@@ -307,10 +308,10 @@ def test_inference_behind_the_first_stage_has_no_balance_loss() -> None:
     network = build(tiny(**EVERYTHING)).eval()
     tokens, positions, _ = batch()
     with torch.inference_mode():
-        carry: Any = network.sequential[0]((tokens, positions))
-        assert len(carry) == 3
+        carry: Any = network.sequential[0](Carry(tokens, positions))
+        assert carry.balance is not None
         for layer in network.sequential[1:]:
-            carry = layer(carry[:2])
+            carry = layer(Carry(carry.hidden, positions))
         assert torch.equal(carry.logits(), logits(network, tokens, positions))
 
 

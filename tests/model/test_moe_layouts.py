@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.layers.carry import Carry
 from megatron.layers.moe.balancing import moe_layers, move_biases
 from megatron.mpu.sharding import named_parameters, unshard
 from megatron.mpu.state import ParallelState
@@ -235,7 +236,7 @@ def test_a_gate_that_learns_from_its_own_part_alone_is_seen() -> None:
 
 
 def balance_gradient_on_every_tensor_parallel_rank() -> Any:
-    return mock.patch("megatron.layers.moe.layer._one_of", lambda loss, state: loss)
+    return mock.patch("megatron.layers.moe.layer.count_once", lambda loss, state: loss)
 
 
 def router_gradient_of_own_experts_alone() -> Any:
@@ -260,7 +261,12 @@ def balance_over_the_micro_batch() -> Any:
 
 def balance_not_sent_on() -> Any:
     """The last stage forgets what it received."""
-    return mock.patch("megatron.model.carry.balance_of", lambda carry: None)
+    replace_hidden = Carry.replace_hidden
+
+    def forget(carry: Carry, hidden: Any, loss: Any = None) -> Carry:
+        return replace_hidden(carry, hidden, loss)._replace(balance=None)
+
+    return mock.patch("megatron.model.head.Carry.replace_hidden", forget)
 
 
 def backward_once_per_output() -> Any:

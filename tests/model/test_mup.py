@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron.layers.carry import Carry
 from megatron.mpu.sharding import named_parameters
 from tests.model.networks import batch, build, tiny
 
@@ -34,7 +35,7 @@ def _sizes(hidden: int, use_mup: bool) -> tuple[float, float]:
         network((tokens, positions), labels).backward()
         optimizer.step()
     with torch.no_grad():
-        blocks = network.sequential[1](network.sequential[0]((tokens, positions)))[0]
+        blocks = network.sequential[1](network.sequential[0](Carry(tokens, positions))).hidden
         return blocks.abs().mean().item(), network((tokens, positions)).logits().abs().mean().item()
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
+from megatron.layers.carry import Carry, Context
 from megatron.model.block import TransformerBlock
 from megatron.mpu.sharding import named_parameters, unshard
 from megatron.mpu.state import ParallelState
@@ -125,14 +126,14 @@ def _dropout(rank: int, world: int, sequence_parallel: bool) -> tuple[Tensor, Te
     tokens, positions, targets = batch()
     torch.manual_seed(4)
     loss = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor(1.0))).item()
-    embedded = network.sequential[0]((tokens, positions))[0]
+    embedded = network.sequential[0](Carry(tokens, positions)).hidden
     attention = network.sequential[1].attention
     with torch.no_grad():  # all scores 0, all values 1: a head shows the mask of its weights
         attention.query_key_value.weight.zero_()
         attention.query_key_value.bias.fill_(1.0)
     seen: list[Tensor] = []
     attention.dense.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].detach()))
-    attention(torch.zeros_like(embedded), positions)
+    attention(torch.zeros_like(embedded), Context(positions))
     return embedded == 0, seen[0], loss
 
 

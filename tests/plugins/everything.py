@@ -8,8 +8,8 @@ from torch import nn
 from megatron.layers.attention_contract import ATTENTION_BACKENDS, Backend
 from megatron.layers.attention_sdpa import manual
 from megatron.layers.init import INITS, build_init
-from megatron.layers.mlp import MLPS
 from megatron.layers.norms import build_norm
+from megatron.layers.parts import MLPS, FeedForward
 from megatron.layers.positions import POSITIONS, PositionScheme
 from megatron.model.block import BLOCKS, Block
 from megatron.mpu import sharding
@@ -29,7 +29,7 @@ def constant(scale, hidden_matrix):
 
 
 @MLPS.register("narrow")
-class Narrow(nn.Module):
+class Narrow(FeedForward):
     """A quarter of the width, and a bias that the last projection adds."""
 
     def __init__(self, model, state):
@@ -39,8 +39,8 @@ class Narrow(nn.Module):
         self.down = ColumnParallelLinear(h, h // 4, state=state, init=fill, bias=False)
         self.up = RowParallelLinear(h // 4, h, state=state, init=fill, bias=True)
 
-    def forward(self, x, *, entered=False, reduce=True):
-        return self.up(torch.tanh(self.down(x, entered=entered)), reduce=reduce)
+    def forward(self, x, context, *, entered=False, reduce=True):
+        return self.up(torch.tanh(self.down(x, entered=entered)), reduce=reduce), None
 
     def add_bias(self, total):
         return self.up.add_bias(total)
@@ -69,13 +69,13 @@ class HalvingBlock(Block):
 
     has_mlp = False
 
-    def __init__(self, model, state, *, kind, mlp, window, rotary):
+    def __init__(self, model, state, spec):
         super().__init__(model, state)
-        assert (kind, mlp) == ("Halving", "none")
+        assert (spec.kind, spec.mlp) == ("Halving", "none")
         self.norm = build_norm(model, state)
 
-    def residual(self, x, positions, documents, cache=None):
-        return x + self.norm(x) / 2
+    def residual(self, x, context):
+        return x + self.norm(x) / 2, None
 
 
 @ATTENTION_BACKENDS.register("by_formula")

@@ -62,6 +62,13 @@ def write_family(folder: Path) -> Path:
     return path
 
 
+def write_switch(folder: Path) -> Path:
+    """The third example, my_switch.py."""
+    path = folder / "my_switch.py"
+    path.write_text(blocks("python")[2], encoding="utf-8")
+    return path
+
+
 def write_norm(path: Path, name: str) -> Path:
     """A plugin that registers a norm."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.inference.stage import Stage
-from megatron.layers.attention import MIXERS
+from megatron.layers.carry import Context
+from megatron.layers.documents import Documents
 from megatron.layers.kv_cache import KVCache, left_padded_positions
 from megatron.layers.norms import NORMS
+from megatron.layers.parts import MIXERS
 from megatron.model.block import TransformerBlock
 from megatron.model.gpt import gpt_layers
 from megatron.model.sequential import SequentialModel
@@ -87,7 +89,7 @@ def test_the_mixer_is_a_moving_average_within_documents(single, length: int, pac
     x = torch.randn(2, length, 32, generator=torch.Generator().manual_seed(1))
     positions = torch.arange(length).expand(2, length)
     ids = (positions >= torch.tensor([[3], [5]])).long() + (positions >= 9).long() if packed else positions * 0
-    out = mixer(x.reshape(-1, 32), positions, ids if packed else None).view(2, length, 32)
+    out = mixer(x.reshape(-1, 32), Context(positions, Documents(ids) if packed else None)).view(2, length, 32)
     expected = average_by_loop(mixer, x, ids)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -110,7 +112,7 @@ def test_norm_activation_and_objective_are_their_formulas(single) -> None:
 
     mlp = next(m for m in single.modules() if isinstance(m, TransformerBlock)).mlp
     up, gate = mlp.linear1(x).chunk(2, dim=-1)
-    torch.testing.assert_close(mlp(x), mlp.linear2(gate.clamp(min=0) ** 2 * up))
+    torch.testing.assert_close(mlp(x)[0], mlp.linear2(gate.clamp(min=0) ** 2 * up))
 
     tokens, positions, targets = batch()
     mask = (positions % 3 > 0).float()

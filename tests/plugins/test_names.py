@@ -86,7 +86,8 @@ def test_values_that_the_names_make(tmp_path) -> None:
 def test_a_plugin_brings_what_is_known_but_not_available(tmp_path) -> None:
     write_norm(tmp_path / "te.py", "te_rmsnorm")
     (tmp_path / "amlp.py").write_text(
-        "from megatron.layers.attention import MIXERS, SelfAttention\n\nMIXERS.register('amlp')(SelfAttention)\n"
+        "from megatron.layers.attention import SelfAttention\nfrom megatron.layers.parts import MIXERS\n\n"
+        "MIXERS.register('amlp')(SelfAttention)\n"
     )
     config = {**SMALL, "norm": "te_rmsnorm", "attention_config": [[["amlp"], "all"]], "gmlp_attn_dim": 16}
     with pytest.raises(UserError, match="gmlp_attn_dim is not available: gMLP"):
@@ -166,16 +167,16 @@ def test_the_dry_run_names_mixers_that_do_not_say_their_flops(tmp_path) -> None:
 
 def test_what_cannot_be_built_without_memory_says_what_to_do(tmp_path) -> None:
     (tmp_path / "stubborn.py").write_text(
-        "import torch\nfrom torch import nn\nfrom megatron.layers.mlp import MLPS\n"
+        "import torch\nfrom megatron.layers.parts import MLPS, FeedForward\n"
         "from megatron.mpu.layers import ColumnParallelLinear\n\n\n"
         "@MLPS.register('stubborn')\n"
-        "class Stubborn(nn.Module):\n"
+        "class Stubborn(FeedForward):\n"
         "    def __init__(self, model, state):\n"
         "        super().__init__()\n"
         "        self.offset = torch.ones(1, device=state.device).item()\n"
     )
     args = derive(load([write_config(tmp_path / "run.yml", plugins=["stubborn.py"], mlp_config="stubborn", **SMALL)]))
-    with pytest.raises(UserError, match=r"mlp_config: 'stubborn' \(.*stubborn.py:7\) cannot be built .* `size`"):
+    with pytest.raises(UserError, match=r"mlp_config: 'stubborn' \(.*stubborn.py:6\) cannot be built .* `size`"):
         parameter_count(args.model, VOCAB)
 
 

@@ -131,6 +131,7 @@ def deepy(shape: Shape, part: str, dtype: Any) -> tuple[Any, Callable[[Any], Any
     """This library's block (module, function of x [b, s, h])."""
     import torch
 
+    from megatron.layers.carry import Carry, Context
     from megatron.model.gpt import build_layer, gpt_layers
     from megatron.mpu.state import ParallelState
     from megatron.neox_arguments import NeoXArgs
@@ -150,10 +151,10 @@ def deepy(shape: Shape, part: str, dtype: Any) -> tuple[Any, Callable[[Any], Any
     positions = torch.arange(shape.tokens).expand(shape.batch, shape.tokens).contiguous()
 
     def whole(x: Any) -> Any:
-        return block((x.flatten(0, 1), positions))[0].view_as(x)
+        return block(Carry(x.flatten(0, 1), positions)).hidden.view_as(x)
 
     def mixture(x: Any) -> Any:
-        return block.mlp(x.flatten(0, 1), shape.batch)[0].view_as(x)
+        return block.mlp(x.flatten(0, 1), Context(positions))[0].view_as(x)
 
     return (block, whole) if part == "block" else (block.mlp, mixture)
 

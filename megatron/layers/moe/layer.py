@@ -16,17 +16,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from megatron.layers.documents import Documents, document_ids, document_of_tokens
+from megatron.layers.carry import Context
+from megatron.layers.documents import Documents, document_of_tokens
 from megatron.layers.init import build_init
-from megatron.layers.mlp import MLPS, DenseMLP
+from megatron.layers.mlp import DenseMLP
 from megatron.layers.moe.capacity import within_capacity
 from megatron.layers.moe.dispatch import build_dispatch
 from megatron.layers.moe.experts import Experts
 from megatron.layers.moe.load import Load
 from megatron.layers.moe.losses import balance_loss, z_loss
 from megatron.layers.moe.router import Router, Routing
+from megatron.layers.parts import MLPS, FeedForward
 from megatron.mpu import sharding
-from megatron.mpu.collectives import enter_tensor_parallel, leave_tensor_parallel, sum_gradient
+from megatron.mpu.collectives import count_once, enter_tensor_parallel, leave_tensor_parallel, sum_gradient
 from megatron.mpu.layers import linear
 from megatron.mpu.sharding import ParamSpec
 from megatron.mpu.state import ParallelState
@@ -49,8 +51,10 @@ class SharedExpertGate(nn.Module):
 
 
 @MLPS.register("moe")
-class MixtureOfExperts(nn.Module):
+class MixtureOfExperts(FeedForward):
     """Router, experts, and a shared expert if there is one. See the module's text."""
+
+    one_graph = False  # the experts' rows depend on the data
 
     def __init__(self, model: ModelConfig, state: ParallelState) -> None:
         super().__init__()
@@ -67,30 +71,26 @@ class MixtureOfExperts(nn.Module):
         self.dispatch = build_dispatch(model.moe_num_experts, state)
         self.load = Load(model.moe_num_experts, state.device)
 
+    @staticmethod
+    def adds_loss(model: ModelConfig) -> bool:
+        return model.moe_aux_loss_coeff + model.moe_z_loss_coeff > 0
+
     def forward(
-        self,
-        x: Tensor,
-        sequences: int,
-        documents: Documents | Tensor | None = None,
-        *,
-        entered: bool = False,
-        reduce: bool = True,
+        self, x: Tensor, context: Context, *, entered: bool = False, reduce: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """x [t, h] ([t/tp, h] under sequence parallelism) of `sequences` rows -> (the same, what this layer adds to the
-        loss: 0-dim fp32, or None without a coefficient). `documents` that are kept apart, or None. `entered` and
-        `reduce` as in mpu.layers."""
+        sequences = context.positions.shape[0]
         if not entered:
             x = enter_tensor_parallel(x, self.state)
         routing = Routing(*self.router(x))
         keep = None
         if self.capacity_factor is not None and self.training:
-            sequence = _sequence_of_tokens(len(x), sequences, document_ids(documents), x.device)
+            sequence = _sequence_of_tokens(len(x), sequences, context.documents, x.device)
             keep = within_capacity(routing.experts, sequence, self.num_experts, self.capacity_factor)
         loss, weights = self._losses(routing, keep, sequences)
         sent = self.dispatch(x, routing.experts, keep)
         y = sent.combine(self.experts(sent.rows, sent.groups), weights)
         if self.shared_expert is not None:
-            shared = self.shared_expert(x, entered=True, reduce=False)
+            shared = self.shared_expert(x, entered=True, reduce=False)[0]
             y = y + (shared if self.shared_expert_gate is None else shared * self.shared_expert_gate(x))
         return (leave_tensor_parallel(y, self.state) if reduce else y), loss
 
@@ -100,22 +100,14 @@ class MixtureOfExperts(nn.Module):
         z = z_loss(routing.logits) if self.z_coefficient else None
         weights = self.load.watch(routing.weights, routing.experts, keep, balance, z)
         parts = [c * x for c, x in ((self.balance_coefficient, balance), (self.z_coefficient, z)) if x is not None]
-        return (_one_of(sum(parts[1:], parts[0]), self.state) if parts else None), weights
+        return (count_once(sum(parts[1:], parts[0]), self.state) if parts else None), weights
 
-    def add_bias(self, y: Tensor) -> Tensor:
-        """Nothing is left to add once the partial sums are reduced: an expert's bias is part of its output."""
-        return y
+    def add_bias(self, total: Tensor) -> Tensor:
+        return total  # an expert's bias is part of its output
 
 
-def _sequence_of_tokens(tokens: int, sequences: int, ids: Tensor | None, device: torch.device) -> Tensor:
-    """int64 [t]: the row of each token, or with the numbers [b, s] of documents its document, counted from 0."""
-    if ids is not None:
-        return document_of_tokens(ids)
+def _sequence_of_tokens(tokens: int, sequences: int, documents: Documents | None, device: torch.device) -> Tensor:
+    """int64 [t]: the row of each token, or its document where documents are kept apart, counted from 0."""
+    if documents is not None:
+        return document_of_tokens(documents.ids)
     return torch.arange(sequences, device=device).repeat_interleave(tokens // sequences)
-
-
-def _one_of(loss: Tensor, state: ParallelState) -> Tensor:
-    """A loss that every tensor-parallel rank computes alike, whose gradients will be summed over them: the same value,
-    a tp-th of the gradient."""
-    part = loss / state.tp_size
-    return part + (loss - part).detach()

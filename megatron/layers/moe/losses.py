@@ -5,23 +5,8 @@ Legend: b sequences, s tokens of each, t = b·s, k experts per token, E experts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from megatron.neox_arguments.schema_model import ModelConfig
-
-
-def no_balance(model: ModelConfig, device: torch.device) -> list[Tensor]:
-    """The balance loss before the first layer, [0-dim fp32 zero]; [] for a model in which nothing adds to it.
-
-    It takes a gradient, because every stage of a pipeline sends one for each floating-point tensor it received.
-    """
-    if "moe" not in model.layer_mlps or not model.moe_aux_loss_coeff + model.moe_z_loss_coeff:
-        return []
-    return [torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())]
 
 
 def balance_loss(shares: Tensor, chosen: Tensor, sequences: int) -> Tensor:

@@ -1,0 +1,71 @@
+"""What travels from layer to layer (`Carry`), and what the parts of a block are given of it (`Context`).
+
+Legend: b batch, s sequence, t = b·s, h hidden, /tp = this rank's part.
+
+Between pipeline stages the carry is a plain tuple of the tensors that it has: DeepSpeed moves nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from megatron.layers.documents import Documents, Need
+
+
+class Context(NamedTuple):
+    """The tokens of a micro-batch, as mixers and feed-forwards see them next to their hidden states.
+
+    * `positions` [b, s] int64.
+    * `documents`: the packed documents that are kept apart (intra_document_masking); None: a row is one document.
+    * `cache`: in generation, this layer's entry with the earlier tokens (`Mixer.new_cache`); s counts the new ones.
+    """
+
+    positions: Tensor
+    documents: Documents | None = None
+    cache: Any = None
+
+
+class Carry(NamedTuple):
+    """The input and output of a layer.
+
+    * `hidden` [t, h] ([t/tp, h] under sequence parallelism); in front of the embedding the token ids [b, s].
+    * `positions`, `documents`: as in `Context`.
+    * `balance`: what the feed-forwards have added to the loss so far, 0-dim fp32, if any of the model's may
+      (`parts.adds_loss`). The embedding starts it at zero; the head passes it to the objective.
+    """
+
+    hidden: Tensor
+    positions: Tensor
+    documents: Documents | None = None
+    balance: Tensor | None = None
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: Sequence[Tensor], fields: Sequence[str] = ("hidden", "positions", "documents")
+    ) -> Carry:
+        """From the tensors at the border of a stage; `fields` says which they are, in order (the last may be missing).
+        Documents come as their numbers [b, s]."""
+        found: dict[str, Any] = dict(zip(fields, tensors, strict=False))
+        if "documents" in found:
+            found["documents"] = Documents(found["documents"])
+        return cls(**found)
+
+    def to_tensors(self) -> tuple[Tensor, ...]:
+        """The inverse, for the next stage."""
+        return tuple(x.ids if isinstance(x, Documents) else x for x in self if x is not None)
+
+    def prepare_documents(self, needs: Collection[Need]) -> Carry:
+        """With the documents in the forms that the layers of a stage read (`Documents.of`).
+
+        Once for all of them, and not in a block: it depends on the data, which a compiled graph must not, and it would
+        be computed again with every block that activation checkpointing recomputes.
+        """
+        return self if self.documents is None else self._replace(documents=Documents.of(self.documents.ids, needs))
+
+    def replace_hidden(self, hidden: Tensor, loss: Tensor | None = None) -> Carry:
+        """Behind a layer that made `hidden`, and adds `loss` to the balance loss."""
+        balance = self.balance if loss is None or self.balance is None else self.balance + loss
+        return Carry(hidden, self.positions, self.documents, balance)
