@@ -1,6 +1,6 @@
-"""`init_from`: a run that begins where another one stands, with what it takes over named key by key.
+"""`init_from`: a new run that starts from a checkpoint of another, with what it inherits named key by key.
 
-It speaks of the first start only. From its first checkpoint on the run is continued like any other.
+It is for the first start only. From its first checkpoint on the run is resumed like any other.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megatron.errors import UserError
 
 @dataclass(frozen=True)
 class InitFrom:
-    """What `init_from` says.
+    """The keys of `init_from`.
 
     Attributes:
         path: a folder of checkpoints, or one of the checkpoints in it.
         iteration: which of them; None: the latest.
-        data: `continue` the order of the samples behind those consumed, or `restart` with an order of this run's own.
+        data: `continue` the order of the samples after those consumed, or `restart` with an order of its own.
         optimizer: `keep` moments, update count and loss scale, or `reset` them.
         step: `continue` to count the steps, or `restart` at 0. The learning rate follows them.
     """
@@ -37,22 +37,22 @@ class InitFrom:
         return None if mapping is None else InitFrom(**mapping)
 
     def first_step(self, manifest: Manifest) -> int:
-        """The step at which the run begins."""
+        """The step at which the run starts."""
         return manifest.step if self.step == "continue" else 0
 
     def consumed(self, manifest: Manifest) -> int:
         """Samples of the run's order that are consumed before it."""
         return manifest.consumed if self.data == "continue" else 0
 
-    def told(self, manifest: Manifest) -> str:
-        """What is taken and what is not, in one line."""
+    def describe(self, manifest: Manifest) -> str:
+        """What is inherited and what is not, in one line."""
         first = self.first_step(manifest)
         continued, kept = self.data == "continue", self.optimizer == "keep"
         parts = (
-            "weights taken",
-            f"data continued behind {manifest.consumed:,} samples" if continued else "data new, from sample 0",
+            "weights loaded",
+            f"data continued after {manifest.consumed:,} samples" if continued else "data new, from sample 0",
             "optimizer kept (moments, update count, loss scale)" if kept else "optimizer new",
-            f"steps and random states go on at step {first}" if first else "steps count from 0, random states new",
+            f"steps and random states continued at step {first}" if first else "steps count from 0, random states new",
             f"learning-rate schedule of this config, at its step {first} (override_lr_scheduler is not needed)",
         )
         return "; ".join(parts)
@@ -61,11 +61,11 @@ class InitFrom:
 def check_init(
     init: InitFrom, manifest: Manifest, *, train_iters: int | None, use_checkpoint_lr_scheduler: bool
 ) -> None:
-    """Refuse what the checkpoint cannot give, and a run that would be over before it begins. Raises `UserError`."""
+    """Refuse what the checkpoint does not hold, and a run without a step to take. Raises `UserError`."""
     if use_checkpoint_lr_scheduler:
         raise UserError(
             "init_from: the learning-rate schedule is this config's, but use_checkpoint_lr_scheduler: true asks for "
-            "the checkpoint's; remove it (or use `load` in the place of init_from, which goes on with that schedule)"
+            "the checkpoint's; remove it (or use `load` instead of init_from, which keeps that schedule)"
         )
     if init.optimizer == "keep" and not manifest.optimizer:
         raise UserError(
@@ -75,7 +75,7 @@ def check_init(
     first = init.first_step(manifest)
     if train_iters and train_iters <= first:
         raise UserError(
-            f"train_iters: {train_iters} is not beyond step {first}, where the run begins: with init_from.step: "
+            f"train_iters: {train_iters} is not beyond step {first}, where the run starts: with init_from.step: "
             f"continue, steps are counted from the start of the earlier run. Set a larger train_iters, or "
             "init_from.step=restart"
         )

@@ -1,15 +1,13 @@
 """Load a checkpoint at this run's layout, whatever layout wrote it.
 
 Everything is stored by canonical parameter name. At the layout of the save, each rank reads back exactly its own
-bytes; at another, each parameter is joined from its tensor-parallel parts and cut anew, one at a time. Data-parallel
+bytes; at another, each parameter is joined from its tensor-parallel shards and cut again, one at a time. Data-parallel
 size, ZeRO stage and pipeline split play no role, since the engine gives and takes whole parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,10 +15,10 @@ from torch.nn import Parameter
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.agreement import gather_over_stages, together
-from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.neox_folder import WEIGHTS_ONLY, is_neox_folder
+from megatron.checkpoint.find import Checkpoint
+from megatron.checkpoint.neox_folder import WEIGHTS_ONLY
 from megatron.checkpoint.neox_layout import Heads
-from megatron.checkpoint.neox_reader import open_checkpoint
+from megatron.checkpoint.neox_reader import reader_of
 from megatron.checkpoint.reader import WEIGHT, CheckpointReader
 from megatron.checkpoint.rng import reseed_after, restore_random_state
 from megatron.errors import UserError
@@ -43,26 +41,8 @@ class LoadingEngine(Protocol):
     def load_scalars(self, values: dict[str, Any]) -> None: ...
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """What came with the weights.
-
-    Attributes:
-        step, consumed: of the checkpoint (a finetune start ignores them).
-        client: what `save_checkpoint` was given as `client`.
-        rng_restored: whether random states were restored bit for bit.
-        manifest: the checkpoint's manifest; `.config` is its resolved configuration.
-    """
-
-    step: int
-    consumed: int
-    client: dict[str, Any]
-    rng_restored: bool
-    manifest: Manifest
-
-
 def load_checkpoint(
-    folder: str | Path,
+    checkpoint: Checkpoint,
     engine: LoadingEngine,
     state: ParallelState,
     *,
@@ -70,30 +50,26 @@ def load_checkpoint(
     model: ModelConfig | None = None,
     load_optim: bool = True,
     load_rng: bool = True,
-    checksums: bool = False,
-) -> Loaded:
-    """Fill the engine from the complete checkpoint `folder` (`Start.path`). Collective over all ranks.
+) -> dict[str, Any]:
+    """Fill the engine from a checkpoint (`Start.checkpoint`); returns what `save_checkpoint` was given as `client`.
+    Collective over all ranks.
 
     Args:
         heads: `Heads.of(args.model)` of this run.
-        model: the config group itself; only a folder of GPT-NeoX needs it.
+        model: the config group; needed for a checkpoint of GPT-NeoX only.
         load_optim: also optimizer state, update count and loss scale (False for finetune and `no_load_optim`).
         load_rng: also random states (False for finetune and `no_load_rng`).
-        checksums: compare the CRC-32 of every file first.
 
     Raises `UserError` on all ranks when the checkpoint does not fit or is damaged, before anything is changed.
     """
     params = engine.params()
     wanted = gather_over_stages({name: _spec(p).shape for name, p in params.items()}, state)
-    with together(f"loading {folder}", state):
+    with together(f"loading {checkpoint.path}", state):
         shapes = {name: shape for stage in wanted for name, shape in stage.items()}
-        if load_optim and is_neox_folder(Path(folder)):
-            raise UserError(f"{folder} was written by GPT-NeoX. {WEIGHTS_ONLY}")
-        reader = (
-            CheckpointReader(folder, checksums and state.rank == 0)
-            if model is None
-            else open_checkpoint(folder, model, shapes[TIED_NAME][0], checksums and state.rank == 0)
-        )
+        if load_optim and checkpoint.by_neox:
+            raise UserError(f"{checkpoint.path} was written by GPT-NeoX. {WEIGHTS_ONLY}")
+        checkpoint.check_files()  # rank 0 opened it: another node may not see them all
+        reader = reader_of(checkpoint, model, shapes[TIED_NAME][0]) if model else CheckpointReader(checkpoint)
         _check_names(reader, shapes)
         _check_heads(reader, heads)
         if load_optim:
@@ -108,9 +84,10 @@ def load_checkpoint(
     engine.finish_writing()
     if load_optim:
         engine.load_scalars(saved["scalars"])
-    with together(f"restoring random states from {folder}", state):
-        restored = load_rng and _restore_rng(reader, state)
-    return Loaded(reader.manifest.step, reader.manifest.consumed, saved["client"], restored, reader.manifest)
+    with together(f"restoring random states from {checkpoint.path}", state):
+        if load_rng:
+            _restore_rng(reader, checkpoint.by_neox, state)
+    return saved["client"]
 
 
 def _spec(parameter: Parameter) -> ParamSpec:
@@ -118,7 +95,7 @@ def _spec(parameter: Parameter) -> ParamSpec:
 
 
 def _check_names(reader: CheckpointReader, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Every parameter of the model is in the checkpoint with its shape, and nothing else is."""
+    """The checkpoint has every parameter of the model with its shape, and no other."""
     stored = reader.manifest.parameters
     problems = []
     if missing := sorted(set(wanted) - set(stored), key=layout.parameter_order):
@@ -147,32 +124,31 @@ def _check_heads(reader: CheckpointReader, heads: Heads) -> None:
     if reader.heads != heads:
         raise UserError(
             f"{reader.folder} was trained with num_attention_heads {reader.heads.num_attention_heads} and num_kv_heads "
-            f"{reader.heads.num_kv_heads}; this config says {heads.num_attention_heads} and {heads.num_kv_heads}"
+            f"{reader.heads.num_kv_heads}; this config has {heads.num_attention_heads} and {heads.num_kv_heads}"
         )
 
 
 def _check_optimizer(reader: CheckpointReader, names: list[str]) -> None:
     if not reader.manifest.optimizer:
         raise UserError(
-            f"{reader.folder} was saved without optimizer state (no_save_optim), so the run cannot go on exactly; "
-            "set no_load_optim: true (init_from: optimizer: reset) to start its optimizer anew"
+            f"{reader.folder} was saved without optimizer state (no_save_optim), so the run cannot be resumed exactly; "
+            "set no_load_optim: true (init_from.optimizer=reset) for a new optimizer"
         )
     for name in names:
         if WEIGHT not in reader.optimizer_keys(name):
             raise UserError(f"{reader.folder}: the optimizer state of {name} lacks its master weight")
 
 
-def _restore_rng(reader: CheckpointReader, state: ParallelState) -> bool:
+def _restore_rng(reader: CheckpointReader, by_neox: bool, state: ParallelState) -> None:
     manifest = reader.manifest
-    if is_neox_folder(reader.folder):
+    if by_neox:
         reseed_after(manifest.step)
-        return False
+        return
     if not any(name.startswith("rng_rank_") for name in manifest.files):
         raise UserError(f"{reader.folder} was saved without random states (no_save_rng); set no_load_rng: true")
     if manifest.layout != {"tp": state.tp_size, "pp": state.pp_size, "dp": state.dp_size}:
         reseed_after(manifest.step)
         if state.rank == 0:
-            logger.info("the layout changed since the checkpoint: random states (dropout) start anew from the seed")
-        return False
+            logger.info("the layout changed since the checkpoint: random states (dropout) are seeded again")
+        return
     restore_random_state(reader.load_file(layout.rng_file(state.rank)))
-    return True

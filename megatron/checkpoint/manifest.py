@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint holds. Written last, so its presence says that the rest is there."""
+"""`manifest.json`: what a checkpoint holds. Written last: where it is, the other files are complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.neox_folder import is_neox_folder
 from megatron.checkpoint.neox_names import NEOX
 from megatron.errors import UserError
 
@@ -22,7 +21,7 @@ _PACKAGES = ("torch", "deepspeed", "numpy", "transformers")
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """How one parameter lies in the files; the fields of `mpu.sharding.ParamSpec` that this takes.
+    """How one parameter is stored in the files: fields of `mpu.sharding.ParamSpec`.
 
     `shape` is the full logical shape (vocabulary unpadded), `split_dim`, `blocks` and `padded` say how the
     tensor-parallel files divide it, `dtype` is that of the weight files.
@@ -52,7 +51,7 @@ class Manifest:
         consumed: training samples consumed so far, over all data ranks.
         layout: `tp`, `pp`, `dp` sizes and the tensor-parallel size `files_tp` that the tensor files are cut for.
         heads: `num_attention_heads` and `num_kv_heads`, which fix the row order of fused QKV on disk.
-        optimizer: whether the optimizer files are there.
+        optimizer: whether optimizer state was saved.
         parameters: by canonical name.
         config: the resolved configuration, flat NeoX keys.
         names: of the parameters inside the weight files: `neox`, or `transformer_engine` (neox_names.py).
@@ -72,6 +71,11 @@ class Manifest:
     names: str = NEOX
     format: int = layout.FORMAT_VERSION
 
+    @classmethod
+    def empty(cls, step: int) -> Manifest:
+        """For a checkpoint of which nothing but the step is known."""
+        return cls(step, consumed=0, layout={}, heads={}, optimizer=False, parameters={}, files={}, config={})
+
     def write(self, folder: Path, durable: bool = True) -> None:
         """Write it into `folder`; `durable`: wait until it is on the disk."""
         path = folder / layout.MANIFEST
@@ -88,8 +92,6 @@ class Manifest:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            if is_neox_folder(folder):
-                return neox_manifest(folder)
             raise UserError(f"{folder} is not a complete checkpoint of Deepy: it has no {layout.MANIFEST}") from None
         except (ValueError, OSError) as error:
             raise UserError(f"{path} cannot be read ({error}): the checkpoint is damaged; use another step") from error
@@ -109,7 +111,7 @@ class Manifest:
             raise UserError(f"{path} lacks or misnames a field ({error}): the checkpoint is damaged") from error
 
     def missing(self, folder: Path, checksums: bool = False) -> str | None:
-        """What is wrong with the files of `folder`, in words; None when all are there with the right size.
+        """What is wrong with the files of `folder`; None when all exist with the right size.
 
         `checksums` also reads every file and compares its CRC-32.
         """
@@ -126,20 +128,6 @@ class Manifest:
                 if file_crc32(path) != entry.crc32:
                     return f"{name} does not match its checksum"
         return None
-
-
-def neox_manifest(folder: Path) -> Manifest:
-    """What is known of a folder of GPT-NeoX's before its files are opened: the step, and that only weights count."""
-    return Manifest(
-        step=layout.step_of(folder.name) or 0,
-        consumed=0,
-        layout={},
-        heads={},
-        optimizer=False,
-        parameters={},
-        files={},
-        config={},
-    )
 
 
 def versions() -> dict[str, str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import layout
+from megatron.checkpoint.find import Checkpoint
 from megatron.checkpoint.foreign import load_foreign
-from megatron.checkpoint.manifest import Manifest, ParameterEntry, neox_manifest
-from megatron.checkpoint.neox_folder import NeoXFiles, is_neox_folder
+from megatron.checkpoint.manifest import ParameterEntry
+from megatron.checkpoint.neox_folder import NeoXFiles
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.neox_names import ROW_BIASES, TRANSFORMER_ENGINE_MLP, sources
 from megatron.checkpoint.reader import CheckpointReader
@@ -42,16 +44,12 @@ _VOCABULARY = ("word_embeddings.weight", "final_linear.weight")
 _MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads")
 
 
-def open_checkpoint(
-    folder: str | Path, model: ModelConfig, vocab_size: int, checksums: bool = False
-) -> CheckpointReader:
-    """The reader for a folder of Deepy's, or of GPT-NeoX's for a model of this (derived) configuration.
+def reader_of(checkpoint: Checkpoint, model: ModelConfig, vocab_size: int) -> CheckpointReader:
+    """The reader for a checkpoint of a model with this (derived) configuration.
 
-    `vocab_size`: of the tokenizer; only GPT-NeoX's files need to be told.
+    `vocab_size`: of the tokenizer; only GPT-NeoX's files do not hold it.
     """
-    if is_neox_folder(Path(folder)):
-        return NeoXReader(folder, model, vocab_size)
-    return CheckpointReader(folder, checksums)
+    return NeoXReader(checkpoint, model, vocab_size) if checkpoint.by_neox else CheckpointReader(checkpoint)
 
 
 class NeoXReader(CheckpointReader):
@@ -60,8 +58,8 @@ class NeoXReader(CheckpointReader):
     Raises `UserError` when files are missing or do not fit the model.
     """
 
-    def __init__(self, folder: str | Path, model: ModelConfig, vocab_size: int) -> None:
-        self.folder = Path(folder)
+    def __init__(self, checkpoint: Checkpoint, model: ModelConfig, vocab_size: int) -> None:
+        self.folder = checkpoint.path
         self.heads = Heads.of(model)
         self._files: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._numbered: dict[str, dict[int, dict[str, Any]]] = {}  # of files that hold a whole model
@@ -89,20 +87,16 @@ class NeoXReader(CheckpointReader):
                 "gpt_j_residual. A model trained so computes something else here; one that was converted to these "
                 "files does not"
             )
-        known = neox_manifest(self.folder)
-        self.manifest = Manifest(
-            step=_int(client.get("iteration"), known.step),
-            consumed=0,
+        self.manifest = replace(
+            checkpoint.manifest,
+            step=_int(client.get("iteration"), checkpoint.manifest.step),
             layout={"tp": self.tp_size},
-            heads={"num_attention_heads": self.heads.num_attention_heads, "num_kv_heads": self.heads.num_kv_heads},
-            optimizer=False,
+            heads=asdict(self.heads),
             parameters=parameters,
-            files={},
-            config={},
         )
 
     def state(self) -> dict[str, Any]:
-        """Nothing of what GPT-NeoX kept besides the weights."""
+        """Empty: only the weights are read."""
         return {"scalars": {}, "client": {}}
 
     def load_file(self, name: str) -> dict[str, Any]:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.manifest import Manifest, ParameterEntry
-from megatron.checkpoint.neox_folder import is_neox_folder
+from megatron.checkpoint.find import Checkpoint
+from megatron.checkpoint.manifest import ParameterEntry
 from megatron.checkpoint.neox_layout import Heads, from_disk
 from megatron.checkpoint.neox_names import stored_name
 from megatron.errors import UserError
@@ -27,22 +26,12 @@ WEIGHT = "weight"
 
 
 class CheckpointReader:
-    """The content of one complete checkpoint folder.
+    """The content of one opened checkpoint. Raises `UserError` for one of GPT-NeoX's (see neox_reader.py)."""
 
-    Args:
-        folder: `<save>/global_step<N>`.
-        checksums: compare the CRC-32 of every file first (reads everything once).
-
-    Raises `UserError` when the checkpoint is incomplete or damaged.
-    """
-
-    def __init__(self, folder: str | Path, checksums: bool = False) -> None:
-        self.folder = Path(folder)
-        if is_neox_folder(self.folder):
-            raise UserError(f"{folder} was written by GPT-NeoX; only with the run's config its weights can be read")
-        self.manifest = Manifest.read(self.folder)
-        if problem := self.manifest.missing(self.folder, checksums):
-            raise UserError(f"{self.folder} is not a complete checkpoint: {problem}")
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.folder, self.manifest = checkpoint.path, checkpoint.manifest
+        if checkpoint.by_neox:
+            raise UserError(f"{self.folder} was written by GPT-NeoX: reading its weights needs the run's config")
         self.heads = Heads(**self.manifest.heads)
         self.tp_size = self.manifest.layout["tp"]
         self._files: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -88,7 +77,7 @@ class CheckpointReader:
             else:
                 raise UserError(
                     f"{self.folder}: optimizer state {key} of {name} is not shaped like its parameter, so it cannot "
-                    f"be cut anew; load at model_parallel_size {self.tp_size}, or set no_load_optim "
+                    f"be cut for another; load at model_parallel_size {self.tp_size}, or set no_load_optim "
                     "(init_from.optimizer=reset)"
                 )
         return found
@@ -106,7 +95,7 @@ class CheckpointReader:
             raise UserError(f"{path} cannot be read: {error}. The checkpoint is damaged; use another step.") from error
 
     def spec(self, name: str) -> ParamSpec:
-        """The declaration of a parameter as the manifest knows it (enough to cut and to join)."""
+        """The declaration of a parameter, as far as the manifest has it (enough to cut and to join)."""
         entry = self.entry(name)
         return ParamSpec(
             name=name,

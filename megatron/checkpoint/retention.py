@@ -36,15 +36,18 @@ def apply_retention(root: str | Path, keep_last_n: int | None, extra: Collection
 
     A deletion that fails is reported and tried again after the next save: it is no reason to stop a run.
     """
+    if keep_last_n is None or keep_last_n <= 0:
+        return []
     listing = list_checkpoints(root)
     gone = to_delete(listing.steps, listing.latest, keep_last_n, extra or ())
     deleted = []
     for step in gone:
         trash = listing.root / layout.trash_folder(step)
+        path = listing.checkpoints[step].path
         try:
-            os.rename(listing.path(step), trash)  # so that a deletion cut short leaves no half checkpoint by its name
+            os.rename(path, trash)  # so that a deletion cut short leaves no half checkpoint by its name
             deleted.append(step)
             shutil.rmtree(trash)
         except OSError as error:
-            logger.warning(f"{listing.path(step)} could not be deleted: {error}")
+            logger.warning(f"{path} could not be deleted: {error}")
     return deleted

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import layout
+from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.folder import write_latest
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.neox_names import NEOX, TRANSFORMER_ENGINE
@@ -175,7 +176,7 @@ def import_from(
         )
         difference = None
         if check:
-            difference = _accepted(incoming.check(CheckpointReader(folder), args.model, dtype))
+            difference = _accepted(incoming.check(CheckpointReader(open_checkpoint(folder)), args.model, dtype))
         _publish(draft, output, iteration)
     return Imported(output / layout.step_folder(iteration), output / CONFIG, difference)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.find import find_checkpoint
-from megatron.checkpoint.neox_folder import is_neox_folder
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.hf.folder import HuggingFaceFolder, open_model
 from megatron.convert.hf.reader import HuggingFaceReader, is_hf_folder, keys_of, model_of
@@ -51,7 +50,7 @@ class Place:
     @property
     def needs_config(self) -> bool:
         """Whether GPT-NeoX wrote it, so that somebody has to say what network it is."""
-        return not self.is_hf and is_neox_folder(find_checkpoint(self.path, self.iteration, key=self.key))
+        return not self.is_hf and find_checkpoint(self.path, self.iteration, key=self.key).by_neox
 
     def folder(self) -> HuggingFaceFolder:
         try:

@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.compare import ARCHITECTURE
-from megatron.checkpoint.find import find_checkpoint
-from megatron.checkpoint.neox_folder import is_neox_folder
+from megatron.checkpoint.find import Checkpoint, find_checkpoint
 from megatron.checkpoint.neox_reader import NeoXReader
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.saved_config import saved_config
@@ -76,10 +75,10 @@ def open_source(
     `iteration`: which one in a save folder, None for the latest. Raises `UserError`, naming `key` as what gave the
     folder, when there is none, or when the config or the reference does not fit it.
     """
-    folder = find_checkpoint(checkpoint, iteration, key=key)
-    if is_neox_folder(folder):
-        return _open_neox(folder, config_files, vocab_is_hf, reference)
-    reader = CheckpointReader(folder)
+    found = find_checkpoint(checkpoint, iteration, key=key)
+    if found.by_neox:
+        return _open_neox(found, config_files, vocab_is_hf, reference)
+    reader = CheckpointReader(found)
     settings = read_settings(reader, config_files)
     return reader, settings if reference is None else _as_reference(settings, reference, reader)
 
@@ -94,10 +93,12 @@ def open_weights(
     reference: Reference | None = None,
 ) -> CheckpointReader:
     """The reader alone: only a folder of GPT-NeoX needs a config. Errors name `key` as what gave the folder."""
-    folder = find_checkpoint(checkpoint, iteration, key=key)
-    if is_neox_folder(folder):
-        return _open_neox(folder, config_files, False, reference)[0]
-    return CheckpointReader(folder, checksums)
+    found = find_checkpoint(checkpoint, iteration, key=key)
+    if found.by_neox:
+        return _open_neox(found, config_files, False, reference)[0]
+    if checksums:
+        found.check_files(checksums=True)
+    return CheckpointReader(found)
 
 
 def _as_reference(settings: Settings, reference: Reference, reader: CheckpointReader) -> Settings:
@@ -113,15 +114,16 @@ def _as_reference(settings: Settings, reference: Reference, reader: CheckpointRe
 
 
 def _open_neox(
-    folder: Path, config_files: Sequence[str], vocab_is_hf: bool, reference: Reference | None
+    checkpoint: Checkpoint, config_files: Sequence[str], vocab_is_hf: bool, reference: Reference | None
 ) -> tuple[CheckpointReader, Settings]:
     """GPT-NeoX keeps no resolved configuration, only a copy of its YAML files, and does not say the vocabulary."""
+    folder = checkpoint.path
     kept = sorted(str(path) for path in (folder / layout.CONFIGS).glob("*.y*ml"))
     files = list(config_files) or kept
     if not files and reference is not None:
         tokenizer = {key: reference.tokenizer.get(key) for key in TOKENIZER_KEYS}
         settings = Settings(reference.model, tokenizer["tokenizer_type"] or "", *list(tokenizer.values())[1:])
-        return NeoXReader(folder, reference.model, reference.vocab_size), settings
+        return NeoXReader(checkpoint, reference.model, reference.vocab_size), settings
     if not files:
         raise UserError(f"{folder} was written by GPT-NeoX and keeps no config; give --config_file with the run's YAML")
     args = load(files)
@@ -129,7 +131,7 @@ def _open_neox(
     vocab_size = args.get("vocab_size") or open_tokenizer(**keys, vocab_is_hf=vocab_is_hf).vocab_size
     model = derive(args, Facts(vocab_size=vocab_size)).model
     tokenizer = {**keys, **(reference.tokenizer if reference else {})}
-    return NeoXReader(folder, model, vocab_size), Settings(model, **tokenizer)
+    return NeoXReader(checkpoint, model, vocab_size), Settings(model, **tokenizer)
 
 
 def read_settings(reader: CheckpointReader, config_files: Sequence[str]) -> Settings:

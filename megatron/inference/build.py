@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import nn
 
 from megatron.checkpoint.compare import check_config
-from megatron.checkpoint.neox_reader import open_checkpoint
+from megatron.checkpoint.find import Checkpoint
+from megatron.checkpoint.neox_reader import reader_of
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.errors import UserError
 from megatron.inference.stage import Stage
@@ -28,13 +27,13 @@ logger = get_logger(__name__)
 DTYPES = {"fp32": torch.float32, "bfloat16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, folder: Path) -> Stage:
-    """This rank's stage with the weights of the checkpoint `folder`, in the precision of the configuration.
+def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, checkpoint: Checkpoint) -> Stage:
+    """This rank's stage with the weights of the checkpoint, in the precision of the configuration.
 
     Raises:
         UserError: the checkpoint was made by another architecture or tokenizer, or lacks a weight.
     """
-    reader = open_checkpoint(folder, args.model, tokenizer.vocab_size)
+    reader = reader_of(checkpoint, args.model, tokenizer.vocab_size)
     check_fits(reader, args, tokenizer)
     dtype = DTYPES[args.optimizer.precision or "fp32"]
     layers = gpt_layers(

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.layout import step_of
+from megatron.checkpoint.find import Checkpoint
 from megatron.errors import UserError, nearest
 from megatron.inference.build import build_stage
 from megatron.inference.harness import HarnessModel, evaluation_team
-from megatron.inference.inputs import check_requests, checkpoint_folder
+from megatron.inference.inputs import check_requests, requested_checkpoint
 from megatron.inference.team import Control
 from megatron.log import get_logger, result
 from megatron.training.setup import Process
@@ -38,25 +38,25 @@ def evaluate(process: Process, report: Report) -> int:
     control = Control(state)
     prepared: list[Tasks] = []
 
-    def inputs() -> Path:
+    def inputs() -> Checkpoint:
         check_requests(args.generation, "eval")
-        folder = checkpoint_folder(args)
+        checkpoint = requested_checkpoint(args)
         prepared.append(Tasks(args.generation.eval_tasks or ()))
-        return folder
+        return checkpoint
 
     # Before the weights are read: an unknown task or a missing download shows at once.
-    folder = control.on_rank_zero(inputs)
-    logger.info(f"evaluating {folder}")
-    stage = build_stage(args, state, tokenizer, folder)
+    checkpoint = control.on_rank_zero(inputs)
+    logger.info(f"evaluating {checkpoint.path}")
+    stage = build_stage(args, state, tokenizer, checkpoint)
     batch = args.training.train_micro_batch_size_per_gpu or 1
     team = evaluation_team(control, stage, tokenizer, batch=batch, seed=args.training.seed)
-    info = {"checkpoint": str(folder), "precision": args.optimizer.precision, "neox_args": args.to_dict()}
+    info = {"checkpoint": str(checkpoint.path), "precision": args.optimizer.precision, "neox_args": args.to_dict()}
 
     def lead() -> None:
         results = prepared[0].run(HarnessModel(team, tokenizer, info))
         result(table(results))
         write_results(results, args.generation.eval_results_prefix)
-        report(flat_metrics(results), step_of(folder.name) or 0)
+        report(flat_metrics(results), checkpoint.manifest.step)
 
     team.run(lead)
     return 0

@@ -1,4 +1,4 @@
-"""What evaluation and generation read besides the model: the checkpoint's folder, prompts, names of tasks.
+"""What evaluation and generation read besides the weights: which checkpoint, prompts, names of tasks.
 
 Needs neither torch nor a device, so that the launcher refuses bad input before it starts a rank.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.find import Checkpoint, find_checkpoint
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.schema_train import GenerationConfig
 
 
-def checkpoint_folder(args: NeoXArgs) -> Path:
+def requested_checkpoint(args: NeoXArgs) -> Checkpoint:
     """The checkpoint to use: `iteration`, or the latest of `load` (else of `save`).
 
     Raises:

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron.checkpoint.find import Checkpoint
 from megatron.errors import UserError
 from megatron.inference.batches import batches
 from megatron.inference.build import build_stage
 from megatron.inference.generate import Completion, Limits, generate
-from megatron.inference.inputs import checkpoint_folder, output_path, read_prompts
+from megatron.inference.inputs import output_path, read_prompts, requested_checkpoint
 from megatron.inference.sampling import Draws, Sampling
 from megatron.inference.stage import Stage
 from megatron.inference.team import Control, Team
@@ -36,16 +37,16 @@ def write_texts(process: Process) -> int:
     args, state, tokenizer = process.args, process.state, process.tokenizer
     options = args.generation
 
-    def inputs() -> tuple[Path, list[str]]:
+    def inputs() -> tuple[Checkpoint, list[str]]:
         from_file = options.text_gen_type == "input-file"
         prompts = read_prompts(options.sample_input_file, options.prompt_end) if from_file else []
-        return checkpoint_folder(args), prompts
+        return requested_checkpoint(args), prompts
 
     # Before the weights are read: they are what users get wrong.
     control = Control(state)
-    folder, prompts = control.on_rank_zero(inputs)
-    logger.info(f"generating with {folder}")
-    generator = TextGenerator(control, build_stage(args, state, tokenizer, folder), tokenizer, args)
+    checkpoint, prompts = control.on_rank_zero(inputs)
+    logger.info(f"generating with {checkpoint.path}")
+    generator = TextGenerator(control, build_stage(args, state, tokenizer, checkpoint), tokenizer, args)
     output = output_path(options, args.is_set("sample_output_file"))
 
     def lead() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.checkpoint.find import Start
+from megatron.checkpoint.start import Start
 from megatron.data.order.datasets import DataPlan
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.checkpoint.find import Start
+from megatron.checkpoint.start import Start
 from megatron.cluster.launch import Placement
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
@@ -57,7 +57,7 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | 
             sections.checkpoints(found.start, saves, args.checkpoint.save),
         ]
     else:
-        parts.append(sections.titled("checkpoint", [f"reads {found.start}"]))
+        parts.append(sections.titled("checkpoint", [f"reads {found.start.path}"]))
     if kind == "train" and placement.gpus == 0:
         try:  # a plan may be made on another machine than the run's, so this alone is no reason to refuse it
             check_device(args, on_gpu=False)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.find import Start, start_of
+from megatron.checkpoint.find import Checkpoint
+from megatron.checkpoint.start import Start, decide_start
 from megatron.cluster.launch import Placement
 from megatron.data.order.sources import named_paths
 from megatron.data.order.splits import NAMES
 from megatron.data.tokens.token_files import find_files
-from megatron.inference.inputs import check_requests, checkpoint_folder
+from megatron.inference.inputs import check_requests, requested_checkpoint
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
 from megatron.neox_arguments.inference import for_inference
@@ -28,7 +29,7 @@ class Found:
     """What a run will start from."""
 
     tokenizer: Tokenizer
-    start: Start | Path
+    start: Start | Checkpoint
 
 
 def kind_of(user_script: str) -> str | None:
@@ -73,8 +74,8 @@ def data_paths(args: NeoXArgs) -> list[str]:
     return named_paths(args.data, [role for role in NAMES if active[role]])
 
 
-def _start(args: NeoXArgs, kind: str) -> Start | Path:
+def _start(args: NeoXArgs, kind: str) -> Start | Checkpoint:
     """Where training starts, or the checkpoint that eval and generate read."""
     if kind == "train":
-        return start_of(args.checkpoint)
-    return checkpoint_folder(args)
+        return decide_start(args.checkpoint)
+    return requested_checkpoint(args)

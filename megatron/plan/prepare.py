@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 
-from megatron.checkpoint.find import start_of
+from megatron.checkpoint.start import decide_start
 from megatron.data.tokens.cache import Entry, IndexCaches
 from megatron.data.tokens.token_files import TokenFiles, find_files, with_eod
 from megatron.data.tokens.verify import Report, verify_path
@@ -52,7 +52,7 @@ def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
     LOGGER.info(f"tokenizer {tokenizer.describe()}: {tokenizer.vocab_size} tokens")
     checked = _check_files(args, paths, tokenizer)
     args = resolve_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)
-    start = start_of(args.checkpoint)
+    start = decide_start(args.checkpoint)
     check_fit(args, start)
     plan = checked_plan(args, tokenizer, start)
     for row in plan.table():

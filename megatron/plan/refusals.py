@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron.checkpoint.compare import check_config
-from megatron.checkpoint.find import Start
 from megatron.checkpoint.init_from import check_init
 from megatron.checkpoint.lock import refuse_if_held
-from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.schedule import schedule_of_continued_run
+from megatron.checkpoint.start import Start
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.manifest import check_tokenizer, read_manifest
 from megatron.data.tokens.token_files import find_files
@@ -52,10 +51,10 @@ def check_start(args: NeoXArgs, start: Start) -> None:
 
 def check_fit(args: NeoXArgs, start: Start) -> None:
     """Configuration and schedule fit the checkpoint that training starts from."""
-    if start.path is None:
+    if start.checkpoint is None:
         return
     options = args.checkpoint
-    manifest = Manifest.read(start.path)
+    manifest = start.checkpoint.manifest
     saved, load_optim = manifest.config, start.load_optim and not options.no_load_optim
     check_config(
         saved,
@@ -73,7 +72,7 @@ def check_fit(args: NeoXArgs, start: Start) -> None:
             use_checkpoint_lr_scheduler=args.schedule.use_checkpoint_lr_scheduler,
         )
     # Without train_iters the length is not known yet, or there is nothing to train.
-    if start.goes_on and load_optim and args.training.train_iters:
+    if start.resumes and load_optim and args.training.train_iters:
         schedule_of_continued_run(
             saved,
             args.to_dict(),

@@ -10,8 +10,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron.checkpoint.find import Start, list_checkpoints, start_of
-from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.find import list_checkpoints
+from megatron.checkpoint.start import Start, decide_start
 from megatron.data.collate import CollateRules
 from megatron.data.order.datasets import SET, DataPlan
 from megatron.data.order.mixture import SampleSource
@@ -178,7 +178,7 @@ def open_run(args: NeoXArgs, ranks: int | None) -> RunData:
     tokenizer = build_tokenizer(args.tokenizer)
     args = resolve_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)
     options, training = args.checkpoint, args.training
-    start = start_of(options, to_write=False)  # people also look at the runs of others
+    start = decide_start(options, to_write=False)  # people also look at the runs of others
     plan = checked_plan(args, tokenizer, start)
     train = Steps(training.train_batch_size, _known(start, options.save, plan.begun))
     micro = training.train_micro_batch_size_per_gpu
@@ -196,11 +196,9 @@ def open_run(args: NeoXArgs, ranks: int | None) -> RunData:
 
 def _known(start: Start, save: str | None, begun: tuple[int, int]) -> tuple[tuple[int, int], ...]:
     """What the checkpoints of the run say about its past: steps, and samples consumed before them."""
-    if start.path is None or not start.goes_on:
+    if start.checkpoint is None or not start.resumes:
         return (begun,)
-    paths = [start.path]
+    saved = [start.checkpoint]
     if start.kind == "continue" and save is not None:
-        found = list_checkpoints(save)
-        paths += [found.path(step) for step in found.steps if step < start.step]
-    saved = [Manifest.read(path) for path in paths]
-    return tuple(sorted({begun, *((one.step, one.consumed) for one in saved)}))
+        saved += [one for step, one in list_checkpoints(save).checkpoints.items() if step < start.step]
+    return tuple(sorted({begun, *((one.manifest.step, one.manifest.consumed) for one in saved)}))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
-from megatron.checkpoint.find import Start
+from megatron.checkpoint.start import Start
 from megatron.cluster.launch import Placement
 from megatron.data.order.datasets import SourceRow
 from megatron.model.partition import StageRow
@@ -163,9 +162,9 @@ def data(found: Sequence[SourceRow], notes: Sequence[str] = ()) -> list[str]:
     return titled("data", [*table(HEAD, data_cells(found)), *phase_lines(found), *notes])
 
 
-def checkpoints(begin: Start | Path, saves: SavePlan | None, folder: str | None) -> list[str]:
+def checkpoints(start: Start, saves: SavePlan | None, folder: str | None) -> list[str]:
     """Where the run starts and which steps it saves."""
-    lines = [begin.message if isinstance(begin, Start) else f"reads {begin}"]
+    lines = [start.message]
     if saves is None:
         lines.append("nothing is saved: `save` is not set")
     else:

@@ -8,11 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.checkpoint import layout
-from megatron.checkpoint.find import Start
-from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.neox_folder import is_neox_folder
-from megatron.checkpoint.plain import read_plain
+from megatron.checkpoint.start import Start
 from megatron.data.collate import CollateRules
 from megatron.data.order.datasets import DataPlan, epoch_samples, plan_datasets
 from megatron.data.order.frozen import begun_at, handed_over
@@ -85,16 +81,16 @@ def resume_order(start: Start) -> tuple[Mapping[str, Any] | None, tuple[int, int
 
     (None, (0, 0)) for a run that begins. Raises `UserError` when `init_from` asks for an order that is missing.
     """
-    if start.path is None or start.kind == "finetune":
+    if start.checkpoint is None or start.kind == "finetune":
         return None, (0, 0)
-    saved = Manifest.read(start.path)
-    order = _client_state(start).get("DataOrder") if start.load_data else None
+    saved = start.checkpoint.manifest
+    order = start.checkpoint.callbacks.get("DataOrder") if start.load_data else None
     if start.init is None:
         return order, (saved.step, saved.consumed)
     if start.load_data and order is None:
         raise UserError(
-            f"init_from: {start.path} has no sample order (it was converted, or trained without data), so its data "
-            "cannot be continued; set init_from.data=restart"
+            f"init_from: {start.checkpoint.path} has no sample order (it was converted, or trained without data), so "
+            "its data cannot be continued; set init_from.data=restart"
         )
     begun = start.init.first_step(saved), start.init.consumed(saved)
     return handed_over(order, saved.step, begun), begun
@@ -102,8 +98,8 @@ def resume_order(start: Start) -> tuple[Mapping[str, Any] | None, tuple[int, int
 
 def check_saved_tokenizer(start: Start, tokenizer: Tokenizer, allow: bool) -> None:
     """Refuse a checkpoint that was trained with other token ids, unless a new run takes only its weights."""
-    if start.path is not None and start.kind != "finetune":
-        check_identity(_client_state(start).get("TokenizerIdentity"), tokenizer, allow)
+    if start.checkpoint is not None and start.kind != "finetune":
+        check_identity(start.checkpoint.callbacks.get("TokenizerIdentity"), tokenizer, allow)
 
 
 def check_identity(saved: Mapping[str, Any] | None, tokenizer: Tokenizer, allow: bool) -> None:
@@ -120,11 +116,3 @@ def check_identity(saved: Mapping[str, Any] | None, tokenizer: Tokenizer, allow:
         "other ids. Use the tokenizer of the run, start a new run (another `save`), or set "
         "allow_config_changes: true."
     )
-
-
-def _client_state(start: Start) -> Mapping[str, Any]:
-    """The states of the callbacks in the checkpoint, by name."""
-    assert start.path is not None
-    if is_neox_folder(start.path):
-        return {}  # GPT-NeoX saves neither tokenizer nor order
-    return read_plain(start.path / layout.state_file(0))["client"].get("callbacks", {})

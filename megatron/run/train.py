@@ -12,7 +12,6 @@ from megatron.callbacks.run_folder import read_heartbeat, run_folder, write_stat
 from megatron.callbacks.stopping import STOP_BY_SIGNAL
 from megatron.checkpoint.agreement import together
 from megatron.checkpoint.compare import check_config
-from megatron.checkpoint.find import Start, start_of
 from megatron.checkpoint.folder import recover
 from megatron.checkpoint.init_from import check_init
 from megatron.checkpoint.load import load_checkpoint
@@ -20,6 +19,7 @@ from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.manifest import Manifest, git_revision
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.schedule import schedule_of_continued_run
+from megatron.checkpoint.start import Start, decide_start
 from megatron.errors import DeepyError, StopRequested
 from megatron.log import get_logger
 from megatron.mpu.sharding import count_parameters
@@ -63,8 +63,8 @@ def train(process: Process) -> int:
     with save_lock(args, state), status_of_setup(args, state.rank):
         start = agree_on_start(args, state)
         say_start(args, start)
-        saved = Manifest.read(start.path) if start.path is not None else None
-        if saved is not None:
+        if start.checkpoint is not None:
+            saved = start.checkpoint.manifest
             for message in check_config(
                 saved.config,
                 args.to_dict(),
@@ -80,7 +80,7 @@ def train(process: Process) -> int:
         plan = open_data_on_ranks(args, process, *resume_order(start))
         batches = build_batches(args, process, plan)
         process = Process(args, state, process.tokenizer)
-        model = build_model(process, None if start.path is not None else args.training.seed)
+        model = build_model(process, None if start.checkpoint is not None else args.training.seed)
         logger.info(f"parameters: {count_parameters(model, state):,}")
         sets = named_sets(plan, batches)
         callbacks = default_callbacks(
@@ -93,7 +93,7 @@ def train(process: Process) -> int:
         trainer = Trainer(args, engine, steps, [DataOrder(plan), identity, *callbacks], build_schedule(args))
         with errors_told(trainer):
             trainer.call("start")
-            if start.path is not None:
+            if start.checkpoint is not None:
                 restore(trainer, start)
         trainer.run()
     # srun and mpirun kill the ranks that are left as soon as one leaves with a code other than 0.
@@ -131,7 +131,7 @@ def with_origin(args: NeoXArgs, saved: Manifest, start: Start) -> NeoXArgs:
 
 def with_schedule(args: NeoXArgs, saved: dict[str, Any], start: Start) -> NeoXArgs:
     """`args` with the learning-rate schedule that a continued run goes on with (checkpoint/schedule)."""
-    if not start.goes_on or args.checkpoint.no_load_optim or not args.training.train_iters:
+    if not start.resumes or args.checkpoint.no_load_optim or not args.training.train_iters:
         return args
     options = args.schedule
     values = schedule_of_continued_run(
@@ -154,14 +154,17 @@ def errors_told(trainer: Trainer) -> Iterator[None]:
 
 
 def agree_on_start(args: NeoXArgs, state: ParallelState) -> Start:
-    """Where the run starts, decided by rank 0 alone: ranks could see a shared file system at different moments.
+    """Where the run starts. Rank 0 decides and opens the checkpoint; the others are sent what it read: they could see
+    a shared file system at another moment, and would ask it the same questions.
 
     Call it with the lock held: the job that held it before may have saved a newer checkpoint until then.
     """
     box: list[Any] = [None]
     with together("deciding where to start", state):
         if state.rank == 0:
-            box[0] = start_of(args.checkpoint)
+            box[0] = start = decide_start(args.checkpoint)
+            if start.checkpoint is not None:
+                _ = start.checkpoint.callbacks  # read here, so that it travels with the rest
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
@@ -217,10 +220,10 @@ def save_lock(args: NeoXArgs, state: ParallelState) -> Iterator[None]:
 
 def restore(trainer: Trainer, start: Start) -> None:
     """Load what the start asks for: everything, the weights alone, or what `init_from` names."""
-    assert start.path is not None
+    assert start.checkpoint is not None
     options = trainer.args.checkpoint
-    loaded = load_checkpoint(
-        start.path,
+    client = load_checkpoint(
+        start.checkpoint,
         trainer.engine,
         trainer.state,
         heads=Heads.of(trainer.args.model),
@@ -228,14 +231,14 @@ def restore(trainer: Trainer, start: Start) -> None:
         load_optim=start.load_optim and not options.no_load_optim,
         load_rng=start.load_rng and not options.no_load_rng,
     )
-    if start.goes_on:
-        trainer.load_state_dict(loaded.client)
+    if start.resumes:
+        trainer.load_state_dict(client)
     elif start.init is not None:
-        identity = loaded.client.get("callbacks", {}).get(TokenizerIdentity.__name__)
+        identity = client.get("callbacks", {}).get(TokenizerIdentity.__name__)
         trainer.load_state_dict(
             {
                 "step": start.step,
-                "consumed": start.init.consumed(loaded.manifest),
+                "consumed": start.init.consumed(start.checkpoint.manifest),
                 "callbacks": {TokenizerIdentity.__name__: identity},
             }
         )

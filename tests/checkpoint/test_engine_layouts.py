@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.save import save_checkpoint
@@ -79,8 +80,9 @@ def train(rank, world, layout, keys, root, first, last, save):
     args, engine = start(rank, layout, keys)
     heads = Heads.of(args.model)
     if first:
-        loaded = load_checkpoint(f"{root}/global_step{first}", engine, engine.state, heads=heads)
-        assert (loaded.step, loaded.consumed) == (first, first * BATCH)
+        opened = open_checkpoint(f"{root}/global_step{first}")
+        load_checkpoint(opened, engine, engine.state, heads=heads)
+        assert (opened.manifest.step, opened.manifest.consumed) == (first, first * BATCH)
     curve = []
     for step in range(first, last):
         out = engine.train_batch(batch(step, engine.state), 1e-3 * (step + 1) / BATCH)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.reader import CheckpointReader
@@ -29,7 +30,7 @@ def train(
     engine, args, _ = build(rank, keys, layout)
     heads = Heads.of(args.model)
     if first:
-        load_checkpoint(f"{root}/global_step{first}", engine, engine.state, heads=heads)
+        load_checkpoint(open_checkpoint(f"{root}/global_step{first}"), engine, engine.state, heads=heads)
     curve = []
     for step in range(first, last):
         out = engine.train_batch(step_batch(step, args, engine.state), 1e-3 * (step + 1) / (BEFORE + AFTER))
@@ -96,7 +97,7 @@ def test_bfloat16_goes_on_in_fp32_without_expert_parallelism(tmp_path: Path) -> 
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    reader = CheckpointReader(folder)
+    reader = CheckpointReader(open_checkpoint(folder))
     return {name: reader.weight(name) for name in reader.names()}
 
 
@@ -116,14 +117,16 @@ def test_the_files_are_the_same_whoever_held_the_experts(tmp_path: Path) -> None
 def read_weights(rank: int, world: int, folder: str, keys: dict[str, Any], layout: Layout) -> dict[str, torch.Tensor]:
     """What every rank holds after loading weights alone, put together over the ranks that share experts."""
     engine, args, _ = build(rank, {**keys, "seed": 99}, layout)
-    load_checkpoint(folder, engine, engine.state, heads=Heads.of(args.model), load_optim=False, load_rng=False)
+    load_checkpoint(
+        open_checkpoint(folder), engine, engine.state, heads=Heads.of(args.model), load_optim=False, load_rng=False
+    )
     return {name: engine.read(name)["weight"] for name in engine.params() if "experts" in name}
 
 
 def test_weights_brought_from_elsewhere_are_dealt_out(tmp_path: Path) -> None:
     """`save_weights`, which imports write with, for another tensor-parallel size."""
     run(ONE, MODELS["neox"], tmp_path / "one", 0, 0, save=True)
-    reader = CheckpointReader(tmp_path / "one" / "global_step0")
+    reader = CheckpointReader(open_checkpoint(tmp_path / "one" / "global_step0"))
     folder = save_weights(
         tmp_path / "two",
         5,

@@ -1,35 +1,13 @@
-"""`init_from`: where a run begins, in which words, and what is refused without opening a tensor."""
-
-from pathlib import Path
+"""`init_from`: where a run starts, with which message, and what is refused without opening a tensor."""
 
 import pytest
 
 from megatron.checkpoint.compare import check_config
-from megatron.checkpoint.find import decide_start
 from megatron.checkpoint.init_from import InitFrom, check_init
-from megatron.checkpoint.manifest import Manifest
 from megatron.errors import UserError
+from tests.checkpoint.starts import decide, put
 
 pytestmark = pytest.mark.cpu
-
-
-def put(root: Path, step: int, optimizer: bool = True, **config) -> Manifest:
-    """A complete checkpoint without tensors, of a run that took 10 samples a step."""
-    folder = root / f"global_step{step}"
-    folder.mkdir(parents=True)
-    manifest = Manifest(
-        step=step,
-        consumed=10 * step,
-        layout={"tp": 1},
-        heads={},
-        optimizer=optimizer,
-        parameters={},
-        files={},
-        config=config,
-    )
-    manifest.write(folder)
-    (root / "latest").write_text(folder.name)
-    return manifest
 
 
 @pytest.fixture
@@ -40,57 +18,54 @@ def base(tmp_path):
 
 
 def start_from(base, save=None, **more):
-    return decide_start(save, None, init=InitFrom(str(base), **more))
+    return decide(save, init_from={"path": str(base), **more})
 
 
 def test_the_latest_is_taken_or_the_one_asked_for(base):
     for start in (start_from(base), start_from(base / "global_step4"), start_from(base, iteration=4)):
-        assert (start.kind, start.path, start.step) == ("init", base / "global_step4", 4)
-    assert start_from(base, iteration=2).path == base / "global_step2"
-    assert decide_start(None, None, init=InitFrom.of({"path": str(base)})) == start_from(base)
-    with pytest.raises(
-        UserError, match=r"init_from: .* no complete checkpoint of iteration 3: complete steps: \[2, 4\]"
-    ):
+        assert (start.kind, start.checkpoint.path, start.step) == ("init", base / "global_step4", 4)
+    assert start_from(base, iteration=2).checkpoint.path == base / "global_step2"
+    with pytest.raises(UserError, match=r"init_from: .*iteration 3 in .*: complete steps: \[2, 4\]"):
         start_from(base, iteration=3)
-    with pytest.raises(UserError, match="init_from: no checkpoint to load in .*there is no folder"):
+    with pytest.raises(UserError, match="init_from: .*nothing: there is no folder"):
         start_from(base / "nothing")
 
 
 @pytest.mark.parametrize("data", ["continue", "restart"])
 @pytest.mark.parametrize("optimizer", ["keep", "reset"])
 @pytest.mark.parametrize("step", ["continue", "restart"])
-def test_every_key_says_its_own_thing(base, data, optimizer, step):
+def test_each_key_decides_one_thing(base, data, optimizer, step):
     start = start_from(base, data=data, optimizer=optimizer, step=step)
-    assert not start.goes_on
+    assert not start.resumes
     assert (start.load_data, start.load_optim) == (data == "continue", optimizer == "keep")
     assert (start.load_rng, start.step) == ((True, 4) if step == "continue" else (False, 0))
-    assert start.init.consumed(Manifest.read(start.path)) == (40 if data == "continue" else 0)
-    assert ("data continued behind 40 samples" in start.message) == start.load_data
+    assert start.init.consumed(start.checkpoint.manifest) == (40 if data == "continue" else 0)
+    assert ("data continued after 40 samples" in start.message) == start.load_data
     assert ("data new, from sample 0" in start.message) != start.load_data
-    assert ("optimizer kept" in start.message) == start.load_optim and "weights taken" in start.message
+    assert ("optimizer kept" in start.message) == start.load_optim and "weights loaded" in start.message
     assert ("steps count from 0" in start.message) == (step == "restart")
     assert f"schedule of this config, at its step {start.step} " in start.message
     assert "\n" not in start.message
 
 
-def test_a_run_that_has_saved_is_continued(base, tmp_path):
+def test_a_run_that_has_saved_is_resumed(base, tmp_path):
     save = tmp_path / "save"
     put(save, 6, init_from={"path": str(base)})
     start = start_from(base, save)
     assert (start.kind, start.step, start.init) == ("continue", 6, None)
-    assert "spoke of the first start, which has been)" in start.message and "mind" not in start.message
-    assert "mind" not in decide_start(save, None, init=InitFrom(f"{base}/")).message
-    other = decide_start(save, None, init=InitFrom("elsewhere")).message
-    assert f"mind that this run began from {base}: to begin from elsewhere, use another `save`" in other
+    assert f"init_from: {base})" in start.message and "note" not in start.message
+    assert "note" not in start_from(f"{base}/", save).message
+    other = start_from("elsewhere", save).message
+    assert f"note: this run started from {base}; to start from elsewhere" in other
     put(save, 7)
-    assert "mind that this run began without init_from" in start_from(base, save).message
+    assert "note: this run started without init_from" in start_from(base, save).message
 
 
 def test_the_two_runs_have_two_folders(tmp_path):
     put(tmp_path / "base" / "inner", 2)
     assert start_from(tmp_path / "base" / "inner", tmp_path / "base").step == 2  # a folder inside `save` is another one
     folder = tmp_path / "base" / "inner" / "global_step2"
-    with pytest.raises(UserError, match="lies in `save`"):
+    with pytest.raises(UserError, match=f"init_from: {folder} is in `save`"):
         start_from(folder, folder)
 
 

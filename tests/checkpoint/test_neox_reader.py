@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.find import decide_start, find_checkpoint, list_checkpoints
-from megatron.checkpoint.init_from import InitFrom
+from megatron.checkpoint.find import find_checkpoint, list_checkpoints, open_checkpoint
 from megatron.checkpoint.neox_folder import is_neox_folder
 from megatron.checkpoint.neox_reader import NeoXReader
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.outputs import checkpoint_outputs
 from megatron.errors import UserError
 from tests.checkpoint.neox_files import write_neox
+from tests.checkpoint.starts import decide
 from tests.convert.families import mamba_cases as mamba
 from tests.convert.helpers import LLAMA, NEOX, VOCAB, hugging_face, random_tensors, resolved, write_checkpoint
 
@@ -60,7 +60,7 @@ def largest_difference(folder, model, theirs) -> float:
     with torch.no_grad():
         expected = theirs(input_ids=tokens, use_cache=False).logits
     assert expected.std() > 0.1
-    return float((logits_of(NeoXReader(folder, model, VOCAB), model, tokens) - expected).abs().max())
+    return float((logits_of(NeoXReader(open_checkpoint(folder), model, VOCAB), model, tokens) - expected).abs().max())
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -92,7 +92,7 @@ def test_mamba_of_several_tensor_parallel_ranks_is_no_other_layouts_model(tmp_pa
     model, _, tensors = model_of(MAMBA, "mamba")
     folder = write_neox(tmp_path / "global_step9", tensors, MAMBA, tp=2)
     with pytest.raises(UserError, match="layer 2 is a Mamba .* model_parallel_size 2 .* its own channels only"):
-        NeoXReader(folder, model, VOCAB)
+        NeoXReader(open_checkpoint(folder), model, VOCAB)
 
 
 @pytest.mark.parametrize("form", ["pipe", "nested"])
@@ -103,12 +103,12 @@ def test_norms_behind_the_branches_and_on_all_queries_together(tmp_path, form):
     assert largest_difference(folder, model, theirs) < 1e-5
     folder = write_neox(tmp_path / "two" / "global_step9", tensors, keys, form=form, tp=2)
     with pytest.raises(UserError, match="computes what no other layout does .use_separate_qk_norms"):
-        NeoXReader(folder, model, VOCAB)
+        NeoXReader(open_checkpoint(folder), model, VOCAB)
 
 
 def test_every_rank_of_any_size_gets_its_part(tmp_path):
     model, _, tensors = model_of(PARALLEL)
-    reader = NeoXReader(write_neox(tmp_path / "global_step9", tensors, PARALLEL, tp=2), model, VOCAB)
+    reader = NeoXReader(open_checkpoint(write_neox(tmp_path / "global_step9", tensors, PARALLEL, tp=2)), model, VOCAB)
     name = "2.attention.query_key_value.weight"
     assert (reader.manifest.step, reader.dtype(name)) == (9, torch.float32)
     spec = reader.spec(name)
@@ -146,7 +146,7 @@ def test_another_model_is_refused_by_the_key(tmp_path, changes, message, form):
     _, _, tensors = model_of(PARALLEL)
     folder = write_neox(tmp_path / "global_step9", tensors, PARALLEL, tp=2, form=form)
     with pytest.raises(UserError, match=message):
-        NeoXReader(folder, resolved(**{**PARALLEL, **changes}).model, VOCAB)
+        NeoXReader(open_checkpoint(folder), resolved(**{**PARALLEL, **changes}).model, VOCAB)
 
 
 def test_a_depth_that_no_argument_tells_is_refused(tmp_path):
@@ -154,7 +154,7 @@ def test_a_depth_that_no_argument_tells_is_refused(tmp_path):
     _, _, tensors = model_of({**PARALLEL, "num_layers": 3})
     folder = write_neox(tmp_path / "global_step9", tensors, {**PARALLEL, "num_layers": 3}, form="nested")
     with pytest.raises(UserError, match="does not fit this model|holds layers"):
-        NeoXReader(folder, resolved(**PARALLEL).model, VOCAB)
+        NeoXReader(open_checkpoint(folder), resolved(**PARALLEL).model, VOCAB)
 
 
 @pytest.mark.parametrize("vocab", [VOCAB - 20, VOCAB + 20])
@@ -164,7 +164,7 @@ def test_another_tokenizer_is_refused(tmp_path, vocab):
     with pytest.raises(
         UserError, match=rf"trained with 65 to 80 tokens, the tokenizer has {vocab}; set tokenizer_type"
     ):
-        NeoXReader(folder, model, vocab)
+        NeoXReader(open_checkpoint(folder), model, vocab)
 
 
 def test_missing_and_partial_files_are_listed(tmp_path):
@@ -174,15 +174,15 @@ def test_missing_and_partial_files_are_listed(tmp_path):
     whole = part.read_bytes()
     part.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"layer_03-model_01-model_states.pt cannot be read: .* damaged"):
-        NeoXReader(folder, model, VOCAB)
+        NeoXReader(open_checkpoint(folder), model, VOCAB)
     part.unlink()
     (folder / "layer_05-model_00-model_states.pt").unlink()
     with pytest.raises(UserError, match="missing layer_03-model_01-model_states.pt, layer_05-model_00-model_states.pt"):
-        NeoXReader(folder, model, VOCAB)
+        NeoXReader(open_checkpoint(folder), model, VOCAB)
     for file in folder.glob("layer_*-model_01-*"):
         file.unlink()
     with pytest.raises(UserError, match="missing layer_00-model_01-model_states.pt"):
-        NeoXReader(folder, model, VOCAB)
+        NeoXReader(open_checkpoint(folder), model, VOCAB)
 
 
 def test_weights_over_zero_3_files_and_gated_transformer_engine_are_refused(tmp_path):
@@ -190,11 +190,11 @@ def test_weights_over_zero_3_files_and_gated_transformer_engine_are_refused(tmp_
     folder = write_neox(tmp_path / "global_step9", tensors, PARALLEL)
     torch.save({}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     with pytest.raises(UserError, match=r"ZeRO stage 3.*zero_to_fp32.py"):
-        NeoXReader(folder, model, VOCAB)
+        NeoXReader(open_checkpoint(folder), model, VOCAB)
     model, _, tensors = model_of(LLAMA, "llama")
     folder = write_neox(tmp_path / "llama" / "global_step9", tensors, LLAMA, names="te")
     with pytest.raises(UserError, match="gate and up in an order that the files do not tell"):
-        NeoXReader(folder, model, VOCAB)
+        NeoXReader(open_checkpoint(folder), model, VOCAB)
 
 
 # ---- where they count as checkpoints, and where not
@@ -207,7 +207,8 @@ def base(tmp_path) -> Path:
 
 def test_they_are_found_by_those_who_take_weights(base):
     folder = base / "global_step9"
-    assert find_checkpoint(base) == find_checkpoint(base, 9) == find_checkpoint(folder) == folder
+    assert find_checkpoint(base) == find_checkpoint(base, 9) == find_checkpoint(folder)
+    assert find_checkpoint(base).path == folder
     assert list_checkpoints(base, neox=True).latest == 9
     listing = list_checkpoints(base)
     assert listing.latest is None and listing.incomplete == {"global_step9": "written by GPT-NeoX"}
@@ -217,22 +218,21 @@ def test_they_are_found_by_those_who_take_weights(base):
 
 def test_a_folder_of_any_name_is_found_by_itself(base):
     other = (base / "global_step9").rename(base / "0")
-    assert find_checkpoint(other) == other
-    assert decide_start(None, other, finetune=True).path == other
+    assert find_checkpoint(other).path == other
+    assert decide(None, other, finetune=True).checkpoint.path == other
 
 
 def test_training_starts_from_their_weights_alone(base, tmp_path):
-    start = decide_start(tmp_path / "save", base, finetune=True)
-    assert (start.kind, start.step, start.path) == ("finetune", 0, base / "global_step9")
+    start = decide(tmp_path / "save", base, finetune=True)
+    assert (start.kind, start.step, start.checkpoint.path) == ("finetune", 0, base / "global_step9")
     assert "written by GPT-NeoX" in start.message and "optimizer is new" in start.message
     with pytest.raises(
         UserError, match=r"optimizer state.* not read.*set finetune: true.*init_from: .*optimizer: reset"
     ):
-        decide_start(tmp_path / "save", base)
+        decide(tmp_path / "save", base)
     with pytest.raises(UserError, match="init_from.optimizer=reset and init_from.data=restart"):
-        decide_start(None, None, init=InitFrom(str(base)))
-    init = InitFrom(str(base), optimizer="reset", data="restart")
-    start = decide_start(None, None, init=init)
+        decide(None, None, init_from={"path": str(base)})
+    start = decide(None, None, init_from={"path": str(base), "optimizer": "reset", "data": "restart"})
     assert (start.kind, start.step, start.load_optim, start.load_data) == ("init", 9, False, False)
 
 
@@ -240,7 +240,7 @@ def test_training_starts_from_their_weights_alone(base, tmp_path):
 def test_no_run_begins_among_them(base, load, tmp_path):
     where = {None: None, "same": base, "other": tmp_path / "other"}[load]
     with pytest.raises(UserError, match=r"save: .* holds checkpoints of GPT-NeoX.*another one in `save`"):
-        decide_start(base, where)
+        decide(base, where)
 
 
 def test_a_damaged_checkpoint_of_ours_is_not_one_of_theirs(tmp_path):
@@ -254,5 +254,5 @@ def test_a_damaged_checkpoint_of_ours_is_not_one_of_theirs(tmp_path):
 
 
 def test_our_reader_says_whose_folder_it_is(base):
-    with pytest.raises(UserError, match="was written by GPT-NeoX; only with the run's config"):
-        CheckpointReader(base / "global_step9")
+    with pytest.raises(UserError, match="global_step9 was written by GPT-NeoX"):
+        CheckpointReader(open_checkpoint(base / "global_step9"))

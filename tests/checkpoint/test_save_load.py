@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.find import list_checkpoints
+from megatron.checkpoint.find import list_checkpoints, open_checkpoint
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.reader import CheckpointReader
@@ -59,11 +59,12 @@ def test_stop_and_resume_is_bit_exact(tmp_path, heads, dtype):
     expected_random = torch.rand(3)
     resumed = engine(seed=9, heads=heads, dtype=dtype)
     torch.manual_seed(0)
-    loaded = load_checkpoint(folder, resumed, resumed.state, heads=heads)
+    opened = open_checkpoint(folder)
+    client = load_checkpoint(opened, resumed, resumed.state, heads=heads)
     torch.rand(7)
-    assert torch.equal(torch.rand(3), expected_random) and loaded.rng_restored
-    assert (loaded.step, loaded.consumed) == (2, 16)
-    assert loaded.client == {"callbacks": {"x": [1, 2.5, None, "a"]}}
+    assert torch.equal(torch.rand(3), expected_random)
+    assert (opened.manifest.step, opened.manifest.consumed) == (2, 16)
+    assert client == {"callbacks": {"x": [1, 2.5, None, "a"]}}
     for _ in range(3):
         resumed.step()
     assert_equal(weights(resumed), weights(straight))
@@ -100,10 +101,10 @@ def test_without_optimizer_or_random_state(tmp_path):
     assert not [name for name in os.listdir(folder) if name.startswith(("optim_", "rng_"))]
     other = engine(seed=9)
     with pytest.raises(UserError, match="no_load_optim: true"):
-        load_checkpoint(folder, other, other.state, heads=HEADS)
+        load_checkpoint(open_checkpoint(folder), other, other.state, heads=HEADS)
     with pytest.raises(UserError, match="no_load_rng: true"):
-        load_checkpoint(folder, other, other.state, heads=HEADS, load_optim=False)
-    load_checkpoint(folder, other, other.state, heads=HEADS, load_optim=False, load_rng=False)
+        load_checkpoint(open_checkpoint(folder), other, other.state, heads=HEADS, load_optim=False)
+    load_checkpoint(open_checkpoint(folder), other, other.state, heads=HEADS, load_optim=False, load_rng=False)
     assert_equal(weights(other), weights(made))
     assert other.steps == 0
 
@@ -142,15 +143,15 @@ def test_loading_is_strict(tmp_path, change, message):
     other = Other(change)
     before = weights(other)
     with pytest.raises(UserError, match=message):
-        load_checkpoint(folder, other, other.state, heads=HEADS)
+        load_checkpoint(open_checkpoint(folder), other, other.state, heads=HEADS)
     assert_equal(weights(other), before)
 
 
 def test_other_head_counts_are_refused(tmp_path):
     folder = save(tmp_path, engine(), 1)
     other = engine()
-    with pytest.raises(UserError, match="num_kv_heads 2; this config says 4 and 4"):
-        load_checkpoint(folder, other, other.state, heads=HEADS_MHA)
+    with pytest.raises(UserError, match="heads 4 and num_kv_heads 2.* 4 and 4"):
+        load_checkpoint(open_checkpoint(folder), other, other.state, heads=HEADS_MHA)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "delete", "garbage", "flip"])
@@ -167,14 +168,27 @@ def test_a_damaged_file_is_found_before_anything_changes(tmp_path, damage):
     else:
         data[1000] ^= 255
         path.write_bytes(data)
+    with pytest.raises(UserError, match=path.name):
+        open_checkpoint(folder).check_files(checksums=True)
+    if damage == "garbage":
+        other = engine(seed=9)
+        before = weights(other)
+        with pytest.raises(UserError, match=path.name):
+            load_checkpoint(open_checkpoint(folder), other, other.state, heads=HEADS)
+        assert_equal(weights(other), before)
+
+
+def test_a_file_that_this_node_does_not_see(tmp_path):
+    """The checkpoint was opened where all files are; a rank that loads it looks again."""
+    folder = save(tmp_path, engine(seed=1), 2)
+    opened = open_checkpoint(folder)
+    path = folder / layout.weights_file(2, 0)
+    path.unlink()
     other = engine(seed=9)
     before = weights(other)
     with pytest.raises(UserError, match=path.name):
-        load_checkpoint(folder, other, other.state, heads=HEADS, checksums=True)
+        load_checkpoint(opened, other, other.state, heads=HEADS)
     assert_equal(weights(other), before)
-    if damage == "garbage":
-        with pytest.raises(UserError, match="cannot be read"):
-            load_checkpoint(folder, other, other.state, heads=HEADS)
 
 
 def test_a_newer_format_is_refused(tmp_path):
@@ -182,7 +196,7 @@ def test_a_newer_format_is_refused(tmp_path):
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps({**manifest, "format": 99}))
     with pytest.raises(UserError, match="format version 99"):
-        CheckpointReader(folder)
+        CheckpointReader(open_checkpoint(folder))
 
 
 def test_state_that_could_not_be_read_back_is_refused_at_once(tmp_path):
@@ -236,7 +250,7 @@ def test_disk_full_at_every_file(tmp_path, monkeypatch, k):
     assert (listing.steps, listing.latest) == ((1,), 1)
     assert sorted(os.listdir(tmp_path)) == ["global_step1", "latest"]
     resumed = engine(seed=9)
-    load_checkpoint(listing.path(1), resumed, resumed.state, heads=HEADS)
+    load_checkpoint(listing.checkpoints[1], resumed, resumed.state, heads=HEADS)
     assert_equal(weights(resumed), weights(first))
     save(tmp_path, later, 2)
     assert list_checkpoints(tmp_path).latest == 2
@@ -273,7 +287,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     again = engine(steps=2)
     save(tmp_path, again, 2)
     loaded = engine(seed=9)
-    load_checkpoint(tmp_path / "global_step2", loaded, loaded.state, heads=HEADS)
+    load_checkpoint(open_checkpoint(tmp_path / "global_step2"), loaded, loaded.state, heads=HEADS)
     assert_equal(weights(loaded), weights(again))
     assert sorted(os.listdir(tmp_path)) == ["global_step2", "latest"]
 
@@ -324,7 +338,7 @@ def test_kill_9_during_a_save(tmp_path):
     listing = list_checkpoints(tmp_path)
     assert (listing.steps, listing.latest) == ((1,), 1)
     resumed = engine(seed=9)
-    load_checkpoint(listing.path(1), resumed, resumed.state, heads=HEADS)
+    load_checkpoint(listing.checkpoints[1], resumed, resumed.state, heads=HEADS)
     resumed.step()
     save(tmp_path, resumed, 2)
     assert sorted(os.listdir(tmp_path)) == ["global_step1", "global_step2", "latest"]

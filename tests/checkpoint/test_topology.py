@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from megatron.checkpoint.find import list_checkpoints
+from megatron.checkpoint.find import list_checkpoints, open_checkpoint
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.save import SaveError, save_checkpoint
 from megatron.checkpoint.tensor_file import CheckedFile
@@ -40,8 +40,9 @@ def train_and_save(rank, world, root, layout, heads, tied):
 def load_and_train(rank, world, root, layout, heads, tied):
     """Returns {(name, tp rank): master weight} after some more steps."""
     engine = build(rank, layout, 99, heads, tied)
-    loaded = load_checkpoint(f"{root}/global_step{BEFORE}", engine, engine.state, heads=heads)
-    assert loaded.consumed == 24
+    opened = open_checkpoint(f"{root}/global_step{BEFORE}")
+    load_checkpoint(opened, engine, engine.state, heads=heads)
+    assert opened.manifest.consumed == 24
     for _ in range(AFTER):
         engine.step()
     return {(name, engine.state.tp_rank): master.detach() for name, master in engine.masters.items()}
@@ -123,7 +124,7 @@ def load_with_one_bad_rank(rank, world, root):
     if rank == 1:
         del engine._params["2.mlp.linear1.weight"]
     try:
-        load_checkpoint(f"{root}/global_step{BEFORE}", engine, engine.state, heads=HEADS)
+        load_checkpoint(open_checkpoint(f"{root}/global_step{BEFORE}"), engine, engine.state, heads=HEADS)
     except UserError as error:
         return str(error)
     return None

@@ -15,6 +15,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.neox_reader import NeoXReader
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.hf.check import compare
@@ -85,8 +86,8 @@ def test_files_are_those_that_the_format_s_description_gives(tmp_path, call, fla
                 assert torch.equal(made[file][name], tensor), name
     args = derive(load([str(tmp_path / "out/config.yml")]), Facts(vocab_size=VOCAB))
     for reader in (
-        CheckpointReader(tmp_path / "out/global_step9"),
-        NeoXReader(tmp_path / "out/global_step9", args.model, VOCAB),
+        CheckpointReader(open_checkpoint(tmp_path / "out/global_step9")),
+        NeoXReader(open_checkpoint(tmp_path / "out/global_step9"), args.model, VOCAB),
     ):
         assert compare(reader, args.model, tmp_path / "hf", torch.float32).logits < 1e-5
     state = torch.load(tmp_path / "out/global_step9" / f"mp_rank_{tp - 1:02d}_model_states.pt", weights_only=True)
@@ -195,7 +196,7 @@ def test_merging_the_files_of_two_ranks(tmp_path, call, monkeypatch, names, form
     code, _, error = call("tools/ckpts/merge20b.py", *again)
     assert code == 0, error
     for made, tp in (("merged", 1), ("cut", 4)):
-        reader = CheckpointReader(tmp_path / made / "global_step9")
+        reader = CheckpointReader(open_checkpoint(tmp_path / made / "global_step9"))
         assert reader.tp_size == tp
         args = derive(load([str(tmp_path / "20B.yml")]), Facts(vocab_size=512))
         assert compare(reader, args.model, tmp_path / "hf", torch.float32).logits < 1e-5

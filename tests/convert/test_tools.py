@@ -11,6 +11,7 @@ import tokenizers
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron.checkpoint.find import open_checkpoint
 from megatron.convert.hf.export_hf import export
 from megatron.errors import UserError
 from tests.convert.helpers import LLAMA, NEOX, VOCAB, random_tensors, resolved, write_checkpoint
@@ -139,9 +140,9 @@ def test_difference_of_two_checkpoints(tmp_path):
 
     args = resolved(**LLAMA)
     tensors = random_tensors(args, "llama")
-    one = CheckpointReader(write_checkpoint(tmp_path / "one", args, tensors))
+    one = CheckpointReader(open_checkpoint(write_checkpoint(tmp_path / "one", args, tensors)))
     changed = {**tensors, "2.attention.dense.weight": tensors["2.attention.dense.weight"] + 0.25}
-    other = CheckpointReader(write_checkpoint(tmp_path / "other", args, changed, tp=2))
+    other = CheckpointReader(open_checkpoint(write_checkpoint(tmp_path / "other", args, changed, tp=2)))
     lines = list(difference(one, other))
     assert any(line.startswith("2.attention.dense.weight") and "0.25" in line for line in lines)
     assert lines[-1] == f"{len(tensors) - 1} parameters are equal, 1 differ, 0 are in one alone"

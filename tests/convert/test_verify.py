@@ -11,6 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert import inspect
 from megatron.convert.hf.folder import HuggingFaceFolder
@@ -191,8 +192,8 @@ def test_one_parameter_is_in_memory_at_a_time(tmp_path, models, monkeypatch):
         return value
 
     monkeypatch.setattr(CheckpointReader, "weight", weight)
-    one = CheckpointReader(tmp_path / "ours/global_step7")
-    other = CheckpointReader(tmp_path / "ours/global_step7")
+    one = CheckpointReader(open_checkpoint(tmp_path / "ours/global_step7"))
+    other = CheckpointReader(open_checkpoint(tmp_path / "ours/global_step7"))
     assert len(list(inspect.describe(one))) == 3 + len(models[1])
     list(inspect.difference(one, other))
     assert max(peak) <= 4

@@ -117,7 +117,7 @@ CASES: dict[str, tuple[tuple[str, ...], Change, str]] = {
     "load of an empty folder": (
         ("load=empty",),
         lambda folder: (folder / "empty").mkdir(),
-        r"load: no checkpoint to load in empty: .*it is empty",
+        r"load: no checkpoint in empty: .*it is empty",
     ),
     "load of nothing": (("load=nowhere",), nothing, r"load: .*there is no folder nowhere"),
     "load of a Hugging Face folder": (("load=hf",), hugging_face_folder, r"this looks like a Hugging Face folder"),

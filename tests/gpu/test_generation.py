@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.find import open_checkpoint
 from megatron.inference.build import build_stage
 from megatron.inference.sampling import Sampling
 from megatron.inference.scoring import score
@@ -18,7 +19,7 @@ MODELS = {"neox": GPT_NEOX, "llama": GPT_LLAMA}
 
 
 def stage_on(device: str, folder: Path, keys: dict[str, object]) -> Stage:
-    return build_stage(inference_args(keys, Layout()), ParallelState.single(device), Letters(), folder)
+    return build_stage(inference_args(keys, Layout()), ParallelState.single(device), Letters(), open_checkpoint(folder))
 
 
 @pytest.mark.gpu

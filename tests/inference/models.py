@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.save import save_checkpoint
 from megatron.inference.build import build_stage
@@ -97,7 +98,7 @@ def state_of(rank: int, layout: Layout) -> ParallelState:
 
 def stage_of(folder: Path, keys: dict[str, Any], layout: Layout = ALONE, rank: int = 0) -> Stage:
     """A rank's stage of the checkpoint, at any layout."""
-    return build_stage(inference_args(keys, layout), state_of(rank, layout), Letters(), folder)
+    return build_stage(inference_args(keys, layout), state_of(rank, layout), Letters(), open_checkpoint(folder))
 
 
 def complete(

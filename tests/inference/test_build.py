@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.errors import UserError
 from megatron.inference.build import build_stage
@@ -48,9 +49,9 @@ def test_a_rank_holds_its_shard_and_at_most_one_whole_parameter_on_the_way(
 
     monkeypatch.setattr(CheckpointReader, "_full", full)
     args, state = inference_args(GPT_NEOX, layout), one_rank(layout, rank)
-    stage = build_stage(args, state, Letters(), folder)
+    stage = build_stage(args, state, Letters(), open_checkpoint(folder))
     assert max(most) == 1 and not alive
-    reader = CheckpointReader(folder)
+    reader = CheckpointReader(open_checkpoint(folder))
     held = {name: p for layer in stage.layers for name, p in named_parameters(layer)}
     first = {name for name in reader.names() if name.startswith(("0.", "2."))}
     assert set(held) == (first if state.is_first_stage else set(reader.names()) - first)
@@ -68,15 +69,15 @@ def test_another_vocabulary_is_refused_with_the_tokenizer_it_was_trained_with(fo
 
     args = inference_args(GPT_NEOX, Layout(), VOCAB - 1)
     with pytest.raises(UserError, match=r"trained with 67 tokens, letters has 66; .*CharLevelTokenizer"):
-        build_stage(args, ParallelState.single(), Smaller(), folder)
+        build_stage(args, ParallelState.single(), Smaller(), open_checkpoint(folder))
 
 
 def test_another_tokenizer_of_the_same_size_is_said(folder: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
-        build_stage(inference_args(GPT_NEOX, Layout()), ParallelState.single(), Letters(), folder)
+        build_stage(inference_args(GPT_NEOX, Layout()), ParallelState.single(), Letters(), open_checkpoint(folder))
     assert "the checkpoint was trained with tokenizer_type: CharLevelTokenizer" in caplog.text
 
 
 def test_another_architecture_is_refused_by_its_keys(folder: Path):
     with pytest.raises(UserError, match=r"norm: 'layernorm' in the checkpoint, now 'rmsnorm'"):
-        build_stage(inference_args(GPT_LLAMA, Layout()), ParallelState.single(), Letters(), folder)
+        build_stage(inference_args(GPT_LLAMA, Layout()), ParallelState.single(), Letters(), open_checkpoint(folder))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.find import open_checkpoint
 from megatron.inference.build import build_stage
 from megatron.inference.generate import Completion, Limits, generate
 from megatron.inference.sampling import Sampling
@@ -108,7 +109,7 @@ def test_same_text_at_every_layout(checkpoint, name: str, layout: Layout):
 def test_no_pipeline_is_spelled_0_or_1(checkpoint, pipe_parallel_size: int):
     keys = {**GPT_NEOX, "pipe_parallel_size": pipe_parallel_size, "sequence_parallel": True}
     args = derive(for_inference(NeoXArgs.from_saved(keys)), Facts(vocab_size=VOCAB, num_devices=1))
-    stage = build_stage(args, ParallelState.single(), Letters(), checkpoint("neox"))
+    stage = build_stage(args, ParallelState.single(), Letters(), open_checkpoint(checkpoint("neox")))
     assert tokens_of(complete(stage)) == tokens_of(complete(stage_of(checkpoint("neox"), GPT_NEOX)))
 
 

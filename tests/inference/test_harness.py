@@ -12,6 +12,7 @@ import torch
 from lm_eval.api.instance import Instance
 from tokenizers.processors import TemplateProcessing
 
+from megatron.checkpoint.find import open_checkpoint
 from megatron.errors import UserError
 from megatron.inference.build import build_stage
 from megatron.inference.evaluate import Tasks, flat_metrics, table, write_results
@@ -91,7 +92,7 @@ class Model:
         layout = layout or Layout()
         state = state_of(rank, layout)
         args = inference_args(self.keys, layout, self.tokenizer.vocab_size)
-        stage = build_stage(args, state, self.tokenizer, self.checkpoint)
+        stage = build_stage(args, state, self.tokenizer, open_checkpoint(self.checkpoint))
         return HarnessModel(evaluation_team(Control(state), stage, self.tokenizer, batch=3, seed=1), self.tokenizer)
 
     def theirs(self) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import UserError
-from megatron.inference.inputs import check_requests, checkpoint_folder, output_path, read_prompts
+from megatron.inference.inputs import check_requests, output_path, read_prompts, requested_checkpoint
 from megatron.inference.modes import prompts_from
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
@@ -120,9 +120,9 @@ def test_where_records_go(tmp_path: Path):
 
 def test_a_missing_checkpoint_is_never_random_weights(tmp_path: Path):
     with pytest.raises(UserError, match="load is not set"):
-        checkpoint_folder(prepared(tmp_path, MODEL))
-    with pytest.raises(UserError, match="no checkpoint to load"):
-        checkpoint_folder(prepared(tmp_path, MODEL, f"load={tmp_path}"))
+        requested_checkpoint(prepared(tmp_path, MODEL))
+    with pytest.raises(UserError, match=f"load: no checkpoint in {tmp_path}"):
+        requested_checkpoint(prepared(tmp_path, MODEL, f"load={tmp_path}"))
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_every_example_dry_runs_and_trains(first: Any, tmp_path: Path, monkeypat
     keys = {"lr_decay_iters": None, **keys}
     written = config(first, tmp_path / "run.yml", **keys)
     text = dry_run(written)
-    told = [line for line in section(text, "checkpoints") if line.startswith("beginning from runs/phase1")]
+    told = [line for line in section(text, "checkpoints") if line.startswith("starting from runs/phase1")]
     assert len(told) == 1
     report = run({**first[1], **keys, "save": str(tmp_path / "save")})[0]
     assert report.exit_code == 0 and len(report.steps) == 2, report.error
@@ -77,7 +77,7 @@ def test_every_example_dry_runs_and_trains(first: Any, tmp_path: Path, monkeypat
 
 
 def test_the_message_looks_as_in_the_text(first: Any, tmp_path: Path) -> None:
-    shown = re.search(r"```\n(beginning from .*?)\n```", TEXT, flags=re.DOTALL).group(1)
+    shown = re.search(r"```\n(starting from .*?)\n```", TEXT, flags=re.DOTALL).group(1)
     text = dry_run(config(first, tmp_path / "run.yml", init_from=init(first), train_iters=9, save="x"))
 
     def shape(line: str) -> str:
@@ -183,7 +183,7 @@ def test_what_is_prepared_is_what_the_run_reads(first: Any, tmp_path: Path, step
     keys = {"init_from": init(first, step=step), "train_iters": begun + 200, "data_cache_path": str(tmp_path / "cache")}
     written = config(first, tmp_path / "run.yml", lr_decay_style="constant", **keys)
     text = prepare(load([str(written)]), 1, "train.py")
-    assert "data continued behind 32 samples" in text
+    assert "data continued after 32 samples" in text
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
     assert made
     report = run({**first[1], "lr_decay_style": "constant", **keys, "exit_interval": begun + 2})[0]

@@ -161,7 +161,7 @@ def test_every_shipped_config_dry_runs(path: Path, tokens: Callable[..., str], t
     given += ["tokenizer_type=CharLevelTokenizer", "vocab_file=", "eval_iters=1", f"data_path={tokens(1000, 100)}"]
     given += ["split=1,1,1", f"save={tmp_path}", f"load={tmp_path}"]
     if script == "generate.py":
-        with pytest.raises(UserError, match="no checkpoint to load"):
+        with pytest.raises(UserError, match="load: no checkpoint in"):
             dry_run(*given, script=script)
         return
     text = dry_run(*given, script=script)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron.checkpoint.find import Start, start_of
+from megatron.checkpoint.find import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.start import Start, decide_start
 from megatron.data.loader import StepLoader
 from megatron.data.view.origin import samples_with
 from megatron.errors import UserError
@@ -230,24 +231,24 @@ def test_steps_where_checkpoints_know_of_other_batch_sizes() -> None:
         Steps(8, ((0, 0), (10, 44))).samples(3)
 
 
-def checkpoint(save: Path, step: int, consumed: int) -> Path:
+def checkpoint(save: Path, step: int, consumed: int) -> Checkpoint:
     """A checkpoint that knows its step and nothing else."""
     folder = save / f"global_step{step}"
     folder.mkdir(parents=True)
     Manifest(step, consumed, {}, {}, False, {}, {}, {}).write(folder)
-    return folder
+    return open_checkpoint(folder)
 
 
 def test_all_checkpoints_of_the_run_are_asked(tmp_path: Path) -> None:
     save = tmp_path / "save"
     for step, consumed in ((10, 40), (20, 120), (25, 160)):
-        folder = checkpoint(save, step, consumed)
+        newest = checkpoint(save, step, consumed)
     other = checkpoint(tmp_path / "other", 5, 50)
-    going_on = Start("continue", folder, 25, "")
-    assert _known(going_on, str(save), (0, 0)) == ((0, 0), (10, 40), (20, 120), (25, 160))
+    resumed = Start("continue", newest, 25, "")
+    assert _known(resumed, str(save), (0, 0)) == ((0, 0), (10, 40), (20, 120), (25, 160))
     assert _known(Start("load", other, 5, ""), str(save), (0, 0)) == ((0, 0), (5, 50))
     assert _known(Start("finetune", other, 0, ""), None, (0, 0)) == ((0, 0),)
-    assert _known(going_on, str(save), (8, 30)) == ((8, 30), (10, 40), (20, 120), (25, 160))
+    assert _known(resumed, str(save), (8, 30)) == ((8, 30), (10, 40), (20, 120), (25, 160))
 
 
 def test_what_was_before_is_of_another_run() -> None:
@@ -263,10 +264,10 @@ def test_the_run_of_another_user_can_be_looked_at(
     config: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = config(data_path=write(tmp_path / "d", GOLDEN), split="1,0,0", save=str(tmp_path / "save"))
-    monkeypatch.setattr("megatron.checkpoint.find.os.access", lambda *asked: False)
+    monkeypatch.setattr("megatron.checkpoint.start.os.access", lambda *asked: False)
     assert opened(path).role("train").count == 24
     with pytest.raises(UserError, match="may not be written"):
-        start_of(load([str(path)]).checkpoint)
+        decide_start(load([str(path)]).checkpoint)
 
 
 def test_what_the_run_does_not_reach(config: Callable[..., Path], tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def lines(given: argparse.Namespace, found: list[Place], opened: list[object]) -
     if path.is_file():
         return peek(path, given.attributes)
     if given.attributes:
-        return peek(find_checkpoint(path, place.iteration, key=place.key), given.attributes)
+        return peek(find_checkpoint(path, place.iteration, key=place.key).path, given.attributes)
     if place.is_hf:
         folder = place.folder()
         opened.append(folder)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.find import find_checkpoint
-from megatron.checkpoint.neox_folder import is_neox_folder
+from megatron.checkpoint.find import Checkpoint, find_checkpoint, open_checkpoint
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.weights import save_weights
@@ -48,14 +47,14 @@ def rewrite(
 
     Every parameter is read back and must be equal. Raises `UserError`; then nothing is left behind.
     """
-    folder = find_checkpoint(source, iteration, key="--input_dir")
+    checkpoint = find_checkpoint(source, iteration, key="--input_dir")
     output = Path(output)
-    step = layout.step_of(folder.name) or 0
-    if output.resolve() == folder.parent.resolve():
+    step = checkpoint.manifest.step
+    if output.resolve() == checkpoint.path.parent.resolve():
         raise UserError(f"--output_dir: {output} is where the checkpoint itself lies; choose another folder")
     if (output / layout.step_folder(step)).exists() and not overwrite:
         raise UserError(f"--output_dir: {output} holds {layout.step_folder(step)} already; give --overwrite")
-    reader, args = _open(folder, config_files, default_config, tp)
+    reader, args = _open(checkpoint, config_files, default_config, tp)
     vocab_size = reader.entry(WORD_EMBEDDINGS).shape[0]
     if precision not in ("auto", *PRECISIONS):
         raise UserError(f"--precision: {precision!r} is not known. Choices: auto, {', '.join(PRECISIONS)}")
@@ -71,18 +70,19 @@ def rewrite(
         dtype=dtype,
         row_biases_once=args.model.gpt_j_residual,
     )
-    _check(reader, CheckpointReader(made), dtype)
+    _check(reader, CheckpointReader(open_checkpoint(made)), dtype)
     return made
 
 
 def _open(
-    folder: Path, config_files: Sequence[str], default_config: str | None, tp: int
+    checkpoint: Checkpoint, config_files: Sequence[str], default_config: str | None, tp: int
 ) -> tuple[CheckpointReader, NeoXArgs]:
     """The reader, and the configuration resolved for `tp` ranks."""
     layouts = [f"model_parallel_size={tp}", "pipe_parallel_size=0", "train_micro_batch_size_per_gpu=1"]
     layouts += ["train_batch_size=null", "gradient_accumulation_steps=null"]
-    if not is_neox_folder(folder):
-        reader = CheckpointReader(folder)
+    folder = checkpoint.path
+    if not checkpoint.by_neox:
+        reader = CheckpointReader(checkpoint)
         saved = {**saved_config(reader).to_dict(), "model_parallel_size": tp, "pipe_parallel_size": 0}
         batch = {"train_batch_size": None, "gradient_accumulation_steps": None, "train_micro_batch_size_per_gpu": 1}
         facts = Facts(vocab_size=reader.entry(WORD_EMBEDDINGS).shape[0])
@@ -100,7 +100,7 @@ def _open(
     args = derive(args, Facts(vocab_size=vocab_size))
     from megatron.checkpoint.neox_reader import NeoXReader
 
-    return NeoXReader(folder, args.model, vocab_size), args
+    return NeoXReader(checkpoint, args.model, vocab_size), args
 
 
 def _tensors(reader: CheckpointReader, specs: dict[str, ParamSpec]) -> Iterator[tuple[ParamSpec, Tensor]]:

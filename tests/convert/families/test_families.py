@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.hf.check import TOLERANCE, compare_outputs
 from megatron.convert.hf.export_hf import export
@@ -318,7 +319,7 @@ def test_two_swapped_weights_of_the_same_shape_are_noticed_and_their_block_named
     tokens = random_tokens(VOCAB, args.model.max_position_embeddings, args.model.layer_windows or ())
     theirs = folder_outputs(HuggingFaceFolder(tmp_path / "hf"), tokens)
     for i, (name, swapped) in enumerate(_swaps(tensors, args.model)):
-        reader = CheckpointReader(write_checkpoint(tmp_path / f"wrong{i}", args, swapped))
+        reader = CheckpointReader(open_checkpoint(write_checkpoint(tmp_path / f"wrong{i}", args, swapped)))
         result = compare_outputs(checkpoint_outputs(reader, args.model, tokens, torch.float32), theirs)
         assert not result.ok and result.logits > 100 * TOLERANCE, (name, result)
         assert result.first_drift.startswith("block 1"), (name, result)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.families import gpt_neox
 from megatron.convert.hf import export_hf as export_module
@@ -144,7 +145,7 @@ def test_two_swapped_weights_of_the_same_shape_are_noticed(tmp_path, architectur
     export(folder, tmp_path / "hf", tokenizer=False)
     one, other = pair
     swapped = {**tensors, one: tensors[other], other: tensors[one]}
-    reader = CheckpointReader(write_checkpoint(tmp_path / "wrong", args, swapped))
+    reader = CheckpointReader(open_checkpoint(write_checkpoint(tmp_path / "wrong", args, swapped)))
     result = compare(reader, args.model, tmp_path / "hf", torch.float32)
     assert not result.ok
     expected = "the embedding" if one.startswith("0.") else f"block {int(one[0]) - 2}"

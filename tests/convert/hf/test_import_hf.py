@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert import importing
@@ -86,7 +87,7 @@ def test_one_step_s_gradients_are_those_of_transformers(tmp_path, keys, architec
     args = derive(load([str(done.config)]), Facts(vocab_size=VOCAB))
     layers = gpt_layers(args.model, vocab_size=VOCAB, padded_vocab_size=128, state=ParallelState.single())
     network = SequentialModel(layers, None, seed=None, state=ParallelState.single())
-    reader = CheckpointReader(done.folder)
+    reader = CheckpointReader(open_checkpoint(done.folder))
     with torch.no_grad():
         for name, parameter in named_parameters(network):
             parameter.copy_(reader.local_weight(name, parameter.spec, 0, 1))
@@ -113,7 +114,9 @@ def completions(rank, world, config, folder, pp, tp):
     tokenizer = build_tokenizer(args.tokenizer)
     args = derive(args, Facts(vocab_size=tokenizer.vocab_size, num_devices=world))
     topology = Topology({"pipe": pp, "data": 1, "model": tp})
-    stage = build_stage(args, ParallelState.build(topology, rank, torch.device("cpu")), tokenizer, Path(folder))
+    stage = build_stage(
+        args, ParallelState.build(topology, rank, torch.device("cpu")), tokenizer, open_checkpoint(folder)
+    )
     prompts = [[5, 9, 33, 2], [8]]
     done = generate(stage, prompts, Limits(12, VOCAB - 2), Sampling(), Draws(0, range(2)))
     return [list(each.tokens) for each in done]
@@ -185,7 +188,7 @@ def test_precision(tmp_path, stored, precision, dtype, key):
     source_of(tmp_path / "hf", GQA, "llama", stored)
     done = import_model(str(tmp_path / "hf"), tmp_path / "out", precision=precision)
     assert done.largest_difference < 1e-5
-    assert {entry.dtype for entry in CheckpointReader(done.folder).manifest.parameters.values()} == {dtype}
+    assert {entry.dtype for entry in open_checkpoint(done.folder).manifest.parameters.values()} == {dtype}
     assert load([str(done.config)]).get("precision") == key
 
 
@@ -295,7 +298,7 @@ def test_the_checkpoint_names_the_folders_it_gets_however_the_output_is_written(
     (tmp_path / "below").mkdir()
     done = import_model(str(tmp_path / "hf"), tmp_path / "below" / ".." / "out")
     assert ".draft-" not in (done.folder / "manifest.json").read_text()
-    assert CheckpointReader(done.folder).manifest.config["load"] == str(tmp_path / "out")
+    assert open_checkpoint(done.folder).manifest.config["load"] == str(tmp_path / "out")
 
 
 def test_a_step_with_another_vocabulary_does_not_join_a_folder(tmp_path):

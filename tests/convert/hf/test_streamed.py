@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.hf.check import compare_outputs
 from megatron.convert.hf.folder import HuggingFaceFolder
@@ -147,10 +148,10 @@ def test_two_folders_and_two_checkpoints_are_compared_and_the_first_drift_is_nam
     assert not found.ok and found.first_drift == "block 3" and found.logits > found.allowed
     args = resolved(**DEEP)
     tensors = random_tensors(args, "llama")
-    one = CheckpointReader(write_checkpoint(tmp_path / "a", args, tensors))
+    one = CheckpointReader(open_checkpoint(write_checkpoint(tmp_path / "a", args, tensors)))
     for name, drift in (("0.word_embeddings.weight", "the embedding"), ("9.norm.scale", "the final norm")):
         changed = {**tensors, name: tensors[name].flip(0)}
-        two = CheckpointReader(write_checkpoint(tmp_path / f"b{name[0]}", args, changed, tp=2))
+        two = CheckpointReader(open_checkpoint(write_checkpoint(tmp_path / f"b{name[0]}", args, changed, tp=2)))
         streams = [checkpoint_outputs(reader, args.model, tokens) for reader in (one, two)]
         assert compare_outputs(*streams).first_drift == drift
     same = [checkpoint_outputs(one, args.model, tokens), folder_outputs(folder, tokens)]
@@ -184,7 +185,7 @@ def test_long_texts_show_windows_and_are_compared_at_both_ends(tmp_path):
     torch.testing.assert_close(found[-1][1], kept(wanted.logits), rtol=0, atol=1e-6)
     args = resolved(**keys)
     tensors = full_tensors(args, "mistral", load_file(tmp_path / "hf/model.safetensors"))
-    reader = CheckpointReader(write_checkpoint(tmp_path / "ckpt", args, tensors))
+    reader = CheckpointReader(open_checkpoint(write_checkpoint(tmp_path / "ckpt", args, tensors)))
     assert compare_outputs(checkpoint_outputs(reader, args.model, tokens), found).ok
     wider = resolved(**{**keys, "sliding_window_width": 91}).model
     assert not compare_outputs(checkpoint_outputs(reader, wider, tokens), found).ok

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.find import open_checkpoint
 from megatron.convert import importing
 from megatron.convert.hf.export_hf import export
 from megatron.convert.outputs import kept, random_tokens
@@ -131,7 +131,7 @@ def test_safetensors_and_bfloat16(tmp_path):
     (raw / "consolidated.00.pth").unlink()
     save_file({name: t.bfloat16().clone() for name, t in tensors.items()}, raw / "consolidated.safetensors")
     done = import_raw(raw, tmp_path / "out")
-    assert {entry.dtype for entry in CheckpointReader(done.folder).manifest.parameters.values()} == {"bfloat16"}
+    assert {entry.dtype for entry in open_checkpoint(done.folder).manifest.parameters.values()} == {"bfloat16"}
     assert load([str(done.config)]).get("precision") == "bfloat16"
 
 

@@ -1,0 +1,165 @@
+"""Where a training run starts: what `load`, `save`, `iteration`, `finetune` and `init_from` mean. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.find import Checkpoint, Listing, find_checkpoint, list_checkpoints
+from megatron.checkpoint.init_from import InitFrom
+from megatron.checkpoint.neox_folder import WEIGHTS_ONLY
+from megatron.errors import UserError
+from megatron.neox_arguments.schema_train import CheckpointConfig
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts.
+
+    Attributes:
+        kind: `fresh` (new weights), `continue` (from `save`), `load` (first start, from `load`), `finetune`
+            (first start: weights of `load` only, step 0) or `init` (first start, from `init_from`).
+        checkpoint: the checkpoint that it starts from, opened; None when fresh.
+        step: the step the run starts at.
+        message: the decision in words, to be logged.
+        init: the keys of `init_from`; None unless `kind` is `init`.
+    """
+
+    kind: str
+    checkpoint: Checkpoint | None
+    step: int
+    message: str
+    init: InitFrom | None = None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the checkpoint's own run continues, with its schedule and the state of its loop."""
+        return self.kind in ("continue", "load")
+
+    @property
+    def load_optim(self) -> bool:
+        """Whether the optimizer's state is loaded."""
+        return self.resumes or (self.init is not None and self.init.optimizer == "keep")
+
+    @property
+    def load_data(self) -> bool:
+        """Whether the order of the samples, and the number of those consumed, are the checkpoint's."""
+        return self.resumes or (self.init is not None and self.init.data == "continue")
+
+    @property
+    def load_rng(self) -> bool:
+        """Whether random states are loaded: they belong to the steps."""
+        return self.resumes or (self.init is not None and self.init.step == "continue")
+
+
+def decide_start(options: CheckpointConfig, *, to_write: bool = True) -> Start:
+    """Where a training run starts; reads the folders that the config names, changes nothing.
+
+    * `save` holds a complete checkpoint: the run continues from it. `load`, `iteration`, `finetune` and `init_from`
+      are for the first start only. (When `load` names the same folder, and the run that wrote the newest checkpoint
+      was not itself started with this `iteration`, then this *is* the first start with it.)
+    * else `init_from` must hold what is asked for.
+    * else `load` unset or equal to `save`: a fresh start.
+    * else `load` must hold what is asked for.
+
+    Raises `UserError` listing what the folder holds when the checkpoint asked for is missing or incomplete, and with
+    `to_write` when `save` cannot be a folder to write in.
+    """
+    save, load, iteration = options.save, options.load, options.iteration
+    init = InitFrom.of(options.init_from)
+    same = save is not None and load is not None and _same_folder(save, load)
+    if save is not None:
+        if to_write:
+            _check_usable(Path(save))
+        saved = list_checkpoints(save)
+        if saved.latest is not None:
+            newest = saved.checkpoints[saved.latest]
+            if same and iteration is not None and newest.manifest.config.get("iteration") != iteration:
+                return _start_from(saved.choose(iteration, "load"), options)
+            return _resume(newest, saved, options, init)
+        if saved.holds_neox:  # a new run among them would look like GPT-NeoX's run, continued
+            raise UserError(
+                f"save: {save} holds checkpoints of GPT-NeoX. {WEIGHTS_ONLY}: name this folder in `load`, and another "
+                "one in `save`"
+            )
+    if init is not None:
+        return _start_from_other_run(save, init)
+    if load is None or same:
+        if iteration:
+            where = f"`save` holds none: {list_checkpoints(save).describe()}" if save else "`load` is not set"
+            raise UserError(f"iteration: {iteration} asks for a checkpoint, but {where}")
+        return Start("fresh", None, 0, _fresh_message(options))
+    return _start_from(find_checkpoint(load, iteration), options)
+
+
+def _start_from(checkpoint: Checkpoint, options: CheckpointConfig) -> Start:
+    """The first start, from a checkpoint of `load`."""
+    path, step = checkpoint.path, checkpoint.manifest.step
+    if checkpoint.by_neox:
+        if not options.finetune:
+            raise UserError(
+                f"load: {path} was written by GPT-NeoX. {WEIGHTS_ONLY}, or replace load by init_from: {{path: {path}, "
+                "optimizer: reset, data: restart, step: continue} to count the steps from the checkpoint's"
+            )
+        message = f"starting at step 0 with the weights of {path}, written by GPT-NeoX (finetune); the optimizer is new"
+        return Start("finetune", checkpoint, 0, message)
+    if options.finetune:
+        return Start("finetune", checkpoint, 0, f"starting at step 0 with the weights of {path} (finetune)")
+    asked = "latest" if options.iteration is None else "iteration"
+    return Start("load", checkpoint, step, f"loading {path} (by {asked}): the run continues at step {step}")
+
+
+def _start_from_other_run(save: str | None, init: InitFrom) -> Start:
+    checkpoint = find_checkpoint(init.path, init.iteration, "init_from")
+    path = checkpoint.path
+    if save is not None and os.path.realpath(save) in (os.path.realpath(path), os.path.realpath(path.parent)):
+        raise UserError(f"init_from: {init.path} is in `save`; choose another `save` for the new run")
+    if checkpoint.by_neox and (init.optimizer, init.data) != ("reset", "restart"):
+        raise UserError(
+            f"init_from: {path} was written by GPT-NeoX, whose optimizer state and order of samples are not read; set "
+            "init_from.optimizer=reset and init_from.data=restart"
+        )
+    message = f"starting from {path} (init_from): {init.describe(checkpoint.manifest)}"
+    return Start("init", checkpoint, init.first_step(checkpoint.manifest), message, init)
+
+
+def _resume(newest: Checkpoint, saved: Listing, options: CheckpointConfig, init: InitFrom | None) -> Start:
+    step = newest.manifest.step
+    message = f"continuing from {newest.path} at step {step}"
+    load, iteration = options.load, options.iteration
+    ignored = [f"load: {load}"] if load is not None and not _same_folder(load, saved.root) else []
+    ignored += [f"iteration: {iteration}"] if iteration not in (None, step) else []
+    ignored += ["finetune"] if options.finetune else []
+    ignored += [f"init_from: {init.path}"] if init is not None else []
+    if ignored:
+        message += f" (ignored, because they are for the first start: {', '.join(ignored)})"
+    origin = (newest.manifest.config.get("init_from") or {}).get("path")
+    if init is not None and not (origin and _same_folder(origin, init.path)):
+        first = f"from {origin}" if origin else "without init_from"
+        message += f"; note: this run started {first}; to start from {init.path}, use another `save`"
+    if saved.incomplete:
+        message += f"; incomplete folders are ignored: {', '.join(sorted(saved.incomplete))}"
+    return Start("continue", newest, step, message)
+
+
+def _fresh_message(options: CheckpointConfig) -> str:
+    why = "`load` is not set" if options.load is None else "`load` and `save` are the same folder"
+    empty = f" and {options.save} holds no complete checkpoint" if options.save is not None else ""
+    note = " `finetune` is set but there is nothing to start from." if options.finetune else ""
+    return f"fresh start with new weights: {why}{empty}.{note}"
+
+
+def _check_usable(save: Path) -> None:
+    """Raise `UserError` when `save` is not, and cannot become, a folder that this process may write."""
+    if save.exists() and not save.is_dir():
+        raise UserError(f"save: {save} is not a folder")
+    there = next(path for path in (save, *save.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise UserError(f"save: {save} cannot be made: {os.path.relpath(there)} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"save: {there} may not be written by this user")
+
+
+def _same_folder(one: str | Path, other: str | Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)

@@ -1,0 +1,108 @@
+"""What `load` and `save` mean, and errors that list what a folder holds."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.manifest import FileEntry
+from megatron.errors import UserError
+from tests.checkpoint.starts import decide, put
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture
+def save(tmp_path):
+    return tmp_path / "save"
+
+
+@pytest.fixture
+def base(tmp_path):
+    put(tmp_path / "base", 2)
+    put(tmp_path / "base", 4)
+    return tmp_path / "base"
+
+
+def test_nothing_anywhere_is_a_fresh_start_and_logged(save):
+    for load in (None, save):
+        start = decide(save, load)
+        assert (start.kind, start.checkpoint, start.step, start.load_optim) == ("fresh", None, 0, False)
+        assert "fresh start" in start.message
+    assert decide(None, None).kind == "fresh"
+
+
+def test_save_is_resumed_whatever_load_iteration_and_finetune_are(save, base):
+    put(save, 10)
+    for load, iteration, finetune in ((None, None, False), (base, 2, False), (base, None, True), (save, None, False)):
+        start = decide(save, load, iteration, finetune)
+        assert (start.kind, start.checkpoint.path, start.step) == ("continue", save / "global_step10", 10)
+        assert start.load_optim
+    assert f"load: {base}, iteration: 2, finetune)" in decide(save, base, 2, True).message
+
+
+def test_the_first_start_obeys_load_iteration_and_finetune(save, base):
+    start = decide(save, base)
+    assert (start.kind, start.checkpoint.path, start.step) == ("load", base / "global_step4", 4)
+    start = decide(save, base, 2)
+    assert (start.kind, start.checkpoint.path, start.step) == ("load", base / "global_step2", 2)
+    assert "step 2" in start.message
+    start = decide(save, base, 2, finetune=True)
+    assert (start.kind, start.checkpoint.path, start.step, start.load_optim) == (
+        "finetune",
+        base / "global_step2",
+        0,
+        False,
+    )
+
+
+def test_a_missing_iteration_lists_the_steps(save, base):
+    with pytest.raises(UserError, match=r"iteration 3.*\[2, 4\]"):
+        decide(save, base, 3)
+
+
+def test_iteration_of_the_run_s_own_folder(base):
+    """known-faults 38: asked to go back to 2, the run does; restarted later, it continues from what came after."""
+    start = decide(base, base, 2)
+    assert (start.kind, start.step) == ("load", 2)
+    with pytest.raises(UserError, match=r"iteration 3.*\[2, 4\]"):
+        decide(base, base, 3)
+    put(base, 3, iteration=2)
+    start = decide(base, base, 2)
+    assert (start.kind, start.step) == ("continue", 3)
+    assert "iteration: 2" in start.message
+
+
+def test_iteration_without_anything_to_load_is_an_error(save):
+    with pytest.raises(UserError, match="iteration: 5"):
+        decide(save, None, 5)
+    with pytest.raises(UserError, match="no folder"):
+        decide(save, save, 5)
+
+
+def test_load_without_a_checkpoint_never_starts_fresh(save, tmp_path):
+    with pytest.raises(UserError, match="there is no folder"):
+        decide(save, tmp_path / "nowhere")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UserError, match=r"load: .*/empty: .*it is empty"):
+        decide(save, empty)
+    (empty / "config.json").write_text("{}")
+    (empty / "model.safetensors").write_text("")
+    with pytest.raises(UserError, match="config.json, model.safetensors.*Hugging Face"):
+        decide(save, empty)
+
+
+def test_incomplete_folders_are_ignored_and_named(save):
+    put(save, 2)
+    (save / "global_step5").mkdir()
+    broken = put(save, 4, latest=True)
+    files = {"layer_00-model_00-model_states.pt": FileEntry(bytes=7, crc32=0)}
+    replace(broken, files=files).write(save / "global_step4")
+    start = decide(save, None)
+    assert (start.kind, start.step) == ("continue", 2)
+    assert "global_step4" in start.message and "global_step5" in start.message
+    with pytest.raises(
+        UserError, match=r"complete steps: \[2\].*global_step4 \(layer_00.* is missing\).*global_step5 \(no man"
+    ):
+        find_checkpoint(save, 5)
