@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.checkpoint.cadence import save_steps
 from megatron.neox_arguments import NeoXArgs
+from megatron.plan.memory import moments
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class SavePlan:
 def save_plan(args: NeoXArgs, parameters: int, first: int = 0) -> SavePlan | None:
     """The checkpoints of the whole run, which begins at step `first`; None when `save` is not set.
 
-    One checkpoint holds the weights in the run's precision and, with optimizer state, fp32 masters and two moments.
+    One checkpoint holds the weights in the run's precision and, with optimizer state, fp32 masters and
+    the tensors that the optimizer keeps.
     """
     checkpoint, steps = args.checkpoint, args.training.train_iters or 0
     if checkpoint.save is None:
@@ -39,7 +41,7 @@ def save_plan(args: NeoXArgs, parameters: int, first: int = 0) -> SavePlan | Non
     extra = len(set(checkpoint.extra_save_iters or ()) & set(saved[:-keep])) if keep and keep > 0 else 0
     kept = min(len(saved), keep + extra) if keep and keep > 0 else len(saved)
     weight = 4 if args.optimizer.precision == "fp32" else 2
-    each = parameters * (weight + (0 if checkpoint.no_save_optim else 12))
+    each = parameters * (weight + (0 if checkpoint.no_save_optim else 4 + 4 * moments(args.optimizer)))
     return SavePlan(saved, kept, each, _free(Path(checkpoint.save)))
 
 

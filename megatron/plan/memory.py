@@ -63,7 +63,7 @@ def estimate(args: NeoXArgs, *, held: Held, stage: int, blocks: Sequence[int], p
     zero = optimizer.zero_stage
     weight_bytes = 2 if half else 4
     gradient_bytes = 4 if (optimizer.data_types or {}).get("grad_accum_dtype", "fp32") == "fp32" else 2
-    state_bytes = 4 * _moments(optimizer) + (4 if half else 0)
+    state_bytes = 4 * moments(optimizer) + (4 if half else 0)
 
     def divided(among: bool) -> float:
         """Parameters per rank of what ZeRO divides or not."""
@@ -79,13 +79,13 @@ def estimate(args: NeoXArgs, *, held: Held, stage: int, blocks: Sequence[int], p
     )
 
 
-def _moments(optimizer: OptimizerConfig) -> int:
+def moments(optimizer: OptimizerConfig) -> int:
     """Tensors of a parameter's size that the optimizer keeps; 2 where a plugin does not say."""
-    moments = row("optimizer.type", optimizer.optimizer_type).get("moments", 2)
-    if isinstance(moments, int):
-        return moments
+    stated = row("optimizer.type", optimizer.optimizer_type).get("moments", 2)
+    if isinstance(stated, int):
+        return stated
     params = optimizer_params(optimizer.optimizer_type, optimizer.optimizer)
-    return sum(count for name, count in moments.items() if params.get(name))
+    return sum(count for name, count in stated.items() if params.get(name))
 
 
 def _activations(args: NeoXArgs, *, stage: int, blocks: Sequence[int], padded_vocab_size: int) -> float:
