@@ -14,13 +14,15 @@ def main() -> int:
     """Join the job, load the model, run the tasks; results also go where the run's metrics go."""
     paths, overrides, resolved = parse_rank_command_line(sys.argv[1:])
     choose_accelerator()
+    from megatron.callbacks import RunContext, build_callbacks
+    from megatron.callbacks.tracker import Tracker
     from megatron.inference.evaluate import evaluate
     from megatron.neox_arguments.inference import for_inference
-    from megatron.run.callbacks import build_trackers
     from megatron.training.setup import run, start_process
 
     process = start_process(paths, overrides, resolved, for_inference)
-    trackers = build_trackers(process.args, None, process.state.rank) if process.state.rank == 0 else []
+    context = RunContext(process.args, process.state, process.tokenizer.vocab_size)
+    trackers = build_callbacks(context, Tracker) if process.state.rank == 0 else []
 
     def report(metrics: dict[str, float], step: int) -> None:
         for tracker in trackers:

@@ -30,6 +30,7 @@ FOLDERS: dict[str, str] = {
     "optimizer.type": "optim/optimizers",
     "lr_decay_style": "optim/schedules",
     "train_impl": "objectives",
+    "callbacks": "callbacks",
 }
 """Kind (the YAML key, as the registry has it) -> folder of its entries, in this package."""
 

@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron.callbacks.health import SkippedSteps
+from megatron.callbacks import CALLBACKS
+from megatron.callbacks.context import RunContext
 from megatron.checkpoint.cadence import is_save_step
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.retention import apply_retention
 from megatron.checkpoint.save import save_checkpoint
 from megatron.log import get_logger
+from megatron.neox_arguments import NeoXArgs
 from megatron.training.callback import Callback
-from megatron.training.engine import StepOut
-from megatron.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megatron.training.engine import StepOut
+    from megatron.training.trainer import Trainer
 
 logger = get_logger(__name__)
 
 
+@CALLBACKS.register(
+    "checkpointer",
+    phase="save",
+    idle={"save": None},
+    keys=("checkpoint_factor", "extra_save_iters", "keep_last_n_checkpoints"),
+    loses="no checkpoint is written, not even when the run stops",
+)
 class Checkpointer(Callback):
     """Saves to `root` at the steps of `checkpoint_factor` and `extra_save_iters`, at the end, and when stopping.
 
-    During a streak of skipped updates nothing is written, so that the last good checkpoint is not replaced.
+    Nothing is written while `trainer.save_blocked_by` is set, so that the last good checkpoint is not replaced.
 
     Args:
         root: the `save` folder.
         config_files: name -> text of the YAML files the run was started with.
-        health: tells whether the last updates were skipped.
     """
 
-    def __init__(self, root: Path, config_files: dict[str, str], health: SkippedSteps) -> None:
+    def __init__(self, root: Path, config_files: dict[str, str]) -> None:
         self.root = root
         self.config_files = config_files
-        self.health = health
+
+    @classmethod
+    def build(cls, context: RunContext) -> Checkpointer:
+        return cls(Path(context.args.checkpoint.save), config_texts(context.args))
 
     def loaded(self, trainer: Trainer) -> None:
         if trainer.step > 0:
@@ -58,10 +73,8 @@ class Checkpointer(Callback):
         """Write a checkpoint of this step, unless it exists or the numbers are bad. Collective over all ranks."""
         if trainer.saved_step == trainer.step:
             return
-        if self.health.streak > 0:
-            logger.warning(
-                f"no checkpoint at iteration {trainer.step}: the last {self.health.streak} updates were skipped"
-            )
+        if trainer.save_blocked_by is not None:
+            logger.warning(f"no checkpoint at iteration {trainer.step}: {trainer.save_blocked_by}")
             return
         options = trainer.args.checkpoint
         path = save_checkpoint(
@@ -82,3 +95,13 @@ class Checkpointer(Callback):
         if trainer.state.rank == 0:
             for step in apply_retention(self.root, options.keep_last_n_checkpoints, options.extra_save_iters):
                 logger.info(f"deleted the checkpoint of iteration {step} (keep_last_n_checkpoints)")
+
+
+def config_texts(args: NeoXArgs) -> dict[str, str]:
+    """name -> text of the YAML files that the values came from, as far as they can be read from here."""
+    files = {source.rsplit(":", 1)[0] for source in args.sources.values() if ":" in source}
+    return {
+        os.path.basename(path): Path(path).read_text(encoding="utf-8")
+        for path in sorted(files)
+        if path.endswith((".yml", ".yaml", ".json")) and os.path.isfile(path)
+    }

@@ -1,17 +1,25 @@
-"""The lines a person watches, in GPT-NeoX's format so that existing grep scripts go on working."""
+"""The lines a person watches, in GPT-NeoX's format so that existing grep scripts keep working."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron.callbacks import CALLBACKS
+from megatron.callbacks.context import RunContext
 from megatron.log import get_logger, result
+from megatron.neox_arguments.callback_key import choose_callbacks
 from megatron.training.callback import Callback
-from megatron.training.engine import StepOut
-from megatron.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megatron.training.engine import StepOut
+    from megatron.training.trainer import Trainer
 
 logger = get_logger(__name__)
 
 
-def training_line(metrics: dict[str, float], step: int, total: int) -> str:
-    """One training line: GPT-NeoX's fields in its order, then ours.
+def training_line(metrics: dict[str, float], step: int, total: int, more: Sequence[str] = ()) -> str:
+    """One training line: GPT-NeoX's fields in its order, then ours, then the metrics `more` as far as they are logged.
 
     `iteration.*lm_loss` and `iteration\\s+[0-9]+/\\s*[0-9]+ ... lm_loss:\\s*` match it, as in NeoX's logs.
     """
@@ -33,26 +41,38 @@ def training_line(metrics: dict[str, float], step: int, total: int) -> str:
         f"number of nan iterations: {int(metrics['train/nan']):3d}",
         f"tokens/sec: {metrics['runtime/tokens_per_sec']:.1f}",
         f"grad norm: {metrics['train/grad_norm']:.3f}",
+        *(f"{name}: {metrics[name]:.6g}" for name in more if name in metrics),
     ]
     return " | ".join(parts) + " |"
 
 
+@CALLBACKS.register("console", phase="report", loses="no line of training or evaluation is printed")
 class Console(Callback):
-    """Prints training and evaluation lines on rank 0."""
+    """Prints training and evaluation lines on rank 0, and where checkpoints are.
 
-    def __init__(self) -> None:
-        self._memory_said = False
+    Args:
+        metrics: names of further metrics that the training line shows.
+    """
+
+    def __init__(self, metrics: Sequence[str] = ()) -> None:
+        self.metrics = metrics
+        self._memory_shown = False
+
+    @classmethod
+    def build(cls, context: RunContext) -> Console | None:
+        chosen = choose_callbacks(context.args)
+        return cls([name for one in chosen for name in one.row.get("console", ())]) if context.state.rank == 0 else None
 
     def logged(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
-        result(training_line(metrics, step, trainer.args.training.train_iters))
+        result(training_line(metrics, step, trainer.args.training.train_iters, self.metrics))
 
     def evaluated(self, trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
         values = " | ".join(f"{name}: {value:.6E}" for name, value in metrics.items())
         result(f" {split} results at iteration {trainer.step} | {values} |")
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
-        if not self._memory_said:
-            self._memory_said = True
+        if not self._memory_shown:
+            self._memory_shown = True
             logger.info(memory_line(trainer))
 
     def saved(self, trainer: Trainer, path: str) -> None:

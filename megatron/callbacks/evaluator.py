@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.callbacks import CALLBACKS
+from megatron.callbacks.context import Batches, NamedSet, RunContext
 from megatron.data.batch import StepBatch
 from megatron.log import progress
-from megatron.training.callback import Callback
-from megatron.training.engine import StepOut
-from megatron.training.trainer import Trainer
+from megatron.training.callback import Callback, due
 
-Batches = Callable[[int], Iterator[StepBatch]]
-
-
-@dataclass(frozen=True)
-class NamedSet:
-    """A validation set of its own: its `iterations` batches are the same in every evaluation."""
-
-    name: str
-    tags: tuple[str, ...]
-    iterations: int
-    batches: Batches
+if TYPE_CHECKING:
+    from megatron.training.engine import StepOut
+    from megatron.training.trainer import Trainer
 
 
 def evaluate(trainer: Trainer, batches: Iterator[StepBatch], iterations: int, what: str) -> dict[str, float]:
@@ -72,6 +64,9 @@ def perplexity(loss: float) -> float:
         return math.inf
 
 
+@CALLBACKS.register(
+    "evaluator", phase="evaluate", idle={"eval_iters": 0}, keys=("eval_interval",), loses="nothing is evaluated"
+)
 class Evaluator(Callback):
     """Every `interval` steps runs `iterations` validation batches; at the end once more, and the test set.
 
@@ -95,8 +90,13 @@ class Evaluator(Callback):
         self.sets = sets
         self._evaluated_at = -1
 
+    @classmethod
+    def build(cls, context: RunContext) -> Evaluator:
+        training, batches = context.args.training, context.batches
+        return cls(training.eval_interval, training.eval_iters, batches.get("valid"), batches.get("test"), context.sets)
+
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
-        if self.interval > 0 and trainer.step % self.interval == 0:
+        if due(trainer.step, self.interval):
             self._validate(trainer)
 
     def _validate(self, trainer: Trainer) -> None:
@@ -118,7 +118,7 @@ class Evaluator(Callback):
 
     def end(self, trainer: Trainer) -> None:
         if trainer.step < (trainer.args.training.train_iters or 0):
-            return  # stopped early: the run goes on later, and its last evaluation belongs to its last step
+            return  # stopped early: the last evaluation belongs to the last step of the resumed run
         self._validate(trainer)
         if self.test is not None and self.iterations > 0:
             trainer.call("evaluated", "test", evaluate(trainer, self.test(0), self.iterations, "test"))

@@ -17,32 +17,48 @@ All over the global batches since the last log; `moe/...` losses only with their
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.callbacks.meter import Meter
+from megatron.callbacks import CALLBACKS
+from megatron.callbacks.context import RunContext
 from megatron.layers.moe.balancing import moe_layers, move_biases
 from megatron.neox_arguments.schema_model import ModelConfig
-from megatron.training.callback import Callback
-from megatron.training.engine import StepOut
-from megatron.training.trainer import Trainer
+from megatron.training.callback import Callback, due
+
+if TYPE_CHECKING:
+    from megatron.training.engine import StepOut
+    from megatron.training.trainer import Trainer
 
 _DROPPED, _BALANCE, _Z, _MICRO_BATCHES = -4, -3, -2, -1
 
 
+@CALLBACKS.register(
+    "experts",
+    phase="measure",
+    idle={"moe_num_experts": 1},
+    keys=("moe_bias_balancing_rate",),
+    required_by=("moe_bias_balancing_rate",),
+    loses="the load of experts is neither logged nor balanced by biases",
+)
 class ExpertLoad(Callback):
-    """Takes what the layers have counted. Must come before `meter` in the list of callbacks, and before what saves.
+    """Logs the load of experts, and moves the biases that balance it.
 
     Communication: with moe_bias_balancing_rate one sum over the data-parallel ranks per step; else only at each log.
     Nothing waits for the device but the log itself.
     """
 
-    def __init__(self, meter: Meter, model: ModelConfig) -> None:
-        self.meter = meter
+    def __init__(self, model: ModelConfig) -> None:
         self.model = model
         self.blocks = [block for block, mlp in enumerate(model.layer_mlps or ()) if mlp == "moe"]
+
+    @classmethod
+    def build(cls, context: RunContext) -> ExpertLoad | None:
+        model = context.args.model
+        return cls(model) if "moe" in model.layer_mlps else None
 
     def loaded(self, trainer: Trainer) -> None:
         self.layers = moe_layers(trainer.engine.module)
@@ -55,8 +71,8 @@ class ExpertLoad(Callback):
                 found = self._whole(found, trainer, "data")
                 move_biases(list(self.layers.values()), found[:, :_DROPPED], self.model.moe_bias_balancing_rate)
             self._sums += found
-        if self.meter.due(trainer.step):
-            self.meter.add(self._metrics(trainer))
+        if due(trainer.step, trainer.args.logging.log_interval):
+            trainer.metrics.update(self._metrics(trainer))
             self._sums.zero_()
 
     def _taken(self, trainer: Trainer) -> Tensor:

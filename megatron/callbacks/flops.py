@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.callbacks.context import RunContext
+from megatron.neox_arguments.formulas import flops_per_token
+
 # Dense bf16/fp16 peak without sparsity, FLOP/s, from the vendors' data sheets.
 PEAKS = {
     "H200": 989e12,
@@ -48,3 +51,15 @@ def device_peak(device: torch.device, configured_tflops: float | None) -> float 
     name = torch.cuda.get_device_name(device)
     matches = [key for key in PEAKS if key in name]
     return PEAKS[max(matches, key=len)] if matches else None
+
+
+def step_flops(context: RunContext) -> Flops:
+    """FLOPs of one optimizer step of a run, and the peak of this device."""
+    args, state = context.args, context.state
+    tokens = args.training.train_batch_size * args.model.seq_length
+    return Flops(
+        per_step=flops_per_token(args.model, context.vocab_size) * tokens,
+        world_size=state.topology.world_size,
+        peak=device_peak(state.device, args.logging.peak_theoretical_tflops),
+        recompute_factor=4 / 3 if args.model.checkpoint_policy == "full" else 1.0,
+    )

@@ -1,4 +1,4 @@
-"""Adds up what the steps report and, every `log_interval` steps, turns it into metrics.
+"""Adds up what the steps report and, every `log_interval` steps, logs it under stable names.
 
 Losses stay on the device between logs, and on an accelerator the values of a log are read one step later, when they
 have long been computed. (The engine itself still waits once a step, to learn whether the gradient is finite.)
@@ -7,16 +7,20 @@ have long been computed. (The engine itself still waits once a step, to learn wh
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron.callbacks.flops import Flops
-from megatron.training.callback import Callback
-from megatron.training.engine import StepOut
-from megatron.training.trainer import Trainer
+from megatron.callbacks import CALLBACKS
+from megatron.callbacks.context import RunContext
+from megatron.callbacks.flops import Flops, step_flops
+from megatron.training.callback import Callback, due
+
+if TYPE_CHECKING:
+    from megatron.training.engine import StepOut
+    from megatron.training.trainer import Trainer
 
 
 @dataclass
@@ -34,8 +38,11 @@ class Interval:
     padding: int = 0
 
 
+@CALLBACKS.register(
+    "meter", phase="log", idle={"log_interval": 0}, keys=("peak_theoretical_tflops",), loses="nothing is logged"
+)
 class Meter(Callback):
-    """Computes the metrics every other callback shows or stores, and hands them out through `logged`.
+    """Computes the metrics of a log, adds those in `trainer.metrics`, and passes them to the hook `logged`.
 
     Args:
         interval: steps between logs; <= 0 switches logging off.
@@ -52,6 +59,10 @@ class Meter(Callback):
         self.late = False
         self._pending: tuple[dict[str, float | Tensor], int] | None = None
 
+    @classmethod
+    def build(cls, context: RunContext) -> Meter:
+        return cls(context.args.logging.log_interval, step_flops(context))
+
     def loaded(self, trainer: Trainer) -> None:
         self.late = trainer.state.device.type != "cpu"
         self._reset(trainer)
@@ -59,15 +70,6 @@ class Meter(Callback):
     def _reset(self, trainer: Trainer) -> None:
         zero = torch.zeros((), device=trainer.state.device)
         self._sums = Interval(loss=zero, grad_norm=zero.clone())
-        self._extra: dict[str, float | Tensor] = {}
-
-    def add(self, metrics: Mapping[str, float | Tensor]) -> None:
-        """Put further metrics, 0-dim tensors or numbers, into the log of this step."""
-        self._extra.update(metrics)
-
-    def due(self, step: int) -> bool:
-        """Whether the log is written after `step` completed steps."""
-        return self.interval > 0 and step % self.interval == 0
 
     def before_step(self, trainer: Trainer) -> None:
         self._since = time.perf_counter()
@@ -89,7 +91,7 @@ class Meter(Callback):
             sums.loss = sums.loss + out.loss
             if out.grad_norm is not None:
                 sums.grad_norm = out.grad_norm
-        if self.due(trainer.step):
+        if due(trainer.step, self.interval):
             self._close(trainer, out)
 
     def _close(self, trainer: Trainer, out: StepOut) -> None:
@@ -120,7 +122,8 @@ class Meter(Callback):
             metrics["loss/init"], self._initial = self._initial, None
         if out.loss_scale is not None:
             metrics["train/loss_scale"] = out.loss_scale
-        metrics.update(self._extra)
+        metrics.update(trainer.metrics)
+        trainer.metrics.clear()
         self._pending = (metrics, trainer.step)
         if not self.late:
             self._flush(trainer)

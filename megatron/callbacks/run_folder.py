@@ -16,13 +16,17 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron.callbacks import CALLBACKS
+from megatron.callbacks.context import RunContext
 from megatron.errors import DeepyError
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.callback import Callback
-from megatron.training.engine import StepOut
-from megatron.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megatron.training.engine import StepOut
+    from megatron.training.trainer import Trainer
 
 STATUS_VERSION = 1
 # Seconds between heartbeats: fine enough for a watchdog, too rare to load a shared file system.
@@ -70,6 +74,13 @@ def read_heartbeat(folder: Path) -> float | None:
         return None
 
 
+@CALLBACKS.register(
+    "run_status",
+    phase="finish",
+    idle={"save": None, "log_dir": None},
+    required_by=("save", "log_dir"),
+    loses="other tools read in status.json whether the run lives and how it ended",
+)
 class RunStatus(Callback):
     """Keeps `status.json` and `resolved.yml` (rank 0).
 
@@ -80,6 +91,10 @@ class RunStatus(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._last = 0.0
+
+    @classmethod
+    def build(cls, context: RunContext) -> RunStatus | None:
+        return cls(context.folder) if context.folder is not None and context.state.rank == 0 else None
 
     def start(self, trainer: Trainer) -> None:
         import yaml
@@ -97,7 +112,7 @@ class RunStatus(Callback):
             self._write(trainer, "running")
 
     def end(self, trainer: Trainer) -> None:
-        from megatron.callbacks.stopping import STOP_BY_SIGNAL
+        from megatron.callbacks.stop_on_signal import STOP_BY_SIGNAL
 
         code = 0
         if trainer.stop_reason == STOP_BY_SIGNAL:

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-from megatron.callbacks.meter import Meter
-from megatron.training.callback import Callback
-from megatron.training.engine import StepOut
-from megatron.training.trainer import Trainer
+from typing import TYPE_CHECKING
+
+from megatron.callbacks import CALLBACKS
+from megatron.callbacks.context import RunContext
+from megatron.training.callback import Callback, due
+
+if TYPE_CHECKING:
+    from megatron.training.engine import StepOut
+    from megatron.training.trainer import Trainer
 
 
+@CALLBACKS.register("tensor_norms", phase="measure", idle={"log_grad_norm": False, "log_param_norm": False})
 class TensorNorms(Callback):
     """Adds `gradient_norms/<name>` and `parameter_norms/<name>` (GPT-NeoX's names) to each log.
 
     A norm is that of the whole parameter over all tensor-, pipeline- and ZeRO-ranks, of the unclipped gradient before
-    the update and of the weight after it. Must come before `meter` in the list of callbacks.
+    the update and of the weight after it.
     """
 
-    def __init__(self, meter: Meter, *, gradients: bool, parameters: bool) -> None:
-        self.meter = meter
+    def __init__(self, *, gradients: bool, parameters: bool) -> None:
         self.gradients = gradients
         self.parameters = parameters
 
+    @classmethod
+    def build(cls, context: RunContext) -> TensorNorms:
+        logging = context.args.logging
+        return cls(gradients=logging.log_grad_norm, parameters=logging.log_param_norm)
+
     def before_update(self, trainer: Trainer) -> None:
-        if self.gradients and self.meter.due(trainer.step + 1):
+        if self.gradients and due(trainer.step + 1, trainer.args.logging.log_interval):
             norms = trainer.engine.grad_norms()
-            self.meter.add({f"gradient_norms/{name}": norm for name, norm in norms.items()})
+            trainer.metrics.update({f"gradient_norms/{name}": norm for name, norm in norms.items()})
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
-        if self.parameters and self.meter.due(trainer.step):
+        if self.parameters and due(trainer.step, trainer.args.logging.log_interval):
             norms = trainer.engine.param_norms()
-            self.meter.add({f"parameter_norms/{name}": norm for name, norm in norms.items()})
+            trainer.metrics.update({f"parameter_norms/{name}": norm for name, norm in norms.items()})

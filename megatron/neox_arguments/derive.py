@@ -23,6 +23,7 @@ from megatron.neox_arguments import (
     rules_start,
     rules_train,
 )
+from megatron.neox_arguments.callback_key import check_callbacks
 from megatron.neox_arguments.draft import Draft, Facts
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     rules_start.plugin_sources,
     rules_train.evaluation,
     rules_data.registered_names,
+    check_callbacks,
 )
 
 

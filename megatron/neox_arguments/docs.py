@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from megatron.log import configure, get_logger
+from megatron.neox_arguments.callback_key import keys_of
 from megatron.neox_arguments.coerce import thaw, wanted
 from megatron.neox_arguments.differences import differences_markdown
 from megatron.neox_arguments.groups import GROUPS, all_keys
@@ -85,7 +86,9 @@ def _entries(kind: str) -> Iterator[tuple[str, str]]:
     """(names, meaning) of each registration of a kind."""
     for _, group in groupby(rows(kind).items(), key=lambda item: item[1].place):
         found = list(group)
-        yield ", ".join(f"`{name}`" for name, _ in found), found[0][1].doc
+        row = found[0][1]
+        keys = f" Keys: {', '.join(f'`{key}`' for key in keys_of(row.values))}." if keys_of(row.values) else ""
+        yield ", ".join(f"`{name}`" for name, _ in found), row.doc + keys
 
 
 def _type(info: KeyInfo) -> str:

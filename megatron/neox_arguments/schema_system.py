@@ -77,6 +77,13 @@ class LoggingConfig:
     """Console, trackers and metrics."""
 
     log_interval: int = key(100, "Steps between log lines; <= 0 never.")
+    callbacks: dict[str, Any] | tuple[str, ...] | None = key(
+        None,
+        "Callbacks by name: false switches one of Deepy's off; a plugin's is added by its name, with a mapping of its"
+        " settings or true. A list of names adds them. See documentation/plugins.md.",
+        registry="callbacks",
+        new=True,
+    )
     log_dir: str | None = key(None, "Folder for each rank's log.")
     tensorboard_dir: str | None = key(None, "Folder for TensorBoard.")
     use_wandb: bool | None = key(

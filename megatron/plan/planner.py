@@ -53,6 +53,7 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | 
         saves = save_plan(args, sum(stage.parameters or 0 for stage in stages), begins)
         parts += [
             sections.steps(args, vocab_size),
+            sections.callbacks(args),
             sections.data(plan.table(), plan.notes()),
             sections.checkpoints(found.start, saves, args.checkpoint.save),
         ]

@@ -12,6 +12,7 @@ from megatron.model.partition import StageRow
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs, plugin_key
 from megatron.neox_arguments.block_sizes import MAMBA, RECURRENT, RWKV, without_flops
+from megatron.neox_arguments.callback_key import by_name, choose_callbacks, keys_of
 from megatron.neox_arguments.coerce import thaw
 from megatron.neox_arguments.differences import differences_for
 from megatron.neox_arguments.formulas import flops_per_token, neox_flops_per_token, parameter_count
@@ -56,6 +57,18 @@ def plugins(args: NeoXArgs) -> list[str]:
     """Each plugin with what it registered; no section without any."""
     rows = plugin_key.describe(args.launcher.plugins)
     return titled("plugins", table(("plugin", "sha256", "registers"), rows)) if rows else []
+
+
+def callbacks(args: NeoXArgs) -> list[str]:
+    """The callbacks of the run in the order of their hooks, with the settings and keys that they read."""
+    rows = []
+    for one in choose_callbacks(args):
+        values = {**one.settings, **{key: args.get(key) for key in keys_of(one.row)}}
+        shown = [f"{key}={_short(value)}" for key, value in values.items() if value is not None]
+        rows.append((one.name, one.phase, ", ".join(shown)))
+    off = [name for name, value in by_name(args.logging.callbacks).items() if value is False]
+    lines = table(("callback", "phase", "settings"), rows)
+    return titled("callbacks", lines + ([f"off: {', '.join(off)}"] if off else []))
 
 
 def ranks(topology: Topology, placement: Placement) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.callbacks.evaluator import Batches, NamedSet
+from megatron.callbacks.context import Batches, NamedSet
 from megatron.checkpoint.agreement import gather, together
 from megatron.data.loader import StepLoader
 from megatron.data.order.datasets import SET, DataPlan, Datasets

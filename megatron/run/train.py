@@ -8,8 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.callbacks import RunContext, build_callbacks
 from megatron.callbacks.run_folder import read_heartbeat, run_folder, write_status
-from megatron.callbacks.stopping import STOP_BY_SIGNAL
+from megatron.callbacks.stop_on_signal import STOP_BY_SIGNAL
 from megatron.checkpoint.agreement import together
 from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.folder import recover
@@ -29,7 +30,6 @@ from megatron.neox_arguments.derive import check_device, check_trainable
 from megatron.neox_arguments.differences import differences_for
 from megatron.plugins import source_changes
 from megatron.run.batches import DataOrder, build_batches, named_sets, open_data_on_ranks
-from megatron.run.callbacks import default_callbacks
 from megatron.run.data import check_identity, resolve_epochs, resume_order
 from megatron.tokenizer import Tokenizer
 from megatron.training.callback import Callback
@@ -83,9 +83,8 @@ def train(process: Process) -> int:
         model = build_model(process, None if start.checkpoint is not None else args.training.seed)
         logger.info(f"parameters: {count_parameters(model, state):,}")
         sets = named_sets(plan, batches)
-        callbacks = default_callbacks(
-            args, state, process.tokenizer.vocab_size, batches.get("valid"), batches.get("test"), sets
-        )
+        context = RunContext(args, state, process.tokenizer.vocab_size, run_folder(args), batches, sets)
+        callbacks = build_callbacks(context)
         engine = build_engine(process, model)
         # With train_iters 0 there is nothing to train on, only what is loaded to be validated and tested.
         steps = batches.get("train", lambda consumed: iter(()))

@@ -9,12 +9,22 @@ if TYPE_CHECKING:
     from megatron.training.trainer import Trainer
 
 
+def due(step: int, every: int | None) -> bool:
+    """Whether what happens every `every` steps happens after `step` of them; `every` None or <= 0: never."""
+    return every is not None and every > 0 and step % every == 0
+
+
 class Callback:
     """Base class: every hook does nothing. Hooks run in the order in which callbacks were given, on every rank.
 
-    A hook that communicates must do so on every rank. `state_dict` is saved with each checkpoint, under the
-    class name, by rank 0.
+    A hook that communicates must do so on every rank. Rank 0 saves `state_dict` with each checkpoint, under the class
+    name. Numbers that a hook puts into `trainer.metrics` are part of the next log.
     """
+
+    @classmethod
+    def build(cls, context: Any, **settings: Any) -> Callback | None:
+        """The callback of a run (`callbacks.RunContext`), with its settings; None when this rank has none."""
+        return cls(**settings)
 
     def start(self, trainer: Trainer) -> None:
         """Everything is built, nothing is loaded yet."""
@@ -26,7 +36,7 @@ class Callback:
         """Before the step that makes `trainer.step + 1`."""
 
     def before_update(self, trainer: Trainer) -> None:
-        """Gradients are complete and not yet clipped: the only place where `engine.grads()` may be asked."""
+        """Gradients are complete and not yet clipped: the only hook in which `engine.grads()` may be called."""
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
         """`trainer.step` counts the step just done."""
@@ -38,7 +48,7 @@ class Callback:
         """An evaluation of `split` ("validation", "test", ...) finished."""
 
     def saved(self, trainer: Trainer, path: str) -> None:
-        """A complete checkpoint lies at `path`."""
+        """A complete checkpoint was written to `path`."""
 
     def error(self, trainer: Trainer, error: BaseException) -> None:
         """The run ends by `error`. Must not communicate: other ranks may be gone."""
@@ -51,4 +61,4 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Restore what `state_dict` returned."""

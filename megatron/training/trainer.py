@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from megatron.data.batch import StepBatch
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
@@ -27,7 +29,10 @@ class Trainer:
         step: completed optimizer steps (NeoX's `iteration`).
         consumed: samples of the global batch sequence used so far.
         saved_step: the step of the newest complete checkpoint in `save`; None when there is none.
-        stop_reason: why the loop will end after this step; None to go on. See `request_stop`.
+        stop_reason: why the loop will end after this step; None to continue. See `request_stop`.
+        save_blocked_by: why no checkpoint may be written now, set by a callback; None when one may.
+        metrics: what callbacks add to the next log, by name: numbers, or 0-dim tensors that nobody changes afterwards.
+            They are read once per log; on an accelerator one step later, so that no step waits for the device.
     """
 
     def __init__(
@@ -48,6 +53,8 @@ class Trainer:
         self.lr = 0.0
         self.stop_reason: str | None = None
         self.saved_step: int | None = None
+        self.save_blocked_by: str | None = None
+        self.metrics: dict[str, float | Tensor] = {}
 
     @property
     def state(self) -> ParallelState:

@@ -55,6 +55,9 @@ class LoopEngine(fake_engine.FakeEngine):
             self.step()
         return result
 
+    def param_norms(self) -> dict[str, torch.Tensor]:
+        return {}
+
     def eval_batch(self, batch: Any) -> tuple[torch.Tensor, int]:
         self.evaluated.append(batch.consumed)
         return torch.tensor(self.eval_loss * 32), 32

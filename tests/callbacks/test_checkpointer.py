@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron.callbacks.checkpointer import Checkpointer
-from megatron.callbacks.health import SkippedSteps
+from megatron.callbacks.skipped_steps import SkippedSteps
 from tests.callbacks.fakes import Log, out, trainer_of
 
 pytestmark = pytest.mark.cpu
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.cpu
 
 def run(folder, outs=(), start=0, stop_at=None, **keys):
     """(steps saved, in order; steps on disk)."""
-    health, log = SkippedSteps(0), Log()
+    log = Log()
 
     class Stop(Log):
         def after_step(self, trainer, out):
             if trainer.step == stop_at:
                 trainer.request_stop("enough")
 
-    trainer = trainer_of([health, Stop(), Checkpointer(folder, {"run.yml": "a: 1\n"}, health), log], outs, **keys)
+    trainer = trainer_of([SkippedSteps(0), Stop(), Checkpointer(folder, {"run.yml": "a: 1\n"}), log], outs, **keys)
     trainer.step = start
     trainer.run()
     return log.saved_, sorted(int(path.name.removeprefix("global_step")) for path in folder.glob("global_step*"))

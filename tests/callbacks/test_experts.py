@@ -94,7 +94,7 @@ class _Stage(nn.Module):
 def _run(model: ModelConfig, outs: list[Any], counts: list[tuple[list[int], ...]]) -> tuple[_Stage, list[Any]]:
     """Three steps, of which each trained `counts`."""
     stage, meter, log = _Stage(model), Meter(3, Flops(1.0, 1, None)), fakes.Log()
-    trainer = fakes.trainer_of([ExpertLoad(meter, model), meter, log], outs, train_iters=3, log_interval=3)
+    trainer = fakes.trainer_of([ExpertLoad(model), meter, log], outs, train_iters=3, log_interval=3)
     trainer.engine.module = stage
     waiting = iter(counts)
     step = trainer.engine.train_batch

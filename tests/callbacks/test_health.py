@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.callbacks.health import ReplicaCheck, SkippedSteps
+from megatron.callbacks.replica_check import ReplicaCheck
+from megatron.callbacks.skipped_steps import SkippedSteps
 from megatron.errors import NumericsError
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology

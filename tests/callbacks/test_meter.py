@@ -104,14 +104,15 @@ def test_values_of_an_accelerator_are_read_one_step_later():
     assert heard == [(3, 2, 2.0), (4, 4, 6.0)]
 
 
-def test_what_another_callback_adds_is_logged_with_its_step():
+def test_the_last_value_of_another_callback_is_logged_once():
     class Adds(Log):
         def after_step(self, trainer, out):
-            meter.add({"mine/step": torch.tensor(float(trainer.step))})
+            if trainer.step < 4:
+                trainer.metrics["mine/step"] = torch.tensor(float(trainer.step))
 
     log, meter = Log(), Meter(2, FLOPS)
-    trainer_of([Adds(), meter, log], train_iters=4).run()
-    assert [(step, metrics["mine/step"]) for step, metrics in log.logged_] == [(2, 2.0), (4, 4.0)]
+    trainer_of([Adds(), meter, log], train_iters=6).run()
+    assert [(step, metrics.get("mine/step")) for step, metrics in log.logged_] == [(2, 2.0), (4, 3.0), (6, None)]
 
 
 def test_time_between_steps_does_not_count(monkeypatch):

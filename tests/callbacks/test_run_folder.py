@@ -8,12 +8,12 @@ import os
 import pytest
 import yaml
 
+from megatron.callbacks import RunContext, build_callbacks
 from megatron.callbacks import run_folder as run_folder_module
 from megatron.callbacks.run_folder import RunStatus, run_folder
 from megatron.errors import NumericsError
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
-from megatron.run.callbacks import default_callbacks
 from tests.callbacks.fakes import Log, args_of, batches, trainer_of
 
 pytestmark = pytest.mark.cpu
@@ -89,13 +89,15 @@ def test_which_folder(keys, expected):
     assert (str(folder) if folder else None) == expected
 
 
-def test_what_shows_and_stores_comes_last(tmp_path):
+def test_reports_come_last(tmp_path):
     """The last evaluation and the last checkpoint happen in `end`, and must still be shown and tracked."""
-    keys = {"save": str(tmp_path), "eval_iters": 1, "log_interval": 5}
-    callbacks = default_callbacks(args_of(**keys), ParallelState.single("cpu"), 37, batches, batches)
+    keys = {"save": str(tmp_path), "eval_iters": 1, "log_interval": 5, "log_param_norm": True}
+    roles = {"valid": batches, "test": batches}
+    callbacks = build_callbacks(RunContext(args_of(**keys), ParallelState.single("cpu"), 37, tmp_path, roles))
     names = [type(callback).__name__ for callback in callbacks]
-    assert names.index("TensorNorms") < names.index("Meter") and names[-3:] == ["Console", "Trackers", "RunStatus"]
-    assert names.index("SkippedSteps") < names.index("Evaluator") < names.index("Checkpointer")
+    assert names[:3] == ["SkippedSteps", "TensorNorms", "Meter"]
+    assert names[-5:] == ["Checkpointer", "Console", "MetricsFile", "RunStatus", "StopOnSignal"]
+    assert names.index("Meter") < names.index("Evaluator") < names.index("Checkpointer")
     trainer_of(callbacks, **keys).run()
     written = [set(json.loads(line)) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert sum("train/lm_loss" in k for k in written) == 2

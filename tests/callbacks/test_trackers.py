@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from megatron.callbacks import RunContext, build_callbacks
 from megatron.callbacks.flops import Flops
 from megatron.callbacks.meter import Meter
-from megatron.callbacks.trackers import JsonLines, TensorBoard, Trackers, WeightsAndBiases
+from megatron.callbacks.metrics_file import MetricsFile
+from megatron.callbacks.tensorboard import TensorBoard
+from megatron.callbacks.tracker import Tracker
+from megatron.callbacks.weights_and_biases import WeightsAndBiases
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
-from megatron.run.callbacks import build_trackers
 from tests.callbacks.fakes import args_of, out, trainer_of
 
 pytestmark = pytest.mark.cpu
@@ -26,9 +30,9 @@ def lines(path):
 def test_metrics_jsonl_has_logs_and_evaluations_and_is_appended_to(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     for _ in range(2):
-        trainer = trainer_of([Meter(1, Flops(1.0, 1, None)), Trackers([JsonLines(path)])], [out(2.5)], train_iters=1)
+        trainer = trainer_of([Meter(1, Flops(1.0, 1, None)), MetricsFile(path)], [out(2.5)], train_iters=1)
         trainer.run()  # ends by closing it
-    trainer = trainer_of([Trackers([JsonLines(path)])])
+    trainer = trainer_of([MetricsFile(path)])
     trainer.call("evaluated", "validation", {"lm_loss": 3.0, "lm_loss_ppl": float("inf")})
     first, second, third = lines(path)
     assert first["step"] == second["step"] == 1 and first["train/lm_loss"] == 2.5 and first["time"] <= second["time"]
@@ -36,7 +40,7 @@ def test_metrics_jsonl_has_logs_and_evaluations_and_is_appended_to(tmp_path):
 
 
 def test_a_line_is_on_disk_before_the_run_ends(tmp_path):
-    tracker = JsonLines(tmp_path / "metrics.jsonl")
+    tracker = MetricsFile(tmp_path / "metrics.jsonl")
     tracker.write({"x": 1.0}, 7)
     assert lines(tmp_path / "metrics.jsonl")[0]["step"] == 7
 
@@ -44,7 +48,7 @@ def test_a_line_is_on_disk_before_the_run_ends(tmp_path):
 def test_tensorboard_reads_back(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trainer = trainer_of([Meter(2, Flops(1.0, 1, None)), Trackers([TensorBoard(str(tmp_path))])], [out(4.0), out(2.0)])
+    trainer = trainer_of([Meter(2, Flops(1.0, 1, None)), TensorBoard(str(tmp_path))], [out(4.0), out(2.0)])
     trainer.call("evaluated", "test", {"lm_loss": 1.5})
     trainer.run()
     events = EventAccumulator(str(tmp_path))
@@ -62,14 +66,15 @@ def test_a_missing_package_names_the_requirements_file(monkeypatch, tmp_path, mo
 
 
 def kinds(keys, rank, folder):
-    with_source = NeoXArgs.from_saved(keys)
-    return [type(tracker).__name__ for tracker in build_trackers(with_source, folder, rank)]
+    args = NeoXArgs.from_saved({**keys, "save": folder and str(folder)})
+    state = SimpleNamespace(rank=rank)
+    return [type(tracker).__name__ for tracker in build_callbacks(RunContext(args, state, 37, folder), Tracker)]
 
 
 def test_who_tracks_what(monkeypatch, tmp_path):
     monkeypatch.setattr(WeightsAndBiases, "__init__", lambda self, args, directory, rank: None)
     keys = {"use_wandb": True, "tensorboard_dir": str(tmp_path / "tb")}
-    assert kinds(keys, 0, tmp_path) == ["JsonLines", "TensorBoard", "WeightsAndBiases"]
+    assert kinds(keys, 0, tmp_path) == ["MetricsFile", "TensorBoard", "WeightsAndBiases"]
     assert kinds(keys, 1, tmp_path) == []
     assert kinds({**keys, "wandb_init_all_ranks": True}, 1, tmp_path) == ["WeightsAndBiases"]
     assert kinds({}, 0, None) == []

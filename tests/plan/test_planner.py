@@ -57,6 +57,13 @@ def test_ranks_stages_and_batch_of_a_3d_layout(run_config: Path) -> None:
     assert "256 tokens per step, 100 steps, 25.6K tokens in all" in section(text, "steps")
 
 
+def test_callbacks_are_listed_with_their_keys(run_config: Path) -> None:
+    text = dry_run(run_config, "log_interval=7", "callbacks.replica_check=false", "callbacks.stop_on_signal=false")
+    listed = {row[0]: row[1:] for row in rows(text, "callbacks", "callback")}
+    assert listed["meter"] == ["log", "log_interval=7"] and "replica_check" not in listed
+    assert section(text, "callbacks")[-1] == "off: replica_check, stop_on_signal"
+
+
 def test_parameters_are_those_of_the_formula(run_config: Path) -> None:
     # h = 32, FFN 128, layernorm: qkv 3h(h+1), dense h(h+1), two norms 4h, MLP 128(h+1) + h(128+1); tied embedding 512h
     block = 3 * 32 * 33 + 32 * 33 + 4 * 32 + 128 * 33 + 32 * 129

@@ -69,6 +69,13 @@ def write_switch(folder: Path) -> Path:
     return path
 
 
+def write_metric(folder: Path) -> Path:
+    """The fourth example, my_metric.py; its config is the guide's second."""
+    path = folder / "my_metric.py"
+    path.write_text(blocks("python")[3], encoding="utf-8")
+    return path
+
+
 def write_norm(path: Path, name: str) -> Path:
     """A plugin that registers a norm."""
     path.parent.mkdir(parents=True, exist_ok=True)

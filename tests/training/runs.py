@@ -148,7 +148,7 @@ def train(rank: int, world: int, keys: dict[str, Any], layout: Layout, faults: F
 
 @contextlib.contextmanager
 def _watched(report: Report, faults: Faults) -> Iterator[None]:
-    callbacks, batches = run_module.default_callbacks, run_module.build_batches
+    callbacks, batches = run_module.build_callbacks, run_module.build_batches
 
     def steps(inner: Callable[[int], Iterator[StepBatch]]) -> Callable[[int], Iterator[StepBatch]]:
         def watched(consumed: int) -> Iterator[StepBatch]:
@@ -163,7 +163,7 @@ def _watched(report: Report, faults: Faults) -> Iterator[None]:
         found = batches(*arguments)
         return {**found, "train": steps(found["train"])} if "train" in found else found
 
-    with mock.patch.object(run_module, "default_callbacks", lambda *a: [Recorder(report, faults), *callbacks(*a)]):
+    with mock.patch.object(run_module, "build_callbacks", lambda *a: [Recorder(report, faults), *callbacks(*a)]):
         with mock.patch.object(run_module, "build_batches", built):
             yield
 

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.callbacks.health import ReplicaCheck
+from megatron.callbacks.replica_check import ReplicaCheck
 from megatron.data.batch import StepBatch
 from megatron.errors import NumericsError
 from megatron.mpu.exchange import Exchange

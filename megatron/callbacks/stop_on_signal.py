@@ -1,17 +1,21 @@
-"""Reasons to end a run before `train_iters`: `exit_interval`, and a signal."""
+"""Ends a run at a signal, with a checkpoint."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from megatron.callbacks import CALLBACKS
 from megatron.log import get_logger
 from megatron.training.callback import Callback
-from megatron.training.engine import StepOut
-from megatron.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megatron.training.engine import StepOut
+    from megatron.training.trainer import Trainer
 
 logger = get_logger(__name__)
 
@@ -20,17 +24,9 @@ STOP_BY_SIGNAL = "stopped by a signal"
 ACCELERATOR_STEPS = 10
 
 
-class ExitInterval(Callback):
-    """NeoX's `exit_interval`: end, with exit code 0, when the step divides by it. <= 0 is off."""
-
-    def __init__(self, interval: int) -> None:
-        self.interval = interval
-
-    def after_step(self, trainer: Trainer, out: StepOut) -> None:
-        if self.interval > 0 and trainer.step % self.interval == 0:
-            trainer.request_stop(f"exit_interval {self.interval}")
-
-
+@CALLBACKS.register(
+    "stop_on_signal", phase="finish", loses="SIGTERM and SIGUSR1 end the run at once, without a checkpoint"
+)
 class StopOnSignal(Callback):
     """SIGTERM or SIGUSR1 on any rank ends the whole job after the current step, with a checkpoint (exit code 3).
 

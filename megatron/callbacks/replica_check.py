@@ -1,54 +1,23 @@
-"""Watches the numbers: a streak of skipped steps ends the run, and replicas are compared now and then."""
+"""Compares replicas now and then."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from megatron.callbacks import CALLBACKS
+from megatron.callbacks.context import RunContext
 from megatron.errors import NumericsError
-from megatron.training.callback import Callback
-from megatron.training.engine import StepOut
-from megatron.training.trainer import Trainer
+from megatron.training.callback import Callback, due
+
+if TYPE_CHECKING:
+    from megatron.training.engine import StepOut
+    from megatron.training.trainer import Trainer
 
 
-class SkippedSteps(Callback):
-    """Ends the run with exit code 4 after `limit` skipped updates in a row (fp16 overflow, NaN gradients).
-
-    The rule for a skipped step: its samples count as consumed and the schedule moves on (both are functions
-    of the iteration), the weights and moments stay. The checkpointer writes nothing during a streak.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.streak = 0
-        self.last_loss: Tensor | None = None
-
-    def after_step(self, trainer: Trainer, out: StepOut) -> None:
-        if not out.skipped:
-            self.streak, self.last_loss = 0, out.loss
-            return
-        if out.trained_tokens == 0:
-            return  # nothing to train on is not a numerical fault
-        self.streak += 1
-        if self.limit > 0 and self.streak >= self.limit:
-            last = "none yet" if self.last_loss is None else f"{float(self.last_loss):.4f}"
-            scale = f" at loss scale {out.loss_scale:g}" if out.loss_scale is not None else ""
-            raise NumericsError(
-                f"{self.streak} updates in a row were skipped{scale}, the last at iteration {trainer.step}: the "
-                f"gradient is not finite. Last finite loss: {last}. Restart from the last checkpoint with "
-                "precision=bfloat16 or a lower learning rate, or skip the data that causes it."
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"streak": self.streak}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.streak = state["streak"]
-
-
+@CALLBACKS.register("replica_check", phase="check", idle={"replica_check_interval": 0})
 class ReplicaCheck(Callback):
     """Every `interval` steps, compares what must be equal: replicated parameters over the tensor-parallel group, all
     but experts over the data-parallel group, experts over the ranks that hold the same ones. Catches silent corruption
@@ -58,8 +27,12 @@ class ReplicaCheck(Callback):
     def __init__(self, interval: int) -> None:
         self.interval = interval
 
+    @classmethod
+    def build(cls, context: RunContext) -> ReplicaCheck:
+        return cls(context.args.training.replica_check_interval)
+
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
-        if self.interval <= 0 or trainer.step % self.interval:
+        if not due(trainer.step, self.interval):
             return
         shares_experts = trainer.state.ep_size > 1
         self._compare(trainer, "data", lambda p: not (shares_experts and p.spec.experts))
@@ -79,7 +52,7 @@ class ReplicaCheck(Callback):
         low, high = sums.clone(), sums.clone()
         dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
         dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
-        # A sum that is not a number on every rank is a fault of another kind, told by its loss.
+        # A sum that is not a number on every rank is another fault, which the loss shows.
         differ = (low != high) & ~(low.isnan() & high.isnan())
         if differ.any():
             names = [named[i][0] for i in torch.nonzero(differ).flatten().tolist()]

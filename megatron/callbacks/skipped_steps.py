@@ -1,0 +1,62 @@
+"""Ends a run whose updates are skipped again and again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from megatron.callbacks import CALLBACKS
+from megatron.callbacks.context import RunContext
+from megatron.errors import NumericsError
+from megatron.training.callback import Callback
+
+if TYPE_CHECKING:
+    from megatron.training.engine import StepOut
+    from megatron.training.trainer import Trainer
+
+
+@CALLBACKS.register(
+    "skipped_steps",
+    phase="measure",
+    keys=("max_skipped_steps",),
+    loses="skipped updates in a row do not end the run, and checkpoints are written among them",
+)
+class SkippedSteps(Callback):
+    """Ends the run with exit code 4 after `limit` skipped updates in a row (fp16 overflow, NaN gradients).
+
+    The rule for a skipped step: its samples count as consumed and the schedule moves on (both are functions
+    of the iteration), the weights and moments stay. Nothing is saved during a streak.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.streak = 0
+        self.last_loss: Tensor | None = None
+
+    @classmethod
+    def build(cls, context: RunContext) -> SkippedSteps:
+        return cls(context.args.optimizer.max_skipped_steps)
+
+    def after_step(self, trainer: Trainer, out: StepOut) -> None:
+        if not out.skipped:
+            self.streak, self.last_loss, trainer.save_blocked_by = 0, out.loss, None
+            return
+        if out.trained_tokens == 0:
+            return  # nothing to train on is not a numerical fault
+        self.streak += 1
+        trainer.save_blocked_by = f"the last {self.streak} updates were skipped"
+        if self.limit > 0 and self.streak >= self.limit:
+            last = "none yet" if self.last_loss is None else f"{float(self.last_loss):.4f}"
+            scale = f" at loss scale {out.loss_scale:g}" if out.loss_scale is not None else ""
+            raise NumericsError(
+                f"{self.streak} updates in a row were skipped{scale}, the last at iteration {trainer.step}: the "
+                f"gradient is not finite. Last finite loss: {last}. Restart from the last checkpoint with "
+                "precision=bfloat16 or a lower learning rate, or skip the data that causes it."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"streak": self.streak}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.streak = state["streak"]

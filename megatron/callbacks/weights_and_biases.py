@@ -1,0 +1,63 @@
+"""Metrics in Weights & Biases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.callbacks import CALLBACKS
+from megatron.callbacks.context import RunContext
+from megatron.callbacks.tracker import Tracker
+from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
+
+
+@CALLBACKS.register(
+    "wandb",
+    phase="report",
+    idle={"use_wandb": False},
+    keys=("wandb_project", "wandb_group", "wandb_run_name", "wandb_team", "wandb_host", "wandb_init_all_ranks"),
+)
+class WeightsAndBiases(Tracker):
+    """Writes metrics to Weights & Biases: one run per job, or with `wandb_init_all_ranks` one per rank in a group.
+
+    `WANDB_MODE=offline` works as everywhere; `wandb_host` is only passed on when set, so that WANDB_BASE_URL does too.
+    """
+
+    def __init__(self, args: NeoXArgs, directory: str | None, rank: int) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError("use_wandb is set: pip install -r requirements/requirements-wandb.txt") from error
+        log = args.logging
+        group, name = log.wandb_group, log.wandb_run_name
+        if log.wandb_init_all_ranks:
+            group, name = group or name or "ranks", f"{name or 'rank'}-{rank}"
+        host = {"base_url": log.wandb_host} if args.is_set("wandb_host") else {}
+        if directory is not None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = wandb.init(
+                project=log.wandb_project,
+                group=group,
+                name=name,
+                entity=log.wandb_team,
+                config=args.to_dict(),
+                dir=directory,
+                resume="allow",
+                settings=wandb.Settings(**host),
+            )
+        except wandb.errors.Error as error:  # no key, a wrong one, no way to the server
+            raise UserError(f"use_wandb: {error} (WANDB_MODE=offline needs neither a key nor a network)") from error
+
+    @classmethod
+    def build(cls, context: RunContext) -> WeightsAndBiases | None:
+        args, rank = context.args, context.state.rank
+        if rank != 0 and not args.logging.wandb_init_all_ranks:
+            return None
+        return cls(args, str(context.folder) if context.folder else None, rank)
+
+    def write(self, metrics: dict[str, float], step: int) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
