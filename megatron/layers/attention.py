@@ -8,14 +8,14 @@ rank holds [Q/tp | K/tp | V/tp]. On disk it is in GPT-NeoX's order; the checkpoi
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.layers.attention_backends import Task, choose_backend
+from megatron.layers.attention_backends import choose_backend
+from megatron.layers.attention_contract import Call, Task
 from megatron.layers.carry import Context
 from megatron.layers.documents import Need
 from megatron.layers.dropout import sharded_rng
@@ -51,7 +51,7 @@ class SelfAttention(Mixer):
         self.window = spec.window
         # muP: scores of wide heads grow with d, not sqrt(d), once queries and keys correlate (Tensor Programs V).
         self.scale = 1.0 / d if model.use_mup else (model.query_pre_attn_scalar or d) ** -0.5
-        self.dropout = model.attention_dropout
+        self.dropout, self.softcap = model.attention_dropout, model.attn_logit_softcapping
         bias = model.use_bias_in_attn_linear
         self.query_key_value = ColumnParallelLinear(
             model.hidden_size,
@@ -82,13 +82,11 @@ class SelfAttention(Mixer):
             window=spec.window is not None,
             alibi=slopes is not None,
             dropout=model.attention_dropout > 0,
-            softcap=model.attn_logit_softcapping is not None,
+            softcap=self.softcap is not None,
             head_dim=d,
         )
         self.choice = choose_backend(task, model.attention_backend)
         self.attend = self.choice.backend.attend
-        if task.softcap:
-            self.attend = partial(self.attend, softcap=model.attn_logit_softcapping)
 
     def _build_qk_norms(self, model: ModelConfig) -> None:
         self.qk_layernorm: nn.Module | None = None
@@ -120,18 +118,8 @@ class SelfAttention(Mixer):
             start, documents = cache.start, None  # a row of generation is one document
         dropout = self.dropout if self.training else 0.0
         with sharded_rng(dropout, self.state):
-            out = self.attend(
-                q,
-                k,
-                v,
-                causal=True,
-                window=self.window,
-                documents=documents,
-                scale=self.scale,
-                dropout=dropout,
-                slopes=self.slopes,
-                key_start=start,
-            )
+            call = Call(self.scale, True, self.window, documents, start, self.slopes, dropout, self.softcap)
+            out = self.attend(q, k, v, call)
         return self.dense(out.reshape(-1, self.heads * self.d), reduce=reduce)
 
     def add_bias(self, total: Tensor) -> Tensor:

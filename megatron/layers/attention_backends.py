@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 from megatron.errors import UserError
 from megatron.layers import attention_kernels, attention_sdpa  # these fill the table
-from megatron.layers.attention_contract import ATTENTION_BACKENDS, Attention, Backend, Task
-
-__all__ = ["ATTENTION_BACKENDS", "Attention", "Backend", "Choice", "Task", "choose_backend"]
+from megatron.layers.attention_contract import ATTENTION_BACKENDS, Backend, Task
 
 assert attention_kernels and attention_sdpa
 

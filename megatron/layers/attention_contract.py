@@ -1,4 +1,4 @@
-"""What an attention back-end is, and the table of them.
+"""What an attention back-end is, what it is called with, and the table of them.
 
 Legend: b batch, s queries, s_k keys, n query heads, n_kv key/value heads (n a multiple of n_kv: grouped queries, head
 i uses key head i // (n / n_kv)), d head dim. All tensors are [b, s, n, d] with any strides, the last one 1.
@@ -11,36 +11,52 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron.layers.attention_masks import visible_mask
 from megatron.layers.documents import Documents, Form
 from megatron.registry import Registry
 
 
-class Attention(Protocol):
-    """softmax(cap(q kᵀ · scale) + mask) v."""
+class Call(NamedTuple):
+    """How one attention call weighs and masks: softmax(cap(q kᵀ · scale) + ALiBi + mask) v.
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        window: int | None = None,
-        documents: Documents | None = None,
-        scale: float,
-        dropout: float = 0.0,
-        slopes: Tensor | None = None,
-        key_start: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """q [b, s, n, d], k and v [b, s_k, n_kv, d] -> [b, s, n, d]. See `Visibility` for the masking arguments;
-        `slopes` fp32 [n] are ALiBi's; `dropout` is the probability now (0 outside training); `softcap` c bounds scores
-        by c · tanh(score / c), before ALiBi and masks, and is passed to back-ends with `softcap` only."""
+    * `causal`, `window`, `key_start`: see `attention_masks.visible_mask`; `documents`: only keys of the same one.
+    * `slopes` fp32 [n]: ALiBi's. `dropout`: the probability now (0 outside training).
+    * `softcap` c bounds scores by c · tanh(score / c), before ALiBi and masks; only back-ends with `softcap` get it.
+    """
+
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    documents: Documents | None = None
+    key_start: Tensor | None = None
+    slopes: Tensor | None = None
+    dropout: float = 0.0
+    softcap: float | None = None
+
+    def only_causal(self, s: int, s_k: int) -> bool:
+        """Whether `causal` is the whole mask, and a back-end's own flag can say it (square, or a single query)."""
+        plain = (self.window is None or self.window >= s_k - 1) and self.documents is None and self.key_start is None
+        return plain and (not self.causal or s == s_k or s == 1)
+
+    def mask(self, s: int, s_k: int, device: torch.device) -> Tensor:
+        """bool, broadcastable to [b, 1, s, s_k]; True = visible. The micro-batch's, if it has this one ready."""
+        ids = None
+        if self.documents is not None:
+            ids, ready = self.documents.ids, self.documents.masks.get(self.window)
+            if ready is not None and self.causal and self.key_start is None:
+                return ready
+        return visible_mask(
+            s, s_k, device, causal=self.causal, window=self.window, doc_ids=ids, key_start=self.key_start
+        )
+
+
+Attention = Callable[[Tensor, Tensor, Tensor, Call], Tensor]
+"""q [b, s, n, d], k and v [b, s_k, n_kv, d], a `Call` -> [b, s, n, d]."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +87,7 @@ class Backend:
     """`attend` and what it reads of packed documents.
 
     * `form` of `Documents` it wants; `cuda_fp32_form`: in fp32 on a GPU, where some kernels do not exist.
-    * `softcap`: whether it can bound scores; one that cannot is never handed such a task.
+    * `softcap`: whether it can bound scores; one that cannot is never given such a task.
     * `obstacle(task)`: why else it cannot do the task (the key and what to do), None if it can; ask `why_not`.
     """
 
@@ -90,9 +106,6 @@ class Backend:
     def form_for(self, weight: Tensor) -> Form:
         """The form for a layer with this weight."""
         return self.cuda_fp32_form or self.form if weight.is_cuda and weight.dtype == torch.float32 else self.form
-
-    def __call__(self, *args: Tensor, **options: object) -> Tensor:
-        return self.attend(*args, **options)  # type: ignore[arg-type]
 
 
 ATTENTION_BACKENDS: Registry[Callable[[], Backend]] = Registry(

@@ -11,51 +11,29 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.layers.attention_contract import ATTENTION_BACKENDS, Backend, Task
+from megatron.layers.attention_contract import ATTENTION_BACKENDS, Backend, Call, Task
 from megatron.layers.attention_packed import gpu_kernel, packed_attention
 from megatron.layers.attention_sdpa import manual, torch_sdpa
-from megatron.layers.documents import Documents, document_bounds
+from megatron.layers.documents import document_bounds
 
 
 def _no_dropout(task: Task, name: str) -> str | None:
     return f"{name} has no dropout, and attention_dropout is not 0" if task.dropout else None
 
 
-def varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    window: int | None = None,
-    documents: Documents | None = None,
-    scale: float,
-    dropout: float = 0.0,
-    slopes: Tensor | None = None,
-    key_start: Tensor | None = None,
-) -> Tensor:
+def varlen(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """Each document by itself; on a GPU also whole rows with a window, for which torch's SDPA would need a mask.
 
     What is left is torch's SDPA: plain causal attention, fp32 on a GPU, a cache.
     """
-    rows_alone = documents is None and window is not None and q.is_cuda and q.dtype != torch.float32
+    documents = call.documents
+    rows_alone = documents is None and call.window is not None and q.is_cuda and q.dtype != torch.float32
     ready = documents is not None and documents.bounds is not None
-    if not (rows_alone or ready) or key_start is not None or not causal or q.shape[1] != k.shape[1]:
-        return torch_sdpa(
-            q,
-            k,
-            v,
-            causal=causal,
-            window=window,
-            documents=documents,
-            scale=scale,
-            dropout=dropout,
-            slopes=slopes,
-            key_start=key_start,
-        )
-    if dropout > 0.0:
+    if not (rows_alone or ready) or call.key_start is not None or not call.causal or q.shape[1] != k.shape[1]:
+        return torch_sdpa(q, k, v, call)
+    if call.dropout > 0.0:
         raise UserError("attention_dropout: varlen has no dropout; use the torch back-end or set it to 0")
-    w = -1 if window is None else window
+    window = -1 if call.window is None else call.window
     rows = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
     if documents is None:
         b, longest = q.shape[:2]
@@ -64,10 +42,10 @@ def varlen(
         assert documents.bounds is not None and documents.reach is not None
         bounds, longest = documents.bounds, documents.reach.shape[0]
     if not q.is_cuda:
-        return packed_attention(*rows, bounds, scale, w, slopes)[0].view(q.shape)
-    if slopes is not None:
+        return packed_attention(*rows, bounds, call.scale, window, call.slopes)[0].view(q.shape)
+    if call.slopes is not None:
         raise UserError("pos_emb: on a GPU varlen has no ALiBi; use the flex or torch back-end")
-    out = gpu_kernel()(*rows, bounds, bounds, longest, longest, scale=scale, window_size=(w, 0))
+    out = gpu_kernel()(*rows, bounds, bounds, longest, longest, scale=call.scale, window_size=(window, 0))
     return out.view(q.shape)
 
 
@@ -100,31 +78,18 @@ def _load_flex() -> Backend:
 
     compiled = torch.compile(flex_attention, dynamic=False)
 
-    def flex(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        window: int | None = None,
-        documents: Documents | None = None,
-        scale: float,
-        dropout: float = 0.0,
-        slopes: Tensor | None = None,
-        key_start: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        if softcap is not None and (key_start is not None or q.shape[1] != k.shape[1]):
+    def flex(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        b, s, s_k = q.shape[0], q.shape[1], k.shape[1]
+        scale, causal, window, documents, key_start, slopes, dropout, softcap = call
+        if softcap is not None and (key_start is not None or s != s_k):
             # A cache grows by one at every step, and each length would be compiled; one query's scores are small.
-            rules = {"causal": causal, "window": window, "documents": documents, "key_start": key_start}
-            return manual(q, k, v, **rules, scale=scale, dropout=dropout, slopes=slopes, softcap=softcap)
+            return manual(q, k, v, call)
         if dropout > 0.0:
             raise UserError("attention_dropout: FlexAttention has no dropout; use the torch back-end or set it to 0")
         if not q.is_cuda and torch.is_grad_enabled() and q.requires_grad:
             raise UserError(
                 "attention_backend: 'flex' cannot train on a CPU (torch has no backward there); use 'torch'"
             )
-        b, s, s_k = q.shape[0], q.shape[1], k.shape[1]
         shift = s_k - s
         ids = None if documents is None else documents.ids
 
@@ -177,32 +142,17 @@ def _load_flash() -> Backend:
             "pip install -r requirements/requirements-flashattention.txt"
         ) from error
 
-    def flash(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        window: int | None = None,
-        documents: Documents | None = None,
-        scale: float,
-        dropout: float = 0.0,
-        slopes: Tensor | None = None,
-        key_start: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        if key_start is not None or q.dtype == torch.float32:
-            rules = {"causal": causal, "window": window, "documents": documents, "key_start": key_start}
-            rules |= {"scale": scale, "dropout": dropout, "slopes": slopes}
-            return torch_sdpa(q, k, v, **rules) if softcap is None else manual(q, k, v, **rules, softcap=softcap)
-        w = -1 if window is None else window
+    def flash(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        if call.key_start is not None or q.dtype == torch.float32:
+            return (torch_sdpa if call.softcap is None else manual)(q, k, v, call)
+        documents, window = call.documents, -1 if call.window is None else call.window
         options = {
-            "dropout_p": dropout,
-            "softmax_scale": scale,
-            "causal": causal,
-            "window_size": (w, 0 if causal else w),
-            "alibi_slopes": slopes,
-            **({} if softcap is None else {"softcap": softcap}),
+            "dropout_p": call.dropout,
+            "softmax_scale": call.scale,
+            "causal": call.causal,
+            "window_size": (window, 0 if call.causal else window),
+            "alibi_slopes": call.slopes,
+            **({} if call.softcap is None else {"softcap": call.softcap}),
         }
         if documents is None:
             return flash_attn_func(q, k, v, **options)
@@ -221,7 +171,7 @@ def _flash_obstacle(task: Task) -> str | None:
         return "flash-attn needs a GPU"
     if not task.softcap:
         return None
-    import flash_attn  # it is there, or `_load_flash` had said so
+    import flash_attn  # else `_load_flash` has raised
 
     version = str(flash_attn.__version__)
     if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < (2, 6, 2):

@@ -6,46 +6,40 @@ in training (s = s_k) and with a cache (s < s_k).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Visibility:
-    """The rules of one attention call.
+def visible_mask(
+    s: int,
+    s_k: int,
+    device: torch.device,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    doc_ids: Tensor | None = None,
+    key_start: Tensor | None = None,
+) -> Tensor:
+    """bool, broadcastable to [b, 1, s, s_k]; True = visible. Each query sees itself, even a padded one: no NaN.
 
-    * `causal`: no key after the query.
-    * `window`: w keys before the query and the query itself (GPT-NeoX counts so; transformers counts the query in).
-    * `doc_ids` [b, s] int64: only keys of the same document (s = s_k).
-    * `key_start` [b] int64: keys before it are padding (left-padded prompts in a cache).
+    Args:
+        causal: no key after the query.
+        window: w keys before the query and the query itself (GPT-NeoX counts so; transformers counts the query in).
+        doc_ids: [b, s] int64: only keys of the same document (s = s_k).
+        key_start: [b] int64: keys before it are padding (left-padded prompts in a cache).
     """
-
-    causal: bool = True
-    window: int | None = None
-    doc_ids: Tensor | None = None
-    key_start: Tensor | None = None
-
-    def only_causal(self, s: int, s_k: int) -> bool:
-        """Whether `causal` is all there is to say, and a back-end's own flag says it (square, or a single query)."""
-        plain = (self.window is None or self.window >= s_k - 1) and self.doc_ids is None and self.key_start is None
-        return plain and (not self.causal or s == s_k or s == 1)
-
-    def mask(self, s: int, s_k: int, device: torch.device) -> Tensor:
-        """bool, broadcastable to [b, 1, s, s_k]; True = visible. Each query sees itself, even a padded one: no NaN."""
-        query = torch.arange(s_k - s, s_k, device=device).unsqueeze(1)  # [s, 1]
-        key = torch.arange(s_k, device=device).unsqueeze(0)  # [1, s_k]
-        seen = key <= query if self.causal else torch.ones(s, s_k, dtype=torch.bool, device=device)
-        if self.window is not None:
-            near = query - key <= self.window
-            seen = seen & (near if self.causal else near & (key - query <= self.window))
-        seen = seen[None, None]
-        if self.doc_ids is not None:
-            seen = seen & (self.doc_ids[:, None, :, None] == self.doc_ids[:, None, None, :])
-        if self.key_start is not None:
-            seen = (seen & (key >= self.key_start.view(-1, 1, 1, 1))) | (key == query)
-        return seen
+    query = torch.arange(s_k - s, s_k, device=device).unsqueeze(1)  # [s, 1]
+    key = torch.arange(s_k, device=device).unsqueeze(0)  # [1, s_k]
+    seen = key <= query if causal else torch.ones(s, s_k, dtype=torch.bool, device=device)
+    if window is not None:
+        near = query - key <= window
+        seen = seen & (near if causal else near & (key - query <= window))
+    seen = seen[None, None]
+    if doc_ids is not None:
+        seen = seen & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+    if key_start is not None:
+        seen = (seen & (key >= key_start.view(-1, 1, 1, 1))) | (key == query)
+    return seen
 
 
 def linear_bias(slopes: Tensor, s: int, s_k: int) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.layers.attention_masks import Visibility, linear_bias
+from megatron.layers.attention_masks import linear_bias, visible_mask
 
 _aten = torch.ops.aten
 
@@ -118,7 +118,7 @@ def _bias(rows: slice, window: int, slopes: Tensor | None, dtype: torch.dtype) -
     narrow = 0 <= window < length - 1
     if slopes is None and not narrow:
         return None
-    seen = Visibility(window=window if narrow else None).mask(length, length, torch.device("cpu"))
+    seen = visible_mask(length, length, torch.device("cpu"), window=window if narrow else None)
     bias = torch.zeros((), dtype=dtype) if slopes is None else linear_bias(slopes, length, length).to(dtype)
     return torch.where(seen, bias, -math.inf)
 
@@ -130,7 +130,7 @@ def gpu_kernel() -> Callable[..., Tensor]:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
         raise UserError(f"on a GPU varlen needs torch 2.10 or newer, not {torch.__version__}") from error
-    # The kernel has always taken grouped heads; newer wrappers want to be told.
+    # The kernel has always taken grouped heads; newer wrappers have an argument for them.
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
         return varlen_attn
     return lambda *args, **options: varlen_attn(*args, enable_gqa=True, **options)

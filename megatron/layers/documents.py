@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.layers.attention_masks import Visibility
+from megatron.layers.attention_masks import visible_mask
 
 Form = Literal["mask", "bounds", "blocks"]
 Need = tuple[Form, int | None]  # a form, for layers with this sliding window
@@ -52,7 +52,7 @@ class Documents:
             reach = bounds.new_empty(1).expand(-(-longest // TILE) * TILE)
             _may_change_length(bounds, reach)
         s, device = ids.shape[1], ids.device
-        masks = {w: Visibility(window=w, doc_ids=ids).mask(s, s, device) for form, w in needs if form == "mask"}
+        masks = {w: visible_mask(s, s, device, window=w, doc_ids=ids) for form, w in needs if form == "mask"}
         blocks = {w: block_mask(ids, w) for form, w in needs if form == "blocks"}
         return cls(ids, bounds, reach, masks, blocks)
 

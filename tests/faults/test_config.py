@@ -10,7 +10,7 @@ import pytest
 from megatron.cluster.launch import place
 from megatron.errors import UserError
 from megatron.layers.activations import ACTIVATIONS
-from megatron.layers.attention_backends import ATTENTION_BACKENDS
+from megatron.layers.attention_contract import ATTENTION_BACKENDS
 from megatron.layers.init import INITS
 from megatron.layers.norms import NORMS
 from megatron.layers.positions import POSITIONS

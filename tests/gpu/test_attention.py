@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.layers.attention_backends import ATTENTION_BACKENDS, Task, choose_backend
+from megatron.layers.attention_backends import choose_backend
+from megatron.layers.attention_contract import ATTENTION_BACKENDS, Call, Task
 from megatron.layers.documents import Documents
 from megatron.layers.positions.alibi import alibi_slopes
 
@@ -91,9 +92,9 @@ def compare(name: str, case: str, dtype: torch.dtype, kv_heads: int, width: int)
     given = [x.clone().requires_grad_() for x in inputs(kv_heads, dtype, width)]
     exact = [x.detach().float().requires_grad_() for x in given]
     direction = torch.randn(B, S, N, width, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
-    expected = ATTENTION_BACKENDS["manual"]()(*exact, **rules)
+    expected = ATTENTION_BACKENDS["manual"]().attend(*exact, Call(**rules))
     (expected * direction).sum().backward()
-    out = backend(*given, **rules)
+    out = backend.attend(*given, Call(**rules))
     assert out.dtype == dtype
     (out * direction.to(dtype)).sum().backward()
     close(out, expected, dtype, "output")
@@ -111,10 +112,10 @@ def test_capped_scores_run_on_a_kernel_and_with_a_cache_by_the_formula() -> None
     choice = choose_backend(Task(torch.device("cuda"), softcap=True))
     assert choice.name in ("flash", "flex")
     q, k, v = inputs(2, torch.bfloat16)
-    rules = {"causal": True, "scale": 0.2, "softcap": 1.5}
-    expected = ATTENTION_BACKENDS["manual"]()(q.float(), k.float(), v.float(), **rules)
+    call = Call(0.2, softcap=1.5)
+    expected = ATTENTION_BACKENDS["manual"]().attend(q.float(), k.float(), v.float(), call)
     for length in (S - 1, S):
-        last = choice.backend(q[:, length - 1 : length], k[:, :length], v[:, :length], **rules)
+        last = choice.backend.attend(q[:, length - 1 : length], k[:, :length], v[:, :length], call)
         close(last, expected[:, length - 1 : length], torch.bfloat16, f"query {length}")
 
 

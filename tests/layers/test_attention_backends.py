@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.layers.attention_backends import ATTENTION_BACKENDS, Backend, Task, choose_backend
-from megatron.layers.attention_masks import Visibility
+from megatron.layers.attention_backends import choose_backend
+from megatron.layers.attention_contract import ATTENTION_BACKENDS, Backend, Call, Task
+from megatron.layers.attention_masks import visible_mask
 from megatron.layers.documents import Documents, document_bounds
 from megatron.layers.positions.alibi import alibi_slopes
 from megatron.neox_arguments.rules_scales import WITHOUT_SOFTCAP
@@ -100,7 +101,7 @@ def test_formula_and_gradients(backend: str, kv_heads: int, rules: dict[str, Any
     direction = torch.randn(B, S, N, D, generator=torch.Generator().manual_seed(1))
     expected = _reference(*exact, rules)
     (expected * direction).sum().backward()
-    out = ATTENTION_BACKENDS[backend]()(*inputs, **rules)
+    out = ATTENTION_BACKENDS[backend]().attend(*inputs, Call(**rules))
     (out * direction).sum().backward()
     assert (out - expected).abs().max() < 1e-5
     for mine, reference in zip(inputs, exact, strict=True):
@@ -117,12 +118,12 @@ def test_flex(rules: dict[str, Any]) -> None:
     """Forward only: on a CPU torch has no backward for FlexAttention, and we say so."""
     rules = {**rules, "scale": 0.3}
     q, k, v = _inputs(2)
-    attend = ATTENTION_BACKENDS["flex"]()
-    assert (attend(q, k, v, **rules) - _reference(q.double(), k.double(), v.double(), rules)).abs().max() < 1e-5
+    attend = ATTENTION_BACKENDS["flex"]().attend
+    assert (attend(q, k, v, Call(**rules)) - _reference(q.double(), k.double(), v.double(), rules)).abs().max() < 1e-5
     if "softcap" in rules and "key_start" in rules:
         return  # by the formula
     with pytest.raises(UserError, match="cannot train on a CPU"):
-        attend(q.clone().requires_grad_(), k, v, **rules)
+        attend(q.clone().requires_grad_(), k, v, Call(**rules))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -131,9 +132,9 @@ def test_flex(rules: dict[str, Any]) -> None:
 def test_fewer_queries_than_keys_are_the_last_ones(backend: str, rules: dict[str, Any]) -> None:
     q, k, v = _inputs(2, s_k=S + 5)
     rules = {"causal": True, "scale": 0.5, "slopes": torch.tensor(alibi_slopes(N)), **rules}
-    attend = ATTENTION_BACKENDS[backend]()
-    for cap in ({}, {"softcap": 0.7}) if attend.softcap else ({},):
-        out = attend(q, k, v, **rules, **cap)
+    loaded = ATTENTION_BACKENDS[backend]()
+    for cap in ({}, {"softcap": 0.7}) if loaded.softcap else ({},):
+        out = loaded.attend(q, k, v, Call(**rules, **cap))
         assert (out - _reference(q.double(), k.double(), v.double(), {**rules, **cap})).abs().max() < 1e-5
 
 
@@ -141,20 +142,20 @@ def test_fewer_queries_than_keys_are_the_last_ones(backend: str, rules: dict[str
 @pytest.mark.parametrize("backend", ["torch", "varlen", "manual", "flex"])
 @pytest.mark.parametrize("documents", [NUMBERS, READY], ids=["numbers", "ready"])
 def test_other_documents_change_nothing_at_all(backend: str, documents: Documents) -> None:
-    attend = ATTENTION_BACKENDS[backend]()
+    attend = ATTENTION_BACKENDS[backend]().attend
     q, k, v = _inputs(2)
-    before = attend(q, k, v, causal=True, documents=documents, scale=0.3)
+    before = attend(q, k, v, Call(0.3, documents=documents))
     k, v = k.clone(), v.clone()
     k[0, :3] *= 50  # all of row 0's first document
     v[0, :3] += 1000
-    after = attend(q, k, v, causal=True, documents=documents, scale=0.3)
+    after = attend(q, k, v, Call(0.3, documents=documents))
     assert torch.equal(before[0, 3:], after[0, 3:])
     assert torch.equal(before[1], after[1])
     assert not torch.equal(before[0, :3], after[0, :3])
 
 
 def test_a_window_of_w_sees_w_before_and_itself() -> None:
-    seen = Visibility(window=2).mask(6, 6, CPU)[0, 0]
+    seen = visible_mask(6, 6, CPU, window=2)[0, 0]
     assert seen.sum(-1).tolist() == [1, 2, 3, 3, 3, 3]
     assert seen[5].tolist() == [False, False, False, True, True, True]
 
@@ -162,18 +163,18 @@ def test_a_window_of_w_sees_w_before_and_itself() -> None:
 def test_wholly_padded_queries_give_no_nan() -> None:
     q, k, v = _inputs(2)
     for backend in ("torch", "manual"):
-        out = ATTENTION_BACKENDS[backend]()(q, k, v, causal=True, scale=0.3, key_start=torch.tensor([5, 7]))
+        out = ATTENTION_BACKENDS[backend]().attend(q, k, v, Call(0.3, key_start=torch.tensor([5, 7])))
         assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("backend", ["torch", "manual"])
 def test_dropout(backend: str) -> None:
     """Weights are dropped and the rest grows by 1 / (1 - p): the mean over many draws is the plain result."""
-    attend = ATTENTION_BACKENDS[backend]()
+    attend = ATTENTION_BACKENDS[backend]().attend
     q, k, v = _inputs(2)
     torch.manual_seed(0)
-    many = torch.stack([attend(q, k, v, causal=True, scale=0.3, dropout=0.5) for _ in range(600)])
-    plain = attend(q, k, v, causal=True, scale=0.3)
+    many = torch.stack([attend(q, k, v, Call(0.3, dropout=0.5)) for _ in range(600)])
+    plain = attend(q, k, v, Call(0.3))
     assert many.std(0)[:, 1:].min() > 0.01
     error = (many.mean(0) - plain).abs() / (many.std(0) / math.sqrt(600) + 1e-6)
     assert error.max() < 6
@@ -183,7 +184,7 @@ def test_scores_are_taken_in_fp32_for_half_inputs() -> None:
     q, k, v = (x.bfloat16() for x in _inputs(2))
     exact = _reference(q.double(), k.double(), v.double(), {"causal": True, "scale": 4.0})
     for backend in ("torch", "manual"):
-        out = ATTENTION_BACKENDS[backend]()(q, k, v, causal=True, scale=4.0)
+        out = ATTENTION_BACKENDS[backend]().attend(q, k, v, Call(4.0))
         assert out.dtype == torch.bfloat16
         # Half an ulp of the result (2^-9 relative), plus that of the probabilities a fused kernel rounds.
         assert (out - exact).abs().max() < 2**-7 * exact.abs().max()
@@ -194,7 +195,7 @@ def test_sdpa_keeps_the_fused_kernel() -> None:
     for kv_heads in (4, 2):
         for rules in ({}, {"documents": READY}, {"window": 2}):
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-                ATTENTION_BACKENDS["torch"]()(*_inputs(kv_heads), causal=True, scale=0.3, **rules)
+                ATTENTION_BACKENDS["torch"]().attend(*_inputs(kv_heads), Call(0.3, **rules))
             names = {event.key for event in profile.key_averages()}
             assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
 
@@ -241,7 +242,7 @@ def test_capped_scores_go_where_they_can_be_capped(monkeypatch: pytest.MonkeyPat
         with pytest.raises(UserError, match=r"cannot cap scores \(attn_logit_softcapping\); auto takes one that can"):
             choose_backend(Task(GPU, softcap=True), name)
     monkeypatch.setattr("megatron.layers.attention_backends.CAPPED", {"cpu": ("foreign", "manual")})
-    monkeypatch.setitem(ATTENTION_BACKENDS._entries, "foreign", lambda: Backend(lambda *args, **rules: args[0]))
+    monkeypatch.setitem(ATTENTION_BACKENDS._entries, "foreign", lambda: Backend(lambda q, k, v, call: q))
     assert str(choose_backend(Task(CPU, softcap=True))).startswith("manual (it cannot cap scores")
 
 
@@ -286,8 +287,8 @@ def test_flash_attn_caps_from_the_version_that_can(
         return
     assert choose_backend(Task(GPU, "flash")).name == "flash"
     q, k, v = (x.bfloat16() for x in _inputs(2))
-    choice.backend(q, k, v, causal=True, scale=0.3, softcap=0.7)
-    choice.backend(q, k, v, causal=True, scale=0.3)
+    choice.backend.attend(q, k, v, Call(0.3, softcap=0.7))
+    choice.backend.attend(q, k, v, Call(0.3))
     assert [call.get("softcap") for call in calls] == [0.7, None]
 
 
@@ -295,7 +296,7 @@ def test_flash_attn_leaves_what_it_cannot_do_to_the_capped_formula(monkeypatch: 
     calls = _flash_attn(monkeypatch, "2.8.3")
     q, k, v = _inputs(2)
     rules = {"causal": True, "scale": 0.3, "softcap": 0.7, "key_start": torch.tensor([0, 3])}
-    out = ATTENTION_BACKENDS["flash"]()(q, k, v, **rules)
+    out = ATTENTION_BACKENDS["flash"]().attend(q, k, v, Call(**rules))
     assert (out - _reference(q.double(), k.double(), v.double(), rules)).abs().max() < 1e-5 and not calls
 
 
@@ -321,7 +322,7 @@ def test_a_named_back_end_that_cannot_is_refused(
 @pytest.mark.parametrize("backend", ["flex", "varlen"])
 def test_no_dropout(backend: str) -> None:
     with pytest.raises(UserError, match="attention_dropout"):
-        ATTENTION_BACKENDS[backend]()(*_inputs(2), causal=True, scale=1.0, dropout=0.1, documents=READY)
+        ATTENTION_BACKENDS[backend]().attend(*_inputs(2), Call(1.0, dropout=0.1, documents=READY))
 
 
 def test_document_bounds() -> None:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.layers import documents
-from megatron.layers.attention_masks import Visibility
+from megatron.layers import attention_contract, documents
+from megatron.layers.attention_masks import visible_mask
 from megatron.layers.carry import Carry
 from megatron.layers.documents import Documents
 from megatron.model import sequential
@@ -187,9 +187,10 @@ def test_masks_are_made_once_per_micro_batch(changes: dict[str, Any], masks: int
     window = {"sliding_window_width": 3} if "attention_config" in changes else {}
     network = build(masked(num_layers=6, checkpoint_policy=policy, **changes, **window))
     _, _, ids = packed()
-    made, prepared = Visibility.mask, Documents.of
+    prepared = Documents.of
     with (
-        mock.patch.object(Visibility, "mask", autospec=True, side_effect=made) as made_masks,
+        mock.patch.object(documents, "visible_mask", side_effect=visible_mask) as made_masks,
+        mock.patch.object(attention_contract, "visible_mask", side_effect=AssertionError),
         mock.patch.object(Documents, "of", side_effect=prepared) as prepared_batches,
         mock.patch.object(documents, "document_bounds", side_effect=documents.document_bounds) as bounds,
     ):

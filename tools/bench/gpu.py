@@ -536,7 +536,8 @@ class Timed:
 def switch(model: Any, row: Row, device: Any, chunk: int) -> None:
     """Give every attention layer the row's back-end, the head its chunk, and undo compilation."""
     from megatron.layers.attention import SelfAttention
-    from megatron.layers.attention_backends import Task, choose_backend
+    from megatron.layers.attention_backends import choose_backend
+    from megatron.layers.attention_contract import Task
     from megatron.model.block import TransformerBlock
     from megatron.model.head import OutputMatrix
 
