@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import megatron
 from megatron.errors import UserError
+from megatron.layers.activations import Activation
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.block_sizes import norm_parameters, position_parameters
 from megatron.neox_arguments.groups import all_keys
+from megatron.optim.optimizers import build_optimizer
 from megatron.registry import Registry
 from megatron.rows import FOLDERS, read_rows, row, rows
 from tests.model.networks import tiny
+from tests.plugins.helpers import remembered
 
 pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    """Tables of this file's are not the library's."""
+    with remembered():
+        yield
 
 
 def registry(kind: str) -> Registry:
@@ -57,10 +69,6 @@ def test_the_row_of_a_position_scheme_counts_what_is_built(name: str) -> None:
 
 @pytest.mark.parametrize("name", rows("optimizer.type"))
 def test_the_row_of_an_optimizer_counts_the_tensors_it_keeps(name: str) -> None:
-    import torch
-
-    from megatron.optim.optimizers import build_optimizer
-
     for momentum in (0.0, 0.9):
         weight = torch.nn.Parameter(torch.ones(3))
         groups = [{"params": [weight], "weight_decay": 0.0, "lr_mult": 1.0}]
@@ -72,6 +80,14 @@ def test_the_row_of_an_optimizer_counts_the_tensors_it_keeps(name: str) -> None:
         ]
         moments = row("optimizer.type", name)["moments"]
         assert len(kept) == (moments if isinstance(moments, int) else moments["momentum"] * (momentum > 0))
+
+
+def test_a_field_may_be_an_attribute_of_the_entry() -> None:
+    table: Registry = Registry("thing", fields=("gated", "size"))
+    table.register("plain")(torch.sin)
+    table.register("gate")(Activation(torch.sin, gated=True))
+    table.register("both", gated=False, size=3)(Activation(torch.sin, gated=True))
+    assert [table.row(name) for name in table] == [{}, {"gated": True}, {"gated": False, "size": 3}]
 
 
 @pytest.mark.parametrize(

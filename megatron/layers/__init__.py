@@ -2,10 +2,10 @@
 
 | registry           | YAML key                                 | file                 |
 |--------------------|------------------------------------------|----------------------|
-| NORMS              | `norm`                                   | norms.py             |
-| INITS              | `init_method`, `output_layer_init_method`| init.py              |
-| ACTIVATIONS        | `activation`                             | activations.py       |
-| POSITIONS          | `pos_emb`                                | positions.py         |
+| NORMS              | `norm`                                   | norms/               |
+| INITS              | `init_method`, `output_layer_init_method`| init/                |
+| ACTIVATIONS        | `activation`                             | activations/         |
+| POSITIONS          | `pos_emb`                                | positions/           |
 | MIXERS             | `attention_config`                       | attention.py         |
 | ATTENTION_BACKENDS | -                                        | attention_backends.py|
 | MLPS               | -                                        | mlp.py               |

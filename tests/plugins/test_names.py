@@ -20,7 +20,10 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import derive
 from megatron.neox_arguments.formulas import flops_per_token, parameter_count
 from megatron.neox_arguments.load import load
+from megatron.neox_arguments.optimizer_params import optimizer_params
+from megatron.optim.optimizers import build_optimizer
 from megatron.plan import sections
+from megatron.plan.memory import moments
 from megatron.plan.stages import layer_sizes
 from megatron.registry import Registry
 from tests.neox_args.helpers import SMALL
@@ -81,6 +84,40 @@ def test_values_that_the_names_make(tmp_path) -> None:
         loaded(tmp_path, optimizer={"type": "adam", "params": {"rho": 0.5}})
     with pytest.raises(UserError, match="mlp_config: describes 2 layers, num_layers is 4"):
         loaded(tmp_path, mlp_config=["narrow", "dense"])
+
+
+OPTIMIZER = """\
+from megatron.optim.optimizers import OPTIMIZERS
+
+
+@OPTIMIZERS.register("in_code")
+def in_code(groups, lr, params):
+    return params.get("betas", (0.5, 0.75)), params
+
+
+@OPTIMIZERS.register("in_row", params={"betas": (0.25, 0.5), "steps": 5}, moments=4)
+def in_row(groups, lr, params):
+    return params["betas"], params
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "shown", "built"),
+    [
+        ("in_code", {}, None, ((0.5, 0.75), {})),
+        ("in_code", {"betas": [0.1, 0.2]}, (0.1, 0.2), ([0.1, 0.2], {"betas": [0.1, 0.2]})),
+        ("in_row", {}, (0.25, 0.5), ((0.25, 0.5), {"betas": (0.25, 0.5), "steps": 5})),
+        ("in_row", {"steps": "7"}, (0.25, 0.5), ((0.25, 0.5), {"betas": (0.25, 0.5), "steps": 7})),
+    ],
+)
+def test_an_optimizer_is_built_with_its_own_defaults(kind, given, shown, built, tmp_path) -> None:
+    (tmp_path / "own.py").write_text(OPTIMIZER)
+    chosen = {"type": kind, "params": {"lr": 0.5, "weight_decay": 0.0, **given}}
+    args = derive(load([write_config(tmp_path / "run.yml", plugins=["own.py"], **SMALL, optimizer=chosen)]))
+    assert args.optimizer.betas == shown and args.optimizer.eps is None
+    assert moments(args.optimizer) == {"in_code": 2, "in_row": 4}[kind]
+    params = optimizer_params(kind, args.optimizer.optimizer)
+    assert build_optimizer(kind, [{"params": []}], 0.5, params) == built
 
 
 def test_a_plugin_brings_what_is_known_but_not_available(tmp_path) -> None:
