@@ -11,67 +11,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
-from megatron.errors import DeepyError
-from megatron.neox_arguments import NeoXArgs
+from megatron.cluster.status import StatusFile, write_atomically
 from megatron.training.callback import Callback
 
 if TYPE_CHECKING:
     from megatron.training.engine import StepOut
     from megatron.training.trainer import Trainer
 
-STATUS_VERSION = 1
 # Seconds between heartbeats: fine enough for a watchdog, too rare to load a shared file system.
 HEARTBEAT_SECONDS = 5.0
-
-
-def run_folder(args: NeoXArgs) -> Path | None:
-    """Where this run keeps its files; None when it neither saves nor logs to a directory."""
-    chosen = args.checkpoint.save or args.logging.log_dir
-    return Path(chosen) if chosen else None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old or the new content, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
-def write_status(
-    folder: Path, *, state: str, step: int, train_iters: int | None, reason: str | None = None, code: int | None = None
-) -> float:
-    """Replace `status.json`. Returns the heartbeat written."""
-    heartbeat = time.time()
-    status: dict[str, Any] = {
-        "version": STATUS_VERSION,
-        "state": state,
-        "step": step,
-        "train_iters": train_iters,
-        "heartbeat": heartbeat,
-        "reason": reason,
-        "exit_code": code,
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-    }
-    write_atomically(folder / "status.json", json.dumps(status, indent=2) + "\n")
-    return heartbeat
-
-
-def read_heartbeat(folder: Path) -> float | None:
-    """The heartbeat in `status.json`, None when there is none to read."""
-    try:
-        return json.loads((folder / "status.json").read_text(encoding="utf-8")).get("heartbeat")
-    except (OSError, ValueError):
-        return None
 
 
 @CALLBACKS.register(
@@ -90,6 +44,7 @@ class RunStatus(Callback):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._file = StatusFile(folder)
         self._last = 0.0
 
     @classmethod
@@ -126,10 +81,8 @@ class RunStatus(Callback):
         self._write(trainer, "running")
 
     def error(self, trainer: Trainer, error: BaseException) -> None:
-        code = error.exit_code if isinstance(error, DeepyError) else 1
-        self._write(trainer, "failed", f"{type(error).__name__}: {error}", code)
+        self._file.write_failure(error, trainer.step, trainer.args.training.train_iters)
 
     def _write(self, trainer: Trainer, state: str, reason: str | None = None, exit_code: int | None = None) -> None:
         self._last = time.monotonic()
-        total = trainer.args.training.train_iters
-        write_status(self.folder, state=state, step=trainer.step, train_iters=total, reason=reason, code=exit_code)
+        self._file.write(state, trainer.step, trainer.args.training.train_iters, reason, exit_code)

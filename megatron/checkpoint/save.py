@@ -29,23 +29,13 @@ from megatron.checkpoint.manifest import FileEntry, Manifest, ParameterEntry
 from megatron.checkpoint.neox_layout import Heads, to_disk
 from megatron.checkpoint.reader import WEIGHT
 from megatron.checkpoint.rng import random_state
+from megatron.checkpoint.state_file import write_state_file
 from megatron.errors import DeepyError
 from megatron.log import get_logger
 from megatron.mpu.sharding import ParamSpec
 from megatron.mpu.state import ParallelState
 
 logger = get_logger(__name__)
-
-_NEOX_ARGS = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "make_vocab_size_divisible_by",
-    "padded_vocab_size",
-    "tokenizer_type",
-    "model_parallel_size",
-)
 
 
 class SaveError(DeepyError):
@@ -99,7 +89,7 @@ def save_checkpoint(
     _stop_if_failed(attempt, folder, needed, state)
 
     parameters = _write_parameters(folder, attempt, engine, state, heads, save_optim)
-    attempt.run(_write_states, folder, engine, state, step, consumed, client, config, config_files or {}, save_rng)
+    attempt.run(_write_states, folder, engine, state, consumed, client, config, config_files or {}, save_rng)
     attempt.run(folder.sync)
     _stop_if_failed(attempt, folder, needed, state)
 
@@ -263,7 +253,6 @@ def _write_states(
     folder: CheckpointFolder,
     engine: SavingEngine,
     state: ParallelState,
-    step: int,
     consumed: int,
     client: dict[str, Any],
     config: dict[str, Any],
@@ -273,20 +262,16 @@ def _write_states(
     if save_rng:
         folder.write_object(layout.rng_file(state.rank), random_state())
     if state.dp_rank == 0:
-        scalars = engine.scalars()
-        content = {
-            "module": None,
-            "iteration": step,
-            "global_steps": step,
-            "global_samples": consumed,
-            "skipped_steps": scalars.get("skipped_steps", 0),
-            "dp_world_size": state.dp_size,
-            "mp_world_size": state.tp_size,
-            "args": {key: config.get(key) for key in _NEOX_ARGS},
-            "scalars": scalars,
-            "client": client,
-        }
-        folder.write_object(layout.state_file(state.pp_rank * state.tp_size + state.tp_rank), content)
+        write_state_file(
+            folder,
+            state.pp_rank * state.tp_size + state.tp_rank,
+            config=config,
+            tp_size=state.tp_size,
+            dp_size=state.dp_size,
+            consumed=consumed,
+            scalars=engine.scalars(),
+            client=client,
+        )
     if state.rank == 0:
         plain = json.loads(json.dumps(config))
         folder.write_text(f"{layout.CONFIGS}/resolved.yml", yaml.safe_dump(plain, sort_keys=True))

@@ -19,19 +19,8 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.manifest import Manifest, ParameterEntry
 from megatron.checkpoint.neox_layout import Heads, to_disk
 from megatron.checkpoint.neox_names import NEOX, ROW_BIASES, stored_name
+from megatron.checkpoint.state_file import write_state_file
 from megatron.mpu.sharding import ParamSpec, shard
-
-# What GPT-NeoX compares with its own configuration.
-_NEOX_ARGS = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "make_vocab_size_divisible_by",
-    "padded_vocab_size",
-    "tokenizer_type",
-    "model_parallel_size",
-)
 
 
 def save_weights(
@@ -68,7 +57,7 @@ def save_weights(
         for layer, group in groupby(tensors, key=lambda item: layout.split_name(item[0].name)[0]):
             _write_layer(folder, layer, group, parameters, tp_size, heads, dtype, names, row_biases_once)
         for rank in range(pp_size * tp_size):
-            folder.write_object(layout.state_file(rank), _state(step, tp_size, config))
+            write_state_file(folder, rank, config=config, tp_size=tp_size)
         return folder.publish(
             Manifest(
                 step=step,
@@ -88,20 +77,6 @@ def save_weights(
     except BaseException:
         folder.discard()
         raise
-
-
-def _state(step: int, tp_size: int, config: dict[str, Any]) -> dict[str, Any]:
-    """A state file without a run behind it: ours, and the entries that DeepSpeed and GPT-NeoX ask for."""
-    ours = {"module": None, "iteration": step, "scalars": {}, "client": {}}
-    steps = {
-        "global_steps": step,
-        "skipped_steps": 0,
-        "global_samples": 0,
-        "dp_world_size": 1,
-        "mp_world_size": tp_size,
-    }
-    without = {"optimizer": None, "lr_scheduler": None, "sparse_tensor_module_names": []}
-    return {**ours, **steps, **without, "args": {key: config[key] for key in _NEOX_ARGS if key in config}}
 
 
 def _write_layer(

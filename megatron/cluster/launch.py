@@ -31,6 +31,7 @@ from megatron.cluster.launchers import (
 from megatron.cluster.local import LocalJob, run_local
 from megatron.cluster.node import node_job, with_library_on_path
 from megatron.cluster.outcome import await_end, outcome, record_end
+from megatron.cluster.status import run_folder
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
@@ -129,7 +130,7 @@ def _in_allocation(env: Mapping[str, str]) -> Placement:
 def launch(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[str, str]) -> int:
     """Start the ranks where `placement` says, wait, and return the job's exit code."""
     _refuse_nested_start(env)
-    run_folder = args.checkpoint.save or args.logging.log_dir
+    folder = run_folder(args)
     log_folder = _log_folder(args)
     if placement.launcher is None:
         return _launch_here(user_script, args, placement, log_folder)
@@ -140,7 +141,7 @@ def launch(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[
             f"Other launchers: {', '.join(name for name in LAUNCHERS if name != placement.launcher)}"
         )
     # A file system that all hosts share is where `save` is; rank 0's host may be another than this one.
-    shared = Path(run_folder).absolute() if run_folder else Path.cwd()
+    shared = folder.absolute() if folder else Path.cwd()
     with config_file(args.to_resolved(), None if placement.launcher == "pdsh" else shared) as resolved:
         address = _master_address(args, placement, env)
         job = _multi_node_job(user_script, args, placement, env, str(resolved), address)
@@ -156,9 +157,9 @@ def launch(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[
             failure_line=launcher.failure_line,
         )
         code = run_local(whole).code
-    if code > 128 and not launcher.waits and run_folder:
-        return await_end(code, Path(run_folder), started)
-    return outcome(code, Path(run_folder) if run_folder else None, started)
+    if code > 128 and not launcher.waits and folder:
+        return await_end(code, folder, started)
+    return outcome(code, folder, started)
 
 
 def _log_folder(args: NeoXArgs) -> Path | None:
@@ -181,8 +182,8 @@ def _launch_here(user_script: str, args: NeoXArgs, placement: Placement, log_fol
         )
         started = time.time()
         end = run_local(job)
-    if (run_folder := args.checkpoint.save or args.logging.log_dir) is not None:
-        record_end(Path(run_folder), started, end)
+    if (folder := run_folder(args)) is not None:
+        record_end(folder, started, end)
     return end.code
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.callbacks import RunContext, build_callbacks
-from megatron.callbacks.run_folder import read_heartbeat, run_folder, write_status
 from megatron.callbacks.stop_on_signal import STOP_BY_SIGNAL
 from megatron.checkpoint.agreement import together
 from megatron.checkpoint.compare import check_config
@@ -21,6 +20,7 @@ from megatron.checkpoint.manifest import Manifest, git_revision
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.schedule import schedule_of_continued_run
 from megatron.checkpoint.start import Start, decide_start
+from megatron.cluster.status import StatusFile, run_folder
 from megatron.errors import DeepyError, StopRequested
 from megatron.log import get_logger
 from megatron.mpu.sharding import count_parameters
@@ -170,22 +170,19 @@ def agree_on_start(args: NeoXArgs, state: ParallelState) -> Start:
 
 @contextlib.contextmanager
 def status_of_setup(args: NeoXArgs, rank: int) -> Iterator[None]:
-    """Keep `status.json` while there is no trainer yet: it starts, or it failed and why (rank 0)."""
+    """Write `status.json` (rank 0) until there is a trainer: the run starts, or why it failed."""
     folder = run_folder(args) if rank == 0 else None
     if folder is None:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    began = write_status(folder, state="starting", step=0, train_iters=args.training.train_iters)
+    file = StatusFile(folder)
+    first = file.write("starting", 0, args.training.train_iters)
     try:
         yield
     except BaseException as error:
-        if read_heartbeat(folder) == began:  # the trainer, once there is one, has told it itself
-            code = error.exit_code if isinstance(error, DeepyError) else 1
-            reason = f"{type(error).__name__}: {error}"
-            write_status(
-                folder, state="failed", step=0, train_iters=args.training.train_iters, reason=reason, code=code
-            )
+        if file.read() == first:  # else the trainer has written it
+            file.write_failure(error, 0, args.training.train_iters)
         raise
 
 

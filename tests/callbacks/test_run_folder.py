@@ -10,7 +10,8 @@ import yaml
 
 from megatron.callbacks import RunContext, build_callbacks
 from megatron.callbacks import run_folder as run_folder_module
-from megatron.callbacks.run_folder import RunStatus, run_folder
+from megatron.callbacks.run_folder import RunStatus
+from megatron.cluster.status import run_folder
 from megatron.errors import NumericsError
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs

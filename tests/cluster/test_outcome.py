@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.cluster.local import JobEnd
-from megatron.cluster.outcome import await_end, outcome, read_status, record_end
+from megatron.cluster.outcome import await_end, outcome, record_end
+from megatron.cluster.status import StatusFile
 
 pytestmark = pytest.mark.cpu
 
@@ -36,7 +37,7 @@ def test_without_an_account_of_this_job_the_launcher_s_code_stands(tmp_path: Pat
     since = write(tmp_path, state="running", step=3, exit_code=None)
     assert outcome(1, tmp_path, since) == 1  # it never came to say why
     (tmp_path / "status.json").write_text("{half")
-    assert read_status(tmp_path, 0) is None
+    assert StatusFile(tmp_path).read() is None
 
 
 def test_a_stopped_run_is_waited_for_until_it_says_how_it_ended(tmp_path: Path) -> None:
@@ -53,13 +54,13 @@ def test_a_stopped_run_is_waited_for_until_it_says_how_it_ended(tmp_path: Path) 
 def test_what_only_the_launcher_knows_goes_into_the_status(tmp_path: Path) -> None:
     since = write(tmp_path, state="failed", step=3, reason="connection closed by peer", exit_code=1)
     record_end(tmp_path, since, JobEnd(5, "rank 2 of 4 failed: killed by SIGKILL"))
-    status = read_status(tmp_path, since)
+    status = StatusFile(tmp_path).read(since)
     assert status is not None and (status["exit_code"], status["step"]) == (5, 3)
     assert status["reason"] == "rank 2 of 4 failed: killed by SIGKILL"
     since = write(tmp_path, state="failed", step=3, reason="NumericsError: nan", exit_code=4)
     record_end(tmp_path, since, JobEnd(4, "rank 0 of 4 failed: exit code 4"))
     record_end(tmp_path, since, JobEnd(0))
-    status = read_status(tmp_path, since)
+    status = StatusFile(tmp_path).read(since)
     assert status is not None and status["reason"] == "NumericsError: nan"  # the run said it better itself
     record_end(tmp_path / "absent", since, JobEnd(5, "x"))
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]

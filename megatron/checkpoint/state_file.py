@@ -1,0 +1,57 @@
+"""The state file `mp_rank_RR_model_states.pt`: counters, scalars of the optimizer, state of loop and callbacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.checkpoint import layout
+from megatron.checkpoint.folder import CheckpointFolder
+
+# What GPT-NeoX compares with its own configuration.
+_NEOX_ARGS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "make_vocab_size_divisible_by",
+    "padded_vocab_size",
+    "tokenizer_type",
+    "model_parallel_size",
+)
+
+
+def write_state_file(
+    folder: CheckpointFolder,
+    model_rank: int,
+    *,
+    config: dict[str, Any],
+    tp_size: int,
+    dp_size: int = 1,
+    consumed: int = 0,
+    scalars: dict[str, Any] | None = None,
+    client: dict[str, Any] | None = None,
+) -> None:
+    """Write the file of `model_rank` (pp_rank * tp_size + tp_rank); without `client` it is that of no run.
+
+    Args:
+        config: the resolved configuration.
+        consumed: samples.
+        scalars: of the optimizer (`Engine.scalars`).
+        client: state of the loop and its callbacks.
+    """
+    scalars = scalars or {}
+    ours = {"iteration": folder.step, "scalars": scalars, "client": client or {}}
+    # The rest is what DeepSpeed and GPT-NeoX ask for.
+    theirs = {
+        "module": None,
+        "global_steps": folder.step,
+        "global_samples": consumed,
+        "skipped_steps": scalars.get("skipped_steps", 0),
+        "dp_world_size": dp_size,
+        "mp_world_size": tp_size,
+        "optimizer": None,
+        "lr_scheduler": None,
+        "sparse_tensor_module_names": [],
+        "args": {key: config[key] for key in _NEOX_ARGS if key in config},
+    }
+    folder.write_object(layout.state_file(model_rank), {**ours, **theirs})

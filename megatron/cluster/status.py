@@ -1,0 +1,73 @@
+"""The run folder, and `status.json` in it, which other tools read: whether a run is alive, and how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import DeepyError
+from megatron.neox_arguments import NeoXArgs
+
+STATUS_VERSION = 1
+
+
+def run_folder(args: NeoXArgs) -> Path | None:
+    """Where this run keeps its files; None when it neither saves nor logs to a directory."""
+    chosen = args.checkpoint.save or args.logging.log_dir
+    return Path(chosen) if chosen else None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees the old or the new content, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+class StatusFile:
+    """`status.json` of a run folder. `state` is one of starting, running, ended, failed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "status.json"
+
+    def write(
+        self, state: str, step: int, train_iters: int | None, reason: str | None = None, code: int | None = None
+    ) -> dict[str, Any]:
+        """Replace the file; returns what it holds now."""
+        status = {
+            "version": STATUS_VERSION,
+            "state": state,
+            "step": step,
+            "train_iters": train_iters,
+            "heartbeat": time.time(),
+            "reason": reason,
+            "exit_code": code,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+        }
+        self._replace(status)
+        return status
+
+    def write_failure(self, error: BaseException, step: int, train_iters: int | None) -> None:
+        """The run ends with this error."""
+        code = error.exit_code if isinstance(error, DeepyError) else 1
+        self.write("failed", step, train_iters, f"{type(error).__name__}: {error}", code)
+
+    def update(self, status: dict[str, Any], **fields: Any) -> None:
+        """Replace fields of a status that was read; the heartbeat stays that of the run."""
+        self._replace({**status, **fields})
+
+    def read(self, since: float = 0.0) -> dict[str, Any] | None:
+        """The status, if it was written after `since` (seconds since the epoch) and is whole."""
+        try:
+            status = json.loads(self.path.read_text(encoding="utf-8")) if self.path.stat().st_mtime >= since else None
+        except (OSError, ValueError):
+            return None
+        return status if isinstance(status, dict) else None
+
+    def _replace(self, status: dict[str, Any]) -> None:
+        write_atomically(self.path, json.dumps(status, indent=2) + "\n")
