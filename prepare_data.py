@@ -1,4 +1,4 @@
-"""Make a named corpus ready for training: fetch or find it, tokenise it, say what to write into the YAML.
+"""Prepare a named corpus for training: find or download it, tokenise it, print the lines for the YAML.
 
 python prepare_data.py stdlib                       # no download: this Python's standard library, its own BPE
 python prepare_data.py -d ./data -t GPT2BPETokenizer enwik8
@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import sys
 
-from megatron import log
 from megatron.data.tokenise.corpora import NAMES
+from megatron.data.tokenise.flags import start_command
 from megatron.data.tokenise.prepare import prepare
 from megatron.errors import run_cli
 
@@ -25,13 +23,11 @@ def main() -> None:
     add("dataset", nargs="?", default="enwik8", metavar="dataset", help=f"one of {', '.join(NAMES)} (default: enwik8)")
     add("-t", "--tokenizer", metavar="TYPE", help="tokenizer_type (default: GPT2BPETokenizer; stdlib trains its own)")
     add("-d", "--data-dir", default=os.environ.get("DATA_DIR", "./data"), help="default: $DATA_DIR or ./data")
-    add("-v", "--vocab-file", metavar="PATH", help="default for GPT2BPETokenizer: fetched from the Hugging Face Hub")
+    add("-v", "--vocab-file", metavar="PATH", help="default for GPT2BPETokenizer: downloaded from the Hugging Face Hub")
     add("-m", "--merge-file", metavar="PATH", help="merges of a BPE vocabulary")
-    add("-f", "--force-redownload", action="store_true", help="make anew what exists already")
+    add("-f", "--force-redownload", action="store_true", help="make everything again, even what exists")
     args = parser.parse_args()
-    log.configure()
-    # Leaving by an exception is what removes temporary files.
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    start_command("prepare_data")
     prepared = prepare(
         args.dataset,
         args.data_dir,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -80,23 +80,101 @@ class Once:
             self.logger.log(level, message)
 
 
+class ProgressBar:
+    """Shows how far long work is: a bar on a terminal, plain lines with percentages elsewhere.
+
+    Args:
+        what: what is being done, the start of every line.
+        total: the count when all is done; None: unknown.
+        unit: of the count; "B" counts bytes.
+        before: the count at the start, where an earlier run stopped; it is part of the share, not of the rates.
+        rates: a text about the work after so many seconds, instead of count and speed; also logged at the end.
+    """
+
+    LINE_SECONDS, BAR_SECONDS = 5.0, 0.1  # between two lines, between two redraws of a bar
+
+    def __init__(
+        self,
+        what: str,
+        total: float | None = None,
+        unit: str = "it",
+        *,
+        before: float = 0,
+        rates: Callable[[float], str] | None = None,
+    ) -> None:
+        self._what, self._total, self._unit, self._before, self._rates = what, total, unit, before, rates
+        self._logger, self._bar, self._done = get_logger("progress"), None, before
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total, desc=what, unit=unit, unit_scale=unit == "B", dynamic_ncols=True, initial=before
+            )
+        self._start = self._shown = time.monotonic()
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *rest: object) -> None:
+        if self._bar is not None:
+            self._draw(self._bar)
+            self._bar.close()
+        if failure is None and self._rates is not None:
+            self._logger.info(f"{self._what}: done in {_clock(self._seconds())}, {self._rates(self._seconds())}")
+
+    def __call__(self, more: float) -> None:
+        """Count `more` as done."""
+        self.reach(self._done + more)
+
+    def reach(self, done: float) -> bool:
+        """Set the count; whether it was shown, which needs some time since it was last."""
+        self._done, now = done, time.monotonic()
+        if now - self._shown < (self.LINE_SECONDS if self._bar is None else self.BAR_SECONDS):
+            return False
+        self._shown = now
+        if self._bar is not None:
+            self._draw(self._bar)
+        else:
+            self._logger.info(f"{self._what}: {self._share()}{self._text()}")
+        return True
+
+    def _draw(self, bar: Any) -> None:
+        if self._rates is not None:
+            bar.set_postfix_str(self._rates(self._seconds()), refresh=False)
+        bar.update(self._done - bar.n)
+
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self._start, 1e-9)
+
+    def _share(self) -> str:
+        if not self._total or not self._done:
+            return ""
+        left = self._seconds() * max(self._total - self._done, 0) / max(self._done - self._before, 1e-9)
+        return f"{100 * min(self._done / self._total, 1):.0f} %, ETA {_clock(left)}, "
+
+    def _text(self) -> str:
+        if self._rates is not None:
+            return self._rates(self._seconds())
+        speed = (self._done - self._before) / self._seconds()
+        if self._unit == "B":
+            return f"{self._done / 1e6:.1f} MB, {speed / 1e6:.1f} MB/s"
+        return f"{self._done} {self._unit}, {speed:.1f} {self._unit}/s"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
 def progress(items: Iterable[T], *, what: str, total: int | None = None, unit: str = "it") -> Iterator[T]:
-    """Iterate with a progress bar on a terminal, and plain lines with percentages (about every 10 s) elsewhere."""
+    """Iterate, showing how many items are done; `total` is their number where `items` has no length."""
     if total is None and hasattr(items, "__len__"):
         total = len(items)  # type: ignore[arg-type]
-    if sys.stderr.isatty():
-        from tqdm import tqdm
-
-        yield from tqdm(items, desc=what, total=total, unit=unit, dynamic_ncols=True)
-        return
-    logger, start, last = get_logger("progress"), time.monotonic(), time.monotonic()
-    for done, item in enumerate(items, start=1):
-        yield item
-        now = time.monotonic()
-        if now - last >= 10:
-            last = now
-            share = f" ({100 * done / total:.0f} %)" if total else ""
-            logger.info(f"{what}: {done} {unit}{share}, {done / (now - start):.1f} {unit}/s")
+    with ProgressBar(what, total, unit) as bar:
+        for item in items:
+            yield item
+            bar(1)
 
 
 def result(line: str) -> None:

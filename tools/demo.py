@@ -1,7 +1,7 @@
 """`make demo`: from text on this machine to a model in Hugging Face's format, in a few minutes on a CPU.
 
-Each stage says what it does and prints the command a user would type. What exists already is reused: the second run
-shows the results of the first. `make clean` starts afresh.
+Each stage prints what it does and the command a user would type. Existing results are reused: the second run shows
+those of the first. `make clean` removes them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOGIT_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Stage:
-    """One command, what it is for, and whether its result is there already."""
+    """One command, its purpose, and whether its result exists."""
 
     title: str
     explanation: str
@@ -66,7 +66,7 @@ def stages(train_iters: int) -> list[Stage]:
         ),
         Stage(
             "Resume",
-            "The same command without the stop: it finds the checkpoint and goes on as if nothing had happened.",
+            "The same command without the stop: it finds the checkpoint and resumes the run.",
             f"python deepy.py train.py {CONFIG}",
             lambda: last_step() >= train_iters,
         ),
@@ -102,7 +102,7 @@ def main() -> int:
     for number, stage in enumerate(todo, start=1):
         print(f"\n=== {number}/{len(todo)} {stage.title}: {stage.explanation}\n$ {stage.command}", flush=True)
         if stage.done():
-            print("    (done before; `make clean` starts afresh)")
+            print("    (done before; `make clean` removes all results)")
             continue
         began = time.monotonic()
         code = run(stage)
@@ -132,7 +132,7 @@ def run(stage: Stage) -> int:
 
 
 def forget_if_configs_changed() -> None:
-    """A checkpoint of another configuration is of no use: remove what the demo made from it."""
+    """A checkpoint of another configuration is useless: remove what the demo made from it."""
     digest = hashlib.sha256(b"".join(Path(name).read_bytes() for name in CONFIGS)).hexdigest()
     stamp = DEMO / "configs.sha256"
     if DEMO.exists() and not (stamp.exists() and stamp.read_text() == digest):
@@ -143,7 +143,7 @@ def forget_if_configs_changed() -> None:
 
 
 def summary(seconds: float) -> int:
-    """The results in a few lines, read from the files that the stages wrote. Non-zero when one of them is not good."""
+    """Print the results from the files that the stages wrote. Non-zero when one of them is bad."""
     metrics = [json.loads(line) for line in (CHECKPOINTS / "metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["train/lm_loss"] for row in metrics if "train/lm_loss" in row}
     first, last = losses[min(losses)], losses[max(losses)]

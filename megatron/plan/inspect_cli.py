@@ -11,11 +11,11 @@ from typing import Any
 
 from megatron import log
 from megatron.cluster.launch import ranks_of_hostfile
+from megatron.data.view.content import View
 from megatron.data.view.documents import Documents, open_documents
 from megatron.data.view.html import page, write_page
 from megatron.data.view.origin import OriginPiece, samples_with
 from megatron.data.view.terminal import Style, lines
-from megatron.data.view.views import View
 from megatron.errors import UserError
 from megatron.neox_arguments.load import load
 from megatron.plan.inspect_arguments import closed_range, parse, python_range
@@ -141,7 +141,7 @@ def _list_steps(run: RunData, role: RoleData, numbers: Iterable[int], rank: bool
             print(f"{run.when(role, step)}: samples {samples.start}..{samples.stop - 1} of {role.name}")
         held = [_piece(origin.prefix, piece) for piece in origin.pieces]
         reader = f", rank {place.rank}, micro-batch {place.micro_batch}" if rank else ""
-        named = origin.source if origin.source in told else origin.described
+        named = origin.source if origin.source in told else origin.description
         told.add(origin.source)
         print(f"  {number} (row {place.row}{reader}) {named}: {' '.join(held) or 'padding'}")
     if step < 0:

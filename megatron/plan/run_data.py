@@ -16,8 +16,8 @@ from megatron.data.collate import CollateRules
 from megatron.data.order.datasets import SET, DataPlan
 from megatron.data.order.mixture import SampleSource
 from megatron.data.order.role_plan import RolePlan
+from megatron.data.view.content import View, sample_view
 from megatron.data.view.origin import Origin, origin_of
-from megatron.data.view.views import View, sample_view
 from megatron.errors import UserError, nearest
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs

@@ -223,14 +223,16 @@ def test_a_dataset_of_the_hub(tmp_path: Path, tokenizer: Path, hub: Hub, online:
     assert len((tmp_path / "data" / "corpus_test" / "dataset.jsonl").read_text().splitlines()) == 20
 
 
-def test_without_the_hub_an_earlier_run_goes_on(tmp_path: Path, tokenizer: Path, hub: Hub, online: Command) -> None:
-    """Fetched where there is a network, tokenised where there is none."""
+def test_without_the_hub_an_earlier_command_is_resumed(
+    tmp_path: Path, tokenizer: Path, hub: Hub, online: Command
+) -> None:
+    """Downloaded with a network, tokenised without."""
     common = ("--dataset", "me/corpus", "--vocab-file", tokenizer, "--num-proc", 1)
     online(*common, "--skip-tokenize")
     online.environment["HF_HUB_OFFLINE"] = "1"
     before = len(hub.requests)
     done = online(*common)
-    assert "going on with the files of the earlier run" in done.stderr
+    assert "files of the earlier command" in done.stderr
     assert len(hub.requests) == before
     assert len(IndexedDataset(tmp_path / "data" / "corpus_train" / "corpus_train_text_document")) == 60
     assert "cannot be loaded" in online(*common, "--split", "test", "--count-only", check=2).stderr
@@ -275,7 +277,7 @@ def test_too_many_requests_are_waited_for(hub: Hub, online: Command, fault: Faul
     done = online("--dataset", "me/corpus", "--skip-count", "--skip-tokenize", "--num-proc", 1)
     assert fault.times == 0
     assert "too many requests (try 1 of 10), waiting" in done.stderr
-    assert "60 documents" in done.stderr
+    assert "60 docs" in done.stderr
 
 
 def test_other_errors_of_the_hub_are_not_waited_for(hub: Hub, online: Command) -> None:

@@ -1,9 +1,9 @@
-"""Turn token files of another kind into a .bin/.idx pair: GPT-NeoX's old `cached`/`lazy` datasets, or .npy files.
+"""Convert token files to a .bin/.idx pair: GPT-NeoX's old `cached`/`lazy` datasets, or .npy files.
 
 python tools/datasets/convert_dataset.py --input old/corpus_text_document --output-prefix data/corpus_text_document
 python tools/datasets/convert_dataset.py --input 'olmo/part-*.npy' --npy-eod 100257 --output-prefix data/olmo_document
 
-Documents stay as they are. (.npy files can be trained on without this: give them as a data path.)
+Documents are not changed. (Training reads .npy files without conversion: give them as a data path.)
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", required=True, metavar="PATH", help="prefix, .npy file, or a glob (joined)")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the result without suffix")
-    parser.add_argument("--dtype", choices=("uint16", "int32"), help="type of a stored token (default: as it is)")
+    parser.add_argument("--dtype", choices=("uint16", "int32"), help="type of a stored token (default: unchanged)")
     parser.add_argument("--npy-eod", type=int, metavar="ID", help="the id that ends a document in .npy files")
     parser.add_argument("--npy-dtype", metavar="TYPE", help="type of the ids in .npy files without header")
-    parser.add_argument("--data-cache-path", metavar="DIR", help="where document borders of .npy files are kept")
+    parser.add_argument("--data-cache-path", metavar="DIR", help="cache of the document borders of .npy files")
     args = parser.parse_args()
     log.configure()
     data = open_any(args.input, TokenFiles(args.npy_eod, args.npy_dtype, IndexCaches(args.data_cache_path)))

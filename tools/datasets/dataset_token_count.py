@@ -4,7 +4,7 @@
     python tools/datasets/dataset_token_count.py data                            # all datasets of a folder
     python tools/datasets/dataset_token_count.py 'data/*_text_document' --json   # for programs
 
-Only the indices are read.
+Reads only the index files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COUNTS = ("tokens", "documents", "bytes")
 
 
 def datasets_of(path: str) -> Iterator[str]:
-    """The datasets that a path means: itself, all of a folder, all that a glob matches."""
+    """The datasets of a path: itself, all in a folder, or all that a glob matches."""
     if not exists(path) and Path(path).is_dir():
         path = str(Path(glob.escape(path)) / "*")
     elif not glob.has_magic(path):
@@ -34,12 +34,12 @@ def datasets_of(path: str) -> Iterator[str]:
         return
     found = sorted({name[: -len(".idx")] for name in glob.glob(path.removesuffix(".idx") + ".idx")})
     if not found:
-        raise UserError(f"{path}: no dataset (.bin and .idx) there")
+        raise UserError(f"{path}: no dataset (.bin and .idx) found")
     yield from found
 
 
 def count(prefix: str) -> dict[str, str | int]:
-    """What one dataset holds; `bytes` of tokens and index together."""
+    """The counts of one dataset; `bytes` of tokens and index together."""
     data = IndexedDataset(prefix)
     size = sum(Path(f"{data.prefix}{end}").stat().st_size for end in (".bin", ".idx"))
     return {

@@ -8,14 +8,14 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 if __name__ == "__main__":
-    # In the place of this folder, in which Python would find this file when it looks for its own `inspect`.
+    # Replaces this folder, where Python would find this file instead of its own `inspect`.
     sys.path[0] = ROOT
     from megatron.errors import run_cli
     from megatron.plan.inspect_cli import main
 
     run_cli(lambda: main(sys.argv[1:], os.environ))
 elif __name__ == "inspect":
-    # A tool beside this one, whose folder comes first, asked for Python's `inspect`: this becomes it.
+    # Another tool of this folder, which is first on the path, imports Python's `inspect`: load that one instead.
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
 

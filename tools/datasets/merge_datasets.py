@@ -1,32 +1,32 @@
 """Join `.bin/.idx` datasets into one: the shards of a corpus, or all datasets of a folder.
 
-    # what `preprocess_data.py --shard i/16 --output-prefix shards/corpus` made on 16 machines, into
-    # data/corpus_text_document (and a dataset per further key, labels included)
+    # the output of `preprocess_data.py --shard i/16 --output-prefix shards/corpus` on 16 machines, to
+    # data/corpus_text_document (and a dataset for every other key and for labels)
     python tools/datasets/merge_datasets.py --input shards --output-prefix data/corpus
 
     # any datasets, in the order of their names (numbers in numeric order)
     python tools/datasets/merge_datasets.py --input data/parts --output-prefix data/corpus_text_document
     python tools/datasets/merge_datasets.py --input 'data/wiki*_text_document' --output-prefix data/all_text_document
 
-Shards joined are the bytes of one unsharded run. Missing, repeated or mixed shards, different tokenizers, options or
-types are refused. Datasets `X_label_document` and `X_reward_document` beside every `X_document` are joined like these.
+Joined shards have the bytes of the unsharded dataset. Missing, repeated or mixed shards, different tokenizers, options
+or types are refused. If every `X_document` has `X_label_document` or `X_reward_document` next to it, these are joined
+too.
 """
 
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
-from megatron.data.tokenise.corpus_job import check_writable
-from megatron.data.tokens.byte_progress import ByteProgress
+from megatron.data.tokenise.command import check_writable
+from megatron.data.tokenise.flags import start_command
 from megatron.data.tokens.merge import merge_groups
 from megatron.data.tokens.merge_groups import find_groups
 from megatron.errors import run_cli
+from megatron.log import ProgressBar
 
 
 def main() -> None:
@@ -37,18 +37,15 @@ def main() -> None:
     )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the result without suffix")
     args = parser.parse_args()
-    log.configure()
-    # Leaving by an exception is what removes temporary files.
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    logger = start_command("merge_datasets")
     groups = find_groups(args.input, args.output_prefix)
     check_writable(args.output_prefix)
-    logger = log.get_logger("merge_datasets")
     for group in groups:
         names = [Path(prefix).name for prefix in group.prefixes]
         shown = names if len(names) <= 8 else [*names[:4], "...", *names[-3:]]
         logger.info(f"{group.output}: joining {len(names)} datasets, {', '.join(shown)}")
     size = sum(Path(f"{prefix}.bin").stat().st_size for group in groups for prefix in group.prefixes)
-    with ByteProgress("joining", size) as progress:
+    with ProgressBar("joining", size, "B") as progress:
         merged = merge_groups(groups, progress)
     for group, manifest in zip(groups, merged):
         print(f"{group.output}: {manifest.documents} documents, {manifest.tokens} tokens, {manifest.dtype}")

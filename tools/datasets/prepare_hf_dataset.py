@@ -1,19 +1,18 @@
-"""Make a Hugging Face dataset ready for training in one go: load, find the column, count, export, tokenise."""
+"""Prepare a Hugging Face dataset for training: load, find the column, count, export, tokenise."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
-from megatron.data.hub.dataset import PrepareOptions, output_name, prepare_hf_dataset
-from megatron.data.hub.source import Request
+from megatron.data.hub.pipeline import PrepareOptions, output_name, prepare_hf_dataset
+from megatron.data.hub.records import Request
+from megatron.data.tokenise.flags import start_command
 from megatron.errors import UserError, run_cli
 
 EXAMPLES = """
@@ -25,13 +24,13 @@ examples:
   # chats: tokens and the labels that train on the assistant only, with the tokenizer's chat template
   python tools/datasets/prepare_hf_dataset.py --dataset chats.jsonl --hf-tokenizer path/to/tokenizer
 
-  # only how many tokens
+  # only count tokens
   python tools/datasets/prepare_hf_dataset.py --dataset corpus.parquet --vocab-file tokenizer.json --count-only
 
 output:  <output-base>/<dataset>[_<subset>]_<split>/ with dataset.jsonl, pipeline_results.json, and
          <folder name>_text_document.{bin,idx,manifest.json}; of chats <folder name>_messages_document and
          <folder name>_messages_label_document. On stdout: lines for the run's YAML.
-         The same command again does only what is missing. More: documentation/huggingface_datasets.md
+         The same command again does only the missing work. Guide: documentation/huggingface_datasets.md
 """
 
 
@@ -52,17 +51,17 @@ def parse_args() -> PrepareOptions:
     group.add_argument(
         "--join-columns", metavar="A,B", help="make one text of these columns, a blank line between them"
     )
-    group.add_argument("--midtrain-chat-messages", action="store_true", help="chats become what is said, without roles")
-    group.add_argument("--skip-chat-template", action="store_true", help="chats become the list of messages, as text")
-    group.add_argument("--skip-bad-lines", action="store_true", help="leave unusable records out, and count them")
+    group.add_argument("--midtrain-chat-messages", action="store_true", help="chats become contents without roles")
+    group.add_argument("--skip-chat-template", action="store_true", help="chats become the list of messages as text")
+    group.add_argument("--skip-bad-lines", action="store_true", help="leave out and count unusable records")
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--vocab-file", metavar="PATH", help="tokenizer.json or a folder with one")
     group.add_argument("--hf-tokenizer", metavar="NAME", help="folder or name on the Hub, with the chat template")
-    group.add_argument("--chat-template", metavar="X", help="file with a Jinja template, or the name of one it has")
+    group.add_argument("--chat-template", metavar="X", help="Jinja file, or the name of a template of the tokenizer")
     group = parser.add_argument_group("stages")
     group.add_argument("--skip-count", action="store_true", help="do not count tokens first")
     group.add_argument("--skip-tokenize", action="store_true", help="stop after dataset.jsonl")
-    group.add_argument("--count-only", action="store_true", help="count, write nothing")
+    group.add_argument("--count-only", action="store_true", help="only count, write nothing")
     group = parser.add_argument_group("output")
     group.add_argument("--output-dir", metavar="DIR", help="folder to write (default: named after the dataset)")
     group.add_argument("--output-base", metavar="DIR", default="data", help="where that folder goes (default: data)")
@@ -70,7 +69,7 @@ def parse_args() -> PrepareOptions:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = min(16, usable)  # 16 is the fork's
     group.add_argument("--num-proc", type=int, default=cores, metavar="N", help=f"processes (default here: {cores})")
-    group.add_argument("--batch-size", type=int, default=10000, metavar="N", help="most rows a process takes at a time")
+    group.add_argument("--batch-size", type=int, default=10000, metavar="N", help="maximum rows per piece of work")
     group.add_argument(
         "--tokenize-workers", type=int, metavar="N", help="processes that tokenise (default: --num-proc)"
     )
@@ -90,10 +89,8 @@ def parse_args() -> PrepareOptions:
 
 
 def main() -> None:
-    """Run the stages; print the counts and what to write into the run's YAML."""
-    log.configure()
-    # Leaving by an exception is what removes temporary files.
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    """Run the stages; print the counts and the lines for the run's YAML."""
+    start_command("prepare_hf_dataset")
     options = parse_args()
     results = prepare_hf_dataset(options)
     if results.get("token_count") is not None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-# numpy would start a thread per core for linear algebra, of which there is none here.
+# Else numpy starts a thread per core for linear algebra, which is not used here.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from megatron import log
-from megatron.data.tokenise.corpus_job import job_options, tokenise_files, write_metadata
-from megatron.data.tokenise.encode_text import EncodeOptions, TextEncoder, sample_of_files
+from megatron.data.tokenise.command import tokenise_files, write_metadata
+from megatron.data.tokenise.flags import command_options, parse_texts, start_command, text_parser
 from megatron.data.tokenise.inputs import find_inputs
-from megatron.data.tokenise.text_command import parse_texts, text_parser
+from megatron.data.tokenise.texts import EncodeOptions, TextEncoder, sample_of_files
 from megatron.errors import run_cli
 from megatron.tokenizer import ENCODERS, choose_encoder, create_tokenizer
 
@@ -34,7 +32,7 @@ examples:
   python tools/datasets/preprocess_data.py --input qa.parquet --jsonl-keys question answer --output-prefix data/qa \\
       --tokenizer-type HFTokenizer --vocab-file tokenizer.json --append-eod
 
-  # shared out among the 16 tasks of a SLURM job, then joined
+  # divided among the 16 tasks of a SLURM job, then joined
   srun -n 16 python tools/datasets/preprocess_data.py --shard auto --input corpus.jsonl --output-prefix shards/corpus \\
       --tokenizer-type HFTokenizer --vocab-file tokenizer.json --append-eod --workers 32
   python tools/datasets/merge_datasets.py --input shards --output-prefix data/corpus
@@ -43,9 +41,9 @@ input:   .jsonl .ndjson .json .txt (one document per file), also as .gz .zst .xz
          files, comma-joined lists, globs (quoted) and folders
 output:  <output-prefix>_<key>_document.bin, .idx and .manifest.json. In the run's YAML:
          "data_path": "<output-prefix>_text_document"
-         Empty documents are left out and counted; nothing appears before all is done; order and bytes do not depend
-         on --workers or the number of shards. <output-prefix>_metadata.json: arguments, counts, seconds.
-stopped: a run that was killed leaves <output-prefix>*.partial; the same command goes on from there (--restart: anew)
+         Empty documents are left out and counted. The files appear when all is done; order and bytes do not depend on
+         --workers or the number of shards. <output-prefix>_metadata.json: arguments, counts, seconds.
+resume:  a killed command leaves <output-prefix>*.partial; run it again to resume (--restart: start from zero)
 guide:   documentation/tokenizing.md
 """
 
@@ -57,8 +55,8 @@ def parse_args() -> tuple[argparse.Namespace, EncodeOptions]:
         "--encoder",
         default="auto",
         choices=ENCODERS,
-        help="library that does the work: the fastest that gives the same ids as tokenizers (auto), or this one, "
-        "which is refused when it gives others",
+        help="library that encodes: the fastest that gives the same ids as tokenizers (auto), or this one, which must "
+        "give the same ids",
     )
     return parse_texts(parser.whole)
 
@@ -66,11 +64,8 @@ def parse_args() -> tuple[argparse.Namespace, EncodeOptions]:
 def main() -> None:
     """Check everything, then tokenise."""
     args, texts = parse_args()
-    log.configure()
-    # Leaving by an exception is what removes temporary files.
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
-    logger = log.get_logger("preprocess_data")
-    options = job_options(args, os.environ)
+    logger = start_command("preprocess_data")
+    options = command_options(args, os.environ)
     paths = find_inputs(args.input)
     tokenizer = create_tokenizer(args.tokenizer_type, args.vocab_file, args.merge_file)
     encoder = TextEncoder(tokenizer, texts)

@@ -1,13 +1,13 @@
-"""Tokenise chats into `.bin`/`.idx` datasets, with labels that train what the model says and nothing else."""
+"""Tokenise chats into `.bin`/`.idx` datasets, with labels that train only the model's turns."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import signal
 import sys
 from dataclasses import asdict
+from logging import Logger
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,20 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
 from megatron.data.chat.columns import Columns, find_columns
 from megatron.data.chat.encoder import ChatEncoder, ChatOptions
-from megatron.data.chat.source import chat_tokenizer, tokenizer_folder
 from megatron.data.chat.template import load_template
-from megatron.data.tokenise.corpus_job import Result, add_job_arguments, job_options, tokenise_files, write_metadata
+from megatron.data.chat.tokenizer import chat_tokenizer, tokenizer_folder
+from megatron.data.tokenise.command import Result, tokenise_files, trained_share, write_metadata
+from megatron.data.tokenise.flags import add_output_arguments, check_output, command_options, start_command
 from megatron.data.tokenise.inputs import find_inputs
 from megatron.data.tokens.indexed import IndexedDataset
-from megatron.data.view.spans import bracketed
+from megatron.data.view.decode import bracket_trained
 from megatron.errors import UserError, run_cli
 
 EXAMPLES = """
 examples:
-  # chats under "messages" (found by itself): data/chats_messages_document and data/chats_messages_label_document
+  # chats under "messages" (found in the data): data/chats_messages_document and data/chats_messages_label_document
   python tools/datasets/preprocess_data_with_chat_template.py --input chats.jsonl --output-prefix data/chats \\
       --tokenizer-path models/my-tokenizer --workers 8
 
@@ -72,7 +72,7 @@ def parse_args() -> argparse.Namespace:
     group.add_argument("--tools-key", default="tools", metavar="KEY", help="column of JSON schemas of tools (tools)")
     group.add_argument("--reward-key", metavar="KEY", help="column with a reward per chat")
     group.add_argument("--binary-reward", action="store_true", help="rewards become +1 (above zero) or -1")
-    group.add_argument("--skip-bad-lines", action="store_true", help="leave unusable records out, and count them")
+    group.add_argument("--skip-bad-lines", action="store_true", help="leave out and count unusable records")
     group.add_argument("--max-length", type=int, metavar="N", help="leave out chats of more than N tokens")
     group = parser.add_argument_group("what is trained")
     group.add_argument(
@@ -84,7 +84,7 @@ def parse_args() -> argparse.Namespace:
     )
     group.add_argument("--only-last", action="store_true", help="train only the last of these turns")
     group.add_argument("--no-mask", action="store_true", help="train every token")
-    group.add_argument("--for-rm", action="store_true", help="for a reward model: train nothing but the end")
+    group.add_argument("--for-rm", action="store_true", help="for a reward model: train only the end")
     group.add_argument(
         "--continue-final-message", action="store_true", help="leave the last message open: without an end of turn"
     )
@@ -95,25 +95,19 @@ def parse_args() -> argparse.Namespace:
         "--template-kwargs", metavar="JSON", help="variables for it, such as '{\"enable_thinking\": false}'"
     )
     group.add_argument(
-        "--parse-tool-arguments", action="store_true", help="arguments of tool calls are JSON text: make them objects"
+        "--parse-tool-arguments", action="store_true", help="parse arguments of tool calls that are JSON text"
     )
-    group.add_argument("--ftfy", action="store_true", help="mend broken Unicode with ftfy first")
-    group = parser.add_argument_group("output")
-    group.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path without suffix")
-    group.add_argument(
-        "--dataset-impl", default="mmap", choices=["lazy", "cached", "mmap"], help="mmap is the one kept"
-    )
-    add_job_arguments(parser)
+    group.add_argument("--ftfy", action="store_true", help="repair broken Unicode with ftfy first")
+    add_output_arguments(parser)
     args = parser.parse_args()
-    if args.dataset_impl != "mmap":
-        raise UserError(f"--dataset-impl {args.dataset_impl}: training reads only mmap datasets; leave the flag out")
+    check_output(args)
     if args.max_length is not None and args.max_length < 1:
         raise UserError(f"--max-length {args.max_length}: give at least 1")
     return args
 
 
 def chat_options(args: argparse.Namespace, columns: Columns) -> ChatOptions:
-    """What the flags say, with the columns that were found."""
+    """The flags as options, with the columns that were found."""
     return ChatOptions(
         **asdict(columns),
         tools_key=args.tools_key,
@@ -132,7 +126,7 @@ def chat_options(args: argparse.Namespace, columns: Columns) -> ChatOptions:
 
 
 def template_variables(text: str | None) -> dict[str, Any]:
-    """The object that `--template-kwargs` spells."""
+    """The object in `--template-kwargs`."""
     if text is None:
         return {}
     try:
@@ -145,44 +139,37 @@ def template_variables(text: str | None) -> dict[str, Any]:
 
 
 def answers_end(encoder: ChatEncoder, labels: np.ndarray) -> bool:
-    """Whether every trained run of `labels` `[n]` ends with a token that is no part of plain text."""
+    """Whether every trained run of `labels` `[n]` ends with a token that is not plain text."""
     trained = labels >= 0
     last = labels[np.flatnonzero(trained & ~np.append(trained[1:], False))]
     return {int(token) for token in last} <= {*encoder.tokenizer.backend.get_added_tokens_decoder(), encoder.rules.eos}
 
 
-def tell(result: Result, encoder: ChatEncoder) -> None:
-    """The first chat with its trained parts in brackets, and how much of each data set is trained."""
+def report(result: Result, encoder: ChatEncoder, logger: Logger) -> None:
+    """Log the first chat with its trained parts in brackets; print how much of each data set is trained."""
     options = encoder.options
-    logger = log.get_logger("preprocess_data_with_chat_template")
     print(result.summary())
     prefixes = [name for name in result.datasets if name.endswith("_label_document")]
     for name, prefix in zip(options.names, prefixes):
         labels = IndexedDataset(prefix)
-        if not len(labels):  # a shard on which no chat fell
+        if not len(labels):  # a shard without chats
             continue
         data = IndexedDataset(prefix.removesuffix("_label_document") + "_document")
-        # Cut, as where parts meet is found by decoding all before them.
+        # Cut: finding the borders of parts decodes everything before them.
         ids, marks = data.get(0, 0, min(SHOWN, int(data.sizes[0]))), labels.get(0)[:SHOWN]
         more = f"\n... and {int(data.sizes[0]) - SHOWN} tokens more" if data.sizes[0] > SHOWN else ""
-        logger.info(f"first of {name} (⟦trained⟧):\n{bracketed(encoder.tokenizer, ids, marks)}{more}")
+        logger.info(f"first of {name} (⟦trained⟧):\n{bracket_trained(encoder.tokenizer, ids, marks)}{more}")
         whole = options.no_mask or options.for_rm or options.leave_open
         if not whole and not answers_end(encoder, labels.get(0)):
-            logger.warning("no token of its own ends every answer: from this template a model hardly learns to stop")
-        step = 1 << 22
-        values = labels.tokens
-        trained = sum(int((values[at : at + step] >= 0).sum()) for at in range(0, len(values), step))
-        print(f"{prefix}: {trained} of {len(values)} tokens trained ({100 * trained / len(values):.1f} %)")
+            logger.warning("not every answer ends with a special token: the model may not learn to stop")
+        print(trained_share(prefix, labels))
 
 
 def main() -> None:
     """Check everything, then tokenise."""
     args = parse_args()
-    log.configure()
-    # Leaving by an exception is what removes temporary files.
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
-    logger = log.get_logger("preprocess_data_with_chat_template")
-    job = job_options(args, os.environ)
+    logger = start_command("preprocess_data_with_chat_template")
+    job = command_options(args, os.environ)
     paths = find_inputs(args.input)
     columns = find_columns(
         paths, args.jsonl_keys, args.prompt_key, args.completion_key, args.chosen_key, args.rejected_key
@@ -195,11 +182,11 @@ def main() -> None:
     eos = template.eos_id(tokenizer)
     encoder = ChatEncoder(tokenizer, template, options, eos)
     logger.info(f"tokenizer: {tokenizer.describe()}, vocabulary {tokenizer.vocab_size}, end of a chat {eos}")
-    logger.info(f"chats: {columns.described()}; trained: {options.described()}")
+    logger.info(f"chats: {columns.description()}; trained: {options.description()}")
     settings = {**asdict(options), "chat_template": template.digest(), "eos": eos}
     result = tokenise_files(paths, encoder, args.output_prefix, job, settings=settings, skip_bad=args.skip_bad_lines)
     write_metadata(job.prefix(args.output_prefix), vars(args), result)
-    tell(result, encoder)
+    report(result, encoder, logger)
 
 
 if __name__ == "__main__":

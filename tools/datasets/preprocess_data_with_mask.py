@@ -1,23 +1,22 @@
-"""Tokenise texts into `.bin`/`.idx` datasets, with labels that leave out everything up to a delimiter."""
+"""Tokenise texts into `.bin`/`.idx` datasets, with labels that train only what follows a delimiter."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
+from logging import Logger
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
-from megatron.data.tokenise.corpus_job import Result, job_options, tokenise_files, write_metadata
-from megatron.data.tokenise.encode_masked import Delimiter, MaskedTextEncoder
-from megatron.data.tokenise.encode_text import EncodeOptions
+from megatron.data.tokenise.command import Result, tokenise_files, trained_share, write_metadata
+from megatron.data.tokenise.flags import command_options, parse_texts, start_command, text_parser
 from megatron.data.tokenise.inputs import find_inputs
-from megatron.data.tokenise.text_command import parse_texts, text_parser
+from megatron.data.tokenise.masked_texts import Delimiter, MaskedTextEncoder
+from megatron.data.tokenise.texts import EncodeOptions
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError, run_cli
 from megatron.tokenizer import create_tokenizer
@@ -47,33 +46,30 @@ def parse_args() -> tuple[argparse.Namespace, EncodeOptions]:
     parser.input.add_argument(
         "--mask-before-token",
         metavar="A,B,C",
-        help="token ids that follow one another, or a string: nothing up to and including the first is trained",
+        help="consecutive token ids, or a string: only what follows its first occurrence is trained",
     )
     parser.input.add_argument(
-        "--skip-unmatched", action="store_true", help="leave out texts without it, else trained whole"
+        "--skip-unmatched", action="store_true", help="leave out texts without it (default: train them whole)"
     )
     args, texts = parse_texts(parser.whole)
     if taken := [key for key in texts.keys if f"{key}_label" in texts.keys]:
         named = " ".join(texts.keys)
-        raise UserError(f"--jsonl-keys {named}: {taken[0]}_label is the name of the labels of {taken[0]}")
+        raise UserError(f"--jsonl-keys {named}: {taken[0]}_label is also the name of the labels of {taken[0]}")
     if args.skip_unmatched and not args.mask_before_token:
         raise UserError("--skip-unmatched needs --mask-before-token")
     return args, texts
 
 
-def tell(result: Result, delimiter: Delimiter) -> None:
-    """How much of each data set is trained, and how many of its texts lack the delimiter."""
-    logger = log.get_logger("preprocess_data_with_mask")
+def report(result: Result, delimiter: Delimiter, logger: Logger) -> None:
+    """Print how much of each data set is trained; warn about texts without the delimiter."""
     print(result.summary())
     for prefix in (name for name in result.datasets if name.endswith("_label_document")):
         labels = IndexedDataset(prefix)
-        if not len(labels):  # a shard on which no text fell
+        if not len(labels):  # a shard without texts
             continue
-        values, step = labels.tokens, 1 << 22
-        trained = sum(int((values[at : at + step] >= 0).sum()) for at in range(0, len(values), step))
-        print(f"{prefix}: {trained} of {len(values)} tokens trained ({100 * trained / len(values):.1f} %)")
+        print(trained_share(prefix, labels))
         firsts = np.cumsum(labels.sizes, dtype=np.int64) - labels.sizes
-        whole = int((values[firsts] >= 0).sum())
+        whole = int((labels.tokens[firsts] >= 0).sum())
         if delimiter and whole:
             logger.warning(
                 f"{whole} of {len(labels)} texts have no {delimiter.text or list(delimiter.ids)!r} and are trained "
@@ -86,11 +82,8 @@ def tell(result: Result, delimiter: Delimiter) -> None:
 def main() -> None:
     """Check everything, then tokenise."""
     args, texts = parse_args()
-    log.configure()
-    # Leaving by an exception is what removes temporary files.
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
-    logger = log.get_logger("preprocess_data_with_mask")
-    job = job_options(args, os.environ)
+    logger = start_command("preprocess_data_with_mask")
+    job = command_options(args, os.environ)
     paths = find_inputs(args.input)
     tokenizer = create_tokenizer(args.tokenizer_type, args.vocab_file, args.merge_file)
     delimiter = Delimiter.parse(args.mask_before_token)
@@ -99,7 +92,7 @@ def main() -> None:
     settings = {"skip_unmatched": args.skip_unmatched}
     result = tokenise_files(paths, encoder, args.output_prefix, job, settings=settings, skip_bad=args.skip_bad_lines)
     write_metadata(job.prefix(args.output_prefix), vars(args), result)
-    tell(result, delimiter)
+    report(result, delimiter, logger)
 
 
 if __name__ == "__main__":

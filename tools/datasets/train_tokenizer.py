@@ -19,27 +19,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
 from megatron.data.tokenise.chunks import Fault
+from megatron.data.tokenise.encode import Tally
 from megatron.data.tokenise.formats import read_chunks
 from megatron.data.tokenise.inputs import find_inputs
-from megatron.data.tokens.byte_progress import ByteProgress
 from megatron.errors import UserError, run_cli
+from megatron.log import ProgressBar
 from megatron.tokenizer.train import NORMALIZERS, train_bpe, write_companions
 
 
-def texts(paths: list[Path], key: str, skip_bad: bool, progress: ByteProgress) -> Iterator[str]:
-    """The texts of all documents. Raises `UserError` at the first one that cannot be used, unless such are skipped."""
-    skipped = 0
+def texts(paths: list[Path], key: str, skip_bad: bool, progress: ProgressBar) -> Iterator[str]:
+    """The texts of all documents. Raises `UserError` for the first unusable one, unless they are to be skipped."""
+    tally = Tally.zero(1)
     for chunk in read_chunks(paths):
         for document in chunk.documents([key]):
-            if not isinstance(document, Fault):
-                yield document.texts[key]
-            elif skip_bad:
-                skipped += 1
+            if isinstance(document, Fault):
+                tally.refuse(document, skip_bad)
             else:
-                raise UserError(f"{document.where}: {document.reason}. (--skip-bad-lines leaves such records out)")
+                yield document.texts[key]
         progress(chunk.nbytes)
-    if skipped:
-        log.get_logger("train_tokenizer").warning(f"left out: {skipped} unusable records")
+    tally.log_faults()
+    tally.log_left_out()
 
 
 def main() -> None:
@@ -54,11 +53,18 @@ def main() -> None:
         help="a folder to write, or a file ...json",
     )
     add("--tokenizer_type", "--tokenizer-type", default="BPE", choices=["BPE"], help="only byte-level BPE")
-    add("-v", "--vocab_size", "--vocab-size", type=int, default=52000, help="entries, with specials (default 52000)")
+    add(
+        "-v",
+        "--vocab_size",
+        "--vocab-size",
+        type=int,
+        default=52000,
+        help="entries, with specials (default: 52000)",
+    )
     add("--jsonl-key", default="text", metavar="KEY", help="key that holds the text (default: text)")
     add("--normalizer", default="nfkc", choices=NORMALIZERS, help="nfkc as GPT-NeoX (default); none keeps text exact")
     add("--max-docs", type=int, metavar="N", help="train on the first N documents only (default: all)")
-    add("--skip-bad-lines", action="store_true", help="leave unusable records out, and count them")
+    add("--skip-bad-lines", action="store_true", help="leave out and count unusable records")
     args = parser.parse_args()
     log.configure()
     paths = find_inputs(args.json_input_dir)
@@ -66,7 +72,7 @@ def main() -> None:
     file = output if output.suffix == ".json" else output / "tokenizer.json"
     if output.suffix != ".json" and output.exists() and not output.is_dir():
         raise UserError(f"--tokenizer_output_path {output}: a file; give a folder, or a name that ends with .json")
-    with ByteProgress("reading", sum(path.stat().st_size for path in paths)) as progress:
+    with ProgressBar("reading", sum(path.stat().st_size for path in paths), "B") as progress:
         documents = itertools.islice(texts(paths, args.jsonl_key, args.skip_bad_lines, progress), args.max_docs)
         size = train_bpe(documents, args.vocab_size, file, normalizer=args.normalizer)
     if output.suffix != ".json":

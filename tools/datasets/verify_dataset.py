@@ -1,10 +1,10 @@
-"""Check token datasets: sizes, pointers, document index, range of the ids, checksum of the index, labels beside them.
+"""Check token datasets: sizes, pointers, document index, range of the ids, checksum of the index, labels next to them.
 
 python tools/datasets/verify_dataset.py data/stdlib/stdlib_text_document
 python tools/datasets/verify_dataset.py 'data/*_document' --full
 python tools/datasets/verify_dataset.py 'olmo/part-*.npy' --npy-eod 100257 --vocab-size 100278 --full
 
-One line per dataset and per fault. Exit code 0: all are whole. 2: one is not.
+Prints a line per dataset and per fault. Exit code 0: all are intact, 2: one is not.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron.errors import UserError, run_cli
 
 
 def main() -> None:
-    """Look at every path; the faults of all are shown."""
+    """Check every path and print all faults."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="+", metavar="PATH", help="prefix of a dataset, a .npy file, or a glob")
-    parser.add_argument("--full", action="store_true", help="look at every token and label, not at a sample")
+    parser.add_argument("--full", action="store_true", help="check every token and label, not a sample")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="ids must be below N (default: from the manifest)")
     parser.add_argument("--npy-eod", type=int, metavar="ID", help="the id that ends a document in .npy files")
     parser.add_argument("--npy-dtype", metavar="TYPE", help="type of the ids in .npy files without header")
-    parser.add_argument("--data-cache-path", metavar="DIR", help="where document borders of .npy files are kept")
+    parser.add_argument("--data-cache-path", metavar="DIR", help="cache of the document borders of .npy files")
     args = parser.parse_args()
     log.configure()
     files = TokenFiles(args.npy_eod, args.npy_dtype, IndexCaches(args.data_cache_path))

@@ -1,4 +1,4 @@
-"""Which columns of a corpus hold its chats: as named by flags, else as the first record shows."""
+"""Which columns of a corpus hold its chats: the ones named by flags, else found in the first record."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.data.chat.conversation import chat_key, prompt_keys
 from megatron.data.tokenise.chunks import Record
 from megatron.data.tokenise.formats import read_chunks
 from megatron.errors import UserError
 
+# Keys that hold a chat, in the order in which they are tried. The first is GPT-NeoX's default.
+CHAT_KEYS = ("conversation", "messages", "conversations", "chat", "dialogue")
+PROMPT_KEYS = ("prompt", "instruction", "question")
+COMPLETION_KEYS = ("completion", "response", "output", "answer")
 HELP = (
     "Name the columns: --jsonl-keys for chats (lists of messages), --prompt-key and --completion-key, or --chosen-key "
     "and --rejected-key"
@@ -20,7 +23,7 @@ HELP = (
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns with chats (`keys`), or those of prompt and completion, or those of a preference pair."""
+    """Columns with chats (`keys`), or of prompt and completion, or of a preference pair."""
 
     keys: tuple[str, ...] = ()
     prompt_key: str | None = None
@@ -28,7 +31,7 @@ class Columns:
     chosen_key: str | None = None
     rejected_key: str | None = None
 
-    def described(self) -> str:
+    def description(self) -> str:
         """A few words for the log."""
         if self.chosen_key:
             prompt = f" of the prompt {self.prompt_key!r}" if self.prompt_key else ""
@@ -46,13 +49,13 @@ def find_columns(
     chosen_key: str | None = None,
     rejected_key: str | None = None,
 ) -> Columns:
-    """The columns that the arguments name; without any, what the first record of the corpus is recognised as.
+    """The columns that the arguments name; without any, those found in the first record of the corpus.
 
-    Raises `UserError` when the arguments name several kinds of data, and when nothing is recognised.
+    Raises `UserError` when the arguments name several kinds of data, and when none is found.
     """
     pair = bool(chosen_key or rejected_key)
     if keys and (pair or prompt_key or completion_key):
-        raise UserError("--jsonl-keys names columns with chats; prompts, completions and pairs have flags of their own")
+        raise UserError("--jsonl-keys names columns with chats; prompts, completions and pairs have their own flags")
     if pair and completion_key:
         raise UserError("--completion-key goes with --prompt-key alone, not with a preference pair")
     if keys:
@@ -60,22 +63,23 @@ def find_columns(
     if pair or completion_key:
         return Columns((), prompt_key, completion_key, chosen_key, rejected_key)
     record = _first_record(paths)
-    found = recognised(record, prompt_key)
+    found = recognise(record, prompt_key)
     if found is None:
-        raise UserError(f"{paths[0]}: no column that is known to hold chats among {', '.join(record)}. {HELP}.")
+        raise UserError(f"{paths[0]}: no known column of chats among {', '.join(record)}. {HELP}.")
     return found
 
 
-def recognised(record: Mapping[str, Any], prompt_key: str | None = None) -> Columns | None:
-    """What a record shows itself to be, None when it is nothing known."""
+def recognise(record: Mapping[str, Any], prompt_key: str | None = None) -> Columns | None:
+    """The columns of a record by their names, None when no name is known."""
     if "chosen" in record and "rejected" in record:
         prompt = prompt_key or ("prompt" if "prompt" in record else None)
         return Columns((), prompt, None, "chosen", "rejected")
-    key = chat_key(record)
+    key = next((key for key in CHAT_KEYS if key in record), None)
     if key is not None and prompt_key is None:
         return Columns((key,))
-    pair = prompt_keys(record)
-    return Columns((), prompt_key or pair[0], pair[1]) if pair else None
+    prompt = next((key for key in PROMPT_KEYS if key in record), None)
+    completion = next((key for key in COMPLETION_KEYS if key in record), None)
+    return Columns((), prompt_key or prompt, completion) if prompt and completion else None
 
 
 def _first_record(paths: Sequence[Path]) -> Mapping[str, Any]:
@@ -83,4 +87,4 @@ def _first_record(paths: Sequence[Path]) -> Mapping[str, Any]:
         for record in chunk.records():
             if isinstance(record, Record):
                 return record.value
-    raise UserError(f"{', '.join(map(str, paths[:3]))}: no record in it")
+    raise UserError(f"{', '.join(map(str, paths[:3]))}: no record in these files")

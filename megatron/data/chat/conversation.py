@@ -1,4 +1,4 @@
-"""The conversations in a record: the shapes that data sets come in, brought to one list of messages.
+"""The conversations in a record, which data sets hold in several shapes, as one list of messages.
 
 Known shapes of a column:
 
@@ -20,11 +20,7 @@ from typing import Any
 
 from megatron.errors import nearest
 
-# Keys that hold a chat, in the order in which they are looked for. The first is GPT-NeoX's default.
-CHAT_KEYS = ("conversation", "messages", "conversations", "chat", "dialogue")
-PROMPT_KEYS = ("prompt", "instruction", "question")
-COMPLETION_KEYS = ("completion", "response", "output", "answer")
-SAID = ("content", "reasoning_content", "reasoning", "thinking")  # keys of a message that hold what is said in it
+CONTENT_KEYS = ("content", "reasoning_content", "reasoning", "thinking")  # keys of a message that hold its text
 SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -40,14 +36,14 @@ SHAREGPT_ROLES = {
 
 
 class BadChat(Exception):
-    """A conversation cannot be used; the text says why, for the person who has the data."""
+    """An unusable conversation; the message says why."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages with `role` and whatever else the template reads (`content`, `tool_calls`, ...), no value None.
+    """Messages with `role` and what else the template reads (`content`, `tool_calls`, ...), no value None.
 
-    `tools`: JSON schemas of the functions that may be called. `prompt`: so many messages at the start are never
+    `tools`: JSON schemas of the functions that may be called. `prompt`: this many messages at the start are never
     trained, whatever their role.
     """
 
@@ -57,34 +53,34 @@ class Conversation:
 
 
 def conversation(value: Any, tools: Any = None, *, parse_arguments: bool = False) -> Conversation:
-    """The conversation that a column holds; `messages` is empty when it holds nothing.
+    """The conversation that a column holds; `messages` is empty for an empty column.
 
-    `parse_arguments` turns the arguments of tool calls that are JSON text into what they spell. Raises `BadChat`.
+    `parse_arguments`: parse the arguments of tool calls that are JSON text. Raises `BadChat`.
     """
     if isinstance(value, Mapping) and "messages" in value:
         tools = value.get("tools") if tools is None else tools
         value = value["messages"]
     messages = [_message(message, i) for i, message in enumerate(_list(value, "a list of messages"))]
     if parse_arguments:
-        messages = [_with_parsed_arguments(message, i) for i, message in enumerate(messages)]
+        messages = [_parse_arguments(message, i) for i, message in enumerate(messages)]
     return Conversation(messages, _tools(tools))
 
 
-def with_prompt(prompt: Any, completion: Any, tools: Any = None, *, parse_arguments: bool = False) -> Conversation:
+def join_prompt(prompt: Any, completion: Any, tools: Any = None, *, parse_arguments: bool = False) -> Conversation:
     """The conversation of a prompt (text of the user, or messages) and its completion (text or messages).
 
     A completion that repeats the prompt's last message is taken as the whole conversation. Raises `BadChat`.
     """
-    before = conversation(_spoken(prompt, "user"), tools, parse_arguments=parse_arguments)
-    after = conversation(_spoken(completion, "assistant"), tools, parse_arguments=parse_arguments)
-    repeated = _repeated(before.messages, after.messages)
+    before = conversation(_as_messages(prompt, "user"), tools, parse_arguments=parse_arguments)
+    after = conversation(_as_messages(completion, "assistant"), tools, parse_arguments=parse_arguments)
+    repeated = _count_repeated(before.messages, after.messages)
     if repeated:
         return Conversation(after.messages, after.tools, repeated)
     return Conversation([*before.messages, *after.messages], after.tools, len(before.messages))
 
 
-def _repeated(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> int:
-    """How many messages at the start of a completion repeat its prompt: up to where the prompt's last one stands."""
+def _count_repeated(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> int:
+    """How many messages at the start of a completion repeat its prompt: up to the last message of the prompt."""
     if not before:
         return 0
     last = (before[-1]["role"], before[-1].get("content"))
@@ -97,27 +93,15 @@ def common_start(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-def chat_key(record: Mapping[str, Any]) -> str | None:
-    """The key of a record that holds a chat, None when there is none of the usual names."""
-    return next((key for key in CHAT_KEYS if key in record), None)
-
-
-def prompt_keys(record: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The keys of a record that hold a prompt and its completion, None when it has no such pair."""
-    prompt = next((key for key in PROMPT_KEYS if key in record), None)
-    completion = next((key for key in COMPLETION_KEYS if key in record), None)
-    return (prompt, completion) if prompt and completion else None
-
-
 def column(record: Mapping[str, Any], key: str) -> Any:
-    """`record[key]`. Raises `BadChat` naming the keys there are."""
+    """`record[key]`. Raises `BadChat` with the record's keys."""
     if key not in record:
         raise BadChat(f"no key {key!r}.{nearest(key, list(record))} The record has: {', '.join(record)}")
     return record[key]
 
 
 def map_text(value: Any, change: Callable[[str], str]) -> Any:
-    """`value` (nested lists and objects) with every text in it changed; keys stay."""
+    """`value` (nested lists and objects) with `change` applied to every text; keys stay."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -126,32 +110,32 @@ def map_text(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def map_content(chat: Conversation, change: Callable[[str], str]) -> Conversation:
-    """The chat with every text that is said in it (content and reasoning) changed; roles, tools and calls stay."""
+    """The chat with `change` applied to the text of its messages (content, reasoning); roles, tools and calls stay."""
     messages = [
-        {key: _map_said(value, change) if key in SAID else value for key, value in message.items()}
+        {key: _map_content(value, change) if key in CONTENT_KEYS else value for key, value in message.items()}
         for message in chat.messages
     ]
     return replace(chat, messages=messages)
 
 
-def with_joined_parts(chat: Conversation) -> Conversation:
-    """The chat with contents that are lists of text parts made one text each. Raises `BadChat` for other parts."""
+def join_parts(chat: Conversation) -> Conversation:
+    """The chat with each list of text parts joined to one text. Raises `BadChat` for other parts."""
     messages = [
-        {**message, "content": _joined(message["content"], i)} if isinstance(message.get("content"), list) else message
+        {**message, "content": _join(message["content"], i)} if isinstance(message.get("content"), list) else message
         for i, message in enumerate(chat.messages)
     ]
     return replace(chat, messages=messages)
 
 
-def _joined(parts: list[Any], index: int) -> str:
+def _join(parts: list[Any], index: int) -> str:
     found = [part.get("text") if isinstance(part, dict) else part for part in parts]
     texts = [text for text in found if isinstance(text, str)]
     if len(texts) < len(found):
-        raise BadChat(f"message {index + 1}: a part of its content is no text, and the chat template takes only texts")
+        raise BadChat(f"message {index + 1}: a part of its content is not text, which the chat template needs")
     return "".join(texts)
 
 
-def _map_said(value: Any, change: Callable[[str], str]) -> Any:
+def _map_content(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if not isinstance(value, list):
@@ -162,7 +146,7 @@ def _map_said(value: Any, change: Callable[[str], str]) -> Any:
     ]
 
 
-def _spoken(value: Any, role: str) -> Any:
+def _as_messages(value: Any, role: str) -> Any:
     return [{"role": role, "content": value}] if isinstance(value, str) and not _is_json_list(value) else value
 
 
@@ -182,11 +166,11 @@ def _list(value: Any, what: str) -> list[Any]:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise BadChat(f"expected {what}, found text that is no JSON ({error})") from error
+            raise BadChat(f"expected {what}, found text that is not valid JSON ({error})") from error
     if isinstance(value, str):
         raise BadChat(
-            f"expected {what}, found text. A column of plain text is for preprocess_data.py; a prompt and its "
-            "completion are given with --prompt-key and --completion-key"
+            f"expected {what}, found text. Plain text is for preprocess_data.py; name a prompt and its completion "
+            "with --prompt-key and --completion-key"
         )
     if not isinstance(value, list | tuple):
         raise BadChat(f"expected {what}, found {type(value).__name__}")
@@ -194,7 +178,7 @@ def _list(value: Any, what: str) -> list[Any]:
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:
-    """One message without its None values (parquet fills up what other rows have), ShareGPT's renamed."""
+    """One message without None values (parquet adds the keys of other rows), with ShareGPT's keys renamed."""
     if not isinstance(message, Mapping):
         raise BadChat(f"message {index + 1}: expected an object with role and content, found {type(message).__name__}")
     found = {key: value for key, value in message.items() if value is not None}
@@ -222,18 +206,18 @@ def _part(part: Any, index: int) -> Any:
 
 
 def _from_sharegpt(message: dict[str, Any], index: int) -> dict[str, Any]:
-    said, value = str(message["from"]), message.get("value")
+    speaker, value = str(message["from"]), message.get("value")
     if not isinstance(value, str):
         raise BadChat(f"message {index + 1}: ShareGPT's `from` without a text in `value`")
     rest = {key: value for key, value in message.items() if key not in ("from", "value", "weight")}
-    if said == "function_call":
+    if speaker == "function_call":
         try:
             call = json.loads(value)
         except ValueError as error:
-            raise BadChat(f"message {index + 1}: a function_call that is no JSON ({error})") from error
+            raise BadChat(f"message {index + 1}: a function_call that is not valid JSON ({error})") from error
         calls = call if isinstance(call, list) else [call]
         return {**rest, "role": "assistant", "tool_calls": [{"type": "function", "function": c} for c in calls]}
-    return {**rest, "role": SHAREGPT_ROLES.get(said, said), "content": value}
+    return {**rest, "role": SHAREGPT_ROLES.get(speaker, speaker), "content": value}
 
 
 def _tools(tools: Any) -> list[Any] | None:
@@ -243,20 +227,20 @@ def _tools(tools: Any) -> list[Any] | None:
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise BadChat(f"tools are text that is no JSON ({error})") from error
+            raise BadChat(f"tools are text that is not valid JSON ({error})") from error
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
         raise BadChat("tools are not a list of JSON schemas")
-    return [_without_none(tool) for tool in tools] or None
+    return [without_nulls(tool) for tool in tools] or None
 
 
-def _without_none(value: Any) -> Any:
-    """Without the None that parquet puts where another row's schema has a field."""
+def without_nulls(value: Any) -> Any:
+    """`value` without keys of None at any depth: parquet gives every object the keys of all others."""
     if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _with_parsed_arguments(message: dict[str, Any], index: int) -> dict[str, Any]:
+def _parse_arguments(message: dict[str, Any], index: int) -> dict[str, Any]:
     if "tool_calls" not in message:
         return message
     calls = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,17 +18,17 @@ from megatron.data.chat.conversation import (
     column,
     common_start,
     conversation,
+    join_parts,
+    join_prompt,
     map_content,
     map_text,
-    with_joined_parts,
-    with_prompt,
 )
-from megatron.data.chat.labels import LabelRules, label
+from megatron.data.chat.labelling import LabelRules, label
 from megatron.data.chat.template import ChatTemplate
 from megatron.data.chat.turns import Rendered, TurnFinder
-from megatron.data.tokenise.chunks import Chunk, Fault
-from megatron.data.tokenise.encode import SHOWN_FAULTS, Encoded, Output, Tally
-from megatron.data.tokenise.mend import text_mender
+from megatron.data.tokenise.chunks import Chunk, Fault, replace_surrogates
+from megatron.data.tokenise.encode import Encoded, Output, Tally
+from megatron.data.tokenise.texts import text_fixer
 from megatron.data.tokens.indexed import DTYPES, token_dtype
 from megatron.errors import UserError
 from megatron.tokenizer.hugging_face import LibraryTokenizer
@@ -42,19 +42,18 @@ class ChatOptions:
     """Which conversations of a record are used, and how.
 
     Attributes:
-        keys: columns with a chat; each makes data sets of its own.
+        keys: columns with a chat; each makes its own data sets.
         prompt_key, completion_key: columns of a prompt and its completion, instead of `keys`.
-        chosen_key, rejected_key: columns of a preference pair, instead of `keys`; `prompt_key` may name the prompt they
-            share.
-        tools_key: column with the functions that may be called; records need not have it.
+        chosen_key, rejected_key: columns of a preference pair, instead of `keys`; `prompt_key` may name their prompt.
+        tools_key: column with the functions that may be called; records may lack it.
         reward_key: column with a number per record; `binary_reward` makes it +1 or -1.
         roles: whose turns are trained.
         only_last: train only the last of these turns.
         no_mask, for_rm, leave_open: see `LabelRules`.
         parse_arguments: arguments of tool calls that are JSON text become objects.
         max_length: leave out chats with more tokens.
-        ftfy: mend broken Unicode first.
-        skip_bad: leave out records that cannot be used and count them, instead of stopping.
+        ftfy: repair broken Unicode first.
+        skip_bad: leave out and count unusable records instead of stopping.
     """
 
     keys: tuple[str, ...] = ("messages",)
@@ -77,32 +76,32 @@ class ChatOptions:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that conversations are read from; `names` are theirs."""
+        """The columns that conversations are read from, in the order of `names`."""
         others = (self.chosen_key, self.rejected_key, self.completion_key)
         return tuple(key for key in others if key) or self.keys
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The conversations of a record, as the data sets are named."""
+        """The names of a record's conversations in the names of data sets."""
         return (CHOSEN, REJECTED) if self.chosen_key else self.columns
 
-    def described(self) -> str:
+    def description(self) -> str:
         """What is trained, in a few words."""
         if self.no_mask:
             return "every token"
         if self.for_rm:
-            return "nothing but the end, for a reward model"
+            return "only the end, for a reward model"
         return f"{'the last turn' if self.only_last else 'turns'} of {' and '.join(self.roles)}"
 
-    def said(self) -> dict[str, Any]:
-        """What the manifest says of them."""
+    def manifest_entries(self) -> dict[str, Any]:
+        """What the manifests record."""
         flags = ("only_last", "no_mask", "for_rm", "leave_open", "max_length", "ftfy")
         return {"roles": list(self.roles), **{name: getattr(self, name) for name in flags}}
 
 
 @dataclass
 class _Row:
-    """A record on its way: the renderings of its conversations and its reward."""
+    """A record in work: the renderings of its conversations, and its reward."""
 
     where: str
     rendered: list[Rendered]
@@ -115,7 +114,7 @@ class _Columns:
 
     values: list[np.ndarray] = field(default_factory=list)
 
-    def joined(self, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    def concatenate(self, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
         lengths = np.array([len(value) for value in self.values], dtype=np.int64)
         return np.concatenate(self.values).astype(dtype) if self.values else np.empty(0, dtype), lengths
 
@@ -123,27 +122,26 @@ class _Columns:
 class ChatEncoder:
     """Tokenises the chats of chunks; see `encode.ChunkEncoder`.
 
-    The outputs of a record stand at the same item number in all data sets: a record with one conversation that cannot
-    be used is left out of all of them.
+    A record has the same item number in all data sets: one with an unusable conversation is left out of all of them.
     """
 
     def __init__(
         self, tokenizer: LibraryTokenizer, template: ChatTemplate, options: ChatOptions, eos: int | None
     ) -> None:
-        """`eos`: the id that ends a chat. Raises `UserError` for options that do not go together."""
+        """`eos`: the id that ends a chat. Raises `UserError` for options that exclude each other."""
         _check(options, eos)
         self.tokenizer, self.template, self.options = tokenizer, template, options
         self.rules = LabelRules(eos, options.no_mask, options.for_rm, options.leave_open)
-        # Without its post-processor a byte-level tokenizer reports offsets with the blanks that belong to a token.
+        # Without its post-processor a byte-level tokenizer reports offsets that include a token's blanks.
         self._backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
         self._backend.post_processor = processors.Sequence([])
         added = [token.content for token in self._backend.get_added_tokens_decoder().values()]
         self._finder = TurnFinder(
             template, options.roles, added, only_last=options.only_last, leave_open=options.leave_open
         )
-        self._fix: Callable[[str], str] | None = text_mender() if options.ftfy else None
-        said = {**options.said(), "chat_template": template.digest()}
-        self.outputs = _outputs(options, token_dtype(tokenizer.vocab_size), said)
+        self._fix = text_fixer(options.ftfy)
+        extra = {**options.manifest_entries(), "chat_template": template.digest()}
+        self.outputs = _outputs(options, token_dtype(tokenizer.vocab_size), extra)
 
     def encode(self, chunk: Chunk) -> Encoded:
         """Render, tokenise and label the records of a chunk; those without a message are counted and left out."""
@@ -159,15 +157,15 @@ class ChatEncoder:
             if row.reward is not None:
                 values.append(np.array([row.reward]))
                 nbytes.append(0)
-            if fault := self._useless(row, values):
+            if fault := self._fault_of(row, values):
                 _leave_out(tally, fault)
                 continue
             for i, (into, value, size) in enumerate(zip(columns, values, nbytes)):
                 into.values.append(value)
                 tally.documents[i] += 1
-                tally.tokens[i] += len(value) if size else 0  # of the chats: labels and rewards are no more tokens
+                tally.tokens[i] += len(value) if size else 0  # labels and rewards are not counted as tokens
                 tally.text_bytes[i] += size
-        joined = [into.joined(output.dtype) for into, output in zip(columns, self.outputs)]
+        joined = [into.concatenate(output.dtype) for into, output in zip(columns, self.outputs)]
         return Encoded([ids for ids, _ in joined], [lengths for _, lengths in joined], tally)
 
     def _rows(self, chunk: Chunk, tally: Tally) -> list[_Row]:
@@ -194,12 +192,12 @@ class ChatEncoder:
         found = []
         for key in options.columns:
             value = column(record, key)
-            with _about(key):
+            with _name_key(key):
                 if whole:
                     found.append(conversation(value, tools, parse_arguments=parse))
                 else:
-                    found.append(with_prompt(prompt, value, tools, parse_arguments=parse))
-        if options.chosen_key:  # what both sides have in common is no answer to prefer
+                    found.append(join_prompt(prompt, value, tools, parse_arguments=parse))
+        if options.chosen_key:  # messages that both sides share are not an answer to prefer
             shared = common_start(*(chat.messages for chat in found))
             found = [replace(chat, prompt=max(chat.prompt, shared)) for chat in found]
         return found
@@ -207,18 +205,18 @@ class ChatEncoder:
     def _render(self, name: str, chat: Conversation) -> Rendered:
         if self._fix:
             chat = map_content(chat, self._fix)
-        with _about(name):
-            chat = self._in_its_form(chat)
+        with _name_key(name):
+            chat = self._adapt_content(chat)
             rendered = self._finder.find(chat)
             if _is_text(rendered.text):
                 return rendered
-            messages, tools = map_text(chat.messages, _without_surrogates), map_text(chat.tools, _without_surrogates)
+            messages, tools = map_text(chat.messages, replace_surrogates), map_text(chat.tools, replace_surrogates)
             return self._finder.find(replace(chat, messages=messages, tools=tools))
 
-    def _in_its_form(self, chat: Conversation) -> Conversation:
-        """The chat, its contents in parts joined to texts for a template that takes only texts.
+    def _adapt_content(self, chat: Conversation) -> Conversation:
+        """The chat, with contents in parts joined if the template accepts only texts.
 
-        Such a template fails at a list or, worse, writes it as Python shows it.
+        Such a template fails for a list or, worse, writes its Python representation.
         """
         parts = [message["content"] for message in chat.messages if isinstance(message.get("content"), list)]
         if not parts:
@@ -226,8 +224,8 @@ class ChatEncoder:
         try:
             text = self.template.render(chat)
         except BadChat:
-            return with_joined_parts(chat)
-        return with_joined_parts(chat) if any(str(part) in text for part in parts) else chat
+            return join_parts(chat)
+        return join_parts(chat) if any(str(part) in text for part in parts) else chat
 
     def _label(self, rendered: Rendered, encoding: tokenizers.Encoding) -> tuple[np.ndarray, np.ndarray]:
         ids = np.array(encoding.ids, dtype=np.int64)
@@ -235,14 +233,14 @@ class ChatEncoder:
         spans = [(turn.start, turn.end) for turn in rendered.turns]
         return label(rendered.text, ids, offsets, spans, self.rules)
 
-    def _useless(self, row: _Row, values: list[np.ndarray]) -> Fault | None:
+    def _fault_of(self, row: _Row, values: list[np.ndarray]) -> Fault | None:
         names = self.options.names
         for name, tokens, labels in zip(names, values[0::2], values[1::2]):
             if self.options.max_length is not None and len(tokens) > self.options.max_length:
                 return Fault(row.where, f"key {name!r}: {len(tokens)} tokens, more than --max-length")
             if not (labels >= 0).any():
-                said = " or ".join(self.options.roles)
-                return Fault(row.where, f"key {name!r}: nothing in it is trained (it has no answer of {said})")
+                roles = " or ".join(self.options.roles)
+                return Fault(row.where, f"key {name!r}: nothing in it is trained (it has no answer of {roles})")
         return None
 
     def _reward(self, record: Mapping[str, Any]) -> float | None:
@@ -252,15 +250,15 @@ class ChatEncoder:
         value = column(record, key)
         value = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
         if not isinstance(value, int | float) or not math.isfinite(value):
-            raise BadChat(f"key {key!r}: a reward is one finite number per record, found {value!r}")
+            raise BadChat(f"key {key!r}: a reward must be one finite number per record, found {value!r}")
         if self.options.binary_reward:
             return 1.0 if value > 0 else -1.0
         return float(value)
 
 
 @contextmanager
-def _about(key: str) -> Iterator[None]:
-    """Name the key in what is wrong with its chat."""
+def _name_key(key: str) -> Iterator[None]:
+    """Add the key to the message of a `BadChat`."""
     try:
         yield
     except BadChat as error:
@@ -268,17 +266,17 @@ def _about(key: str) -> Iterator[None]:
 
 
 def _leave_out(tally: Tally, why: Fault | None) -> None:
-    """Count a record that is no fault but of no use."""
+    """Count a record without anything to train, which is not a fault."""
     tally.empty[0] += 1
-    if why is not None and len(tally.first_faults) < SHOWN_FAULTS:
-        tally.first_faults.append(why)
+    if why is not None:
+        tally.list_fault(why)
 
 
-def _outputs(options: ChatOptions, dtype: np.dtype, said: Mapping[str, Any]) -> tuple[Output, ...]:
+def _outputs(options: ChatOptions, dtype: np.dtype, extra: Mapping[str, Any]) -> tuple[Output, ...]:
     found = []
     for name in options.names:
-        found.append(Output(f"_{name}_document", dtype, name, said))
-        found.append(Output(f"_{name}_label_document", INT32, name, {**said, "labels": True}))
+        found.append(Output(f"_{name}_document", dtype, name, extra))
+        found.append(Output(f"_{name}_label_document", INT32, name, {**extra, "labels": True}))
     if options.reward_key is not None:
         kind = INT32 if options.binary_reward else FLOAT32
         suffix = f"_{options.names[0]}_reward_document"
@@ -296,13 +294,13 @@ def _check(options: ChatOptions, eos: int | None) -> None:
     if options.binary_reward and not options.reward_key:
         raise UserError("--binary-reward needs --reward-key")
     if options.reward_key and len(options.names) > 1:
-        raise UserError("--reward-key goes with one chat per record, not with several keys or preference pairs")
+        raise UserError("--reward-key needs one chat per record, not several keys or preference pairs")
     if options.no_mask and options.for_rm:
-        raise UserError("--no-mask trains everything, --for-rm nothing but the end: give one of them")
+        raise UserError("--no-mask trains everything, --for-rm only the end: give one of them")
     if options.leave_open and options.for_rm:
         raise UserError("--for-rm reads the reward at the end of a chat, --continue-final-message leaves it open")
     if options.for_rm and eos is None:
-        raise UserError("--for-rm reads the reward at the end-of-sequence token, and this tokenizer names none")
+        raise UserError("--for-rm reads the reward at the end-of-sequence token, and this tokenizer has none")
     names = options.names
     if len(set(names)) < len(names):
         raise UserError(f"--jsonl-keys {' '.join(names)}: a key is given twice")
@@ -317,8 +315,3 @@ def _is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _without_surrogates(text: str) -> str:
-    """JSON escapes can spell half a UTF-16 pair, which no tokenizer takes: U+FFFD instead."""
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

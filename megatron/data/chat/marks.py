@@ -1,4 +1,4 @@
-"""Marks in the messages of a chat, which show where what is said in them stands in its rendering."""
+"""Marks in the messages of a chat, which show where their contents are in its rendering."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.data.chat.conversation import SAID, Conversation, map_content
+from megatron.data.chat.conversation import CONTENT_KEYS, Conversation, map_content
 
-# Code points that Unicode sets apart for use inside a program; no text that is exchanged holds them.
+# Code points that Unicode reserves for use inside a program; no exchanged text has them.
 BEGIN, END, CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
 MARK = re.compile(f"([{BEGIN}{END}])(\\d+){CLOSE}")
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the contents stand in a rendering: first and last character position per message, where known."""
+    """Where the contents are in a rendering: first and last character position per message, if known."""
 
     begins: dict[int, int]
     ends: dict[int, int]
 
 
 def read_marks(marked: str) -> tuple[str, Places]:
-    """A rendering without its marks, and where they stood in it."""
+    """A rendering without its marks, and their positions."""
     begins, ends = dict[int, int](), dict[int, int]()
     pieces, at, length = [], 0, 0
     for one in MARK.finditer(marked):
@@ -40,18 +40,18 @@ def read_marks(marked: str) -> tuple[str, Places]:
 
 
 def placeholder(i: int) -> str:
-    """What stands for everything said in message `i`."""
+    """What replaces the text of message `i`."""
     return f"{BEGIN}{i}{CLOSE}"
 
 
-def emptied(message: dict[str, Any], i: int, generated: bool) -> dict[str, Any]:
-    """A message with a placeholder for what is said in it; one that is generated always has a content."""
+def insert_placeholder(message: dict[str, Any], i: int, generated: bool) -> dict[str, Any]:
+    """A message with a placeholder instead of its text; a generated one always gets a content."""
     if generated and not content_text(message).strip():
         message = {**message, "content": placeholder(i)}
     return map_content(Conversation([message]), lambda text: placeholder(i) if text.strip() else text).messages[0]
 
 
-def between_placeholders(text: str) -> dict[int, tuple[int | None, str]]:
+def split_at_placeholders(text: str) -> dict[int, tuple[int | None, str]]:
     """For every message with a placeholder in `text`: the one before it, and the text between the two."""
     found: dict[int, tuple[int | None, str]] = {}
     previous, at = None, 0
@@ -63,39 +63,39 @@ def between_placeholders(text: str) -> dict[int, tuple[int | None, str]]:
 
 
 def mark(message: dict[str, Any], i: int) -> dict[str, Any]:
-    """A message with marks around what is said in it and behind the names of the tools it calls.
+    """A message with marks around its text and after the names of the tools that it calls.
 
-    Marks go inside of leading and trailing blanks, which templates often cut off.
+    Marks go inside leading and trailing blanks, which templates often cut off.
     """
     marked = dict(message)
     content = message.get("content")
     if isinstance(content, str) and content.strip():
-        marked["content"] = _around(content, i, True, True)
+        marked["content"] = _wrap(content, i, True, True)
     elif isinstance(content, list):
         spoken = [k for k, part in enumerate(content) if _text(part).strip()]
         marked["content"] = [
-            _replace_text(part, _around(_text(part), i, k == spoken[0], k == spoken[-1])) if k in spoken else part
+            _replace_text(part, _wrap(_text(part), i, k == spoken[0], k == spoken[-1])) if k in spoken else part
             for k, part in enumerate(content)
         ]
     if not content_text(message).strip():
-        thoughts = [key for key in SAID if key != "content" and _text(message.get(key)).strip()]
-        marked.update({key: _around(message[key], i, False, True) for key in thoughts})
+        thoughts = [key for key in CONTENT_KEYS if key != "content" and _text(message.get(key)).strip()]
+        marked.update({key: _wrap(message[key], i, False, True) for key in thoughts})
     if message.get("tool_calls"):
-        marked["tool_calls"] = [_marked_call(call, i) for call in message["tool_calls"]]
+        marked["tool_calls"] = [_mark_call(call, i) for call in message["tool_calls"]]
     return marked
 
 
-def _around(text: str, i: int, begin: bool, end: bool) -> str:
+def _wrap(text: str, i: int, begin: bool, end: bool) -> str:
     core = text.strip()
     at = text.index(core)
     opening, closing = (f"{BEGIN}{i}{CLOSE}" if begin else ""), (f"{END}{i}{CLOSE}" if end else "")
     return text[:at] + opening + core + closing + text[at + len(core) :]
 
 
-def _marked_call(call: Any, i: int) -> Any:
+def _mark_call(call: Any, i: int) -> Any:
     inner = call.get("function") if isinstance(call, dict) else None
     if isinstance(inner, dict):
-        return {**call, "function": _marked_call(inner, i)}
+        return {**call, "function": _mark_call(inner, i)}
     if isinstance(call, dict) and isinstance(call.get("name"), str):
         return {**call, "name": f"{call['name']}{END}{i}{CLOSE}"}
     return call
@@ -111,7 +111,7 @@ def _replace_text(part: Any, text: str) -> Any:
 
 
 def _texts(message: dict[str, Any]) -> Iterator[str]:
-    for key in SAID:
+    for key in CONTENT_KEYS:
         value = message.get(key)
         yield from (_text(part) for part in value) if isinstance(value, list) else (_text(value),)
 
@@ -122,8 +122,8 @@ def content_text(message: dict[str, Any]) -> str:
     return "".join(map(_text, value)) if isinstance(value, list) else _text(value)
 
 
-def is_said(message: dict[str, Any]) -> bool:
-    """Whether anything is said in a message, aloud or in thought."""
+def has_text(message: dict[str, Any]) -> bool:
+    """Whether a message has a text, content or reasoning."""
     return any(text.strip() for text in _texts(message))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.data.chat.conversation import BadChat, Conversation, common_start
-from megatron.data.chat.marks import CLOSE, MARK, between_placeholders, emptied, placeholder
+from megatron.data.chat.marks import CLOSE, MARK, insert_placeholder, placeholder, split_at_placeholders
 from megatron.data.chat.template import ChatTemplate
 
 KEPT = 1024  # skeletons
@@ -18,12 +18,12 @@ Before = dict[int, tuple[int | None, str]]
 
 @dataclass(frozen=True)
 class Skeleton:
-    """What a template writes around the messages of a chat, whatever is said in them.
+    """What a template writes around the messages of a chat, whatever their contents.
 
-    `before`: for a message, the one whose content stands before it (None at the start) and the text in between;
-    `last`, `after`: the message whose content stands last, and the text behind it;
-    `prompt`: what the template adds for a model to begin its turn; `endings`: what ends each generated turn ("" where
-    nothing does); `call_ending`: what ends a turn that calls tools.
+    `before`: for a message, the one whose content precedes it (None at the start) and the text in between;
+    `last`, `after`: the message whose content is last, and the text after it;
+    `prompt`: what the template adds for a model to begin its turn; `endings`: what ends each generated turn (""
+    where nothing does); `call_ending`: what ends a turn that calls tools.
     """
 
     before: Before
@@ -34,7 +34,7 @@ class Skeleton:
     call_ending: str
 
     def header(self, i: int) -> tuple[str, str]:
-        """What precedes the place where the model begins to write turn `i`, and what the template puts after that."""
+        """The text before the position where the model begins turn `i`, and what the template writes after it."""
         _, text = self.before.get(i, (None, ""))
         at = text.rfind(self.prompt) if self.prompt.strip() else -1
         cut = at + len(self.prompt) if at >= 0 else len(text)
@@ -53,8 +53,9 @@ class SkeletonMaker:
 
     def of(self, chat: Conversation) -> Skeleton:
         """The skeleton of a chat. Raises `BadChat` when the template refuses placeholders."""
-        # Depends on nothing but this key, so that keeping it cannot change what comes out.
-        plain = replace(chat, messages=[emptied(m, i, m["role"] in self.roles) for i, m in enumerate(chat.messages)])
+        # A skeleton depends on this key only, so a kept one is as good as a new one.
+        messages = [insert_placeholder(m, i, m["role"] in self.roles) for i, m in enumerate(chat.messages)]
+        plain = replace(chat, messages=messages)
         key = json.dumps([plain.messages, plain.tools], default=repr)
         if key not in self._kept:
             if len(self._kept) >= KEPT:
@@ -67,7 +68,7 @@ class SkeletonMaker:
         spoken = [i for i in generated if not plain.messages[i].get("tool_calls")]
         calling = [i for i in generated if plain.messages[i].get("tool_calls")]
         whole = self.template.render(plain)
-        before = between_placeholders(whole)
+        before = split_at_placeholders(whole)
         marks = list(MARK.finditer(whole))
         last, after = (int(marks[-1][2]), whole[marks[-1].end() :]) if marks else (None, "")
         closing = self._ending(self._until(plain, spoken[-1]), spoken[-1]) if spoken else ""
@@ -91,7 +92,7 @@ class SkeletonMaker:
         return self._ending_in(tail) if mark else ""
 
     def _ending_in(self, tail: str) -> str:
-        """The end of turn in what follows a content up to the next header: its first added token, else all of it."""
+        """The end of turn in the text between a content and the next header: its first added token, else all of it."""
         token = self._leading.match(tail)
         return token[0] if token else tail.rstrip()
 
@@ -102,10 +103,10 @@ class SkeletonMaker:
         between = before[following][1]
         if last and between.startswith(last):
             return last
-        # The last turn ends in another way than this one. What stands before the next message of the chat also stands
-        # before it when it is alone, but for the end of this turn.
+        # The last turn ends differently from this one. The text before the next message is this turn's end, then what
+        # precedes that message when it is alone.
         try:
-            alone = between_placeholders(self.template.render(Conversation([plain.messages[following]])))
+            alone = split_at_placeholders(self.template.render(Conversation([plain.messages[following]])))
         except BadChat:
             return ""
         opening = next((text for _, text in alone.values()), "")
@@ -113,8 +114,8 @@ class SkeletonMaker:
         return self._ending_in(between[: len(between) - header])
 
     def _prompt(self, plain: Conversation, generated: list[int], before: Before) -> str:
-        """What a model begins its turn after, as far as the template says: "" when it has no generation prompt."""
-        # Best behind a message whose content can be told from what the template writes.
+        """What precedes a model's turn, by the template: "" when it has no generation prompt."""
+        # Best after a message whose content can be distinguished from what the template writes.
         behind = [i for i in generated if before.get(i, (None, ""))[0] == i - 1] or [i for i in generated if i > 0]
         if not behind:
             return ""

@@ -1,7 +1,7 @@
 """A tokenizer's chat template: found in its folder, rendered by `transformers` itself.
 
 Importing the rendering alone costs a fraction of a second and no torch (measured), and it is what
-`AutoTokenizer.apply_chat_template` calls, so the text is the same to the letter.
+`AutoTokenizer.apply_chat_template` calls, so the text is identical.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOOL_USE = "tool_use"  # the name under which some tokenizers keep a second temp
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template and what it may refer to.
+    """A Jinja template and its variables.
 
     `source`: for chats; `tool_source`: for chats with tools, when the tokenizer has one of its own; `tokens`: special
     tokens by name (`eos_token`); `extra`: further variables (`enable_thinking`).
@@ -42,7 +42,7 @@ class ChatTemplate:
     def render(self, chat: Conversation, *, add_generation_prompt: bool = False, leave_open: bool = False) -> str:
         """The text of a chat. `leave_open`: stop where the content of the last message ends.
 
-        Raises `BadChat` with what the template says when it refuses the chat.
+        Raises `BadChat` with the template's message when it refuses the chat.
         """
         text, _ = self._render(chat, add_generation_prompt, leave_open, False)
         return text
@@ -84,7 +84,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **{**self.tokens, **self.extra},
             )
-        # A template is a program of somebody else: it may raise anything.
+        # A template is somebody else's program and may raise anything.
         except Exception as error:
             raise BadChat(f"the chat template refuses it: {error or type(error).__name__}") from error
         texts, spans = rendered
@@ -95,30 +95,30 @@ def load_template(folder: Path, choice: str | None = None, extra: Mapping[str, A
     """The chat template of a tokenizer folder.
 
     Args:
-        folder: where tokenizer.json lies, with `chat_template.jinja` or `chat_template` in tokenizer_config.json.
+        folder: with tokenizer.json, and `chat_template.jinja` or `chat_template` in tokenizer_config.json.
         choice: a file with a Jinja template to use instead, or the name of one of several that the tokenizer has.
         extra: variables for the template.
 
     Raises `UserError` when there is none.
     """
     found = _templates(folder)
-    template = _chosen(found, choice, folder)
+    template = _choose(found, choice, folder)
     if template is None:
         known = f" It has templates named {', '.join(found)}: pick one with --chat-template NAME." if found else ""
         raise UserError(
             f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json).{known} "
             "Give a file with a Jinja template: --chat-template FILE."
         )
-    tokens = _named_tokens(folder)
+    tokens = _special_tokens(folder)
     missing = [name for name in NAMED_TOKENS if name not in tokens and re.search(rf"\b{name}\b", template.source)]
     if missing or "eos_token" not in tokens:
         tokens = {**_tokens_by_class(folder), **tokens}
     if "eos_token" in missing and "eos_token" not in tokens:
-        tokens["eos_token"] = _end_of_document(folder)  # else the template would silently write nothing for it
+        tokens["eos_token"] = _end_of_document(folder)  # else the template writes nothing for it
     return replace(template, tokens=tokens, extra=dict(extra or {}))
 
 
-def _chosen(found: dict[str, str], choice: str | None, folder: Path) -> ChatTemplate | None:
+def _choose(found: dict[str, str], choice: str | None, folder: Path) -> ChatTemplate | None:
     if choice is None:
         if "default" not in found:
             return None
@@ -136,7 +136,7 @@ def _chosen(found: dict[str, str], choice: str | None, folder: Path) -> ChatTemp
 
 
 def _templates(folder: Path) -> dict[str, str]:
-    """The templates by name: "default", and others that the tokenizer has. A file goes before the JSON's."""
+    """The templates by name: "default", and others that the tokenizer has. A file wins over an entry of the JSON."""
     stored = read_json(folder / "tokenizer_config.json").get("chat_template")
     found: dict[str, str] = {}
     if isinstance(stored, str):
@@ -153,8 +153,8 @@ def _templates(folder: Path) -> dict[str, str]:
     return found
 
 
-def _named_tokens(folder: Path) -> dict[str, str]:
-    """Special tokens by name, as the files beside tokenizer.json give them."""
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """Special tokens by name, from the files next to tokenizer.json."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         content = read_json(folder / name)
@@ -167,24 +167,24 @@ def _named_tokens(folder: Path) -> dict[str, str]:
 
 
 def _tokens_by_class(folder: Path) -> dict[str, str]:
-    """What the tokenizer's class in `transformers` adds where the files are silent. Slow: it imports much."""
+    """The special tokens of the tokenizer's class in `transformers`, which needs a slow import."""
     if "tokenizer_class" not in read_json(folder / "tokenizer_config.json"):
         return {}
     from transformers import AutoTokenizer
 
     try:
         tokens = AutoTokenizer.from_pretrained(str(folder), local_files_only=True).special_tokens_map
-    # It fails in as many ways as there are classes, and only defaults are at stake.
+    # It fails in as many ways as there are classes, and these are only defaults.
     except Exception:
         return {}
     return {key: str(value) for key, value in tokens.items() if isinstance(value, str)}
 
 
 def _end_of_document(folder: Path) -> str:
-    """The text of the end-of-document token, for a template that speaks of an eos which no file names."""
+    """The text of the end-of-document token, for a template with an eos_token that no file defines."""
     tokenizer = create_tokenizer("HFTokenizer", str(folder))
     token = tokenizer.id_map()[tokenizer.require_eod("the chat template (eos_token)")]
-    logger.info(f"eos_token of the chat template: {token} (no file beside tokenizer.json names one)")
+    logger.info(f"eos_token of the chat template: {token} (no file next to tokenizer.json defines it)")
     return token
 
 

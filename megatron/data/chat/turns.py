@@ -1,16 +1,16 @@
-"""Where the trained turns of a chat stand in its rendering, as spans of characters.
+"""Where the trained turns of a chat are in its rendering, as spans of characters.
 
-A template with `{% generation %}` tags says so itself. For all others the answer is derived, without assuming that the
-rendering of the first messages is a prefix of the rendering of all (templates that drop earlier reasoning break that):
+A template with `{% generation %}` tags marks them itself. For all others they are derived, without assuming that the
+rendering of the first messages is a prefix of the rendering of all (not so if a template drops earlier reasoning):
 
-* The chat is rendered again with marks around what is said in every message. Without the marks that must be the
-  rendering itself; then the marks show where each content really stands, whatever the template did to it.
+* The chat is rendered again with marks around the content of every message. Without the marks this must equal the plain
+  rendering; then the marks show where each content is, whatever the template did to it.
 * The chat is rendered once with placeholders instead of contents: the text in between is what the template writes
-  around a message. Of what precedes a turn, everything up to the end of the generation prompt is its header.
-* A turn that is the last one shows what ends a turn.
+  around a message. The part of it up to the end of the generation prompt is the header of a turn.
+* The last turn shows what ends a turn.
 
-So a turn reaches from the end of its header, which is where a model begins to write, to its end-of-turn token. Whatever
-cannot be shown to be in its place is an error that names the message, never a guess.
+So a turn starts at the end of its header, where a model begins to write, and ends with its end-of-turn token. A
+position that cannot be proven is an error that names the message, never a guess.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.data.chat.marks import (
     END,
     Places,
     content_text,
-    is_said,
+    has_text,
     leading_blank,
     mark,
     read_marks,
@@ -36,7 +36,7 @@ from megatron.data.chat.skeleton import Skeleton, SkeletonMaker
 from megatron.data.chat.template import ChatTemplate
 
 TAGS = "mark the model's part in the template with {% generation %} ... {% endgeneration %}"
-LOST = f"cannot tell where the chat template puts it, so nothing says what would be trained; {TAGS}"
+LOST = f"its position in the rendering is unknown, so it cannot be trained; {TAGS}"
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class TurnFinder:
     Args:
         template: the chat template.
         roles: whose turns are trained.
-        added_tokens: tokens that are never part of plain text (`<|im_end|>`); one that follows a turn ends it.
+        added_tokens: tokens that are never part of plain text (`<|im_end|>`); the first one after a turn ends it.
         only_last: only the last turn of these roles is trained.
-        leave_open: the chat ends with its last content, to be continued: without an end of turn.
+        leave_open: the chat ends with its last content, without an end of turn, to be continued.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class TurnFinder:
         self._skeletons = SkeletonMaker(template, roles, added_tokens)
 
     def find(self, chat: Conversation) -> Rendered:
-        """The rendering of `chat` and the turns to train. Raises `BadChat`, naming the message where there is one."""
+        """The rendering of `chat` and the turns to train. Raises `BadChat`, naming the message if possible."""
         generated = [i for i, m in enumerate(chat.messages) if m["role"] in self.roles and i >= chat.prompt]
         generated = generated[-1:] if self.only_last else generated
-        # The tags speak of the assistant; `transformers` does not combine them with a chat that is left open.
+        # The tags mark the assistant's turns; `transformers` does not support them in a chat that is left open.
         if self.template.is_tagged(chat) and self.roles == ("assistant",) and not self.leave_open:
-            return self._tagged(chat, generated)
+            return self._find_tagged(chat, generated)
         text = self.template.render(chat, leave_open=self.leave_open)
         if not generated:
             return Rendered(text, ())
@@ -98,7 +98,7 @@ class TurnFinder:
                 low = turn.end
         return Rendered(text, tuple(turns))
 
-    def _tagged(self, chat: Conversation, generated: list[int]) -> Rendered:
+    def _find_tagged(self, chat: Conversation, generated: list[int]) -> Rendered:
         text, spans = self.template.render_tagged(chat)
         if not generated:
             return Rendered(text, ())
@@ -107,52 +107,52 @@ class TurnFinder:
             _, earlier = self.template.render_tagged(replace(chat, messages=chat.messages[: generated[0]]))
             spans = spans[len(earlier) :]
         turns = tuple(Turn(generated[0], start, end) for start, end in spans if end > start)
-        if not turns and any(is_said(chat.messages[i]) for i in generated):
-            raise BadChat(f"{_name(chat, generated[0])}: the template's {{% generation %}} tags leave it out")
+        if not turns and any(has_text(chat.messages[i]) for i in generated):
+            raise BadChat(f"{_name(chat, generated[0])}: it is outside the template's {{% generation %}} tags")
         return Rendered(text, turns)
 
     # ---- one turn
 
     def _turn(self, i: int, chat: Conversation, text: str, skeleton: Skeleton, places: Places, low: int) -> Turn:
         message = chat.messages[i]
-        said, calls = is_said(message), bool(message.get("tool_calls"))
+        text_found, calls = has_text(message), bool(message.get("tool_calls"))
         end = len(text) if self._is_open(i, chat) else self._end(i, chat, text, skeleton, places)
         high = self._begin_of_next(i, places, len(text)) if end is None else end
         start = self._start(i, chat, text, skeleton, places, low, high)
-        if start is None and not calls and not said:
-            return Turn(i, low, low)  # the template leaves an answer without content out, or its header
+        if start is None and not calls and not text_found:
+            return Turn(i, low, low)  # the template omits an answer without content, or its header
         begin = places.begins.get(i)
-        lost = end is None and said and not calls
+        lost = end is None and text_found and not calls
         if lost or start is None or start < low or (begin is not None and start > begin):
             raise BadChat(f"{_name(chat, i)}: {LOST}")
         if self._is_open(i, chat):
             return Turn(i, start, len(text))
-        if calls or (said and not content_text(message).strip()):  # more may follow what is marked
+        if calls or (text_found and not content_text(message).strip()):  # more may follow the marked text
             stop = self._end_of_call(i, text, skeleton, start if end is None else end, places)
             if stop is None or not _holds(text[start:stop], message):
-                raise BadChat(f"{_name(chat, i)}: cannot tell where it ends; {TAGS}")
+                raise BadChat(f"{_name(chat, i)}: its end in the rendering is unknown; {TAGS}")
             return Turn(i, start, stop)
-        return self._ended(i, message, text, skeleton, places, Turn(i, start, start if end is None else end))
+        return self._with_ending(i, message, text, skeleton, places, Turn(i, start, start if end is None else end))
 
-    def _ended(
+    def _with_ending(
         self, i: int, message: dict[str, Any], text: str, skeleton: Skeleton, places: Places, turn: Turn
     ) -> Turn:
-        """The turn with what ends it; `turn` ends with its content, blanks at the end of that perhaps left out."""
+        """The turn with its end-of-turn text; `turn` ends with its content, perhaps without trailing blanks."""
         ending = skeleton.endings.get(i, "")
         blank = trailing_blank(message)
-        tails = (blank + ending, ending, blank) if ending.strip() or is_said(message) else ()
+        tails = (blank + ending, ending, blank) if ending.strip() or has_text(message) else ()
         tail = next((t for t in tails if text.startswith(t, turn.end)), "")
         stop = turn.end + len(tail)
-        places.ends.setdefault(i, stop - len(ending) if tail.endswith(ending) else stop)  # the next may be found by it
-        if is_said(message) and not ending and not text[stop:].strip():
-            stop = len(text)  # nothing but the eos that will be appended ends it, so the model has to get there
+        places.ends.setdefault(i, stop - len(ending) if tail.endswith(ending) else stop)  # helps to find the next one
+        if has_text(message) and not ending and not text[stop:].strip():
+            stop = len(text)  # only the eos that will be appended ends it
         return replace(turn, end=stop)
 
     def _is_open(self, i: int, chat: Conversation) -> bool:
         return self.leave_open and i == len(chat.messages) - 1
 
     def _end(self, i: int, chat: Conversation, text: str, skeleton: Skeleton, places: Places) -> int | None:
-        """Where what is said in message `i` ends, None when that cannot be shown."""
+        """Where the text of message `i` ends, None when unknown."""
         if i in places.ends:
             return places.ends[i]
         following = next((j for j, (previous, _) in skeleton.before.items() if previous == i), None)
@@ -168,26 +168,26 @@ class TurnFinder:
     def _start(
         self, i: int, chat: Conversation, text: str, skeleton: Skeleton, places: Places, low: int, high: int
     ) -> int | None:
-        """Where the header of turn `i` ends, None when that cannot be shown."""
+        """Where the header of turn `i` ends, None when unknown."""
         if i not in skeleton.before:
-            return _behind_the_only(skeleton.prompt, text, low, high)
+            return _end_of_only(skeleton.prompt, text, low, high)
         header, inserted = skeleton.header(i)
         at = header.rfind(skeleton.prompt) if skeleton.prompt.strip() else -1
         own = header[at:] if at >= 0 else header
-        # Its header may stand before its content ...
+        # Its header may precede its content ...
         begin = places.begins.get(i)
         for blank in (leading_blank(chat.messages[i]), ""):
             if begin is not None and text.endswith(own + inserted + blank, low, begin):
                 return begin - len(inserted) - len(blank)
-        # ... or behind the content of the message before it ...
+        # ... or follow the content of the previous message ...
         previous = skeleton.before[i][0]
         known = 0 if previous is None else places.ends.get(previous)
         between = "" if previous is None else trailing_blank(chat.messages[previous])
         for blank in (between, ""):
             if known is not None and text.startswith(blank + header, known):
                 return known + len(blank + header)
-        # ... and if neither is known, there must be only one.
-        return _behind_the_only(own, text, low, high)
+        # ... and if neither is known, there must be only one such header.
+        return _end_of_only(own, text, low, high)
 
     def _begin_of_next(self, i: int, places: Places, default: int) -> int:
         after = [at for marks in (places.begins, places.ends) for j, at in marks.items() if j > i]
@@ -200,12 +200,12 @@ class TurnFinder:
                 return found + len(ending)
         return None
 
-    # ---- where contents stand
+    # ---- where contents are
 
     def _places(self, chat: Conversation, text: str) -> Places:
         """Positions of the contents in `text`. A message that cannot be marked without changing `text` has none."""
         if any(point in text for point in (BEGIN, END, CLOSE)):
-            raise BadChat("it holds code points U+FDD0..U+FDD2, which no text may hold")
+            raise BadChat("it has the reserved code points U+FDD0..U+FDD2")
         everyone = range(len(chat.messages))
         found = self._positions(chat, text, everyone)
         if found is not None:
@@ -228,15 +228,15 @@ class TurnFinder:
         return places if plain == text else None
 
 
-def _behind_the_only(needle: str, text: str, low: int, high: int) -> int | None:
-    """Where the only occurrence of `needle` in `text[low:high]` ends, None when it is blank, absent or repeated."""
+def _end_of_only(needle: str, text: str, low: int, high: int) -> int | None:
+    """The end of the only `needle` in `text[low:high]`, None when it is blank, missing or repeated."""
     if not needle.strip() or text.count(needle, low, high) != 1:
         return None
     return text.index(needle, low, high) + len(needle)
 
 
 def _holds(text: str, message: dict[str, Any]) -> bool:
-    """Whether the names of the tools that a message calls stand in `text`, one behind the other."""
+    """Whether the names of the tools that a message calls are in `text`, in order."""
     for call in message.get("tool_calls") or ():
         inner = call.get("function", call) if isinstance(call, dict) else None
         name = inner.get("name") if isinstance(inner, dict) else None

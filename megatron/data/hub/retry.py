@@ -23,28 +23,28 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Backoff:
-    """Tries again what was refused with 429: at most `tries` times in all, every other error passes at once.
+    """Repeats what was refused with 429, at most `tries` times in all; every other error is raised at once.
 
-    Before try n + 1 it waits as long as the answer says (`Retry-After`, or `t=` of `RateLimit`), else
-    min(300 · 2^(n-1), 600) seconds. `sleep` is what waits.
+    Before try n + 1 it waits as long as the answer asks (`Retry-After`, or `t=` of `RateLimit`), else
+    min(300 · 2^(n-1), 600) seconds, with `sleep`.
     """
 
     sleep: Callable[[float], None] = time.sleep
     tries: int = TRIES
 
     def __call__(self, what: str, action: Callable[[], Result]) -> Result:
-        """The result of `action`. Raises its error, and `UserError` when it is refused for the last time."""
+        """The result of `action`. Raises its error, and `UserError` after the last refusal."""
         for attempt in range(1, self.tries + 1):
             try:
                 return action()
-            # The clients' exceptions are a long and changing list; what is not a 429 goes on its way.
+            # The clients' exceptions are a long and changing list; only a 429 is handled here.
             except Exception as error:
                 if not is_rate_limited(error):
                     raise
                 if attempt == self.tries:
                     raise UserError(
-                        f"{what}: the Hub still answers 429 (too many requests) after {attempt} tries. Start the same "
-                        "command later (what is done is kept), log in (`hf auth login`), or lower --download-workers"
+                        f"{what}: the Hub still answers 429 (too many requests) after {attempt} tries. Run the same "
+                        "command later to resume, log in (`hf auth login`), or lower --download-workers"
                     ) from error
                 wait = retry_after(error)
                 wait = min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_WAIT) if wait is None else wait
@@ -54,7 +54,7 @@ class Backoff:
 
 
 def is_rate_limited(error: BaseException) -> bool:
-    """Whether an HTTP answer 429 is behind `error`."""
+    """Whether an HTTP answer 429 caused `error`."""
     for link in _chain(error):
         status = getattr(getattr(link, "response", None), "status_code", None) or getattr(link, "status", None)
         if status == 429 or (status is None and RATE_LIMITED.search(str(link))):
@@ -63,7 +63,7 @@ def is_rate_limited(error: BaseException) -> bool:
 
 
 def retry_after(error: BaseException) -> float | None:
-    """The seconds that the refusal asks to wait, None when it names none."""
+    """The seconds that the refusal asks to wait, None if it does not say."""
     for link in _chain(error):
         response = getattr(link, "response", None)
         headers: Any = getattr(response, "headers", None) or getattr(link, "headers", None)
@@ -94,7 +94,7 @@ def _seconds(value: str | None) -> float | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what led to it."""
+    """The error and its causes."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

@@ -20,10 +20,10 @@ BATCH_ROWS = 256
 
 @dataclass(frozen=True)
 class Position:
-    """A place between two chunks at which reading can go on: `file` counts the files (or parts of files) read.
+    """A place between two chunks from which reading can resume.
 
-    In that file `offset` is where the next chunk starts, as the file's reader counts (bytes of content, rows, groups of
-    rows), and `number` the number of its first record.
+    `file`: how many files (or parts of files) precede it; `offset`: where the next chunk starts in its file, in the
+    reader's unit (bytes of content, rows, row groups); `number`: that of the chunk's first record.
     """
 
     file: int = 0
@@ -33,7 +33,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Record:
-    """One parsed record, and where it stands (`file:line`, `file` or `file, row n`)."""
+    """One parsed record, and its place (`file:line`, `file` or `file, row n`)."""
 
     where: str
     value: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Document:
-    """The texts of one record by key, and where it stands (`file:line`, `file` or `file, row n`)."""
+    """The texts of one record by key, and its place (`file:line`, `file` or `file, row n`)."""
 
     where: str
     texts: Mapping[str, str]
@@ -49,7 +49,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Fault:
-    """A record that cannot be used: where it stands and why."""
+    """An unusable record: its place and what is wrong."""
 
     where: str
     reason: str
@@ -59,15 +59,15 @@ class Fault:
 
 
 class Chunk(ABC):
-    """A run of records of one file. `nbytes` is the share of the file on disk it stands for (progress only)."""
+    """Consecutive records of one file. `nbytes`: their share of the file on disk (for the progress display only)."""
 
     nbytes: int
 
     @abstractmethod
     def records(self, columns: Sequence[str] | None = None) -> Iterator[Record | Fault]:
-        """The records in order, blank lines left out. `columns`: those needed, None for all (others may come too).
+        """The records in order, without blank lines. `columns`: the needed ones, None for all (more may be given).
 
-        Raises `UserError` when a column that is asked for is in no record of the file and the format can tell.
+        Raises `UserError` for a column that the file does not have, if its format says so.
         """
 
     def documents(self, keys: Sequence[str]) -> Iterator[Document | Fault]:
@@ -76,7 +76,7 @@ class Chunk(ABC):
             yield record if isinstance(record, Fault) else _document(record.where, record.value, keys)
 
     def columns(self, keys: Sequence[str]) -> tuple[list[list[str]], list[Fault]]:
-        """`documents` all at once: the texts of each key, in order, and the records that cannot be used."""
+        """`documents` all at once: the texts of each key, in order, and the unusable records."""
         faults: list[Fault] = []
         columns: list[list[str]] = [[] for _ in keys]
         for document in self.documents(keys):
@@ -86,7 +86,7 @@ class Chunk(ABC):
 
 @dataclass(frozen=True)
 class LineChunk(Chunk):
-    """Whole lines of JSON; `first` is the number of the first one, counted from 1 at byte `origin` of the file."""
+    """Whole lines of JSON; `first` is the number of the first, counted from 1 at byte `origin` of the file."""
 
     path: str
     first: int
@@ -103,7 +103,7 @@ class LineChunk(Chunk):
         return (_document_of_line(where, line, keys) for where, line in self._lines())
 
     def columns(self, keys: Sequence[str]) -> tuple[list[list[str]], list[Fault]]:
-        """`documents` all at once. What is as it should be takes a short way; the rest of the lines the usual one."""
+        """`documents` all at once; ordinary lines take a faster path."""
         faults: list[Fault] = []
         columns: list[list[str]] = [[] for _ in keys]
         for number, line in enumerate(self.raw.removesuffix(b"\n").split(b"\n"), start=self.first):
@@ -124,7 +124,7 @@ class LineChunk(Chunk):
 
 @dataclass(frozen=True)
 class RowChunk(Chunk):
-    """Records that are already in memory; `first` is the number of the first one, counted from 0."""
+    """Records in memory; `first` is the number of the first, counted from 0."""
 
     path: str
     first: int
@@ -139,10 +139,9 @@ class RowChunk(Chunk):
 
 @dataclass(frozen=True)
 class RowGroupChunk(Chunk):
-    """Rows of one row group of a parquet file, read where the chunk is used; only the columns asked for are.
+    """Rows of one row group of a parquet file, read where the chunk is used, and only the needed columns.
 
-    `first` is the number of the group's first row; of its rows those from `start` on are meant, `rows` of them (None:
-    all).
+    `first` is the number of the group's first row. The chunk has `rows` rows (None: all) from row `start` of the group.
     """
 
     path: str
@@ -205,12 +204,12 @@ _FROM_BYTE = re.compile(r"(?P<path>.*):(?P<number>\d+) \(counted from byte (?P<o
 
 
 def place_of_line(path: str, number: int, origin: int = 0) -> str:
-    """`file:line`; for lines counted from the middle of a file, which nobody has counted up to there, that says so."""
+    """`file:line`; with a note when lines are counted from byte `origin` instead of from the start of the file."""
     return f"{path}:{number} (counted from byte {origin})" if origin else f"{path}:{number}"
 
 
 def exact_place(where: str) -> str:
-    """`file:line`, from the start of the file, of a `place_of_line`; any other place as it is."""
+    """A `place_of_line` as `file:line` counted from the start of the file; any other place unchanged."""
     match = _FROM_BYTE.fullmatch(where)
     if match is None:
         return where
@@ -242,24 +241,24 @@ def _document_of_line(where: str, line: bytes, keys: Sequence[str]) -> Document 
 
 
 def _texts_of_line(line: bytes, keys: Sequence[str]) -> list[str] | None:
-    """The texts of a record that has nothing unusual about it, None for any other.
+    """The texts of an ordinary record, None for any other.
 
-    The parser used is a faster one than Python's where it is installed. It takes less (no NaN, no halves of UTF-16
-    pairs, ...), and of what both take it makes the same strings.
+    Uses a faster parser than Python's where one is installed. It accepts less (no NaN, no halves of UTF-16 pairs, ...),
+    and makes the same strings of what both accept.
     """
     try:
         record = _parse_fast(line)
         texts = [record[key] for key in keys]
         for text in texts:
             if not text.isascii() and _parse_fast is _parse_json:
-                text.encode("utf-8")  # half of a UTF-16 pair cannot be; the other parser takes none
+                text.encode("utf-8")  # fails for half of a UTF-16 pair, which the other parser refuses
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
     return texts
 
 
 def _parse_json(line: bytes) -> Any:
-    """Python's parser, which would guess the encoding of bytes: half of the lines of a UTF-16 file would be taken."""
+    """Python's parser, which would guess the encoding of bytes and accept half of the lines of a UTF-16 file."""
     return json.loads(line.decode("utf-8-sig", "surrogatepass"))
 
 
@@ -289,7 +288,7 @@ def _parse(where: str, line: bytes) -> Record | Fault | None:
 
 def _record(where: str, value: Any) -> Record | Fault:
     if not isinstance(value, Mapping):
-        return Fault(where, f"expected an object with keys, found {_kind(value)}")
+        return Fault(where, f"expected an object with keys, found {json_kind(value)}")
     return Record(where, value)
 
 
@@ -300,18 +299,19 @@ def _document(where: str, record: Mapping[str, Any], keys: Sequence[str]) -> Doc
             return Fault(where, f"no key {key!r}.{nearest(key, list(record))} The record has: {', '.join(record)}")
         text = record[key]
         if not isinstance(text, str):
-            return Fault(where, f"key {key!r} holds {_kind(text)}, not a string")
-        texts[key] = _without_surrogates(text)
+            return Fault(where, f"key {key!r} holds {json_kind(text)}, not a string")
+        texts[key] = replace_surrogates(text)
     return Document(where, texts)
 
 
-def _kind(value: Any) -> str:
+def json_kind(value: Any) -> str:
+    """The kind of a value in the words of JSON."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true/false", type(None): "null"}
-    return names.get(type(value), "a number")
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 
-def _without_surrogates(text: str) -> str:
-    """JSON escapes can spell half a UTF-16 pair, which is no character and which no tokenizer takes: U+FFFD instead."""
+def replace_surrogates(text: str) -> str:
+    """U+FFFD for halves of UTF-16 pairs, which JSON escapes can spell and no tokenizer accepts."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -19,7 +19,7 @@ COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 
 @contextmanager
 def open_input(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
-    """The decompressed content of a file, and a function telling how many bytes of the file on disk are consumed.
+    """The decompressed content of a file, and a function that returns how many of its bytes on disk are consumed.
 
     Raises `UserError` naming the file when it is missing, damaged or cut short.
     """
@@ -27,8 +27,8 @@ def open_input(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     try:
         with path.open("rb") as raw:
             if path.suffix in COMPRESSIONS and path.is_file() and not path.stat().st_size:
-                raise EOFError("the file is empty, which no compressed file is")
-            position = raw.tell if raw.seekable() else int  # a named pipe has no position: always 0
+                raise EOFError("the file is empty; a compressed file never is")
+            position = raw.tell if raw.seekable() else int  # a named pipe has no position: 0
             if path.suffix == ".zst":
                 zstandard = _zstandard(path)
                 errors = (*errors, zstandard.ZstdError)
@@ -52,9 +52,9 @@ def _zstandard(path: Path) -> Any:
 
 
 class _ZstdStream(io.RawIOBase):
-    """The content of a zstd file of any number of frames (tools that append write one after another).
+    """The content of a zstd file of any number of frames (tools that append write several).
 
-    The library's own stream reader ends without a word where a file is cut short; this one raises `EOFError`.
+    The library's own stream reader does not report a truncated file; this one raises `EOFError`.
     """
 
     def __init__(self, raw: IO[bytes], decompressor: Any) -> None:

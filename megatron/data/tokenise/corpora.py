@@ -25,8 +25,8 @@ PILE = "monology/pile-uncopyrighted"
 class HubCorpus:
     """A corpus on the Hugging Face Hub, with its text in the column "text".
 
-    `load` are further arguments of `datasets.load_dataset`; `pile_set` keeps one component of the Pile; `cut_after`
-    makes several documents of one text, each ending with that string.
+    `load`: further arguments of `datasets.load_dataset`; `pile_set`: the component of the Pile to keep; `cut_after`:
+    a text is cut into documents that end with this string.
     """
 
     repo: str
@@ -56,7 +56,7 @@ HUB_CORPORA: dict[str, HubCorpus] = {
     "stackexchange": HubCorpus(PILE, pile_set="StackExchange"),
     "ubuntu_irc": HubCorpus(PILE, pile_set="Ubuntu IRC"),
 }
-# Parts of the Pile that were taken down for copyright; NeoX's names are kept to say so.
+# Parts of the Pile that were withdrawn for copyright; NeoX's names are kept so that the message says that.
 WITHDRAWN = ("books1", "books3", "youtube_subtitles")
 NAMES = ("stdlib", *HUB_CORPORA, *WITHDRAWN)
 
@@ -68,7 +68,7 @@ STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "test
 def stdlib_files(root: Path | None = None) -> list[Path]:
     """Text and source files of the standard library below `root` (default: the running Python's), in a fixed order.
 
-    The order is by a hash of the path inside `root`, so that the ranges of a train/valid/test split are alike.
+    The order is by a hash of the path inside `root`, so that the parts of a train/valid/test split are alike.
     Raises `UserError` when there are none.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
@@ -87,7 +87,7 @@ def stdlib_files(root: Path | None = None) -> list[Path]:
 def hub_chunks(name: str) -> Iterator[Chunk]:
     """The documents of the Hub corpus `name`. Raises `UserError` when it is withdrawn or cannot be reached."""
     if name in WITHDRAWN:
-        raise UserError(f"{name}: this part of the Pile was withdrawn for copyright and has no public source any more")
+        raise UserError(f"{name}: this part of the Pile was withdrawn for copyright and has no public source")
     corpus = HUB_CORPORA[name]
     texts = (part for text in _hub_texts(name, corpus) for part in _cut(text, corpus.cut_after))
     rows = enumerate({"text": text} for text in texts)
@@ -104,7 +104,7 @@ def _hub_texts(name: str, corpus: HubCorpus) -> Iterator[str]:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"{name}: cannot read {corpus.repo} from the Hugging Face Hub ({reason}). Without a network, "
-            "`python prepare_data.py stdlib` makes a real corpus out of what is on this machine."
+            "`python prepare_data.py stdlib` makes a corpus from files on this machine."
         ) from error
     for row in rows:
         if corpus.pile_set is None or row["meta"]["pile_set_name"] == corpus.pile_set:

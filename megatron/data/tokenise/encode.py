@@ -1,8 +1,8 @@
 """From chunks of a corpus to token datasets: encoded, by worker processes if asked, and written in order.
 
-What is made of a chunk is an encoder's affair (`ChunkEncoder`: texts in `encode_text`, chats in `chat`). The bytes
-written depend on the input and the encoder only, never on the number of workers: chunks are cut before they are handed
-out and their results are taken back in the same order.
+A `ChunkEncoder` says what becomes of a chunk (`texts`, `masked_texts`, `chat.encoder`). The bytes written depend on the
+input and the encoder only, never on the number of workers: chunks are cut before workers get them, and their results
+are written in the same order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron.data.tokenise.chunks import Chunk, Fault
-from megatron.data.tokenise.resume import Journal
+from megatron.data.tokenise.journal import Journal
 from megatron.data.tokenise.worker_pool import ordered_map
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.manifest import Manifest, finalize_with_manifest
@@ -24,7 +24,7 @@ from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.tokenizer import Tokenizer
 
-SHOWN_FAULTS = 5  # how many of the records left out are named; the rest is counted
+SHOWN_FAULTS = 5  # how many of the records left out are listed; the rest is counted
 
 logger = get_logger(__name__)
 
@@ -33,9 +33,9 @@ logger = get_logger(__name__)
 class Output:
     """A dataset that an encoder makes.
 
-    `suffix`: what follows the prefix in its name (`_text_document`); `dtype`: of the values stored; `key`: the key of
-    the records it was made of; `extra`: what its manifest says beside the counts; `holds_ids`: whether the values are
-    ids of the tokenizer (or labels among them), False for rewards and the like.
+    `suffix`: what follows the prefix in its name (`_text_document`); `dtype`: of the values stored; `key`: the records'
+    key that it is made of; `extra`: entries of its manifest besides the counts; `holds_ids`: whether the values are ids
+    of the tokenizer (or labels), False for rewards and the like.
     """
 
     suffix: str
@@ -63,8 +63,8 @@ class Tally:
         return cls([0] * outputs, [0] * outputs, [0] * outputs, [0] * outputs, nbytes=nbytes)
 
     @classmethod
-    def restored(cls, raw: Mapping[str, Any]) -> Tally:
-        """From what `dataclasses.asdict` made of one."""
+    def from_dict(cls, raw: Mapping[str, Any]) -> Tally:
+        """The inverse of `dataclasses.asdict`."""
         return cls(**{**raw, "first_faults": [Fault(**fault) for fault in raw["first_faults"]]})
 
     def add(self, other: Tally) -> None:
@@ -76,17 +76,32 @@ class Tally:
         self.nbytes += other.nbytes
 
     def refuse(self, fault: Fault, skip: bool) -> None:
-        """Count a record that cannot be used; unless such are skipped, raise the `UserError` that says where it is."""
+        """Count an unusable record if `skip`, else raise the `UserError` that says where it is."""
         if not skip:
             raise UserError(f"{fault.where}: {fault.reason}. (--skip-bad-lines leaves such records out)")
         self.faults += 1
-        if len(self.first_faults) < SHOWN_FAULTS:
-            self.first_faults.append(fault)
+        self.list_fault(fault)
+
+    def list_fault(self, fault: Fault) -> None:
+        """Add a record to those that `log_faults` lists, while there is room."""
+        self.first_faults = [*self.first_faults, fault][:SHOWN_FAULTS]
+
+    def log_faults(self) -> None:
+        """Warn about the first records that were left out, with their number."""
+        for fault in self.first_faults:
+            logger.warning(f"left out {fault.where}: {fault.reason}")
+        if self.faults > len(self.first_faults):
+            logger.warning(f"... and {self.faults - len(self.first_faults)} more")
+
+    def log_left_out(self) -> None:
+        """Log how many records were left out, if any."""
+        if any(self.empty) or self.faults:
+            logger.info(f"left out: {sum(self.empty)} empty documents, {self.faults} unusable records")
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """An encoded chunk: per output the values of its documents back to back and the length of each."""
+    """An encoded chunk: per output the concatenated values of its documents, and the length of each."""
 
     ids: list[np.ndarray]
     lengths: list[np.ndarray]
@@ -94,9 +109,9 @@ class Encoded:
 
 
 class ChunkEncoder(Protocol):
-    """What turns chunks into values. It is made once and sent to every worker, so it has to pickle.
+    """Turns chunks into values. It is made once and sent to every worker, so it must pickle.
 
-    `outputs` says what `encode` gives, in that order; `tokenizer` is the one the manifests name.
+    `outputs` describes what `encode` returns, in that order; the manifests name `tokenizer`.
     """
 
     @property
@@ -109,9 +124,9 @@ class ChunkEncoder(Protocol):
 
 
 def encode_stream(chunks: Iterable[Chunk], encoder: ChunkEncoder, workers: int) -> Iterator[Encoded]:
-    """The encoded chunks, in order. With `workers` > 1 that many processes share them.
+    """The encoded chunks, in order; `workers` > 1: by that many processes.
 
-    Raises what encoding raises (of the first chunk that fails), and `DeepyError` soon after a worker is lost.
+    Raises what encoding the first failing chunk raises, and `DeepyError` when a worker dies.
     """
     if workers <= 1:
         return map(encoder.encode, chunks)
@@ -143,10 +158,10 @@ def write_datasets(
 ) -> tuple[list[Manifest], Tally]:
     """Encode `chunks` into one `.bin`/`.idx`/manifest per output of the encoder, named `prefix` + its suffix.
 
-    All files appear under their names at the end. On any failure what was written is removed, unless `journal` (whose
-    `watch` the chunks then come from) has noted how to continue it. `report` is called with the running totals after
-    every chunk. Raises `UserError` when an output has no document at all, which is allowed only when the datasets are a
-    `shard` of larger ones (then: what their manifests say of that).
+    The files get their final names at the end. On failure what was written is removed, unless `journal` (the chunks
+    then come from its `watch`) can resume it. `report` is called with the running totals after every chunk. `shard`:
+    what the manifests say about the shard that this is. Raises `UserError` when an output has no document, which only
+    a shard may have.
     """
     with _Files(encoder, prefix, journal) as files:
         total = files.earlier
@@ -154,7 +169,7 @@ def write_datasets(
             total.add(encoded.tally)
             files.add(encoded, total)
             report(total)
-        _name_faults(total)
+        total.log_faults()
         if shard is None:
             files.require_documents(total)
         manifests = files.publish(total, source, {} if shard is None else {"shard": dict(shard)})
@@ -162,30 +177,31 @@ def write_datasets(
 
 
 class _Files:
-    """The datasets being written: all of them appear, or none, and then what is left can be continued or is removed."""
+    """The datasets being written: all of them appear or none; what is unfinished is removed, or kept to be resumed."""
 
     def __init__(self, encoder: ChunkEncoder, prefix: str, journal: Journal | None) -> None:
         self.encoder, self.prefix, self.journal = encoder, prefix, journal
         self.builders: list[IndexedDatasetBuilder] = []
         self.earlier = Tally.zero(len(encoder.outputs))
         if journal and journal.saved:
-            self.earlier = Tally.restored(journal.saved.counts)
+            self.earlier = Tally.from_dict(journal.saved.counts)
 
     def __enter__(self) -> _Files:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         keep = bool(error and self.journal and self.journal.saved)
-        self._let_go(keep)
+        for builder in self.builders:
+            builder.close() if keep else builder.abort()
         if isinstance(error, WriteError):
-            kept = "Make room and run the same command again: it goes on from what is done." if keep else ""
-            raise WriteError(f"{error} {kept or 'Nothing was written.'}") from error
+            remedy = "Free some disk space and run the same command again to resume." if keep else ""
+            raise WriteError(f"{error} {remedy or 'Nothing was written.'}") from error
         if keep:
-            logger.warning(f"what is done is kept in {self.prefix}*{PARTIAL}: the same command goes on from there")
+            logger.warning(f"unfinished work is kept in {self.prefix}*{PARTIAL}: run the same command again to resume")
 
     def add(self, encoded: Encoded, total: Tally) -> None:
-        """Append an encoded chunk; `total` has it counted in."""
-        # Not earlier: an empty corpus leaves no folder behind, and forked workers would hold the files as well.
+        """Append an encoded chunk, which `total` includes."""
+        # Opened late: an empty corpus leaves no folder behind, and forked workers do not inherit the files.
         if not self.builders and any(total.documents):
             self._open()
         for builder, ids, lengths in zip(self.builders, encoded.ids, encoded.lengths):
@@ -199,7 +215,7 @@ class _Files:
             if not documents:
                 if self.journal and self.journal.saved:
                     if not self.builders:
-                        self._open()  # what the earlier run left, to remove it
+                        self._open()  # the earlier run's files, to remove them
                     self.journal.remove()
                 bad = f", {total.faults} unusable records" if total.faults else ""
                 raise UserError(
@@ -207,11 +223,11 @@ class _Files:
                 )
 
     def publish(self, total: Tally, source: Any, extra: Mapping[str, Any]) -> list[Manifest]:
-        """Finish the files, those that are still to be made included, and give them their names."""
+        """Finish the files and give them their final names."""
         if not self.builders:
             self._open()
         for builder in self.builders:
-            builder.finish()  # a disk that is full by now shows before any file has its name
+            builder.finish()  # a full disk is found before any file has its final name
         if self.journal:
             self.journal.complete(total, self.builders)
         manifests = [_finish(builder, i, self.encoder, source, total, extra) for i, builder in enumerate(self.builders)]
@@ -224,10 +240,6 @@ class _Files:
             name = self.prefix + output.suffix
             builder = self.journal.builder(index, name, output.dtype) if self.journal else None
             self.builders.append(builder or IndexedDatasetBuilder(name, output.dtype))
-
-    def _let_go(self, keep: bool) -> None:
-        for builder in self.builders:
-            builder.close() if keep else builder.abort()
 
 
 def _finish(
@@ -251,10 +263,3 @@ def _finish(
     return finalize_with_manifest(
         builder, tokenizer=fingerprint, source=source, extra={**counts, **output.extra, **more}
     )
-
-
-def _name_faults(total: Tally) -> None:
-    for fault in total.first_faults:
-        logger.warning(f"left out {fault.where}: {fault.reason}")
-    if total.faults > len(total.first_faults):
-        logger.warning(f"... and {total.faults - len(total.first_faults)} more")

@@ -1,8 +1,8 @@
 """Readers of text corpora: JSON lines (plain or compressed), plain text, parquet and arrow.
 
-A reader cuts its file into chunks in file order. Cutting is cheap and happens in one process; a chunk's documents are
-parsed wherever the chunk is sent, so that workers share the expensive part. Reading can begin between any two chunks
-(`Position`) and be limited to what starts in a range of a file's bytes (`Part`), where the format allows it.
+A reader cuts its file into chunks in file order. Cutting is cheap and done by one process; the worker that gets a chunk
+parses it, which is the expensive part. Reading can begin between any two chunks (`Position`) and, where the format
+allows it, be limited to what starts in a range of a file's bytes (`Part`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from megatron.data.tokenise.compression import COMPRESSIONS, open_input
 from megatron.errors import UserError
 
 CHUNK_BYTES = 1 << 18  # small enough to share a few megabytes among workers, large enough to hide the cost of sending
-GROUP_BYTES = 1 << 27  # a row group that holds more is cut; the cost is that what precedes a piece is decoded again
+GROUP_BYTES = 1 << 27  # a larger row group is cut; the cost: the rows before a piece are decoded again
 
 START = Position()
 
 Cut = tuple[Chunk, Position]
-"""A chunk, and where reading goes on after it (`Position.file` is filled in by `read_parts`)."""
+"""A chunk, and where reading continues after it (`read_parts` fills in `Position.file`)."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What of a file is read: the records that start in its bytes `[start, stop)` (`stop` None: to the end).
+    """The records that start in bytes `[start, stop)` of a file (`stop` None: to the end).
 
-    Other than the whole is possible for the kinds in `SPLITTABLE` only.
+    Only the kinds in `SPLITTABLE` can be read in parts.
     """
 
     path: Path
@@ -40,11 +40,11 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Bytes of the file on disk that are meant."""
+        """Its bytes of the file on disk."""
         return (self.path.stat().st_size if self.stop is None else self.stop) - self.start
 
     def holds(self, at: float) -> bool:
-        """Whether a record that starts at byte `at` is meant."""
+        """Whether a record that starts at byte `at` belongs to it."""
         return self.start <= at and (self.stop is None or at < self.stop)
 
 
@@ -77,7 +77,7 @@ def json_lines(part: Part, begin: Position = START) -> Iterator[Cut]:
 
 
 def _no_mark(raw: bytes, end: int) -> bytes:
-    """Without the byte order mark that a file may start with, and that is no JSON."""
+    """Without the byte order mark at the start of a file, which is not JSON."""
     return raw.removeprefix(b"\xef\xbb\xbf") if end == len(raw) else raw
 
 
@@ -86,7 +86,7 @@ def _size(parts: Sequence[bytes]) -> int:
 
 
 def _line_start(file: IO[bytes], at: int) -> int:
-    """Where the first line that starts at or after byte `at` of a plain file starts (the end when there is none)."""
+    """The start of the first line that starts at or after byte `at` of a plain file (its end when there is none)."""
     if not at:
         return 0
     at = file.seek(at - 1)
@@ -99,7 +99,7 @@ def _line_start(file: IO[bytes], at: int) -> int:
 
 
 def _go_to(file: IO[bytes], offset: int, by_reading: bool) -> None:
-    """Skip to byte `offset` of the content; what is compressed has to be read up to there."""
+    """Skip to byte `offset` of the content; a compressed file must be read up to there."""
     if not by_reading:
         file.seek(offset)
         return
@@ -127,7 +127,7 @@ def json_file(part: Part, begin: Position = START) -> Iterator[Cut]:
 
 
 def text_files(paths: Iterable[Path]) -> Iterator[FilesChunk]:
-    """Chunks of plain text files, each of which is one document; small files share a chunk."""
+    """Chunks of plain text files, one document each; small files share a chunk."""
     together: list[str] = []
     size = 0
     for path in paths:
@@ -181,7 +181,7 @@ def arrow(part: Part, begin: Position = START) -> Iterator[Cut]:
 
 
 def _record_batches(pyarrow: Any, source: Any) -> Iterator[tuple[Any, int, int]]:
-    """The record batches of a file, each with the range of bytes it takes (about, in the form with an index)."""
+    """The record batches of a file, each with its range of bytes (approximate in the form with an index)."""
     if source.read(6) == b"ARROW1":
         file, size = pyarrow.ipc.open_file(source), source.size()
         for index in range(file.num_record_batches):
@@ -190,7 +190,7 @@ def _record_batches(pyarrow: Any, source: Any) -> Iterator[tuple[Any, int, int]]
     else:
         source.seek(0)
         with pyarrow.ipc.open_stream(source) as stream:
-            low = 0  # the schema counts to the first batch
+            low = 0  # the schema counts as part of the first batch
             for batch in stream:
                 high = source.tell()
                 yield batch, low, high
@@ -215,12 +215,12 @@ SPLITTABLE = (".jsonl", ".ndjson", ".parquet", ".arrow")
 
 
 def kind_of(path: Path) -> str:
-    """A file's extension without that of a compression: `.jsonl` of `a.jsonl.zst`."""
+    """A file's extension without that of its compression: `.jsonl` of `a.jsonl.zst`."""
     return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
 
 
 def splittable(path: Path) -> bool:
-    """Whether a part of the file can be read: not of what is compressed as a whole, nor of a single document."""
+    """Whether a part of the file can be read: not of a compressed file, nor of a single document."""
     return path.suffix in SPLITTABLE
 
 
@@ -231,7 +231,7 @@ def read_chunks(paths: Sequence[Path]) -> Iterator[Chunk]:
 
 def read_parts(parts: Sequence[Part], begin: Position = START) -> Iterator[Cut]:
     """The chunks of several parts of files, one after the other, from a position that an earlier reading gave."""
-    # Small text files share chunks, across what would otherwise be readers of one each.
+    # Neighbouring text files go to one reader, so that small ones share chunks.
     kinds = itertools.groupby(range(begin.file, len(parts)), key=lambda index: READERS[kind_of(parts[index].path)])
     for reader, group in kinds:
         indices = list(group)

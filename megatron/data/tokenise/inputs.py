@@ -1,4 +1,4 @@
-"""The files that the inputs named on a command line stand for."""
+"""The input files that a command line names."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from megatron.data.tokenise.compression import COMPRESSIONS
 from megatron.data.tokenise.formats import READERS, kind_of
 from megatron.errors import UserError
 
-# What lies in a folder beside the documents: what our tools write next to their datasets, and what `datasets` writes
-# next to its arrow files.
+# Files of a folder that are not documents: what our tools write next to datasets, and `datasets` next to arrow files.
 WRITTEN = (".manifest.json", "_metadata.json")
 OF_SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")
 
 
 def find_inputs(names: Iterable[str]) -> list[Path]:
-    """The files that command-line inputs mean: paths, comma-joined lists, globs, folders (every file of a known kind).
+    """The files of command-line inputs: paths, comma-joined lists, globs, folders (every file of a known kind).
 
-    `@FILE` stands for the inputs that FILE names, one a line. The order given is kept; what a glob or a folder stands
-    for comes sorted by name. Raises `UserError` when a name stands for nothing or a file is of an unknown kind.
+    `@FILE` stands for the inputs that FILE lists, one a line. The order given is kept; the files of a glob or folder
+    are sorted by name. Raises `UserError` for a name without files and for a file of an unknown kind.
     """
     found: list[Path] = []
     for name in names:
-        # Not `Path.exists`, which raises for a list that is longer than the name of a file may be.
+        # Not `Path.exists`, which raises for a list that is longer than a file name may be.
         if name.startswith("@") and not os.path.exists(name):
-            found += find_inputs(_listed(Path(name[1:])))
+            found += find_inputs(_read_list(Path(name[1:])))
             continue
         for part in [name] if os.path.exists(name) else [part for part in name.split(",") if part]:
             found += _expand(part)
@@ -40,15 +39,15 @@ def find_inputs(names: Iterable[str]) -> list[Path]:
     return found
 
 
-def _listed(path: Path) -> list[str]:
-    """The lines of a list of files, blank ones and comments left out."""
+def _read_list(path: Path) -> list[str]:
+    """The lines of a list of files, without blank ones and comments."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"@{path}: a list of input files, which cannot be read: {error}") from error
+        raise UserError(f"@{path}: cannot read this list of input files: {error}") from error
     names = [line for line in lines if line and not line.startswith("#")]
     if not names:
-        raise UserError(f"@{path}: a list of input files that names none")
+        raise UserError(f"@{path}: this list of input files is empty")
     return names
 
 

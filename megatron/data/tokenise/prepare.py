@@ -14,9 +14,9 @@ from typing import Any
 from megatron.data.tokenise.chunks import Chunk
 from megatron.data.tokenise.corpora import NAMES, hub_chunks, stdlib_files
 from megatron.data.tokenise.encode import write_datasets
-from megatron.data.tokenise.encode_progress import EncodeProgress
-from megatron.data.tokenise.encode_text import EncodeOptions, TextEncoder, texts_of
 from megatron.data.tokenise.formats import text_files
+from megatron.data.tokenise.progress import TallyProgress
+from megatron.data.tokenise.texts import EncodeOptions, TextEncoder, texts_of
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.manifest import check_tokenizer
 from megatron.data.tokens.prefixes import exists
@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Prepared:
-    """What training needs to know of a prepared corpus."""
+    """A prepared corpus, as a run's config names it."""
 
     data_path: str
     tokenizer_type: str
@@ -62,12 +62,12 @@ def prepare(
 
     Args:
         name: one of `corpora.NAMES`.
-        tokenizer_type: default: a BPE trained on the corpus for `stdlib` (`<data_dir>/stdlib/tokenizer.json`),
-            `GPT2BPETokenizer` otherwise, whose files are fetched into `data_dir` unless given.
-        force: make everything anew; otherwise what exists is used.
-        stdlib_root: where the standard library lies (default: the running Python's).
+        tokenizer_type: default: for `stdlib` a BPE trained on the corpus (`<data_dir>/stdlib/tokenizer.json`), else
+            `GPT2BPETokenizer`, whose files are downloaded to `data_dir` unless given.
+        force: make everything again; otherwise what exists is used.
+        stdlib_root: folder of the standard library (default: the running Python's).
 
-    Raises `UserError`: an unknown name, no network, existing data of another tokenizer.
+    Raises `UserError` for an unknown name, without a network, and for existing data of another tokenizer.
     """
     if name not in NAMES:
         raise UserError(f"no corpus is called {name!r}.{nearest(name, list(NAMES))} Known: {', '.join(NAMES)}")
@@ -98,7 +98,7 @@ def prepare(
 
 def _train_unless_there(files: list[Path], tokenizer_json: Path, force: bool) -> None:
     if tokenizer_json.exists() and not force:
-        logger.info(f"tokenizer: {tokenizer_json} is already there")
+        logger.info(f"tokenizer: {tokenizer_json} exists")
         return
     logger.info(f"tokenizer: training a byte-level BPE of {STDLIB_VOCAB} entries (about ten seconds)")
     size = train_bpe(texts_of(text_files(files)), STDLIB_VOCAB, tokenizer_json)
@@ -110,15 +110,15 @@ def _reuse(prefix: str, tokenizer: Tokenizer) -> None:
         data = IndexedDataset(prefix)
         check_tokenizer(data, tokenizer)
     except UserError as error:
-        raise UserError(f"{error} (-f writes it anew)") from error
-    logger.info(f"{prefix} is already there (-f writes it anew)")
+        raise UserError(f"{error} (-f writes it again)") from error
+    logger.info(f"{prefix} exists (-f writes it again)")
 
 
 def _tokenise(
     chunks: Iterator[Chunk], tokenizer: Tokenizer, prefix: str, total_bytes: int | None, source: dict[str, Any]
 ) -> None:
     encoder = TextEncoder(tokenizer, EncodeOptions(append_eod=True, skip_bad=True))
-    with EncodeProgress(total_bytes) as progress:
+    with TallyProgress("tokenising", total_bytes) as progress:
         first = list(itertools.islice(chunks, 1))
         choose_encoder(tokenizer, sample=texts_of(first))
         (manifest,), _ = write_datasets(itertools.chain(first, chunks), encoder, prefix, source=source, report=progress)
@@ -126,10 +126,10 @@ def _tokenise(
 
 
 def _gpt2_files(data_dir: Path, force: bool) -> tuple[str, str]:
-    """GPT-2's vocabulary and merges in `data_dir`, under NeoX's names, fetched when they are not there."""
+    """GPT-2's vocabulary and merges in `data_dir`, under NeoX's names, downloaded when missing."""
     instead = (
-        "Give -v and -m, or run `python prepare_data.py stdlib`, which makes a real corpus and its tokenizer out of "
-        "what is on this machine."
+        "Give -v and -m, or run `python prepare_data.py stdlib`, which makes a corpus and its tokenizer from files on "
+        "this machine."
     )
     paths = []
     for here, there in (("gpt2-vocab.json", "vocab.json"), ("gpt2-merges.txt", "merges.txt")):

@@ -1,9 +1,9 @@
 """The part of a corpus that one machine of several tokenises.
 
-The input files stand one after the other on a line of bytes (their sizes on disk); shard `i` of `n` is what starts in
-the `i`-th of `n` equal ranges of that line. So a shard is a contiguous run of the input, and shards joined in order are
-what one machine would have made of the whole. Files that cannot be cut (compressed ones, text documents, `.json`
-lists) go to the shard in whose range they start.
+The sizes of the input files on disk, one after the other, are cut into `n` equal ranges; shard `i` has the records that
+start in range `i`. So a shard is a contiguous part of the input, and shards joined in order equal what one machine
+makes of the whole. Files that cannot be cut (compressed ones, text documents, `.json` lists) belong to the shard in
+whose range they start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.data.tokenise.formats import Part, splittable
 from megatron.errors import UserError
 from megatron.mpu.topology import ranks_from_environment
 
-# What launchers that know a rank but no rank on the machine leave out, which does not matter here.
+# Some launchers set no local rank. It does not matter here.
 _LOCAL_RANKS = {
     "RANK": "LOCAL_RANK",
     "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -35,17 +35,17 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """What follows the output prefix in the names of its datasets."""
+        """The part of its datasets' names after the output prefix."""
         return f"_shard_{self.index:05d}_of_{self.count:05d}"
 
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
 
     def parts(self, paths: Sequence[Path]) -> list[Part]:
-        """The parts of the files that this shard reads, in order. Raises `UserError` for what has no size."""
+        """The parts of the files that this shard reads, in order. Raises `UserError` for a pipe, which has no size."""
         for path in paths:
             if not path.is_file():
-                raise UserError(f"{path}: only regular files can be shared out among shards")
+                raise UserError(f"{path}: only regular files can be divided into shards")
         return list(self._parts([(path, path.stat().st_size) for path in paths]))
 
     def _parts(self, files: Sequence[tuple[Path, int]]) -> Iterator[Part]:
@@ -62,9 +62,9 @@ class Shard:
 
 
 def parse_shard(text: str, env: Mapping[str, str]) -> Shard:
-    """The shard that `--shard` means: `i/n` with `i` counted from 0, or `auto` for this process's rank in `env`.
+    """The shard that `--shard` names: `i/n` with `i` counted from 0, or `auto` for this process's rank in `env`.
 
-    Raises `UserError` for anything else, and for `auto` where no launcher's variables are set.
+    Raises `UserError` for anything else, and for `auto` without a launcher's variables.
     """
     if text == "auto":
         return _from_environment(env)
@@ -73,8 +73,8 @@ def parse_shard(text: str, env: Mapping[str, str]) -> Shard:
         raise UserError(f"--shard {text}: give i/n, such as 0/16 for the first of 16, or auto")
     index, count = int(match[1]), int(match[2])
     if index >= count:
-        last = f"the last of {count} is {count - 1}/{count}" if count else "there is no shard of none"
-        raise UserError(f"--shard {text}: shards are counted from 0, so {last}")
+        last = f", so the last of {count} is {count - 1}/{count}" if count else " and there must be at least one"
+        raise UserError(f"--shard {text}: shards are counted from 0{last}")
     return Shard(index, count)
 
 
@@ -83,8 +83,7 @@ def _from_environment(env: Mapping[str, str]) -> Shard:
     if not known:
         raise UserError(
             "--shard auto: none of RANK (with WORLD_SIZE), SLURM_PROCID, OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, "
-            "PMI_RANK is set, so nothing tells which shard this process is: start it with srun or mpirun, or give "
-            "--shard i/n"
+            "PMI_RANK is set: start the command with srun or mpirun, or give --shard i/n"
         )
     if known == ["PMI_RANK"]:
         env = {"MPI_LOCALRANKID": "0", **env}

@@ -1,7 +1,7 @@
 """`ordered_map`: a function applied by worker processes, results in the order of the items.
 
-Not `concurrent.futures`: its workers share one queue, and one killed at the wrong moment leaves the lock of that queue
-taken and the program waiting for ever (measured). Here every worker has a pipe of its own and one item at a time.
+Not `concurrent.futures`: its workers share one queue, and a worker killed at the wrong moment keeps that queue locked,
+so the program waits forever (measured). Here every worker has its own pipe and one item at a time.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megatron.errors import DeepyError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-AHEAD_PER_WORKER = 3  # results that may wait for an earlier one: enough to keep workers busy, few enough for memory
+AHEAD_PER_WORKER = 3  # results that may wait for an earlier one; more cost memory, fewer leave workers idle
 PATIENCE = 5.0  # seconds a worker gets to end
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong in a worker: an error written for the user, or the text of a traceback."""
+    """An error in a worker: one written for the user, or the text of a traceback."""
 
     error: DeepyError | None
     text: str
@@ -46,8 +46,8 @@ class _Worker:
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
     """`map(function, items)` on that many processes; `function`, items and results must pickle.
 
-    Items are taken only a few ahead of the results handed out. Raises what `function` raises for the first item that
-    fails, and `DeepyError` as soon as a worker is lost. Closing the generator ends the workers.
+    Items are taken only a few ahead of the results. Raises what `function` raises for the first item that fails, and
+    `DeepyError` when a worker dies. Closing the generator ends the workers.
     """
     # Forked workers share the memory of what the function holds; elsewhere it is sent to them.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
@@ -126,7 +126,7 @@ def _start(context: Any, function: Callable[[Any], Any], earlier: list[Connectio
 
 
 def _work(function: Callable[[Any], Any], connection: Connection, inherited: list[Connection]) -> None:
-    for other in inherited:  # the parent's ends, which would keep this and earlier workers waiting when it is killed
+    for other in inherited:  # the parent's ends: open here, they would keep workers waiting after the parent's death
         other.close()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the workers
@@ -143,6 +143,6 @@ def _apply(function: Callable[[Any], Any], item: Any) -> Any:
         return function(item)
     except DeepyError as error:
         return _Failure(error, str(error))
-    # Whatever it is, the parent has to hear of it.
+    # Whatever it is, it is passed to the parent.
     except Exception:
         return _Failure(None, traceback.format_exc())

@@ -1,4 +1,4 @@
-"""A dataset with what lies beside it: labels, rewards, the other side of preference pairs."""
+"""A dataset with its companions: labels, rewards, the other side of preference pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.data.tokens.labels import ENDING, check_labels, labels_beside
 from megatron.data.tokens.manifest import check_tokenizer
 from megatron.data.tokens.prefixes import exists
 from megatron.data.tokens.token_files import TokenFiles
-from megatron.data.view.views import View, document_view
+from megatron.data.view.content import View, document_view
 from megatron.errors import UserError
 from megatron.log import Once, get_logger
 from megatron.tokenizer import Tokenizer
@@ -25,11 +25,11 @@ class Documents:
     """Documents to be shown.
 
     Attributes:
-        data, labels: the tokens and what of them is trained (None: everything).
+        data, labels: the tokens and their labels (None: all are trained).
         rewards: one number per document.
-        side: chosen or rejected; "" for what is no preference pair.
+        side: chosen or rejected; "" if not of a preference pair.
         other: the other side.
-        vocab_size: ids must be below it, when they are to be decoded.
+        vocab_size: ids that are to be decoded must be below it.
     """
 
     data: IndexedDataset
@@ -46,11 +46,11 @@ class Documents:
 
     @property
     def names(self) -> list[str]:
-        """What the `views` of a document are called."""
+        """The names of a document's `views`."""
         return [one.side or "document" for one in self._sides]
 
     def views(self, index: int) -> list[View]:
-        """The document; of a preference pair, chosen and rejected. Raises `UserError` for what is no text."""
+        """The document; of a preference pair, chosen and rejected. Raises `UserError` for ids beyond the vocabulary."""
         reward = self.reward(index)
         views = [
             document_view(one.data, index, one.labels, reward, f"{one.side} document" if one.side else "document")
@@ -59,13 +59,13 @@ class Documents:
         for view in views:
             if self.vocab_size is not None and np.any((view.tokens < 0) | (view.tokens >= self.vocab_size)):
                 raise UserError(
-                    f"{view.title} holds ids outside of the vocabulary of {self.vocab_size}, from {view.tokens.min()} "
-                    f"to {view.tokens.max()}: labels (show what they belong to), or data of another tokenizer."
+                    f"{view.title} has ids from {view.tokens.min()} to {view.tokens.max()}, outside the vocabulary of "
+                    f"{self.vocab_size}: these are labels (show their dataset instead), or data of another tokenizer."
                 )
         return views
 
     def reward(self, index: int) -> float | int | None:
-        """The number that belongs to a document."""
+        """The reward of a document, if any."""
         value = None if self.rewards is None else self.rewards.get(index)
         return None if value is None or not len(value) else value[0].item()
 
@@ -81,9 +81,9 @@ def open_documents(
     """The dataset at `path` with its companions.
 
     Args:
-        tokenizer: refused when the data is of another.
-        labels: where they are, if not beside the data; "none" looks for none.
-        eod, dtype: of `.npy` files, see `TokenFiles`; by default the end of document is the tokenizer's.
+        tokenizer: refused if the data is of another.
+        labels: their prefix, if not next to the data; "none" ignores them.
+        eod, dtype: of `.npy` files, see `TokenFiles`; the end of document defaults to the tokenizer's.
 
     Raises `UserError`.
     """
@@ -92,19 +92,19 @@ def open_documents(
     if tokenizer is not None:
         check_tokenizer(data, tokenizer, Once(get_logger(__name__)))
     if data.dtype.kind == "f":
-        raise UserError(f"{data.prefix} holds {data.dtype} numbers, not tokens: show the dataset that it belongs to.")
+        raise UserError(f"{data.prefix} has {data.dtype} numbers, not tokens: show the dataset that they belong to.")
     found = replace(_with_companions(files, data, labels), vocab_size=tokenizer.vocab_size if tokenizer else None)
     name = next((side for side in SIDES if str(data.prefix).endswith(f"_{side}{ENDING}")), None)
     if name is None:
         return found
     other = SIDES[1 - SIDES.index(name)]
-    beside = f"{str(data.prefix).removesuffix(f'_{name}{ENDING}')}_{other}{ENDING}"
-    if not exists(beside):
+    opposite_prefix = f"{str(data.prefix).removesuffix(f'_{name}{ENDING}')}_{other}{ENDING}"
+    if not exists(opposite_prefix):
         return found
-    opposite = _with_companions(files, files.open(beside), "none" if labels == "none" else None)
+    opposite = _with_companions(files, files.open(opposite_prefix), "none" if labels == "none" else None)
     if len(opposite.data) != len(data):
         raise UserError(
-            f"{data.prefix} has {len(data)} documents and {beside} {len(opposite.data)}: these are no pairs."
+            f"{data.prefix} has {len(data)} documents and {opposite_prefix} {len(opposite.data)}: not pairs."
         )
     rewards = found.rewards if found.rewards is not None else opposite.rewards
     pair = Documents(opposite.data, opposite.labels, side=other)
@@ -117,8 +117,8 @@ def _with_companions(files: TokenFiles, data: IndexedDataset, labels: str | None
     opened = None if where in (None, "none") else files.open_labels(str(where), data)
     if opened is not None:
         check_labels(data, opened)
-    beside = f"{prefix.removesuffix(ENDING)}_reward{ENDING}"
-    rewards = IndexedDataset(beside) if prefix.endswith(ENDING) and exists(beside) else None
+    reward_prefix = f"{prefix.removesuffix(ENDING)}_reward{ENDING}"
+    rewards = IndexedDataset(reward_prefix) if prefix.endswith(ENDING) and exists(reward_prefix) else None
     if rewards is not None and len(rewards) != len(data):
-        raise UserError(f"{beside} has {len(rewards)} rewards for the {len(data)} documents of {prefix}.")
+        raise UserError(f"{reward_prefix} has {len(rewards)} rewards for the {len(data)} documents of {prefix}.")
     return Documents(data, opened, rewards)

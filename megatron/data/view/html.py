@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.tokens.partial import WriteError
-from megatron.data.view.charts import histogram
-from megatron.data.view.texts import token_texts
-from megatron.data.view.views import View
+from megatron.data.view.content import View
+from megatron.data.view.decode import token_texts
 from megatron.errors import UserError
 from megatron.tokenizer import Tokenizer
 
-# Tokens are <b> (trained) and <i> (not), the shortest there are: a page of 100 samples of 4096 has 400,000 of them.
+# Tokens are <b> (trained) and <i> (not), the shortest tags: a page of 100 samples of 4096 tokens has 400,000.
 _STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1d2126; --faint: #68707a; --line: #d5d9de;
   --trained: #0a5c2b; --trained-back: #d9f2df; --bar: #3b76c4; --card: #f6f7f9; }
@@ -45,9 +44,11 @@ svg text { fill: var(--faint); font-size: 12px; }
 .legend span { margin-right: 1.2rem; }
 """
 
+_WIDTH, _HEIGHT, _BASE, _MOST_BINS = 420, 150, 120, 24  # of a histogram, in pixels
+
 
 def write_page(path: str | Path, pieces: Iterable[str]) -> None:
-    """Write a page: under its name it appears whole or not at all.
+    """Write a page; the file appears complete or not at all.
 
     Raises `UserError` where nothing can be written, `WriteError` when the disk is full.
     """
@@ -83,9 +84,9 @@ def page(
     tokenizer: Tokenizer,
     limit: int | None = None,
 ) -> Iterator[str]:
-    """The page of some rows, piece by piece: what it is, a legend, statistics, then every row.
+    """The page, piece by piece: facts, a legend, statistics, then every row.
 
-    `limit`: tokens of a part that are shown; statistics are of all.
+    `limit`: tokens shown of a part; the statistics count all.
     """
     yield (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -122,6 +123,39 @@ def _statistics(views: Sequence[View]) -> str:
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>\n<div>{''.join(charts)}</div>\n"
 
 
+def histogram(values: Sequence[float], title: str, unit: str = "") -> str:
+    """An `<svg>` of how often values occur: bars with their range and count on hover, the axis with both ends."""
+    low, high = min(values, default=0), max(values, default=0)
+    counts, edges = _bin(values, low, high)
+    most, step = max(counts), _WIDTH / len(counts)
+    bars = []
+    for i, count in enumerate(counts):
+        tall = round(100 * count / most, 1) if most else 0
+        span = f"{edges[i]:,.4g} to {edges[i + 1]:,.4g}{unit}"
+        bars.append(
+            f'<rect x="{i * step:.1f}" y="{_BASE - tall:.1f}" width="{max(step - 1, 1):.1f}" height="{tall:.1f}">'
+            f"<title>{escape(span)}: {count:,}</title></rect>"
+        )
+    label = f"{title}: {len(values):,} values, {low:,.4g} to {high:,.4g}{unit}"
+    return (
+        f'<figure><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(bars)}'
+        f'<line x1="0" y1="{_BASE}" x2="{_WIDTH}" y2="{_BASE}"/>'
+        f'<text x="0" y="{_BASE + 18}">{low:,.4g}</text>'
+        f'<text x="{_WIDTH}" y="{_BASE + 18}" text-anchor="end">{high:,.4g}{escape(unit)}</text>'
+        f'<text x="0" y="14">most: {most:,}</text></svg><figcaption>{escape(title)}</figcaption></figure>'
+    )
+
+
+def _bin(values: Sequence[float], low: float, high: float) -> tuple[list[int], list[float]]:
+    """Counts and edges of bins: one per whole number where there are few."""
+    if high <= low:
+        return [len(values)], [low, high]
+    whole = all(float(value).is_integer() for value in values)
+    bins = min(_MOST_BINS, int(high - low) + 1) if whole else _MOST_BINS
+    counts, edges = np.histogram(np.asarray(values, dtype=np.float64), bins=bins)
+    return counts.tolist(), edges.tolist()
+
+
 def _row(name: str, views: Sequence[View]) -> str:
     lengths = _lengths(views)
     total = sum(len(view.tokens) for view in views)
@@ -155,7 +189,7 @@ def _section(view: View, tokenizer: Tokenizer, limit: int | None) -> Iterator[st
 
 
 def _tokens(view: View, start: int, end: int, tokenizer: Tokenizer) -> Iterator[str]:
-    yield "\n"  # the first line break within <pre> is not shown, so one of the text would be lost
+    yield "\n"  # browsers drop the first line break within <pre>
     texts = token_texts(tokenizer, view.tokens[start:end])
     for at, text in zip(range(start, end), texts, strict=True):
         tag = "b" if view.trained[at] else "i"
@@ -172,7 +206,7 @@ def _facts(facts: Sequence[tuple[str, str]]) -> str:
 
 
 def _text(text: str) -> str:
-    """Escaped; control characters, which HTML forbids, as their pictures (U+2400 and on)."""
+    """Escape a text; control characters, which HTML forbids, become their pictures (from U+2400)."""
     out = escape(text)
     if out.isprintable():
         return out

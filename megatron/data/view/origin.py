@@ -1,4 +1,4 @@
-"""Where the samples of a run come from: files, documents and offsets; and which samples a document is in."""
+"""Where the samples of a run come from (files, documents, offsets), and which samples a document is in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.errors import UserError, nearest
 
 @dataclass(frozen=True)
 class OriginPiece:
-    """Tokens `[offset, offset + length)` of the document of that number in a file; `size` is the whole document's."""
+    """Tokens `[offset, offset + length)` of document `document` of a file, which has `size` tokens."""
 
     file: str
     document: int
@@ -37,7 +37,7 @@ class Origin:
         source: name of the source; names of mixtures within mixtures are joined by `/`.
         prefix: its data path.
         sample: number of the sample in the order of the source.
-        pieces: its documents in reading order. Of a data path that is a pattern, each names its own file.
+        pieces: its documents in reading order; each has its own file where a data path is a pattern.
     """
 
     source: str
@@ -46,12 +46,12 @@ class Origin:
     pieces: tuple[OriginPiece, ...]
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """In words."""
         return f"{self.source} ({self.prefix}, sample {self.sample} of its order)"
 
     def record(self) -> dict[str, Any]:
-        """JSON-able."""
+        """A JSON-able form."""
         return asdict(self)
 
 
@@ -69,7 +69,7 @@ def origin_of(role: RolePlan, dataset: SampleSource, index: int) -> Origin:
 
 
 def source_of(role: RolePlan, found: Provenance) -> Source:
-    """The source of a provenance: the one of that name and file."""
+    """The source of a provenance, by name and file."""
     fitting = [one.source for one in role.sources if str(one.source.data.prefix) == str(found.path[-1])]
     return next((one for one in fitting if one.name in found.path[:-1]), fitting[0])
 
@@ -86,10 +86,9 @@ def file_of(data: IndexedDataset, document: int) -> tuple[str, int]:
 def samples_with(
     role: RolePlan, dataset: SampleSource, numbers: Sequence[int], file: str, documents: range
 ) -> Iterator[int]:
-    """Those of `numbers` (a range of step 1, or some) whose sample holds one of the documents of a file, which may be
-    told by the name of a source; ascending.
+    """Those of `numbers` (a range of step 1, or a list) whose samples have one of the documents of a file; ascending.
 
-    Raises `UserError` when the role reads no such file.
+    `file` may be the name of a source. Raises `UserError` when the role reads no such file.
     """
     wanted = _wanted(role, file, documents)
     likely = dataset.may_hold(wanted)
@@ -102,7 +101,7 @@ def samples_with(
 
 
 def _wanted(role: RolePlan, file: str, documents: range) -> dict[str, range]:
-    """For each data path that has the file: which of its items are meant."""
+    """The documents as items of every data path that has the file."""
     wanted, known = {}, []
     for planned in role.sources:
         data, before = planned.source.data, 0

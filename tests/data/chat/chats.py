@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.data.chat.conversation import Conversation
 from megatron.data.chat.encoder import ChatEncoder, ChatOptions
-from megatron.data.chat.source import chat_tokenizer
 from megatron.data.chat.template import ChatTemplate, load_template
+from megatron.data.chat.tokenizer import chat_tokenizer
 from megatron.data.tokenise.chunks import RowChunk
 from megatron.data.tokenise.encode import Encoded
 from tests.data.chat.templates import SPECIAL, TEMPLATES, write_folder

@@ -149,9 +149,9 @@ def test_rewards(folder: Path, value: Any, binary: bool, expected: float) -> Non
 
 
 @pytest.mark.parametrize("value", ["high", None, float("nan"), [1.0, 2.0], {}])
-def test_what_is_no_reward(folder: Path, value: Any) -> None:
+def test_unusable_rewards(folder: Path, value: Any) -> None:
     built = made(folder, reward_key="score")
-    with pytest.raises(UserError, match=r"memory, row 0: key 'score': a reward is one finite number per record"):
+    with pytest.raises(UserError, match=r"memory, row 0: key 'score': .*reward"):
         built.encode(rows({"messages": THREE, "score": value}))
 
 
@@ -188,7 +188,7 @@ def test_unusable_records(folder: Path) -> None:
     tally = made(folder, skip_bad=True).encode(rows(*records)).tally
     assert (tally.documents, tally.faults) == ([1, 1], 3)
     assert "message 1 (user): no content" in tally.first_faults[2].reason
-    with pytest.raises(UserError, match=r"row 0: key 'messages': the chat template refuses it: roles must alternate"):
+    with pytest.raises(UserError, match=r"row 0: key 'messages': .*roles must alternate"):
         made(folder, "inst").encode(rows({"messages": say(("assistant", "a"))}))
 
 
@@ -202,18 +202,18 @@ def test_broken_unicode(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"chosen_key": "a", "keys": ()}, "has two columns"),
+        ({"chosen_key": "a", "keys": ()}, "--chosen-key.*--rejected-key"),
         ({"completion_key": "a", "keys": ()}, "--completion-key needs --prompt-key"),
         ({"prompt_key": "a"}, "--prompt-key needs --completion-key"),
         ({"binary_reward": True}, "--binary-reward needs --reward-key"),
-        ({"reward_key": "r", "keys": ("a", "b")}, "--reward-key goes with one chat"),
-        ({"no_mask": True, "for_rm": True}, "give one of them"),
-        ({"leave_open": True, "for_rm": True}, "leaves it open"),
-        ({"keys": ("a", "a")}, "a key is given twice"),
-        ({"keys": ("a", "a_label")}, "names of a's companion data sets are taken"),
+        ({"reward_key": "r", "keys": ("a", "b")}, "--reward-key"),
+        ({"no_mask": True, "for_rm": True}, "--no-mask .*--for-rm"),
+        ({"leave_open": True, "for_rm": True}, "--for-rm .*--continue-final-message"),
+        ({"keys": ("a", "a")}, "--jsonl-keys a a"),
+        ({"keys": ("a", "a_label")}, "--jsonl-keys a a_label"),
     ],
 )
-def test_options_that_do_not_go_together(folder: Path, options: dict[str, Any], message: str) -> None:
+def test_options_that_exclude_each_other(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         made(folder, **options)
 
@@ -224,7 +224,7 @@ def test_a_tokenizer_without_eos(folder: Path) -> None:
         ChatEncoder(built.tokenizer, built.template, ChatOptions(), None).encode(rows({"messages": THREE})), 0
     )
     assert tokens == documents(built.encode(rows({"messages": THREE})), 0)
-    with pytest.raises(UserError, match="--for-rm reads the reward at the end-of-sequence token"):
+    with pytest.raises(UserError, match="--for-rm"):
         ChatEncoder(built.tokenizer, built.template, ChatOptions(for_rm=True), None)
 
 
@@ -264,5 +264,5 @@ def test_parts_for_a_template_that_takes_only_texts(folder: Path, join: str) -> 
         first, *others = documents(encoded, output)
         assert others == [first, first]
     image = [{"role": "user", "content": [{"type": "image", "url": "x"}]}, *answered]
-    with pytest.raises(UserError, match="message 1: a part of its content is no text"):
+    with pytest.raises(UserError, match="message 1: .*content"):
         built.encode(rows({"messages": image}))

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.hub.dataset import PrepareOptions, prepare_hf_dataset
-from megatron.data.hub.source import Request
+from megatron.data.hub.pipeline import PrepareOptions, prepare_hf_dataset
+from megatron.data.hub.records import Request
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError
 from tests.tokenizer.vocabularies import byte_level, write_json

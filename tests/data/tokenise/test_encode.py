@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -20,8 +21,8 @@ from tokenizers import processors
 
 from megatron.data.tokenise.chunks import Chunk, Fault, Record, RowChunk
 from megatron.data.tokenise.encode import Tally, encode_stream, write_datasets
-from megatron.data.tokenise.encode_text import EncodeOptions, TextEncoder
 from megatron.data.tokenise.formats import read_chunks
+from megatron.data.tokenise.texts import EncodeOptions, TextEncoder
 from megatron.data.tokenise.worker_pool import AHEAD_PER_WORKER
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.manifest import Manifest, check_tokenizer, read_manifest, verify
@@ -113,7 +114,7 @@ class Deadly(Chunk):
 
 def test_a_killed_worker_ends_the_job_and_leaves_nothing(tmp_path: Path) -> None:
     started = time.monotonic()
-    with pytest.raises(DeepyError, match="a worker process died") as caught:
+    with pytest.raises(DeepyError, match="signal 9") as caught:
         write([*rows("a") * 20, Deadly(), *rows("b") * 20], tmp_path / "out", workers=2)
     assert caught.value.exit_code == 1
     assert time.monotonic() - started < 40
@@ -132,7 +133,7 @@ ORPHANS = """
 import sys, time
 from megatron.data.tokenise.chunks import Chunk, RowChunk
 from megatron.data.tokenise.encode import encode_stream
-from megatron.data.tokenise.encode_text import EncodeOptions, TextEncoder
+from megatron.data.tokenise.texts import EncodeOptions, TextEncoder
 from megatron.tokenizer import create_tokenizer
 
 def chunks():
@@ -207,14 +208,14 @@ def test_many_bad_records_are_counted_not_listed(tmp_path: Path, caplog: pytest.
 
 @pytest.mark.parametrize("texts", [(), ("", " ")])
 def test_no_document_is_an_error_and_leaves_nothing(tmp_path: Path, texts: tuple[str, ...]) -> None:
-    with pytest.raises(UserError, match="no document to write for key 'text'"):
+    with pytest.raises(UserError, match="key 'text'"):
         write(rows(*texts), tmp_path / "deep" / "out")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_key_without_documents_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     chunk = RowChunk("memory", 0, [{"q": "a", "a": ""}], 1)
-    with pytest.raises(UserError, match="no document to write for key 'a': 1 empty ones"):
+    with pytest.raises(UserError, match="key 'a': 1 empty"):
         write([chunk], tmp_path / "out", keys=("q", "a"))
     assert not list(tmp_path.iterdir())
 
@@ -253,7 +254,7 @@ def test_the_type_counts_added_tokens(tmp_path: Path, added: int, dtype: type) -
 
 def test_a_missing_eod_is_refused_before_any_data_is_read(tmp_path: Path) -> None:
     tokenizer = create_tokenizer("HFTokenizer", str(write_json(tmp_path / "t.json", byte_level(("<s>",)))))
-    with pytest.raises(UserError, match="--append-eod needs an end-of-document token"):
+    with pytest.raises(UserError, match="--append-eod"):
         TextEncoder(tokenizer, EncodeOptions(append_eod=True))
     assert TextEncoder(tokenizer, EncodeOptions()).eod is None
 
@@ -294,7 +295,7 @@ def test_the_manifest_says_what_the_data_is(tmp_path: Path) -> None:
     }
 
 
-def test_another_eod_than_the_run_s_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_eod_than_the_run_s_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     base, more = byte_level(("<s>", "</s>")), byte_level(("<s>", "</s>"))
     more.add_special_tokens(["<|im_end|>"])
     chat = {"tokenizer_config": {"eos_token": "<|im_end|>"}}
@@ -308,7 +309,7 @@ def test_another_eod_than_the_run_s_is_said(tmp_path: Path, caplog: pytest.LogCa
         caplog.clear()
         with caplog.at_level("WARNING", logger="deepy"):
             check_tokenizer(IndexedDataset(tmp_path / "out_text_document"), tokenizer)
-        assert ("documents end with id 1, but this run's tokenizer ends them with 266" in caplog.text) == said
+        assert bool(re.search(r"\b1\b.*\b266\b", caplog.text)) == said
 
 
 def test_data_of_a_base_tokenizer_is_accepted_by_its_extension_only(tmp_path: Path) -> None:
@@ -319,5 +320,5 @@ def test_data_of_a_base_tokenizer_is_accepted_by_its_extension_only(tmp_path: Pa
     check_tokenizer(IndexedDataset(tmp_path / "base_text_document"), base)
     check_tokenizer(IndexedDataset(tmp_path / "base_text_document"), more)
     for data, tokenizer in (("more", base), ("base", create_tokenizer("bytes"))):
-        with pytest.raises(UserError, match="made with another tokenizer"):
+        with pytest.raises(UserError, match="another tokenizer"):
             check_tokenizer(IndexedDataset(tmp_path / f"{data}_text_document"), tokenizer)

@@ -7,9 +7,9 @@ from pathlib import Path
 import datasets
 import pytest
 
-from megatron.data.tokenise.corpus_job import JobOptions, tokenise_files, write_metadata
-from megatron.data.tokenise.encode_text import EncodeOptions, TextEncoder
+from megatron.data.tokenise.command import CommandOptions, tokenise_files, write_metadata
 from megatron.data.tokenise.inputs import find_inputs
+from megatron.data.tokenise.texts import EncodeOptions, TextEncoder
 from megatron.errors import UserError
 from megatron.tokenizer import create_tokenizer
 
@@ -23,7 +23,7 @@ def test_a_list_of_files_names_inputs(tmp_path: Path) -> None:
     found = find_inputs([f"@{tmp_path}/list", str(tmp_path / "a.jsonl")])
     assert [path.name for path in found] == ["c.txt", "a.jsonl", "b.jsonl", "a.jsonl"]
     (tmp_path / "list").write_text("# nothing\n")
-    for name, said in (("list", "names none"), ("absent", "cannot be read")):
+    for name, said in (("list", "@.*list"), ("absent", "@.*absent")):
         with pytest.raises(UserError, match=said):
             find_inputs([f"@{tmp_path}/{name}"])
 
@@ -61,7 +61,7 @@ def test_what_tools_write_into_a_folder_is_none_of_its_documents(tmp_path: Path)
     tokenizer = create_tokenizer("bytes", None, None)
     prefix = str(tmp_path / "out")
     encoder = TextEncoder(tokenizer, EncodeOptions())
-    result = tokenise_files(before, encoder, prefix, JobOptions(), settings={}, skip_bad=False)
+    result = tokenise_files(before, encoder, prefix, CommandOptions(), settings={}, skip_bad=False)
     write_metadata(prefix, {}, result)
     assert [path.name for path in before] == ["a.jsonl", "data-00000-of-00001.arrow"]
     assert find_inputs([str(tmp_path)]) == before
@@ -73,13 +73,13 @@ def test_what_tools_write_into_a_folder_is_none_of_its_documents(tmp_path: Path)
     ("given", "said"),
     [
         ("absent.jsonl", "absent.jsonl: no such file"),
-        ("*.parquet", r"no match"),
-        ("notes.md", r"notes\.md: unknown kind of file\. Known: \.jsonl"),
-        ("notes.md.gz", "unknown kind of file"),
-        ("empty", "no file of a known kind"),
+        ("*.parquet", r"\*\.parquet"),
+        ("notes.md", r"notes\.md: .*\.jsonl"),
+        ("notes.md.gz", r"notes\.md\.gz: .*\.jsonl"),
+        ("empty", r"empty: .*\.jsonl"),
     ],
 )
-def test_inputs_that_stand_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, said: str) -> None:
+def test_inputs_without_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, said: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     for name in ("notes.md", "notes.md.gz"):

@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.data.tokenise.chunks import Document, Fault
-from megatron.data.tokenise.corpus_job import JobOptions, check_writable, tokenise_files
-from megatron.data.tokenise.encode_text import EncodeOptions, TextEncoder
+from megatron.data.tokenise.command import CommandOptions, check_writable, tokenise_files
 from megatron.data.tokenise.formats import Part, read_parts
 from megatron.data.tokenise.inputs import find_inputs
 from megatron.data.tokenise.shards import Shard, parse_shard
+from megatron.data.tokenise.texts import EncodeOptions, TextEncoder
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.merge import merge_groups
 from megatron.data.tokens.merge_groups import find_groups
@@ -68,7 +68,7 @@ def encoder(keys: tuple[str, ...] = KEYS) -> TextEncoder:
 
 
 def tokenise(paths: list[Path], prefix: Path, shard: Shard | None = None, keys: tuple[str, ...] = KEYS) -> None:
-    options = JobOptions(shard=shard, save_every=0)
+    options = CommandOptions(shard=shard, save_every=0)
     tokenise_files(paths, encoder(keys), str(prefix), options, settings={}, skip_bad=False)
 
 
@@ -164,12 +164,12 @@ def test_which_shard_a_process_is() -> None:
     assert parse_shard("3/16", {}) == Shard(3, 16)
     assert Shard(3, 16).name == "_shard_00003_of_00016"
     for text, said in (
-        ("16/16", r"counted from 0, so the last of 16 is 15/16"),
-        ("0/0", "no shard of none"),
-        ("1", "give i/n"),
-        ("-1/4", "give i/n"),
-        ("a/b", "give i/n"),
-        ("auto", "none of RANK"),
+        ("16/16", r"--shard 16/16: .*15/16"),
+        ("0/0", "--shard 0/0: "),
+        ("1", "--shard 1: .*i/n"),
+        ("-1/4", "--shard -1/4: .*i/n"),
+        ("a/b", "--shard a/b: .*i/n"),
+        ("auto", "--shard auto: .*RANK.*SLURM_PROCID"),
     ):
         with pytest.raises(UserError, match=said):
             parse_shard(text, {"HOME": "/"})
@@ -200,8 +200,8 @@ def test_a_folder_that_cannot_be_written_to_is_known_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(UserError, match=r"no permission to write in "):
+    with pytest.raises(UserError, match=r"--output-prefix .*permission"):
         tokenise([tmp_path / "absent.jsonl"], tmp_path / "new" / "c")
-    with pytest.raises(UserError, match="a folder; give a name in it too"):
+    with pytest.raises(UserError, match="--output-prefix .*corpus"):
         check_writable(f"{tmp_path}/")
     assert not list(tmp_path.iterdir())

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from megatron.data.tokenise.encode import write_datasets
-from megatron.data.tokenise.encode_text import EncodeOptions, TextEncoder
 from megatron.data.tokenise.formats import read_chunks
+from megatron.data.tokenise.texts import EncodeOptions, TextEncoder
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.manifest import manifest_path, read_manifest
@@ -186,14 +186,14 @@ def test_shards_that_are_not_a_whole_are_refused(tmp_path: Path) -> None:
 
 
 def test_shards_of_different_runs_are_refused(tmp_path: Path) -> None:
-    from megatron.data.tokenise.corpus_job import JobOptions, tokenise_files
+    from megatron.data.tokenise.command import CommandOptions, tokenise_files
     from megatron.data.tokenise.shards import Shard
 
     path = tmp_path / "a.jsonl"
 
     def make(index: int, **options: bool) -> None:
         encoder = TextEncoder(create_tokenizer("bytes"), EncodeOptions(**options))  # type: ignore[arg-type]
-        job = JobOptions(shard=Shard(index, 2))
+        job = CommandOptions(shard=Shard(index, 2))
         tokenise_files([path], encoder, str(tmp_path / "in" / "c"), job, settings={}, skip_bad=False)
 
     path.write_text('{"text": "one"}\n{"text": "two"}\n')

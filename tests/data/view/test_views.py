@@ -16,13 +16,12 @@ from megatron.data.collate import CollateRules
 from megatron.data.sample import Sample
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.manifest import finalize_with_manifest
-from megatron.data.view.charts import histogram
+from megatron.data.view.content import Part, View, document_view, sample_view
+from megatron.data.view.decode import token_texts
 from megatron.data.view.documents import open_documents
-from megatron.data.view.html import page, write_page
+from megatron.data.view.html import histogram, page, write_page
 from megatron.data.view.origin import Origin, OriginPiece
-from megatron.data.view.terminal import Style, lines, printable
-from megatron.data.view.texts import token_texts
-from megatron.data.view.views import Part, View, document_view, sample_view
+from megatron.data.view.terminal import Style, escape_controls, lines
 from megatron.errors import UserError
 from megatron.tokenizer import create_tokenizer
 from tests.data.corpus import write
@@ -108,8 +107,8 @@ def test_a_first_token_that_nothing_predicts_is_no_reason_for_marks() -> None:
 
 def test_nothing_reaches_the_terminal_that_could_command_it() -> None:
     evil = "a\x1b[2J\x07b\u202ec\x9bd\r"
-    assert printable(evil) == "a\\x1b[2J\\x07b\\u202ec\\x9bd\\x0d"
-    assert printable("tab\tline\nñ 🤖 日") == "tab\tline\nñ 🤖 日"
+    assert escape_controls(evil) == "a\\x1b[2J\\x07b\\u202ec\\x9bd\\x0d"
+    assert escape_controls("tab\tline\nñ 🤖 日") == "tab\tline\nñ 🤖 日"
     for style in ({}, {"ids": True}):
         out = shown(row(evil), **style)
         assert not set(out) & set("\x1b\x07\u202e\x9b\r")
@@ -175,27 +174,27 @@ def test_companions_are_found(tmp_path: Path) -> None:
 def test_companions_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     data = write(tmp_path / "x_chosen_document", [[1, 2], [3]])
     write(tmp_path / "x_rejected_document", [[1]])
-    with pytest.raises(UserError, match="no pairs"):
+    with pytest.raises(UserError, match="x_chosen_document.*2 .*x_rejected_document.*1"):
         open_documents(data)
     other = write(tmp_path / "labels", [[1], [3]], np.int32)
-    with pytest.raises(UserError, match="item sizes differ"):
+    with pytest.raises(UserError, match="labels"):
         open_documents(data, labels=other)
     write(tmp_path / "r_text_reward_document", [[1.0]], np.float32)
-    with pytest.raises(UserError, match="not tokens"):
+    with pytest.raises(UserError, match="r_text_reward_document.*float32"):
         open_documents(str(tmp_path / "r_text_reward_document"))
     write(tmp_path / "r_text_document", [[1], [2]])
-    with pytest.raises(UserError, match="1 rewards for the 2 documents"):
+    with pytest.raises(UserError, match="1 .*2 .*r_text_document"):
         open_documents(str(tmp_path / "r_text_document"))
 
 
-def test_labels_are_no_text(tmp_path: Path) -> None:
+def test_labels_cannot_be_decoded(tmp_path: Path) -> None:
     data, labels = write(tmp_path / "d", [[97, 98]]), str(tmp_path / "l")
     with IndexedDatasetBuilder(labels, np.int32) as builder:
         builder.add_document([-100, 98])
         finalize_with_manifest(builder, tokenizer=BYTES.fingerprint(), source=None)
     assert open_documents(data, BYTES).views(0)[0].tokens.tolist() == [97, 98]
     assert open_documents(labels).views(0)[0].tokens.tolist() == [-100, 98]  # as numbers
-    with pytest.raises(UserError, match=r"from -100 to 98: labels"):
+    with pytest.raises(UserError, match=r"document 0 of .*-100 to 98.*258"):
         open_documents(labels, BYTES).views(0)
 
 

@@ -1,4 +1,4 @@
-"""What of a Hugging Face dataset's records is exported: the column is found, then every record is turned into a line.
+"""Which columns of a Hugging Face dataset are exported, and how a record becomes a line.
 
 A line of the export is `{"text": ...}`, or `{"messages": [...]}` (with `"tools"` where the record has any) for chats.
 """
@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.data.chat.conversation import BadChat, Conversation, conversation
+from megatron.data.chat.conversation import BadChat, Conversation, conversation, without_nulls
+from megatron.data.tokenise.chunks import json_kind
 from megatron.errors import UserError, nearest
 
 Kind = Literal["text", "messages", "join"]
@@ -20,15 +21,15 @@ BLANK_LINE = "\n\n"
 
 
 class Unusable(Exception):
-    """A record whose column holds what cannot be exported; the message says what."""
+    """A record that cannot be exported; the message says why."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which columns are read and what becomes of them.
+    """Which columns are read and how.
 
     `kind`: "text" (a column of texts), "messages" (a column of chats), "join" (several columns make one text).
-    `flatten` makes a text of a chat: "midtrain" joins what is said, without the roles; "plain" writes the list out.
+    `flatten` makes a text of a chat: "midtrain" joins the contents, without the roles; "plain" writes out the list.
     """
 
     kind: Kind
@@ -41,7 +42,7 @@ class Layout:
         return "messages" if self.kind == "messages" and not self.flatten else "text"
 
     def render(self, record: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The line of a record, None when there is nothing in it. Raises `Unusable`."""
+        """The line of a record, None when it is empty. Raises `Unusable`."""
         if self.kind == "join":
             return _text_line(
                 BLANK_LINE.join(_as_text(v) for c in self.columns if (v := record.get(c)) not in (None, ""))
@@ -54,15 +55,14 @@ class Layout:
             return None
         if self.kind == "text":
             if not isinstance(value, str):
-                raise Unusable(f"key {column!r} holds {_kind_of(value)}, not a string")
+                raise Unusable(f"key {column!r} holds {json_kind(value)}, not a string")
             return _text_line(value)
         chat = self._chat(value, record.get("tools"))
         if not chat.messages:
             return None
         if self.flatten == "midtrain":
-            return _text_line(
-                BLANK_LINE.join(said for turn in chat.messages if (said := content_text(turn.get("content"))))
-            )
+            contents = (content_as_text(turn.get("content")) for turn in chat.messages)
+            return _text_line(BLANK_LINE.join(filter(None, contents)))
         if self.flatten == "plain":
             return _text_line(str(chat.messages))
         return {"messages": chat.messages, **({"tools": chat.tools} if chat.tools else {})}
@@ -83,10 +83,10 @@ def detect(
     midtrain: bool = False,
     skip_template: bool = False,
 ) -> Layout:
-    """The layout that flags and data ask for: joined columns, else the column named, else (for `midtrain`) `messages`,
-    else the first of `text` and `messages` that is there.
+    """The layout by flags and data: joined columns, else the column named, else (for `midtrain`) `messages`, else the
+    first of `text` and `messages` that exists.
 
-    `columns` are the names in the data, `sample` its first records. Raises `UserError` naming the columns there are.
+    `columns` are the names in the data, `sample` its first records. Raises `UserError` with the columns of the data.
     """
     if join_columns:
         for name in join_columns:
@@ -110,7 +110,7 @@ def detect(
     kind = _column_kind(name, sample)
     if kind is None:
         raise UserError(
-            f"column {name!r} holds {_kind_of(_first(name, sample))}: neither texts nor chats "
+            f"column {name!r} holds {json_kind(_first(name, sample))}: neither texts nor chats "
             f"(lists of objects with role and content).{_hints(columns, sample)}"
         )
     if midtrain and kind == "text":
@@ -119,28 +119,15 @@ def detect(
 
 
 def is_chat(value: Any) -> bool:
-    """Whether a column's value is a chat with something in it."""
+    """Whether a column's value is a chat with at least one message."""
     try:
         return bool(conversation(without_nulls(value)).messages)
     except BadChat:
         return False
 
 
-def without_nulls(value: Any) -> Any:
-    """`value` with the keys of its objects left out whose value is null, at every depth.
-
-    A column store gives every turn, and every tool call, the keys of all others, and templates ask whether a key is
-    there.
-    """
-    if isinstance(value, Mapping):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    if isinstance(value, (list, tuple)):
-        return [without_nulls(item) for item in value]
-    return value
-
-
-def content_text(content: Any) -> str:
-    """What a turn says, as text: of a list of typed parts the texts, else anything that is no string as JSON."""
+def content_as_text(content: Any) -> str:
+    """The content of a turn as text: the texts of a list of typed parts, JSON of anything else that is not a string."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
@@ -159,7 +146,7 @@ def _as_text(value: Any) -> str:
 
 
 def _column_kind(name: str, sample: Sequence[Mapping[str, Any]]) -> Kind | None:
-    """What the first value of a column is; an empty column counts as texts."""
+    """The kind of the first value of a column; an empty column counts as texts."""
     value = _first(name, sample)
     if is_chat(value):
         return "messages"
@@ -178,11 +165,6 @@ def _require(name: str, columns: Sequence[str], flag: str) -> None:
 def _hints(columns: Sequence[str], sample: Sequence[Mapping[str, Any]]) -> str:
     kinds = {name: _column_kind(name, sample) for name in columns if _first(name, sample) is not None}
     chats, texts = ([n for n, kind in kinds.items() if kind == wanted] for wanted in ("messages", "text"))
-    said = f" Chats: {', '.join(chats)}." if chats else ""
-    said += f" Texts: {', '.join(texts)}." if texts else ""
-    return f"{said} Name one with --text-column, or several with --join-columns A,B" if said else ""
-
-
-def _kind_of(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "true/false", type(None): "null"}
-    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+    found = f" Chats: {', '.join(chats)}." if chats else ""
+    found += f" Texts: {', '.join(texts)}." if texts else ""
+    return f"{found} Name one with --text-column, or several with --join-columns A,B" if found else ""

@@ -1,8 +1,8 @@
-"""Taking up a tokenisation that was killed: the journal beside the unfinished files says how far they are good.
+"""Resuming a killed tokenisation: the journal next to the unfinished files says up to where they are good.
 
-Everything written is appended, so the state of a run is a position in the input, the counts so far, and how long each
-file was: `<prefix>.resume.partial`, renewed every so often after the data has reached the disk. A later run cuts the
-files back to those lengths and reads on from that position, and so writes the bytes an uninterrupted one would have.
+Everything written is appended, so the state is a position in the input, the counts so far, and the length of each file:
+`<prefix>.resume.partial`, rewritten from time to time after the data has reached the disk. The resumed command cuts the
+files to those lengths, reads on from that position, and writes the bytes that an uninterrupted one would have written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Saved:
-    """What a journal holds. `complete`: the whole input was read, and only the last step, the renaming, may lack."""
+    """A journal's content. `complete`: all input was read; only renaming the files may be left to do."""
 
     position: Position
     counts: Mapping[str, Any]
@@ -44,12 +44,12 @@ class Journal:
 
     Args:
         prefix: as the datasets'.
-        identity: whatever the result depends on (files, options, tokenizer), by a name for messages; JSON-able. What
-            was written under another identity is not continued.
-        every: seconds between two saves; 0 for none, and then nothing can be taken up.
-        restart: forget what an earlier run left.
+        identity: what the result depends on (files, options, tokenizer), by a name for messages; JSON-able. Only what
+            was written with the same identity is resumed.
+        every: seconds between two saves; 0: never save, so nothing can be resumed.
+        restart: discard what an earlier command left.
 
-    Raises `UserError` when an earlier run cannot be continued by this one.
+    Raises `UserError` when this command cannot resume what an earlier one left.
     """
 
     def __init__(self, prefix: str, identity: Mapping[str, Any], every: float, *, restart: bool = False) -> None:
@@ -68,7 +68,7 @@ class Journal:
         return self.saved.position if self.saved else START
 
     def watch(self, cuts: Iterable[tuple[Chunk, Position]]) -> Iterator[Chunk]:
-        """The chunks, remembering where each ends. Nothing when the earlier run had read all."""
+        """The chunks, remembering where each ends; none when the earlier command had read all."""
         if self.saved and self.saved.complete:
             return
         for chunk, after in cuts:
@@ -76,27 +76,27 @@ class Journal:
             yield chunk
 
     def builder(self, index: int, prefix: str, dtype: np.dtype) -> IndexedDatasetBuilder:
-        """The builder of output `index`, with what the earlier run wrote."""
+        """The builder of output `index`, resumed where the earlier command stopped."""
         if self.saved is None:
             return IndexedDatasetBuilder(prefix, dtype)
         mark = self.saved.marks[index]
         if self.saved.complete:
-            _take_back(prefix, mark, dtype)
+            _undo_renaming(prefix, mark, dtype)
         return IndexedDatasetBuilder(prefix, dtype, resume=mark)
 
     def advance(self, counts: Any, builders: Sequence[IndexedDatasetBuilder]) -> None:
-        """One more chunk is written; `counts` (a dataclass) are the totals. Saves when it is time to."""
+        """Note that one more chunk is written, with the totals (a dataclass); save when it is time to."""
         position = self._ends.popleft()
         if self._every > 0 and builders and time.monotonic() - self._last >= self._every:
             self._save(position, counts, builders, complete=False)
 
     def complete(self, counts: Any, builders: Sequence[IndexedDatasetBuilder]) -> None:
-        """All is written; only the renaming is left, which is not to leave some datasets without the others."""
+        """Note that all is written and only the renaming is left, so that all datasets get their names or none."""
         if self.saved is not None or (self._every > 0 and len(builders) > 1):
             self._save(self.start, counts, builders, complete=True)
 
     def remove(self) -> None:
-        """The work is done, or not to be continued."""
+        """Delete the journal: the work is done, or will not be resumed."""
         self.path.unlink(missing_ok=True)
         self._new.unlink(missing_ok=True)  # of a process killed while it saved
         self.saved = None
@@ -121,23 +121,19 @@ class Journal:
         try:
             raw = json.loads(self.path.read_text(encoding="utf-8"))
             if raw["version"] != VERSION:
-                raise UserError(f"{self.path}: of another version of this program; --restart begins anew")
-            changed = [
-                name for name in {**raw["identity"], **self._identity} if not self._agrees(raw["identity"], name)
-            ]
+                raise UserError(f"{self.path}: written by another version of Deepy; --restart starts from zero")
+            names = {**raw["identity"], **self._identity}
+            changed = [name for name in names if raw["identity"].get(name) != self._identity.get(name)]
             marks = [Mark(**mark) for mark in raw["marks"]]
             saved = Saved(Position(**raw["position"]), raw["counts"], marks, raw["complete"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{self.path}: cannot be understood ({error!r}); --restart begins anew") from error
+            raise UserError(f"{self.path}: not a valid journal ({error!r}); --restart starts from zero") from error
         if changed:
             raise UserError(
-                f"{self.path}: an earlier run did not finish, and this one differs from it in {' and '.join(changed)}: "
-                "run it as it was to continue it, or give --restart to begin anew"
+                f"{self.path}: an earlier command did not finish, and this one differs in {' and '.join(changed)}. "
+                "Run the earlier command again to resume it, or give --restart to start from zero"
             )
         return saved
-
-    def _agrees(self, earlier: Mapping[str, str], name: str) -> bool:
-        return earlier.get(name) == self._identity.get(name)
 
 
 def digest(value: Any) -> str:
@@ -145,11 +141,10 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _take_back(prefix: str, mark: Mark, dtype: np.dtype) -> None:
-    """Give files that a complete run renamed before it was killed their unfinished names again."""
+def _undo_renaming(prefix: str, mark: Mark, dtype: np.dtype) -> None:
+    """Give files that were renamed before the command was killed their `.partial` names again."""
     for end, size in ((".bin", mark.tokens * dtype.itemsize), (".idx", HEADER.size + 12 * mark.items)):
         final, partial = Path(prefix + end), Path(f"{prefix}{end}{PARTIAL}")
-        if (
-            not partial.exists() and final.exists() and final.stat().st_size >= size
-        ):  # the index has more, after the lengths
+        # The index is larger: it has more than the lengths.
+        if not partial.exists() and final.exists() and final.stat().st_size >= size:
             os.replace(final, partial)

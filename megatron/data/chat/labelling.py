@@ -17,9 +17,9 @@ class LabelRules:
     Attributes:
         eos: id that ends a chat unless it ends with it already; None appends nothing.
         no_mask: every token is trained.
-        for_rm: for a reward model: nothing is trained but one more eos at the end, whose input is the eos at which the
-            reward is read.
-        leave_open: the last turn is to be continued, so nothing ends it.
+        for_rm: for a reward model: only one more eos at the end is trained; its input is the eos at which the reward is
+            read.
+        leave_open: the last turn is to be continued: nothing ends it.
     """
 
     eos: int | None = None
@@ -28,11 +28,11 @@ class LabelRules:
     leave_open: bool = False
 
 
-def covered(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+def find_covered(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
     """Which tokens hold a character of one of `spans`: bool `[n]`.
 
-    A token that reaches over the border of a span counts: " Yes" after "Answer:" is the answer's first token. This is
-    also the rule of `transformers` for `{% generation %}` spans.
+    A token that crosses the border of a span counts: " Yes" after "Answer:" is the answer's first token. `transformers`
+    has the same rule for `{% generation %}` spans.
 
     Args:
         offsets: `[n, 2]`, the characters `[begin, end)` that each token stands for, in order.
@@ -41,7 +41,7 @@ def covered(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray
     if not spans:
         return np.zeros(len(offsets), dtype=bool)
     begins, ends = np.asarray(spans, dtype=np.int64).T
-    first = np.searchsorted(ends, offsets[:, 0], side="right")  # the first span that ends behind the token's begin
+    first = np.searchsorted(ends, offsets[:, 0], side="right")  # the first span that ends after the token's start
     reached = np.append(begins, np.iinfo(np.int64).max)[first]
     return offsets[:, 1] > reached
 
@@ -53,21 +53,21 @@ def label(
 
     `ids` `[n]` and `offsets` `[n, 2]` are those of `text`; both results have up to two tokens more.
     """
-    trained = np.full(len(ids), rules.no_mask) | (covered(offsets, spans) & (not rules.for_rm))
+    trained = np.full(len(ids), rules.no_mask) | (find_covered(offsets, spans) & (not rules.for_rm))
     more: list[tuple[int, bool]] = []
     if rules.for_rm and rules.eos is not None:
         more = [(rules.eos, True)]
         if not len(ids) or ids[-1] != rules.eos:
             more.insert(0, (rules.eos, False))
-    elif rules.eos is not None and not rules.leave_open and not _ended(text, ids, offsets, rules.eos):
-        # It ends the turn of a template that has no end of turn; after one that has, it is part of a trained end.
+    elif rules.eos is not None and not rules.leave_open and not _ends_with(text, ids, offsets, rules.eos):
+        # It ends the turn if the template writes no end of turn; else it is trained if that end of turn is.
         more = [(rules.eos, bool(len(trained) and trained[-1]))]
     tokens = np.append(ids, [token for token, _ in more]).astype(np.int64)
     trained = np.append(trained, [flag for _, flag in more]).astype(bool)
     return tokens, np.where(trained, tokens, IGNORE)
 
 
-def _ended(text: str, ids: np.ndarray, offsets: np.ndarray, eos: int) -> bool:
+def _ends_with(text: str, ids: np.ndarray, offsets: np.ndarray, eos: int) -> bool:
     """Whether nothing but blanks follows the last `eos`."""
     found = np.flatnonzero(ids == eos)
     return bool(len(found)) and not text[int(offsets[found[-1], 1]) :].strip()

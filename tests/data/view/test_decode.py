@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.view.spans import bracketed, trained_spans
+from megatron.data.view.decode import bracket_trained, trained_spans
 from megatron.tokenizer import create_tokenizer
 from tests.tokenizer.vocabularies import write_json
 
@@ -61,7 +61,7 @@ def test_brackets(tmp_path: Path) -> None:
     tokenizer = create_tokenizer("HFTokenizer", str(write_json(tmp_path / "tokenizer.json")))
     tokens = tokenizer.tokenize("hello world é<|endoftext|>")
     labels = [-100, *tokens[1:]]
-    assert bracketed(tokenizer, tokens, labels) == "hello⟦ world é<|endoftext|>⟧"
+    assert bracket_trained(tokenizer, tokens, labels) == "hello⟦ world é<|endoftext|>⟧"
 
 
 def test_as_many_labels_as_tokens() -> None:

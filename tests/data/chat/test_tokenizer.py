@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.data.chat.conversation import Conversation
-from megatron.data.chat.source import chat_tokenizer, tokenizer_folder
 from megatron.data.chat.template import load_template
+from megatron.data.chat.tokenizer import chat_tokenizer, tokenizer_folder
 from megatron.errors import UserError
 from tests.data.chat.chats import THREE, documents, encoder, rows
 from tests.data.chat.templates import INST, SPECIAL, backend, write_folder
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.cpu
 FROM_HUB = """
 import sys
 from megatron.data.chat.conversation import Conversation
-from megatron.data.chat.source import chat_tokenizer, tokenizer_folder
+from megatron.data.chat.tokenizer import chat_tokenizer, tokenizer_folder
 from megatron.data.chat.template import load_template
 from megatron.errors import run_cli
 
@@ -58,7 +58,7 @@ def test_chats_are_rendered_without_torch(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no tokenizer.json in it. transformers makes one of most tokenizers"):
+    with pytest.raises(UserError, match=r"--tokenizer-path .*tokenizer\.json"):
         chat_tokenizer(str(tmp_path))
 
 
@@ -76,11 +76,11 @@ def test_a_name_on_the_hub(tmp_path: Path) -> None:
 
         done = fetch()
         assert done.stdout == f"{backend().get_vocab_size()} 4 {{% for mes\n", done.stderr
-    # The second time it is there already, also without a network.
+    # The second time it is cached: no network is needed.
     assert fetch(HF_HUB_OFFLINE="1").stdout == done.stdout
     lost = fetch(HF_HOME=str(tmp_path / "other"), HF_HUB_OFFLINE="1")
     assert lost.returncode == 2
-    assert "--tokenizer-path lab/chat: no such folder, and the Hub has nothing of that name" in lost.stderr
+    assert "--tokenizer-path lab/chat: " in lost.stderr
 
 
 def test_a_tokenizer_that_marks_blanks(tmp_path: Path) -> None:
@@ -117,5 +117,5 @@ def test_an_eos_that_no_file_names_is_the_end_of_document(tmp_path: Path) -> Non
     template = load_template(tmp_path, str(tmp_path / "mine.jinja"))
     assert template.render(Conversation(THREE)) == "Hi there<|endoftext|>"
     backend(("<s>",)).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"the chat template \(eos_token\) needs an end-of-document token"):
+    with pytest.raises(UserError, match="eos_token"):
         load_template(tmp_path, str(tmp_path / "mine.jinja"))

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron.data.hub import stages as hf_dataset_stages
-from megatron.data.hub.dataset import PrepareOptions, output_name, prepare_hf_dataset
-from megatron.data.hub.source import Request, TableSource
+from megatron.data.hub import pipeline, records, stages
+from megatron.data.hub.pipeline import PrepareOptions, output_name, prepare_hf_dataset
+from megatron.data.hub.records import FileRecords, Request, TableRecords
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.manifest import read_manifest
 from megatron.errors import DeepyError, UserError
@@ -194,7 +194,7 @@ def test_a_table_is_read_in_pieces_of_bounded_size() -> None:
     import datasets
 
     long = datasets.Dataset.from_dict({"text": ["x" * 100_000] * 200})
-    source = TableSource(long, "x", "key", {}, batch_size=10_000)
+    source = TableRecords(long, "x", "key", {}, batch_size=10_000)
     pieces = list(source.pieces())
     assert max(piece.stop - piece.start for piece in pieces) < 50
     assert [piece.start for piece in pieces[1:]] == [piece.stop for piece in pieces[:-1]]
@@ -204,20 +204,17 @@ def test_a_table_is_read_in_pieces_of_bounded_size() -> None:
 
 def test_large_row_groups_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into pieces that together are the rows, each once, under their own numbers."""
-    from megatron.data.hub import source as hf_dataset_source
-    from megatron.data.hub.source import FilesSource
-
     path = tmp_path / "a.parquet"
     table().to_parquet(path)
-    whole = FilesSource([path], "key", {})
+    whole = FileRecords([path], "key", {})
     (piece,) = whole.pieces()
-    records = list(whole.records(piece, ["text"]))
-    monkeypatch.setattr(hf_dataset_source, "GROUP_BYTES", path.stat().st_size // 7)
+    rows = list(whole.read(piece, ["text"]))
+    monkeypatch.setattr(records, "GROUP_BYTES", path.stat().st_size // 7)
     pieces = list(whole.pieces())
     assert len(pieces) >= 7
     assert sum(piece.nbytes for piece in pieces) == path.stat().st_size
-    assert [record for piece in pieces for record in whole.records(piece, ["text"])] == records
-    assert [r.value["text"] for r in records] == TEXTS
+    assert [record for piece in pieces for record in whole.read(piece, ["text"])] == rows
+    assert [r.value["text"] for r in rows] == TEXTS
 
 
 def test_columns_of_images_are_no_obstacle(tmp_path: Path, prepare: Prepare) -> None:
@@ -284,7 +281,7 @@ def test_results_file(tmp_path: Path, prepare: Prepare) -> None:
 
 
 class Stages:
-    """What was done anew, told from the inodes of what the stages write."""
+    """What was done again, by the inodes of the files that the stages write."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -308,10 +305,10 @@ def test_what_is_done_is_not_done_again(tmp_path: Path, prepare: Prepare, monkey
     first = prepare(path)
     # Files that are kept open keep their inode from being given to another.
     with (tmp_path / "out" / "dataset.jsonl").open(), (tmp_path / "out" / "out_text_document.bin").open():
-        stages = Stages(tmp_path / "out")
-        monkeypatch.setattr(hf_dataset_stages.Renderer, "__call__", None)  # nothing may be read record by record
+        files = Stages(tmp_path / "out")
+        monkeypatch.setattr(stages.Renderer, "__call__", None)  # nothing may be read record by record
         second = prepare(path)
-        assert stages.redone() == set()
+        assert files.redone() == set()
     times = ("elapsed_time",)
     assert {n: v for n, v in first.items() if n not in times} == {n: v for n, v in second.items() if n not in times}
 
@@ -368,15 +365,13 @@ def test_what_changed_is_done_again(tmp_path: Path, tokenizer: Path, prepare: Pr
 def test_a_failed_stage_leaves_the_ones_before_it(
     tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.data.hub import dataset as hf_dataset
-
     path = write_jsonl(tmp_path / "a.jsonl")
 
     def fail(*_: Any, **__: Any) -> None:
         raise DeepyError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(hf_dataset, "tokenise_files", fail)
+        patch.setattr(pipeline, "tokenise_files", fail)
         with pytest.raises(DeepyError):
             prepare(path)
     stored = json.loads((tmp_path / "out" / "pipeline_results.json").read_text())
@@ -421,7 +416,7 @@ def test_the_hub_is_waited_for_with_the_sleep_given(tmp_path: Path, monkeypatch:
     (tmp_path / "out").mkdir()
     options = PrepareOptions(Request("me/x"), tmp_path / "out", skip_count=True, skip_tokenize=True)
     waits: list[float] = []
-    with pytest.raises(UserError, match="me/x: the Hub still answers 429"):
+    with pytest.raises(UserError, match="me/x: .*429"):
         prepare_hf_dataset(options, sleep=waits.append)
     assert waits == [300] + [600] * 8
     stored = json.loads((tmp_path / "out" / "pipeline_results.json").read_text())
@@ -435,14 +430,14 @@ def test_tokenizers(tmp_path: Path, tokenizer: Path, prepare: Prepare) -> None:
     from tests.tokenizer.vocabularies import byte_level
 
     path = write_jsonl(tmp_path / "a.jsonl")
-    with pytest.raises(UserError, match="a tokenizer is needed: --vocab-file"):
+    with pytest.raises(UserError, match="--vocab-file.*--hf-tokenizer"):
         prepare(path, vocab_file=None)
     one = prepare(path, vocab_file=None, hf_tokenizer=str(tokenizer.parent))["token_count"]
     assert one == prepare(path, hf_tokenizer=str(tokenizer.parent), count_only=True)["token_count"]
     other = write_json(tmp_path / "other" / "tokenizer.json", byte_level(added=["<|user|>"]))
-    with pytest.raises(UserError, match="do not have the same ids"):
+    with pytest.raises(UserError, match="--vocab-file .*--hf-tokenizer .*ids"):
         prepare(path, hf_tokenizer=str(other.parent))
-    with pytest.raises(UserError, match="--hf-tokenizer ./gone: no such file or folder"):
+    with pytest.raises(UserError, match="--hf-tokenizer ./gone: no such file"):
         prepare(path, hf_tokenizer="./gone")
 
 
@@ -470,5 +465,5 @@ def test_an_output_folder_that_cannot_be_is_known_before_anything_is_read(
     tmp_path: Path, prepare: Prepare, below: str
 ) -> None:
     taken = write_jsonl(tmp_path / "taken")
-    with pytest.raises(UserError, match=r"output folder .*: .*taken is not a folder"):
+    with pytest.raises(UserError, match=r"output folder .*taken"):
         prepare("me/absent", output_dir=taken / below)

@@ -1,4 +1,4 @@
-"""`pipeline_results.json`: what a prepared dataset is, and which stages of its preparation are done."""
+"""`pipeline_results.json`: what a prepared dataset contains, and which stages of its preparation are done."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ FORMAT_VERSION = 1
 logger = get_logger(__name__)
 
 
-class PipelineState:
-    """The file's content. `results` are the keys of GPT-NeoX's fork and ours; `stages` holds per stage the key of what
-    it was made of and what it gave; `stamps` the digests of local files (`hf_dataset_source.Stamps`).
+class Results:
+    """The file's content. `values`: the keys of GPT-NeoX's fork and ours; `stages`: per stage a key of its inputs, and
+    its results; `stamps`: digests of local files (see `records.Stamps`).
 
-    Nothing is written before a stage has been done.
+    The file is written only after a stage is done.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Reads what an earlier run left in `folder`; what cannot be read counts as nothing, with a warning."""
+        """Reads what an earlier command left in `folder`; an unreadable file is ignored with a warning."""
         self.path = folder / NAME
-        self.results: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
         earlier = _read(self.path)
         self.stages: dict[str, dict[str, Any]] = earlier.get("stages", {})
         self.stamps: dict[str, list[Any]] = earlier.get("stamps", {})
@@ -33,27 +33,26 @@ class PipelineState:
         self.request: dict[str, Any] | None = earlier.get("request")
 
     def done(self, stage: str, key: str) -> dict[str, Any] | None:
-        """What a stage gave, when it was done with that key; else None."""
+        """The results of a stage that was done with that key, else None."""
         found = self.stages.get(stage)
         return found if found is not None and found.get("key") == key else None
 
-    def finish(self, stage: str, key: str, **gave: Any) -> dict[str, Any]:
-        """Note that a stage is done, and write the file."""
-        self.stages[stage] = {"key": key, **gave}
+    def finish(self, stage: str, key: str, **results: Any) -> dict[str, Any]:
+        """Add a stage that is done, and write the file."""
+        self.stages[stage] = {"key": key, **results}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.write("started")
         return self.stages[stage]
 
     def write(self, status: str, error: str | None = None) -> None:
-        """Write the file when its folder is there (temporary name, then rename)."""
+        """Write the file if its folder exists (temporary name, then rename)."""
         if not self.path.parent.is_dir():
             return
-        said = {"error": error} if error else {}
         content = {
             "format_version": FORMAT_VERSION,
-            **self.results,
+            **self.values,
             "status": status,
-            **said,
+            **({"error": error} if error else {}),
             "request": self.request,
             "hub_files": self.hub_files,
             "stages": self.stages,
@@ -72,6 +71,6 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError:
         content = None
     if not isinstance(content, dict) or content.get("format_version") != FORMAT_VERSION:
-        logger.warning(f"{path}: not of this version of the tool; every stage is done anew")
+        logger.warning(f"{path}: written by another version; every stage is done again")
         return {}
     return content

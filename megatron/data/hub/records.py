@@ -1,8 +1,8 @@
-"""Where a Hugging Face dataset's records come from: a list of files read as they are, or an arrow table on disk.
+"""The records of a Hugging Face dataset: from files that are read directly, or from an arrow table on disk.
 
-JSON lines and parquet are read by the readers of `formats`: nothing is copied into a cache, and a record is what the
-file says (a column store would give every chat turn the keys of all others). What those readers do not know (CSV,
-archives, slices of a split, folders of `save_to_disk`) goes through `datasets`, which keeps it as memory-mapped arrow.
+`tokenise.formats` reads JSON lines and parquet: nothing is copied to a cache, and a record has the keys that the file
+has (a column store would give every chat turn the keys of all others). Everything else (CSV, archives, slices of a
+split, folders of `save_to_disk`) is read through `datasets`, which keeps it as memory-mapped arrow.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megatron.errors import UserError
 from megatron.log import progress
 
 SAMPLE_ROWS = 64  # records that detection looks at
-PIECE_BYTES = 1 << 22  # how much of a table a worker takes at a time
-GROUP_BYTES = 1 << 24  # how much of a parquet file; less would decode what precedes a piece too often
+PIECE_BYTES = 1 << 22  # how much of a table a worker gets at a time
+GROUP_BYTES = 1 << 24  # how much of a parquet file; the rows before a piece are decoded again for it
 HASHED_AT_ONCE = 1 << 22
 
-# Kinds of files that are read as they are. Not .txt: `datasets` makes a record of every line, and so does this tool.
+# Kinds of files that are read directly. Not .txt: `datasets` makes a record of every line, and so does this tool.
 RAW_KINDS = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 
 FileStamp = tuple[int, int, str]  # size, time of change in ns, SHA-256
@@ -35,7 +35,7 @@ FileStamp = tuple[int, int, str]  # size, time of change in ns, SHA-256
 
 @dataclass(frozen=True)
 class Request:
-    """What the user names: a Hub dataset or local path, and which part of it."""
+    """What the user asks for: a Hub dataset or local path, and which part."""
 
     dataset: str
     subset: str | None = None
@@ -45,7 +45,7 @@ class Request:
     revision: str | None = None
 
     def describe(self) -> dict[str, Any]:
-        """What was asked for, for manifests; local folders only by name."""
+        """The request for manifests; local folders only by name."""
         return {"dataset": Path(self.dataset).name if Path(self.dataset).exists() else self.dataset} | {
             name: value
             for name in ("subset", "split", "data_dir", "revision")
@@ -53,11 +53,11 @@ class Request:
         }
 
 
-class Source(ABC):
-    """A re-readable stream of records, cut into pieces for workers. Made once and sent to every worker.
+class Records(ABC):
+    """The records of a dataset, in pieces for workers. Made once and sent to every worker; can be read again.
 
-    `key` names its content: equal keys mean equal records. `nbytes` is the sum of the pieces' `nbytes`; `documents`
-    the number of records where it is known beforehand.
+    `key` identifies the content: equal keys mean equal records. `nbytes`: sum of the pieces' `nbytes`; `documents`: the
+    number of records where it is known beforehand.
     """
 
     key: str
@@ -71,21 +71,21 @@ class Source(ABC):
         """The pieces in order; each has `nbytes`."""
 
     @abstractmethod
-    def records(self, piece: Any, columns: Sequence[str] | None) -> Iterator[Record | Fault]:
+    def read(self, piece: Any, columns: Sequence[str] | None) -> Iterator[Record | Fault]:
         """The records of a piece, with at least the columns named (None: all)."""
 
     @cached_property
     def sample(self) -> list[Mapping[str, Any]]:
-        """The first records; unusable ones are passed over."""
-        found = (record for piece in self.pieces() for record in self.records(piece, None))
+        """The first usable records."""
+        found = (record for piece in self.pieces() for record in self.read(piece, None))
         return [r.value for r in itertools.islice(found, SAMPLE_ROWS) if isinstance(r, Record)]
 
 
-class FilesSource(Source):
-    """Files read as they are."""
+class FileRecords(Records):
+    """The records of files that are read directly."""
 
     def __init__(self, paths: Sequence[Path], key: str, description: Mapping[str, Any]) -> None:
-        """`key` as `Source.key`. Raises `UserError` when the files hold no record."""
+        """`key` as `Records.key`. Raises `UserError` when the files hold no record."""
         self.paths, self.key, self.description = list(paths), key, description
         self.nbytes, self.documents = sum(path.stat().st_size for path in paths), None
         names: dict[str, None] = {}
@@ -97,13 +97,13 @@ class FilesSource(Source):
         """Chunks of the files."""
         return (piece for chunk in read_chunks(self.paths) for piece in _cut(chunk))
 
-    def records(self, piece: Chunk, columns: Sequence[str] | None) -> Iterator[Record | Fault]:
+    def read(self, piece: Chunk, columns: Sequence[str] | None) -> Iterator[Record | Fault]:
         """The records of a chunk."""
         return piece.records(columns)
 
 
 def _cut(chunk: Chunk) -> Iterator[Chunk]:
-    """A large chunk of parquet in several: whole, it would be held as text, in every worker and a few times here."""
+    """Cut a large chunk of parquet: whole, it would be held as text, in every worker and a few times here."""
     if not isinstance(chunk, RowGroupChunk) or chunk.rows is None or chunk.nbytes <= GROUP_BYTES:
         yield chunk
         return
@@ -123,13 +123,13 @@ class Rows:
     nbytes: int
 
 
-class TableSource(Source):
+class TableRecords(Records):
     """A `datasets.Dataset`, which maps its arrow files into memory."""
 
     def __init__(self, table: Any, name: str, key: str, description: Mapping[str, Any], batch_size: int) -> None:
-        """`name` stands in messages; a piece has at most `batch_size` rows.
+        """`name` is for messages; a piece has at most `batch_size` rows.
 
-        Columns of images, sounds and the like are dropped: decoding them needs more packages, and they hold no text.
+        Columns of images, sounds and the like are dropped: they hold no text, and decoding them needs more packages.
         """
         media = [name for name, feature in (table.features or {}).items() if getattr(feature, "decode", False) is True]
         table = table.remove_columns(media)
@@ -145,7 +145,7 @@ class TableSource(Source):
             stop = min(start + self.rows, total)
             yield Rows(start, stop, self.nbytes * stop // total - self.nbytes * start // total)
 
-    def records(self, piece: Rows, columns: Sequence[str] | None) -> Iterator[Record | Fault]:
+    def read(self, piece: Rows, columns: Sequence[str] | None) -> Iterator[Record | Fault]:
         """The rows of a range."""
         table = self.table if columns is None else self.table.select_columns(list(columns))
         values = table[piece.start : piece.stop]
@@ -156,7 +156,7 @@ class TableSource(Source):
 
 @dataclass
 class Stamps:
-    """SHA-256 of local files. One whose size and time of change are as `known` has them is not read again."""
+    """SHA-256 of local files. A file whose size and time of change are those in `known` is not read again."""
 
     known: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     seen: dict[str, FileStamp] = field(default_factory=dict)
@@ -177,13 +177,13 @@ class Stamps:
         )
 
 
-def raw_kind(path: Path | str) -> bool:
-    """Whether files of this name are read as they are."""
+def is_raw(path: Path | str) -> bool:
+    """Whether files of this name are read directly."""
     return kind_of(Path(path)) in RAW_KINDS
 
 
 def content_key(*parts: Any) -> str:
-    """A short name for the content of JSON-able values."""
+    """A digest of JSON-able values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron.data.hub.columns import Layout, Unusable, detect, without_nulls
+from megatron.data.chat.conversation import without_nulls
+from megatron.data.hub.layout import Layout, Unusable, detect
 from megatron.errors import UserError
 
 pytestmark = pytest.mark.cpu
@@ -47,20 +48,20 @@ def test_messages_are_found_without_a_text() -> None:
         (
             {"body": "a", "talk": CHAT},
             {},
-            "no column 'text' or 'messages'. The data has: body, talk. Chats: talk. Texts: body",
+            "'text'.*'messages'.*body, talk.*Chats: talk.*Texts: body",
         ),
-        ({"text": "a"}, {"text_column": "txt"}, "--text-column: no column 'txt'. Did you mean 'text'?"),
-        ({"text": "a"}, {"join_columns": ["text", "b"]}, "--join-columns: no column 'b'"),
-        ({"text": "a"}, {"midtrain": True}, "--midtrain-chat-messages: no column 'messages'"),
+        ({"text": "a"}, {"text_column": "txt"}, "--text-column: .*'txt'.*'text'"),
+        ({"text": "a"}, {"join_columns": ["text", "b"]}, "--join-columns: .*'b'"),
+        ({"text": "a"}, {"midtrain": True}, "--midtrain-chat-messages: .*'messages'"),
         (
             {"text": "a"},
             {"midtrain": True, "text_column": "text"},
-            "--midtrain-chat-messages: column 'text' holds texts",
+            "--midtrain-chat-messages: .*'text'",
         ),
-        ({"text": 3, "body": "a"}, {}, "column 'text' holds a number: neither texts nor chats .* Texts: body"),
+        ({"text": 3, "body": "a"}, {}, "column 'text' .*number.* Texts: body"),
     ],
 )
-def test_what_cannot_be_found(record: dict[str, Any], flags: dict[str, Any], said: str) -> None:
+def test_impossible_requests_are_refused(record: dict[str, Any], flags: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         detect(list(record), [record], **flags)
 
@@ -72,7 +73,7 @@ def test_texts() -> None:
     for value, said in ((3, "holds a number"), ([], "holds a list")):
         with pytest.raises(Unusable, match=said):
             layout.render({"body": value})
-    with pytest.raises(Unusable, match="no key 'body'. Did you mean 'bodi'"):
+    with pytest.raises(Unusable, match="key 'body'.*'bodi'"):
         layout.render({"bodi": "a"})
 
 

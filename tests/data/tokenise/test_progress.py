@@ -1,4 +1,4 @@
-"""What a tokenisation says while it runs, where there is no terminal."""
+"""The progress display of a tokenisation, on a terminal and elsewhere."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from megatron.data.tokenise import encode_progress
+from megatron import log
 from megatron.data.tokenise.encode import Tally
-from megatron.data.tokenise.encode_progress import EncodeProgress
+from megatron.data.tokenise.progress import TallyProgress
 
 pytestmark = pytest.mark.cpu
 
@@ -25,7 +25,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     fake = Clock()
-    monkeypatch.setattr(encode_progress, "time", fake)
+    monkeypatch.setattr(log, "time", fake)
     return fake
 
 
@@ -34,7 +34,7 @@ def tally(documents: int, nbytes: int, tokens: int) -> Tally:
 
 
 def test_share_rates_and_time_left(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="deepy"), EncodeProgress(40_000_000) as progress:
+    with caplog.at_level("INFO", logger="deepy"), TallyProgress("tokenising", 40_000_000) as progress:
         clock.now += 10
         progress(tally(500, 10_000_000, 2_000_000))
         clock.now += 80
@@ -45,7 +45,7 @@ def test_share_rates_and_time_left(clock: Clock, caplog: pytest.LogCaptureFixtur
 
 
 def test_the_number_of_documents_given_is_the_goal(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    progress = EncodeProgress(1, num_docs=20_000)
+    progress = TallyProgress("tokenising", 1, num_docs=20_000)
     clock.now += 100
     with caplog.at_level("INFO", logger="deepy"):
         progress(tally(200, 10_000_000, 1))
@@ -53,7 +53,7 @@ def test_the_number_of_documents_given_is_the_goal(clock: Clock, caplog: pytest.
 
 
 def test_updates_keep_their_distance(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    progress = EncodeProgress(None, log_interval=100)
+    progress = TallyProgress("tokenising", None, log_interval=100)
     with caplog.at_level("INFO", logger="deepy"):
         for documents, seconds in ((50, 9), (120, 9), (250, 1), (260, 9), (300, 9)):
             clock.now += seconds
@@ -61,8 +61,12 @@ def test_updates_keep_their_distance(clock: Clock, caplog: pytest.LogCaptureFixt
     assert [message.split(" docs")[0] for message in caplog.messages] == ["tokenising: 120", "tokenising: 260"]
 
 
-def test_nothing_is_said_to_be_done_after_a_failure(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="deepy"), pytest.raises(RuntimeError), EncodeProgress(1) as progress:
+def test_a_failure_logs_no_end(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level("INFO", logger="deepy"),
+        pytest.raises(RuntimeError),
+        TallyProgress("tokenising", 1) as progress,
+    ):
         progress(tally(1, 1, 1))
         raise RuntimeError
     assert caplog.messages == []
@@ -75,7 +79,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_gets_a_bar_with_speeds_and_time_left(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with EncodeProgress(40_000_000) as progress:
+    with TallyProgress("tokenising", 40_000_000) as progress:
         clock.now += 10
         progress(tally(500, 10_000_000, 2_000_000))
     shown = sys.stderr.getvalue()  # type: ignore[attr-defined]

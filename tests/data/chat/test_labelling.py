@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.data.chat.labels import LabelRules, covered, label
+from megatron.data.chat.labelling import LabelRules, find_covered, label
 
 pytestmark = pytest.mark.cpu
 
@@ -25,11 +25,11 @@ def test_tokens_that_hold_a_trained_character() -> None:
         (): [0] * 7,
     }
     for spans, wanted in expected.items():
-        assert covered(tokens, spans).tolist() == [bool(one) for one in wanted], spans
+        assert find_covered(tokens, spans).tolist() == [bool(one) for one in wanted], spans
 
 
 def test_no_token() -> None:
-    assert covered(offsets(), [(0, 1)]).tolist() == []
+    assert find_covered(offsets(), [(0, 1)]).tolist() == []
     tokens, labels = label("", np.array([], dtype=np.int64), offsets(), [], LabelRules(eos=9))
     assert (tokens.tolist(), labels.tolist()) == ([9], [-100])
 

@@ -12,9 +12,8 @@ import numpy as np
 from megatron.data.tokenise.chunks import Chunk, Document
 from megatron.data.tokenise.encode import Encoded, Output, Tally
 from megatron.data.tokenise.formats import read_chunks
-from megatron.data.tokenise.mend import text_mender
 from megatron.data.tokens.indexed import token_dtype
-from megatron.errors import DeepyError
+from megatron.errors import DeepyError, UserError
 from megatron.tokenizer import Ragged, Tokenizer
 
 SAMPLED_FILES = 8
@@ -25,14 +24,22 @@ SAMPLED_CHARACTERS = 1 << 16
 class EncodeOptions:
     """What of a record is tokenised and how.
 
-    `keys`: each makes a dataset of its own. `append_eod`: end every document with the tokenizer's eod. `ftfy`: mend
-    broken Unicode first. `skip_bad`: leave out records that cannot be used and count them, instead of stopping.
+    `keys`: each makes a dataset of its own. `append_eod`: end every document with the tokenizer's eod. `ftfy`: repair
+    broken Unicode first. `skip_bad`: leave out and count unusable records instead of stopping.
     """
 
     keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
     ftfy: bool = False
     skip_bad: bool = False
+
+    def eod_of(self, tokenizer: Tokenizer) -> int | None:
+        """The id to append to every document, None when nothing is or the tokenizer does it by itself.
+
+        Raises `UserError` when eod is wanted and the tokenizer has none.
+        """
+        eod = tokenizer.require_eod("--append-eod") if self.append_eod else None
+        return None if eod is not None and tokenizer.tokenize("a")[-1:] == [eod] else eod
 
 
 class TextEncoder:
@@ -42,13 +49,9 @@ class TextEncoder:
         """Raises `UserError` when eod is wanted and the tokenizer has none, or ftfy is wanted and not installed."""
         self.tokenizer, self.options = tokenizer, options
         self.dtype = token_dtype(tokenizer.vocab_size)
-        said = {"append_eod": options.append_eod, "ftfy": options.ftfy}
-        self.outputs = tuple(Output(f"_{key}_document", self.dtype, key, said) for key in options.keys)
-        self.eod = tokenizer.require_eod("--append-eod") if options.append_eod else None
-        # A tokenizer whose own template ends a text with eod must not get a second one.
-        if self.eod is not None and tokenizer.tokenize("a")[-1:] == [self.eod]:
-            self.eod = None
-        self._fix: Callable[[str], str] | None = text_mender() if options.ftfy else None
+        extra = {"append_eod": options.append_eod, "ftfy": options.ftfy}
+        self.outputs = tuple(Output(f"_{key}_document", self.dtype, key, extra) for key in options.keys)
+        self.eod, self._fix = options.eod_of(tokenizer), text_fixer(options.ftfy)
 
     def encode(self, chunk: Chunk) -> Encoded:
         """Tokenise the documents of a chunk; blank ones are counted and left out."""
@@ -61,10 +64,7 @@ class TextEncoder:
         return Encoded(list(ids), list(lengths), tally)
 
     def _column(self, texts: list[str], tally: Tally, index: int) -> tuple[np.ndarray, np.ndarray]:
-        given = len(texts)
-        if self._fix:
-            texts = list(map(self._fix, texts))
-        texts = [text for text in texts if text and not text.isspace()]
+        given, texts = len(texts), usable_texts(texts, self._fix)
         rows = self.tokenizer.encode_batch(texts)
         lengths = rows.lengths
         if len(rows.ids) and int(rows.ids.max()) >= self.tokenizer.vocab_size:  # 16 bits would wrap it silently
@@ -81,10 +81,27 @@ class TextEncoder:
         return rows.ids, rows.lengths
 
 
-def sample_of_files(paths: Sequence[Path], keys: Sequence[str]) -> Iterator[str]:
-    """Texts from the beginnings of a few files, on which an encoder can be tried (`tokenizer.choose_encoder`).
+def text_fixer(ftfy: bool) -> Callable[[str], str] | None:
+    """ftfy's `fix_text`, which repairs broken Unicode, if `ftfy`. Raises `UserError` when it is not installed."""
+    if not ftfy:
+        return None
+    try:
+        from ftfy import fix_text
+    except ImportError as error:
+        raise UserError("--ftfy needs ftfy: pip install -r requirements/requirements.txt") from error
+    return fix_text
 
-    Raises `UserError` for a file that cannot be read. Pipes, which can be read only once, are passed over.
+
+def usable_texts(texts: Sequence[str], fix: Callable[[str], str] | None) -> list[str]:
+    """The texts after `fix`, without the blank ones."""
+    fixed = texts if fix is None else map(fix, texts)
+    return [text for text in fixed if text and not text.isspace()]
+
+
+def sample_of_files(paths: Sequence[Path], keys: Sequence[str]) -> Iterator[str]:
+    """Texts from the start of a few files, on which an encoder can be tried (`tokenizer.choose_encoder`).
+
+    Raises `UserError` for a file that cannot be read. Skips pipes, which can be read only once.
     """
     files = [path for path in paths if path.is_file()]
     for path in files[:: max(len(files) // SAMPLED_FILES, 1)][:SAMPLED_FILES]:

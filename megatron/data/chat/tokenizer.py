@@ -1,8 +1,9 @@
-"""A Hugging Face tokenizer with its chat template, as `--tokenizer-path` names it."""
+"""A Hugging Face tokenizer with its chat template: a folder, or a repository on the Hub."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron.errors import UserError
@@ -10,21 +11,15 @@ from megatron.tokenizer import Tokenizer, create_tokenizer
 from megatron.tokenizer.hub import require_hub
 from megatron.tokenizer.hugging_face import LibraryTokenizer
 
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-    "vocab.json",
-    "merges.txt",
-)
+# What makes a tokenizer and its chat template; weights are not downloaded.
+FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template*", "*.jinja"]
+FILES += ["vocab.json", "merges.txt", "config.json", "generation_config.json", "added_tokens.json"]
 
 
 def tokenizer_folder(path: str) -> Path:
     """The folder of a tokenizer: a folder, the folder of a tokenizer.json, or the files of a Hub repository.
 
-    Raises `UserError` when there is nothing of that name.
+    Raises `UserError` when none of these exists.
     """
     local = Path(path).expanduser()
     if local.is_dir():
@@ -33,7 +28,7 @@ def tokenizer_folder(path: str) -> Path:
         return local.parent
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
         raise UserError(f"--tokenizer-path {path}: no such folder")
-    return _from_hub(path)
+    return download_tokenizer(path, "--tokenizer-path", lambda what, action: action())
 
 
 def chat_tokenizer(path: str) -> LibraryTokenizer:
@@ -52,20 +47,26 @@ def chat_tokenizer(path: str) -> LibraryTokenizer:
     return found
 
 
-def _from_hub(repo: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+def download_tokenizer(repo: str, flag: str, attempt: Callable[[str, Callable[[], str]], str]) -> Path:
+    """The folder with the tokenizer of a Hub repository, or with its cached copy when the Hub fails.
+
+    `attempt(repo, download)` calls `download`, perhaps again. Raises `UserError` when there is neither.
+    """
+    from huggingface_hub import constants, snapshot_download
 
     try:
-        require_hub()
-        return Path(snapshot_download(repo, allow_patterns=list(FILES)))
-    # A failure surfaces as one of these, depending on where on the way it happens.
-    except (HfHubHTTPError, OSError, RuntimeError, ValueError) as error:
+        if not constants.HF_HUB_OFFLINE:
+            require_hub()
+        return Path(attempt(repo, lambda: snapshot_download(repo, allow_patterns=FILES)))
+    except UserError:
+        raise
+    # What the client raises is a long and changing list.
+    except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     try:
-        return Path(snapshot_download(repo, allow_patterns=list(FILES), local_files_only=True))
+        return Path(snapshot_download(repo, allow_patterns=FILES, local_files_only=True))
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"--tokenizer-path {repo}: no such folder, and the Hub has nothing of that name for us ({reason}). Give a "
-            "folder with tokenizer.json and a chat template."
+            f"{flag} {repo}: no such folder, and the Hub does not provide it ({reason}). Give a folder with "
+            "tokenizer.json and a chat template"
         ) from error

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.tokenise.chunks import RowChunk
-from megatron.data.tokenise.encode_masked import Delimiter, MaskedTextEncoder
-from megatron.data.tokenise.encode_text import EncodeOptions
+from megatron.data.tokenise.masked_texts import Delimiter, MaskedTextEncoder
+from megatron.data.tokenise.texts import EncodeOptions
 from megatron.errors import UserError
 from megatron.tokenizer import Tokenizer, create_tokenizer
 from tests.tokenizer.vocabularies import byte_level, write_json
@@ -119,14 +119,14 @@ def test_names(keys: tuple[str, ...], names: list[str]) -> None:
     ("given", "expected"),
     [("1, 2", Delimiter((1, 2))), ("A:", Delimiter(text="A:")), ("1,A", Delimiter(text="1,A")), ("", Delimiter())],
 )
-def test_what_the_flag_means(given: str, expected: Delimiter) -> None:
+def test_the_flag_is_parsed(given: str, expected: Delimiter) -> None:
     assert Delimiter.parse(given) == expected
 
 
-def test_delimiters_that_cannot_be_found() -> None:
-    with pytest.raises(UserError, match="id 300 is outside of the vocabulary of 258"):
+def test_impossible_delimiters_are_refused() -> None:
+    with pytest.raises(UserError, match=r"--mask-before-token: .*\b300\b.*\b258\b"):
         encoded("300", "a")
-    with pytest.raises(UserError, match="bytes does not tell where its tokens stand. Give ids: 65,58 is this text"):
+    with pytest.raises(UserError, match="--mask-before-token A:: bytes .*65,58"):
         encoded("A:", "a")
 
 

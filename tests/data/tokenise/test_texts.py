@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from megatron.data.tokenise import chunks as chunks_module
 from megatron.data.tokenise.chunks import Document, Fault, LineChunk, RowChunk
 from megatron.data.tokenise.encode import write_datasets
-from megatron.data.tokenise.encode_text import EncodeOptions, TextEncoder, sample_of_files, texts_of
 from megatron.data.tokenise.formats import read_chunks
+from megatron.data.tokenise.texts import EncodeOptions, TextEncoder, sample_of_files, texts_of
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import DeepyError, UserError
 from megatron.tokenizer import Ragged, Tokenizer, choose_encoder, create_tokenizer

@@ -1,4 +1,4 @@
-"""Rows of tokens as people look at them: the documents of a dataset, the samples of a run.
+"""What is shown to people: rows of tokens, which are documents of a dataset or samples of a run.
 
 Shapes: n tokens of a row; s inputs of a sample, whose row has n = s + 1 tokens.
 """
@@ -17,7 +17,7 @@ from megatron.data.view.origin import Origin
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens `[start, end)` of a row that belong together, in words: a document (or a piece of it), or padding."""
+    """Tokens `[start, end)` of a row with a title: a document, a piece of one, or padding."""
 
     title: str
     start: int
@@ -30,13 +30,13 @@ class View:
     """A row to be shown.
 
     Attributes:
-        title, facts: what it is; facts are (name, value) pairs.
+        title, facts: its description; facts are (name, value) pairs.
         tokens: int64 `[n]`.
         trained: bool `[n]`, the tokens that the model learns to predict.
         parts: the whole row, in order.
-        source: what it is counted under in statistics.
-        positions, doc_ids: int64 `[s]`, as the model gets them; only samples have them.
-        targets: int64 `[s]`, the token to be predicted at each input, 0 where labels say that none is.
+        source: its group in statistics.
+        positions, doc_ids: int64 `[s]`, as the model gets them; only of samples.
+        targets: int64 `[s]`, the token to predict at each input, 0 where labels exclude it; only of samples.
     """
 
     title: str
@@ -51,12 +51,12 @@ class View:
 
     @property
     def real(self) -> int:
-        """Tokens that are no padding."""
+        """Number of tokens without padding."""
         return sum(part.end - part.start for part in self.parts if not part.padding)
 
     @property
     def marked(self) -> bool:
-        """Whether some token is not trained that could be, so that marking the others says something."""
+        """Whether a token that could be trained is not, so that trained ones need a mark."""
         first = {part.start for part in self.parts}
         silent = np.flatnonzero(~self.trained).tolist()
         padding = next((part.start for part in self.parts if part.padding), len(self.tokens))
@@ -70,7 +70,7 @@ def document_view(
     reward: float | int | None = None,
     what: str = "document",
 ) -> View:
-    """Item `index` of a dataset, with what its labels say is trained."""
+    """Item `index` of a dataset, with its trained tokens by its labels."""
     tokens = np.asarray(data.get(index), dtype=np.int64)
     trained = np.full(len(tokens), True) if labels is None else np.asarray(labels.get(index)) >= 0
     facts = [("tokens", f"{len(tokens):,}"), ("trained", f"{int(trained.sum()):,}" if labels is not None else "all")]
@@ -81,15 +81,15 @@ def document_view(
 
 
 def sample_view(sample: Sample, origin: Origin, rules: CollateRules, title: str) -> View:
-    """A sample as the loader hands it to the model: masks, positions and document numbers are the loader's own."""
-    arrays = collated(sample, rules)
+    """A sample as the model gets it: masks, positions and document numbers are the loader's own."""
+    arrays = collate_one(sample, rules)
     tokens = np.asarray(sample.tokens, dtype=np.int64)
     trained = np.concatenate([[False], arrays.mask[0, 0] > 0])
     doc_ids = None if arrays.doc_ids is None else arrays.doc_ids[0, 0]
     real = len(tokens) if sample.length is None else sample.length
     parts = _split_at(_parts_of(origin, len(tokens)), doc_ids)
     facts = (
-        ("source", origin.described),
+        ("source", origin.description),
         ("tokens", f"{len(tokens) - 1} inputs and as many targets, {int(trained.sum())} of them trained"),
         ("padding", f"{len(tokens) - real} tokens"),
         ("attention", _attention(doc_ids, real)),
@@ -98,8 +98,8 @@ def sample_view(sample: Sample, origin: Origin, rules: CollateRules, title: str)
     return View(title, tokens, trained, parts, facts, origin.source, positions, doc_ids, targets)
 
 
-def collated(sample: Sample, rules: CollateRules) -> StepArrays:
-    """The arrays of a step of this one sample, `[1, 1, s]`."""
+def collate_one(sample: Sample, rules: CollateRules) -> StepArrays:
+    """The arrays of a step with this one sample, `[1, 1, s]`."""
     arrays = allocate(rules, 1, 1)
     fill(arrays, 0, 0, sample, rules)
     return arrays
@@ -118,13 +118,13 @@ def _parts_of(origin: Origin, total: int) -> list[Part]:
         whole = "" if piece.length == piece.size else f", its tokens {piece.offset}..{last} of {piece.size}"
         parts.append(Part(f"document {piece.document} of {piece.file}{whole}", at, end))
         at = end
-    if at < total:  # also all of an empty sample, which fills up the last batch of a validation set
+    if at < total:  # also an empty sample, which fills the last batch of a validation set
         parts.append(Part(f"padding: {total - at} tokens, never trained", at, total, padding=True))
     return parts
 
 
 def _split_at(parts: list[Part], doc_ids: np.ndarray | None) -> tuple[Part, ...]:
-    """The parts, cut where attention stops within them: at end-of-document tokens inside of a document."""
+    """The parts, cut where attention stops within them: at end-of-document tokens inside a document."""
     if doc_ids is None:
         return tuple(parts)
     borders = [int(at) + 1 for at in np.flatnonzero(np.diff(doc_ids))]
@@ -132,6 +132,6 @@ def _split_at(parts: list[Part], doc_ids: np.ndarray | None) -> tuple[Part, ...]
     for part in parts:
         inner = [] if part.padding else [at for at in borders if part.start < at < part.end]
         for start, end in zip([part.start, *inner], [*inner, part.end], strict=True):
-            title = part.title if start == part.start else "the same goes on behind an end-of-document token"
+            title = part.title if start == part.start else "the same continued after an end-of-document token"
             cut.append(replace(part, title=title, start=start, end=end))
     return tuple(cut)

@@ -5,7 +5,7 @@ Shapes: n tokens of a text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +13,7 @@ import numpy as np
 from megatron.data.sample import IGNORE
 from megatron.data.tokenise.chunks import Chunk
 from megatron.data.tokenise.encode import Encoded, Output, Tally
-from megatron.data.tokenise.encode_text import EncodeOptions
-from megatron.data.tokenise.mend import text_mender
+from megatron.data.tokenise.texts import EncodeOptions, text_fixer, usable_texts
 from megatron.data.tokens.indexed import DTYPES, token_dtype
 from megatron.errors import UserError
 from megatron.tokenizer import Tokenizer
@@ -25,14 +24,14 @@ INT32 = DTYPES[4]
 
 @dataclass(frozen=True)
 class Delimiter:
-    """What ends the untrained beginning: a run of token ids, or a string."""
+    """What ends the untrained beginning: consecutive token ids, or a string."""
 
     ids: tuple[int, ...] = ()
     text: str = ""
 
     @classmethod
     def parse(cls, given: str | None) -> Delimiter:
-        """From the flag: `25,198` is a run of ids, everything else a string; None is no delimiter."""
+        """From the flag: `25,198` are ids, everything else is a string; None: no delimiter."""
         if not given:
             return cls()
         parts = [part.strip() for part in given.split(",")]
@@ -57,33 +56,29 @@ class MaskedTextEncoder:
         """Raises `UserError` for a delimiter that can never be found, and as `TextEncoder` does."""
         self.tokenizer, self.options, self.delimiter = tokenizer, options, delimiter
         self.drop_unmatched = drop_unmatched
-        self.eod = tokenizer.require_eod("--append-eod") if options.append_eod else None
-        # A tokenizer whose own template ends a text with eod must not get a second one.
-        if self.eod is not None and tokenizer.tokenize("a")[-1:] == [self.eod]:
-            self.eod = None
+        self.eod, self._fix = options.eod_of(tokenizer), text_fixer(options.ftfy)
         if delimiter.ids and max(delimiter.ids) >= tokenizer.vocab_size:
             raise UserError(
-                f"--mask-before-token: id {max(delimiter.ids)} is outside of the vocabulary of {tokenizer.vocab_size}"
+                f"--mask-before-token: id {max(delimiter.ids)} is outside the vocabulary of {tokenizer.vocab_size}"
             )
         if delimiter.text and not isinstance(tokenizer, LibraryTokenizer):
             raise UserError(
-                f"--mask-before-token {delimiter.text}: {tokenizer.name} does not tell where its tokens stand. "
+                f"--mask-before-token {delimiter.text}: {tokenizer.name} does not report the positions of its tokens. "
                 f"Give ids: {','.join(map(str, tokenizer.tokenize(delimiter.text)))} is this text on its own"
             )
-        self._fix: Callable[[str], str] | None = text_mender() if options.ftfy else None
         self.outputs = tuple(self._outputs(token_dtype(tokenizer.vocab_size)))
 
     def _outputs(self, dtype: np.dtype) -> list[Output]:
         keys, given = self.options.keys, self.delimiter
         shown = given.text or list(given.ids)
-        said = {"append_eod": self.options.append_eod, "ftfy": self.options.ftfy, "mask_before": shown}
+        extra = {"append_eod": self.options.append_eod, "ftfy": self.options.ftfy, "mask_before": shown}
         if not given:
-            said["no_mask"] = True
+            extra["no_mask"] = True
         found = []
         for key in keys:
             # The name that GPT-NeoX gives the labels of its only key.
             labels = "_label_document" if keys == ("text",) else f"_{key}_label_document"
-            found += [Output(f"_{key}_document", dtype, key, said), Output(labels, INT32, key, said)]
+            found += [Output(f"_{key}_document", dtype, key, extra), Output(labels, INT32, key, extra)]
         return found
 
     def encode(self, chunk: Chunk) -> Encoded:
@@ -99,21 +94,19 @@ class MaskedTextEncoder:
             at = 2 * index
             tally.empty[at] = len(texts) - len(rows)
             tally.documents[at : at + 2] = [len(rows)] * 2
-            tally.tokens[at] = sum(map(len, rows))  # labels are no more tokens
+            tally.tokens[at] = sum(map(len, rows))  # labels are not counted as tokens
             tally.text_bytes[at] = nbytes
             sizes = np.array([len(row) for row in rows], dtype=np.int64)
-            values += [_joined(rows, self.outputs[at].dtype), _joined(labels, INT32)]
+            values += [_concatenate(rows, self.outputs[at].dtype), _concatenate(labels, INT32)]
             lengths += [sizes, sizes]
         return Encoded(values, lengths, tally)
 
     def _rows(self, texts: Sequence[str]) -> tuple[list[np.ndarray], list[np.ndarray], int]:
         """Tokens and labels of the texts that are kept, and their size in bytes."""
-        if self._fix:
-            texts = list(map(self._fix, texts))
-        texts = [text for text in texts if text and not text.isspace()]
+        texts = usable_texts(texts, self._fix)
         tail = [] if self.eod is None else [self.eod]
         rows, labels, nbytes = [], [], 0
-        for text, ids, first in zip(texts, *self._tokenised(texts)):
+        for text, ids, first in zip(texts, *self._tokenise(texts)):
             if not len(ids) or (first is None and self.drop_unmatched):
                 continue
             row = np.append(ids, tail).astype(np.int64)
@@ -122,16 +115,16 @@ class MaskedTextEncoder:
             nbytes += len(text.encode("utf-8"))
         return rows, labels, nbytes
 
-    def _tokenised(self, texts: Sequence[str]) -> tuple[list[np.ndarray], list[int | None]]:
+    def _tokenise(self, texts: Sequence[str]) -> tuple[list[np.ndarray], list[int | None]]:
         """Ids of each text, and the position of its first trained token (None without the delimiter)."""
         if self.delimiter.text and isinstance(self.tokenizer, LibraryTokenizer):
             encodings = self.tokenizer.backend.encode_batch(list(texts))
             ends = [_end_of(self.delimiter.text, text) for text in texts]
-            found = [_first_behind(np.array(e.offsets), end) for e, end in zip(encodings, ends)]
+            found = [_first_after(np.array(e.offsets), end) for e, end in zip(encodings, ends)]
             return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings], found
         rows = [np.array(row, dtype=np.int64) for row in self.tokenizer.tokenize_batch(texts)]
         pattern = np.array(self.delimiter.ids, dtype=np.int64)
-        return rows, [_behind_pattern(row, pattern) if len(pattern) else 0 for row in rows]
+        return rows, [_end_of_pattern(row, pattern) if len(pattern) else 0 for row in rows]
 
 
 def _end_of(delimiter: str, text: str) -> int | None:
@@ -139,16 +132,16 @@ def _end_of(delimiter: str, text: str) -> int | None:
     return at + len(delimiter) if at >= 0 else None
 
 
-def _first_behind(offsets: np.ndarray, end: int | None) -> int | None:
-    """The first token with a character behind `end`; the number of tokens when there is none."""
+def _first_after(offsets: np.ndarray, end: int | None) -> int | None:
+    """The first token with a character after `end`; the number of tokens when there is none."""
     if end is None:
         return None
-    behind = np.flatnonzero(offsets.reshape(-1, 2)[:, 1] > end)
-    return int(behind[0]) if len(behind) else len(offsets)
+    after = np.flatnonzero(offsets.reshape(-1, 2)[:, 1] > end)
+    return int(after[0]) if len(after) else len(offsets)
 
 
-def _behind_pattern(row: np.ndarray, pattern: np.ndarray) -> int | None:
-    """The position behind the first occurrence of `pattern` `[m]` in `row` `[n]`, None without one."""
+def _end_of_pattern(row: np.ndarray, pattern: np.ndarray) -> int | None:
+    """The position after the first occurrence of `pattern` `[m]` in `row` `[n]`, None without one."""
     if len(row) < len(pattern):
         return None
     windows = np.lib.stride_tricks.sliding_window_view(row, len(pattern))
@@ -156,5 +149,5 @@ def _behind_pattern(row: np.ndarray, pattern: np.ndarray) -> int | None:
     return int(found[0]) + len(pattern) if len(found) else None
 
 
-def _joined(rows: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
+def _concatenate(rows: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
     return np.concatenate(rows).astype(dtype) if rows else np.empty(0, dtype)
