@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron.data.batch import StepBatch
 from megatron.data.collate import CollateRules, allocate, fill
-from megatron.data.order.mixture import SampleSource
+from megatron.data.sample import SampleDataset
 
 
 class StepLoader:
@@ -36,7 +36,7 @@ class StepLoader:
 
     def __init__(
         self,
-        dataset: SampleSource,
+        dataset: SampleDataset,
         *,
         micro_batch: int,
         gas: int,

@@ -1,28 +1,34 @@
-"""One training sample, as datasets hand it to the loader, and where it came from."""
+"""One training sample, the datasets that give samples by number, and where a sample came from."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 IGNORE = -100  # the label of a token that is not trained
+NO_SAMPLES = np.empty(0, dtype=np.int64)
+
+Wanted = Mapping[str, range]
+"""Documents to look for: a range of items for the prefix of each token file."""
 
 
 @dataclass(frozen=True)
 class Sample:
     """`seq_length + 1` tokens: inputs are all but the last, targets all but the first.
 
-    Two kinds. A piece of a stream (`length` None, pack_impl packed): all tokens are real, and consecutive samples share
-    one token, the last target of one and the first input of the next. A row of whole documents (`length` given, the
-    other packings): after the first `length` tokens comes padding (id 0), which is never trained, never counted and a
+    Two kinds. Part of a stream (`length` None, `pack_impl: packed`): all tokens are real, and consecutive samples share
+    one token, the last target of one and the first input of the next. Whole documents (`length` given, the other
+    packings): after the first `length` tokens comes padding (id 0), which is never trained, never counted and a
     document of its own; and the first token of a document is not a target, as nothing before it belongs to it.
 
     Attributes:
         tokens: `[s + 1]` integer ids.
         starts: where documents begin, increasing positions in `[0, s + 1)`; None when the dataset does not know.
         labels: `[s + 1]`, equal to `tokens` where trained and -100 elsewhere; None trains every token.
-        length: tokens of the row's documents, in `[1, s + 1]`; None for a piece of a stream.
+        length: tokens of the documents, in `[1, s + 1]`; None for part of a stream.
     """
 
     tokens: np.ndarray
@@ -57,3 +63,23 @@ class Provenance:
     def within(self, name: str) -> Provenance:
         """The same, seen from a mixture called `name`."""
         return replace(self, path=(name, *self.path))
+
+
+class SampleDataset(Protocol):
+    """Samples in their order. An index outside `[0, len)` raises `IndexError`; nothing wraps around."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+    def locate(self, index: int) -> Provenance:
+        """The documents that sample `index` is made of."""
+        ...
+
+    def may_hold(self, wanted: Wanted) -> np.ndarray:
+        """Numbers of the samples that may hold some documents, int64, ascending: all that do, and few that do not."""
+        ...
+
+    def digest(self) -> str:
+        """Hash of the index arrays, for ranks to compare what they built. Reads all of them."""
+        ...

@@ -14,8 +14,8 @@ from megatron.checkpoint.find import list_checkpoints
 from megatron.checkpoint.start import Start, decide_start
 from megatron.data.collate import CollateRules
 from megatron.data.order.datasets import SET, DataPlan
-from megatron.data.order.mixture import SampleSource
-from megatron.data.order.role_plan import RolePlan
+from megatron.data.order.role_order import RoleOrder
+from megatron.data.sample import SampleDataset
 from megatron.data.view.content import View, sample_view
 from megatron.data.view.origin import Origin, origin_of
 from megatron.errors import UserError, nearest
@@ -86,8 +86,8 @@ class RoleData:
     """The samples of one role: `count` of them are read by the run."""
 
     name: str
-    plan: RolePlan
-    dataset: SampleSource
+    plan: RoleOrder
+    dataset: SampleDataset
     count: int
     steps: Steps
     micro: int
@@ -180,7 +180,7 @@ def open_run(args: NeoXArgs, ranks: int | None) -> RunData:
     options, training = args.checkpoint, args.training
     start = decide_start(options, to_write=False)  # people also look at the runs of others
     plan = checked_plan(args, tokenizer, start)
-    train = Steps(training.train_batch_size, _known(start, options.save, plan.begun))
+    train = Steps(training.train_batch_size, _known(start, options.save, plan.start))
     micro = training.train_micro_batch_size_per_gpu
     per_rank = micro * training.gradient_accumulation_steps
     roles = {}

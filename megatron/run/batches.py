@@ -8,7 +8,8 @@ from megatron.callbacks.context import Batches, NamedSet
 from megatron.checkpoint.agreement import gather, together
 from megatron.data.loader import StepLoader
 from megatron.data.order.datasets import SET, DataPlan, Datasets
-from megatron.data.order.mixture import SampleSource
+from megatron.data.order.saved_order import SavedOrder
+from megatron.data.sample import SampleDataset
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.mpu.state import ParallelState
@@ -22,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class DataOrder(Callback):
-    """Saves the frozen sample order with each checkpoint; `data.resume_order` finds it by this class name."""
+    """Saves the sample order with each checkpoint; `data.resume_order` finds it by this class name."""
 
     def __init__(self, plan: DataPlan) -> None:
         self.plan = plan
@@ -32,15 +33,15 @@ class DataOrder(Callback):
 
 
 def open_data_on_ranks(
-    args: NeoXArgs, process: Process, frozen: dict[str, Any] | None, done: tuple[int, int]
+    args: NeoXArgs, process: Process, order: SavedOrder | None, done: tuple[int, int]
 ) -> DataPlan:
     """Open and count the data, refuse tokens of another tokenizer, log the table.
 
     Args:
-        frozen, done: see `open_data`.
+        order, done: see `open_data`.
     """
     with together("opening the data", process.state):
-        plan = open_data(args, process.tokenizer, frozen, done)
+        plan = open_data(args, process.tokenizer, order, done)
         if process.state.rank == 0:
             plan.check_tokenizer(process.tokenizer)
     if process.state.rank == 0:
@@ -71,7 +72,7 @@ def build_batches(args: NeoXArgs, process: Process, plan: DataPlan) -> dict[str,
     agree_on_data(datasets, process.state, args.data.use_shared_fs)
     rules = collate_rules(args, process.tokenizer)
 
-    def loader(dataset: SampleSource) -> StepLoader:
+    def loader(dataset: SampleDataset) -> StepLoader:
         return StepLoader(
             dataset,
             micro_batch=args.training.train_micro_batch_size_per_gpu,

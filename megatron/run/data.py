@@ -11,8 +11,8 @@ from typing import Any
 from megatron.checkpoint.start import Start
 from megatron.data.collate import CollateRules
 from megatron.data.order.datasets import DataPlan, epoch_samples, plan_datasets
-from megatron.data.order.frozen import begun_at, handed_over
 from megatron.data.order.phases import Progress
+from megatron.data.order.saved_order import SavedOrder
 from megatron.data.order.splits import sample_counts
 from megatron.data.tokens.token_files import with_eod
 from megatron.errors import UserError
@@ -33,16 +33,16 @@ def resolve_epochs(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
 def open_data(
     args: NeoXArgs,
     tokenizer: Tokenizer,
-    frozen: Mapping[str, Any] | None = None,
+    order: SavedOrder | None = None,
     done: tuple[int, int] = (0, 0),
 ) -> DataPlan:
     """Open and count the data of a derived config. Raises `UserError` for missing, damaged or too little data.
 
     Args:
-        frozen: sample order of the run that is resumed.
+        order: sample order of the run that is resumed.
         done: its steps and samples so far; its batches may have been larger than those to come.
     """
-    training, begun = args.training, begun_at(frozen)
+    training, first = args.training, order.start if order is not None else (0, 0)
     train_samples, valid_samples, test_samples = sample_counts(
         train_iters=training.train_iters or 0,
         eval_interval=training.eval_interval,
@@ -51,7 +51,7 @@ def open_data(
     )
     to_come = train_samples - done[0] * training.train_batch_size
     # A run initialised from another's checkpoint did not take the earlier steps, or not from these samples.
-    train_samples = done[1] + to_come if begun != (0, 0) else max(train_samples, done[1] + to_come)
+    train_samples = done[1] + to_come if first != (0, 0) else max(train_samples, done[1] + to_come)
     return plan_datasets(
         with_eod(args.data, tokenizer.eod),
         seq_length=args.model.seq_length,
@@ -60,8 +60,8 @@ def open_data(
         valid_samples=valid_samples if training.do_valid is not False else 0,
         test_samples=test_samples if training.do_test is not False else 0,
         set_samples=test_samples if training.do_valid is not False else 0,  # each validation set, every time
-        progress=Progress(training.train_batch_size, *done, begun),
-        frozen=frozen,
+        progress=Progress(training.train_batch_size, *done, first),
+        saved=order,
     )
 
 
@@ -76,24 +76,24 @@ def collate_rules(args: NeoXArgs, tokenizer: Tokenizer) -> CollateRules:
     )
 
 
-def resume_order(start: Start) -> tuple[Mapping[str, Any] | None, tuple[int, int]]:
-    """The frozen sample order that a run continues, and its steps and samples so far.
+def resume_order(start: Start) -> tuple[SavedOrder, tuple[int, int]]:
+    """The sample order that a run continues, and its steps and samples so far.
 
-    (None, (0, 0)) for a run that begins. Raises `UserError` when `init_from` asks for an order that is missing.
+    Empty and (0, 0) for a run that begins. Raises `UserError` when `init_from` asks for an order that is missing.
     """
     if start.checkpoint is None or start.kind == "finetune":
-        return None, (0, 0)
+        return SavedOrder(), (0, 0)
     saved = start.checkpoint.manifest
     order = start.checkpoint.callbacks.get("DataOrder") if start.load_data else None
     if start.init is None:
-        return order, (saved.step, saved.consumed)
+        return SavedOrder.read(order), (saved.step, saved.consumed)
     if start.load_data and order is None:
         raise UserError(
             f"init_from: {start.checkpoint.path} has no sample order (it was converted, or trained without data), so "
             "its data cannot be continued; set init_from.data=restart"
         )
-    begun = start.init.first_step(saved), start.init.consumed(saved)
-    return handed_over(order, saved.step, begun), begun
+    first = start.init.first_step(saved), start.init.consumed(saved)
+    return SavedOrder.read(order).inherit(saved.step, first), first
 
 
 def check_saved_tokenizer(start: Start, tokenizer: Tokenizer, allow: bool) -> None:

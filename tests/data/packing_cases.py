@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron.data.packing.contract import Packing
-from megatron.data.packing.packings import PACKINGS
+from megatron.data.packing import PACKINGS, Packing
 from megatron.data.tokens.indexed import IndexedDataset
 from tests.data.corpus import write
 

@@ -16,11 +16,11 @@ from megatron.data.collate import CollateRules
 from megatron.data.loader import StepLoader, rank_samples
 from megatron.data.order.mixture import Mixture
 from megatron.data.order.phases import Phase
-from megatron.data.packing.packed import PackedDataset, plan_segments
 from megatron.data.sample import Sample
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError
 from tests.data.corpus import write
+from tests.data.packing_cases import packing
 
 pytestmark = pytest.mark.cpu
 
@@ -129,8 +129,8 @@ def corpus(folder: Path) -> Mixture:
     sources = []
     for name in "ab":
         documents = [rng.randint(1, 500, rng.randint(1, 30)).tolist() for _ in range(40)]
-        data = IndexedDataset(write(folder / name, documents))
-        sources.append(PackedDataset(data, seq_length=4, segments=plan_segments(data.num_tokens, 4, 60, 5)))
+        packed = packing("packed", IndexedDataset(write(folder / name, documents)), 4)
+        sources.append(packed.dataset(packed.segments(60, 5)))
     return Mixture(sources, [Phase.constant([0.7, 0.3])], 64)
 
 
@@ -250,8 +250,8 @@ def test_turns_of_a_labelled_chat_stay_together() -> None:
 def test_packed_documents_get_their_own_numbers(tmp_path: Path) -> None:
     """Against the stream itself: a new document number exactly where an item begins."""
     documents = [[10 * d + i for i in range(1, 1 + size)] for d, size in enumerate([3, 5, 2, 4], start=1)]
-    data = IndexedDataset(write(tmp_path / "x", documents))
-    dataset = PackedDataset(data, seq_length=6, segments=plan_segments(14, 6, 8, 1))
+    packed = packing("packed", IndexedDataset(write(tmp_path / "x", documents)), 6)
+    dataset = packed.dataset(packed.segments(8, 1))
     rules = CollateRules(6, intra_document_masking=True)
     for batch in StepLoader(dataset, micro_batch=1, gas=1, rules=rules).steps():
         tokens, ids, positions = (x[0, 0].tolist() for x in (batch.tokens, batch.doc_ids, batch.positions))

@@ -27,7 +27,8 @@ from loading import bench_growth, bench_packings, bench_resume
 from megatron.data import index_builders
 from megatron.data.index_builders import build_blend, build_sample_index, fallback
 from megatron.data.index_builders.shuffle import shuffle
-from megatron.data.packing.packed import packed_index, plan_segments, samples_in
+from megatron.data.packing import Segment
+from megatron.data.packing.packed import packed_index
 
 Contender = tuple[str, Callable[[], object], float]  # name, call, share of the whole that it does
 
@@ -65,8 +66,8 @@ def bench_sample_index(args: argparse.Namespace) -> None:
     doc_idx = np.arange(args.documents, dtype=np.int32)
     rng.shuffle(doc_idx)
     tokens, seq = int(sizes.sum(dtype=np.int64)), args.seq_length
-    samples = samples_in(tokens, seq)
-    (segment,) = plan_segments(tokens, seq, samples, 1234)
+    samples = (tokens - 1) // seq
+    segment = Segment(1, samples, 1234)
 
     def whole() -> object:
         return packed_index(sizes, (0, args.documents), seq, segment)

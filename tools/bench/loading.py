@@ -19,7 +19,7 @@ import numpy as np
 from megatron.data.collate import CollateRules
 from megatron.data.loader import StepLoader
 from megatron.data.order.datasets import build_datasets
-from megatron.data.packing.packings import PACKINGS
+from megatron.data.packing import PACKINGS
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset
 from megatron.neox_arguments.schema_data import DataConfig
@@ -49,7 +49,7 @@ def bench_packings(samples: int, seq: int) -> None:
         data = small_dataset(f"{folder}/x", samples * seq)
         for name in PACKINGS:
             packing = PACKINGS[name](data, seq_length=seq)
-            dataset = packing.dataset(packing.plan(samples, 1))
+            dataset = packing.dataset(packing.segments(samples, 1))
             for workers, masking in ((0, False), (0, True), (2, False)):
                 rules = CollateRules(seq, eod=0, intra_document_masking=masking, vocab_size=VOCABULARY)
                 loader = StepLoader(dataset, micro_batch=8, gas=4, rules=rules, num_workers=workers)
@@ -73,7 +73,7 @@ def bench_growth(samples: int, seq: int = 512) -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = small_dataset(f"{folder}/x", samples * seq)
         packing = PACKINGS["packed"](data, seq_length=seq)
-        dataset = packing.dataset(packing.plan(samples, 1))
+        dataset = packing.dataset(packing.segments(samples, 1))
         rules = CollateRules(seq, eod=0, intra_document_masking=True, vocab_size=VOCABULARY)
         loader = StepLoader(dataset, micro_batch=8, gas=4, rules=rules, num_workers=2)
         steps, held = loader.num_steps(), []

@@ -24,7 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.data.packing.packings import PACKINGS
+from megatron.data.packing import PACKINGS
 
 # Name: (median length, sigma of its logarithm).
 LIKE = {"chat": (400, 0.9), "web": (500, 1.3)}
@@ -81,7 +81,7 @@ def measure(like: str, name: str, args: argparse.Namespace) -> list[str]:
     start = time.process_time()
     packing = PACKINGS[name](data, seq_length=args.seq_length)
     rows = packing.samples_per_epoch()
-    dataset = packing.dataset(packing.plan(rows, 1234))
+    dataset = packing.dataset(packing.segments(rows, 1234))
     seconds = time.process_time() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     padding, tokens = getattr(packing, "padding", 0.0), int(data.sizes.sum(dtype=np.int64))
@@ -107,7 +107,7 @@ def load(like: str, name: str, args: argparse.Namespace) -> list[str]:
             builder.add_documents(np.random.RandomState(0).randint(1, 50257, int(sizes.sum())).astype(np.uint16), sizes)
             builder.finalize()
         packing = PACKINGS[name](IndexedDataset(f"{folder}/x"), seq_length=args.seq_length)
-        dataset = packing.dataset(packing.plan(packing.samples_per_epoch(), 1234))
+        dataset = packing.dataset(packing.segments(packing.samples_per_epoch(), 1234))
         rules = CollateRules(args.seq_length, eod=0, intra_document_masking=True, vocab_size=50257)
         loader = StepLoader(dataset, micro_batch=8, gas=4, rules=rules)
         start = time.process_time()

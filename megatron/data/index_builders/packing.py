@@ -5,8 +5,8 @@ Documents, or pieces of them, are numbered from 0; `lengths` int32 says how many
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
 
 import numpy as np
 
@@ -20,21 +20,31 @@ except ImportError:  # no compiler when the package was installed
 _COMPILED_LABELS = (np.dtype(np.int32), np.dtype(np.int64))
 
 
-class Patterns(Protocol):
-    """Rows filled alike (best_fit_plan.py): pattern g makes `counts[g]` rows; for each k in `[paths[g], paths[g + 1])`
-    its rows hold `copies[k]` pieces of `sizes[k]` tokens."""
+@dataclass(frozen=True)
+class Patterns:
+    """Rows filled alike. Pattern g makes `counts[g]` rows; for each k in `[paths[g], paths[g + 1])` its rows hold
+    `copies[k]` pieces of `sizes[k]` tokens, longest first.
+
+    Attributes:
+        counts: int64 `[patterns]`, all positive.
+        paths: int64 `[patterns + 1]`.
+        sizes, copies: int32.
+    """
+
+    counts: np.ndarray
+    paths: np.ndarray
+    sizes: np.ndarray
+    copies: np.ndarray
 
     @property
-    def counts(self) -> np.ndarray: ...
+    def rows(self) -> int:
+        return int(self.counts.sum())
 
-    @property
-    def paths(self) -> np.ndarray: ...
-
-    @property
-    def sizes(self) -> np.ndarray: ...
-
-    @property
-    def copies(self) -> np.ndarray: ...
+    def row_starts(self) -> np.ndarray:
+        """Where each row begins among the pieces of all rows: int64 `[rows + 1]`."""
+        sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.copies, dtype=np.int64)])
+        widths = np.repeat(sums[self.paths[1:]] - sums[self.paths[:-1]], self.counts)
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)])
 
 
 def builders() -> ModuleType:

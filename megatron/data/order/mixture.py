@@ -1,38 +1,20 @@
-"""Several sources drawn from in given proportions, in GPT-NeoX's order; the proportions may change over time."""
+"""Datasets over others: a mixture in GPT-NeoX's order whose weights may change over time; a set that is read once."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import numpy as np
 
 from megatron.data.index_builders import build_blend
 from megatron.data.order.phases import Phase, Weights, lengths
-from megatron.data.packing.holding import NONE, Wanted
-from megatron.data.sample import Provenance
+from megatron.data.sample import IGNORE, NO_SAMPLES, Provenance, Sample, SampleDataset, Wanted
 from megatron.data.tokens.cache import IndexCache, content_key
 from megatron.errors import UserError
 
 BLEND_VERSION = 1
-
-
-class SampleSource(Protocol):
-    """What can be drawn from: `len` samples, each read by its number; `digest` is a hash of their order, `locate` says
-    which documents a sample is made of, `may_hold` which samples may hold some documents (int64, ascending: all that
-    do, and few that do not)."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
-
-    def locate(self, index: int) -> Provenance: ...
-
-    def may_hold(self, wanted: Wanted) -> np.ndarray: ...
-
-    def digest(self) -> str: ...
 
 
 def normalize_weights(weights: Sequence[float] | None, sources: int, key: str) -> list[float]:
@@ -112,7 +94,7 @@ class Blend:
     def draws_of(self, source: int) -> np.ndarray:
         """The draws that are from a source, ascending."""
         if source not in self._drawn:
-            return NONE
+            return NO_SAMPLES
         if self._source is None:
             return np.arange(self.samples)
         return np.flatnonzero(self._source == self._drawn.index(source))
@@ -126,20 +108,16 @@ class Blend:
 class Mixture:
     """`samples` draws from `sources`, in the proportions of `phases`.
 
-    In every phase the counting of draws starts again: a source whose weight rises, or that is new, is drawn from at its
-    new rate at once, and owed nothing for the time before. But every source goes on in its own order, so nothing comes
-    twice before its samples are used up. A longer mixture continues a shorter one.
+    Draws are counted from 0 again in every phase: a source whose weight rises, or that is new, is drawn from at its new
+    rate at once, without catching up on earlier phases. Every source continues in its own order, so nothing comes twice
+    before its samples are used up. A longer mixture begins with the shorter one.
 
-    Indices outside raise `IndexError`; nothing wraps around. `taken` says how many samples each source gives over the
-    whole mixture.
-
-    Args:
-        names: what the sources are called, for `locate`.
+    `taken`: how many samples each source gives over the whole mixture. `names` of the sources are for `locate`.
     """
 
     def __init__(
         self,
-        sources: Sequence[SampleSource],
+        sources: Sequence[SampleDataset],
         phases: Sequence[Phase],
         samples: int,
         cache: IndexCache | None = None,
@@ -180,8 +158,7 @@ class Mixture:
         return self.sources[source].locate(sample).within(self.names[source])
 
     def may_hold(self, wanted: Wanted) -> np.ndarray:
-        """See `SampleSource`."""
-        found = [NONE]
+        found = [NO_SAMPLES]
         for d, source in enumerate(self.sources):
             samples = source.may_hold(wanted)
             for first, blend, bases in zip(self._firsts, self._blends, self._bases, strict=True):
@@ -199,6 +176,44 @@ class Mixture:
     def __len__(self) -> int:
         return self.samples
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Sample:
         source, sample = self.draw(index)
         return self.sources[source][sample]
+
+
+class ReadOnce:
+    """The first `samples` samples of a source, padded with empty ones to `length`, which is a number of whole steps.
+
+    An empty sample is all padding (`Sample.length`): never trained, never counted.
+    """
+
+    def __init__(self, source: SampleDataset, samples: int, length: int) -> None:
+        if not 0 < samples <= min(length, len(source)):
+            raise ValueError(f"{samples} of {len(source)} samples, padded to {length}")
+        self.source, self.samples, self.length = source, samples, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < self.length:
+            raise IndexError(f"sample {index} of {self.length}")
+        if index < self.samples:
+            return self.source[index]
+        like = self.source[0]
+        tokens = np.zeros_like(like.tokens)
+        labels = None if like.labels is None else np.full_like(like.labels, IGNORE)
+        return Sample(tokens, np.zeros(1, dtype=np.int64), labels, length=1)
+
+    def locate(self, index: int) -> Provenance:
+        """The documents of sample `index`; an empty one has none."""
+        if index < self.samples:
+            return self.source.locate(index)
+        return Provenance(self.source.locate(0).path, index, ())
+
+    def may_hold(self, wanted: Wanted) -> np.ndarray:
+        found = self.source.may_hold(wanted)
+        return found[found < self.samples]
+
+    def digest(self) -> str:
+        return content_key({"source": self.source.digest(), "samples": self.samples, "length": self.length})

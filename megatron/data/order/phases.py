@@ -1,7 +1,6 @@
-"""Weights that change over time: a run is a row of phases, each with the weights of all sources.
+"""Weights that change over time: a run is a sequence of phases, each with the weights of all sources.
 
-People write phases in steps; samples are counted in samples. `Progress` turns the one into the other: what a run has
-behind it may have been taken in batches of another size.
+Configs give phases in steps, the order counts samples. `Progress` converts: past steps may have had another batch size.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ _SAME = 1e-12  # weights that differ by less were written in two ways
 
 @dataclass(frozen=True)
 class Phase:
-    """From one sample of a run on, sources are drawn in other proportions.
+    """From its first sample on, sources are drawn in these proportions.
 
     Attributes:
-        step: the step it begins with.
-        first: samples that are consumed before it.
+        step: its first step.
+        first: samples consumed before it.
         weights: one per source, adding up to 1; 0 draws nothing.
-        asked: what the configuration says; `weights` differs where a used-up source is made up for by others (caps).
+        asked: the weights of the configuration; `weights` differs where others replace a used-up source (caps).
     """
 
     step: int
@@ -35,54 +34,54 @@ class Phase:
         """One for a whole run."""
         return Phase(0, 0, tuple(weights), tuple(weights))
 
-    def only(self, sources: Sequence[int]) -> Phase:
-        """The same for a choice of the sources."""
+    def select(self, sources: Sequence[int]) -> Phase:
+        """The same for some of the sources."""
         weights, asked = (tuple(of[d] for d in sources) for of in (self.weights, self.asked))
         return replace(self, weights=weights, asked=asked)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: `consumed` samples of its order before step `steps`; every later step takes `batch`.
+    """How far a run is: `consumed` samples of its order before step `steps`; every later step takes `batch`.
 
-    `begun`: the run's own first step, and the samples consumed before it. (0, 0), unless it began from another run's
+    `start`: the run's own first step, and the samples consumed before it. (0, 0), unless it started from another run's
     checkpoint (`init_from`), of which it continues the steps, the samples, or both.
     """
 
     batch: int = 1
     steps: int = 0
     consumed: int = 0
-    begun: tuple[int, int] = (0, 0)
+    start: tuple[int, int] = (0, 0)
 
     def samples_at(self, step: int) -> int:
-        """Samples consumed before `step`. For steps of the past this is exact when the batch never changed."""
-        first, before = self.begun
+        """Samples consumed before `step`. Exact for past steps if the batch size never changed."""
+        first, before = self.start
         return max(before, self.consumed + (step - self.steps) * self.batch) if step > first else before
 
     def step_at(self, samples: int) -> int:
-        """The last step of which no more than `samples` samples are consumed before it."""
-        return max(self.begun[0], self.steps + (samples - self.consumed) // self.batch)
+        """The last step before which at most `samples` samples are consumed."""
+        return max(self.start[0], self.steps + (samples - self.consumed) // self.batch)
 
 
 def alike(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether two lists of weights say the same."""
+    """Whether two lists of weights are equal but for rounding."""
     return all(abs(a - b) <= _SAME for a, b in zip(one, other, strict=True))
 
 
-def begin(wanted: Sequence[tuple[int, Weights]], progress: Progress) -> tuple[Phase, ...]:
-    """The phases of a fresh run from (step, weights) pairs; a border at which nothing changes is none."""
-    return _appended((), wanted, progress)
+def make_phases(wanted: Sequence[tuple[int, Weights]], progress: Progress) -> tuple[Phase, ...]:
+    """The phases of a fresh run from (step, weights) pairs; a border without a change is left out."""
+    return _append((), wanted, progress)
 
 
-def go_on(past: Sequence[Phase], wanted: Sequence[tuple[int, Weights]], progress: Progress) -> tuple[Phase, ...]:
-    """The phases of a continued run: its `past` as it was, then what is wanted from `progress.steps` on."""
-    begun = tuple(phase for phase in past if phase.step < progress.steps)
-    return _appended(begun, [pair for pair in wanted if pair[0] >= progress.steps], progress)
-
-
-def _appended(
-    phases: tuple[Phase, ...], wanted: Sequence[tuple[int, Weights]], progress: Progress
+def continue_phases(
+    past: Sequence[Phase], wanted: Sequence[tuple[int, Weights]], progress: Progress
 ) -> tuple[Phase, ...]:
+    """The phases of a resumed run: its `past` unchanged, then what is wanted from `progress.steps` on."""
+    kept = tuple(phase for phase in past if phase.step < progress.steps)
+    return _append(kept, [pair for pair in wanted if pair[0] >= progress.steps], progress)
+
+
+def _append(phases: tuple[Phase, ...], wanted: Sequence[tuple[int, Weights]], progress: Progress) -> tuple[Phase, ...]:
     for step, weights in wanted:
         if not phases or not alike(weights, phases[-1].asked):
             phases = (*phases, Phase(step, progress.samples_at(step), weights, weights))
@@ -99,7 +98,7 @@ def steps_and_weights(phases: Sequence[Phase]) -> list[tuple[int, Weights]]:
 
 
 def before(wanted: Sequence[tuple[int, Weights]], step: int) -> list[tuple[int, Weights]]:
-    """The part of (step, weights) pairs that lies before `step`, without borders at which nothing changes."""
+    """The (step, weights) pairs before `step`, without borders at which nothing changes."""
     pairs: list[tuple[int, Weights]] = []
     for start, weights in wanted:
         if start < step and not (pairs and alike(weights, pairs[-1][1])):
@@ -108,19 +107,19 @@ def before(wanted: Sequence[tuple[int, Weights]], step: int) -> list[tuple[int, 
 
 
 def since(wanted: Sequence[tuple[int, Weights]], step: int) -> list[tuple[int, Weights]]:
-    """(step, weights) pairs as they count from `step` on: what holds there, then what comes later."""
+    """(step, weights) pairs from `step` on: the weights at `step`, then the later pairs."""
     held = [weights for start, weights in wanted if start <= step]
     return [*((step, weights) for weights in held[-1:]), *(pair for pair in wanted if pair[0] > step)]
 
 
 def lengths(phases: Sequence[Phase], samples: int) -> list[int]:
-    """Samples in each phase of a run of `samples`; phases that it does not reach have 0."""
+    """Samples in each phase of a run of `samples`; phases that are not reached have 0."""
     ends = [*(phase.first for phase in phases[1:]), samples]
     return [max(0, min(end, samples) - phase.first) for phase, end in zip(phases, ends, strict=True)]
 
 
 def shares(phases: Sequence[Phase], samples: int) -> list[float]:
-    """Samples of each source in a run of `samples`, as the weights have it (draws are whole numbers around it)."""
+    """Samples of each source in a run of `samples`, by weight (draws are whole numbers near it)."""
     counts = lengths(phases, samples)
     sources = range(len(phases[0].weights)) if phases else ()
     return [sum(n * phase.weights[d] for n, phase in zip(counts, phases, strict=True)) for d in sources]

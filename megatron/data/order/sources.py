@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megatron.data.order.mixture import normalize_weights, weights_by_documents
 from megatron.data.order.phases import Weights
-from megatron.data.order.ranges import Range, count_tokens, head, tail
 from megatron.data.order.splits import NAMES, parse_split, split_bounds
 from megatron.data.tokens.cache import IndexCaches
 from megatron.data.tokens.indexed import IndexedDataset
@@ -21,6 +22,9 @@ from megatron.neox_arguments.mixtures import sets_in_training, weight_phases
 from megatron.neox_arguments.schema_data import DataConfig
 
 LOGGER = get_logger(__name__)
+
+Range = tuple[int, int]
+"""Half-open range of documents."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Source:
 
     @property
     def tokens(self) -> int:
-        return count_tokens(self.data.sizes, self.documents)
+        first, end = self.documents
+        return int(self.data.sizes[first:end].sum(dtype=np.int64))
 
 
 @dataclass(frozen=True)
@@ -225,6 +230,20 @@ def _hold_out(source: Source, samples: int, seq_length: int) -> tuple[Source, So
             f"{source.num_documents} documents; holding out {samples} samples of {seq_length} leaves nothing to train."
         )
     return replace(source, documents=(first, border)), replace(source, documents=(border, end))
+
+
+def head(sizes: np.ndarray, documents: Range, tokens: float) -> Range:
+    """The first documents of a range with at most `tokens` tokens together, but at least one document."""
+    first, end = documents
+    whole = int(np.searchsorted(np.cumsum(sizes[first:end], dtype=np.int64), tokens, side="right"))
+    return first, min(end, first + max(1, whole))
+
+
+def tail(sizes: np.ndarray, documents: Range, tokens: int) -> Range:
+    """The fewest last documents of a range with at least `tokens` tokens together; all of them when that is too few."""
+    first, end = documents
+    backwards = np.cumsum(sizes[first:end][::-1], dtype=np.int64)
+    return max(first, end - int(np.searchsorted(backwards, tokens, side="left")) - 1), end
 
 
 def _named_sets(data: DataConfig, files: TokenFiles) -> list[ValidSet]:

@@ -1,16 +1,23 @@
 """`pack_impl: best_fit`: whole documents, put together so that hardly any padding is left (best fit decreasing).
 
-Each pass over the documents is packed as a whole, on the histogram of their lengths (best_fit_plan.py), and is a
-stretch of the sample order of its own: every document comes once in it. Which documents of a length go where, and the
-order of the samples, are shuffled anew in each pass; within a sample documents are in the order of the file.
+Each pass over the documents is packed as a whole and is a stretch of the sample order of its own: every document comes
+once in it. Which documents of a length go where, and the order of the samples, are shuffled again in each pass; within
+a sample documents are in the order of the file.
 
 Documents longer than a sample are cut into pieces of seq_length + 1 tokens that share one token, as the samples of a
 stream do, so that nothing of them is lost (`allow_chopped: true`), or left out (`false`). A later piece is read as a
 document of its own: its positions begin at 0.
+
+The packing is decided on the histogram of lengths, without looking at single documents. Best fit decreasing takes
+pieces from the longest to the shortest and puts each into the row with the least room left that still holds it, or into
+a new row. Rows with equal room are interchangeable, and so are pieces of equal length, so whole groups of rows that
+were filled alike are filled together. The work depends on how many different lengths there are and not on how many
+documents, and every epoch has the same number of rows whichever documents meet in one.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -18,20 +25,48 @@ from itertools import pairwise
 import numpy as np
 
 from megatron.data.index_builders import INT32_MAX
-from megatron.data.index_builders.packing import by_length, fill_patterns, length_starts
+from megatron.data.index_builders.packing import Patterns, by_length, fill_patterns, length_starts
 from megatron.data.index_builders.shuffle import shuffle
-from megatron.data.packing.best_fit_plan import Patterns, best_fit_patterns
-from megatron.data.packing.contract import Segment
-from megatron.data.packing.holding import are_in
-from megatron.data.packing.rows import Rows, WholeDocuments
+from megatron.data.packing import PACKINGS, Segment
+from megatron.data.packing.samples import PackedSamples, in_range
 from megatron.data.packing.usable import LeftOut, Pieces, fragment_pieces
-from megatron.data.tokens.cache import Arrays, IndexCache
+from megatron.data.packing.whole_documents import WholeDocuments
+from megatron.data.tokens.cache import Arrays
 
 
+class BestFitSamples(PackedSamples):
+    def pieces(self, index: int) -> list[tuple[int, int, int]]:
+        row_starts = self.arrays["sample_idx"]
+        epoch = index // (len(row_starts) - 1)
+        row = int(self.arrays["shuffle_idx"][index])
+        start, end = (row_starts[row : row + 2] + epoch * int(row_starts[-1])).tolist()
+        found = self.arrays["doc_idx"][start:end]
+        # Numbers beyond the data are later parts of long documents.
+        wholes = int(np.searchsorted(found, len(self.data)))
+        later = found[wholes:] - len(self.data)
+        documents, offsets = self.arrays["later_documents"][later], self.arrays["later_offsets"][later]
+        lengths = np.minimum(self.data.sizes[documents] - offsets, self.capacity)
+        parts = zip(documents.tolist(), offsets.tolist(), lengths.tolist(), strict=True)
+        return [*self._whole(found[:wholes]), *parts]
+
+    def find(self, items: range) -> np.ndarray:
+        doc_idx, row_starts, shuffle_idx = (self.arrays[name] for name in ("doc_idx", "sample_idx", "shuffle_idx"))
+        held = in_range(doc_idx, items)
+        later = np.flatnonzero(in_range(self.arrays["later_documents"], items))
+        if len(later):  # parts of an item follow one another
+            held |= in_range(doc_idx, range(len(self.data) + int(later[0]), len(self.data) + int(later[-1]) + 1))
+        rows = len(row_starts) - 1
+        epoch, place = np.divmod(np.flatnonzero(held), int(row_starts[-1]))
+        by_epoch = np.zeros((len(shuffle_idx) // rows, rows), dtype=bool)
+        by_epoch[epoch, np.searchsorted(row_starts, place, side="right") - 1] = True
+        return np.flatnonzero(np.take_along_axis(by_epoch, shuffle_idx.reshape(-1, rows).astype(np.int64), axis=1))
+
+
+@PACKINGS.register("best_fit")
 class BestFit(WholeDocuments):
-    """`pack_impl: best_fit` for the documents of one source."""
+    """Whole documents, put together so that hardly any padding is left."""
 
-    kind = "best_fit"
+    kind, entry, samples_type = "best_fit", "best-fit", BestFitSamples
     counted = "documents or pieces of one"
 
     def _cut(self, sizes: np.ndarray, first: int) -> tuple[Pieces, LeftOut]:
@@ -55,44 +90,8 @@ class BestFit(WholeDocuments):
         epochs = -(-samples // rows)
         return Segment(epochs, epochs * rows, seed)
 
-    def dataset(self, segments: Sequence[Segment], cache: IndexCache | None = None, name: str = "data") -> BestFitRows:
-        def build() -> Arrays:
-            return best_fit_index(self.pieces, len(self.data), self.histogram, self.patterns, segments)
-
-        arrays = (cache or self.cache).arrays(f"{name}-best-fit", self.arrays_key(segments), build)
-        self._forget()
-        samples = sum(segment.samples for segment in segments)
-        return BestFitRows(self.data, self.labels, capacity=self.capacity, samples=samples, key=self.key, arrays=arrays)
-
-
-class BestFitRows(Rows):
-    """The samples, see the module's docstring."""
-
-    def pieces(self, index: int) -> list[tuple[int, int, int]]:
-        row_starts = self.arrays["sample_idx"]
-        epoch = index // (len(row_starts) - 1)
-        row = int(self.arrays["shuffle_idx"][index])
-        start, end = (row_starts[row : row + 2] + epoch * int(row_starts[-1])).tolist()
-        found = self.arrays["doc_idx"][start:end]
-        # Numbers beyond the data are later parts of long documents.
-        wholes = int(np.searchsorted(found, len(self.data)))
-        later = found[wholes:] - len(self.data)
-        documents, offsets = self.arrays["later_documents"][later], self.arrays["later_offsets"][later]
-        lengths = np.minimum(self.data.sizes[documents] - offsets, self.capacity)
-        parts = zip(documents.tolist(), offsets.tolist(), lengths.tolist(), strict=True)
-        return [*self._wholes(found[:wholes]), *parts]
-
-    def holding(self, items: range) -> np.ndarray:
-        doc_idx, row_starts, shuffle_idx = (self.arrays[name] for name in ("doc_idx", "sample_idx", "shuffle_idx"))
-        held = are_in(doc_idx, items)
-        later = np.flatnonzero(are_in(self.arrays["later_documents"], items))
-        if len(later):  # parts of an item follow one another
-            held |= are_in(doc_idx, range(len(self.data) + int(later[0]), len(self.data) + int(later[-1]) + 1))
-        rows = len(row_starts) - 1
-        epoch, place = np.divmod(np.flatnonzero(held), int(row_starts[-1]))
-        by_epoch = np.zeros((len(shuffle_idx) // rows, rows), dtype=bool)
-        by_epoch[epoch, np.searchsorted(row_starts, place, side="right") - 1] = True
-        return np.flatnonzero(np.take_along_axis(by_epoch, shuffle_idx.reshape(-1, rows).astype(np.int64), axis=1))
+    def build_index(self, segments: Sequence[Segment]) -> Arrays:
+        return best_fit_index(self.pieces, len(self.data), self.histogram, self.patterns, segments)
 
 
 def best_fit_index(
@@ -132,3 +131,88 @@ def best_fit_index(
         "later_documents": pieces.later_documents,
         "later_offsets": pieces.later_offsets,
     }
+
+
+def best_fit_patterns(histogram: np.ndarray, capacity: int) -> Patterns:
+    """Best fit decreasing of `histogram[n]` pieces of n tokens (n from 1 to `capacity`) into rows of `capacity`."""
+    groups = _Groups(capacity)
+    for size in np.flatnonzero(histogram)[::-1].tolist():
+        if size > 0:
+            groups.place(size, int(histogram[size]))
+    return groups.patterns()
+
+
+class _Groups:
+    """Groups of rows filled alike: group g holds what its parent holds and `copies[g]` pieces of `sizes[g]` more."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.parents: list[int] = []
+        self.sizes: list[int] = []
+        self.copies: list[int] = []
+        self.counts: list[int] = []
+        self.by_room: dict[int, list[int]] = {}  # room left in a row -> groups
+        self.rooms: list[int] = []  # the keys of by_room, ascending
+
+    def place(self, size: int, pieces: int) -> None:
+        """Put `pieces` pieces of `size` tokens into the rows."""
+        while pieces:
+            at = bisect_left(self.rooms, size)
+            if at == len(self.rooms):
+                self._open(size, pieces)
+                return
+            room = self.rooms[at]
+            stack = self.by_room[room]
+            group = stack[-1]
+            # The tightest row stays the tightest while it is filled, so it takes what it can before the next.
+            many = min(room // size, pieces)
+            rows = min(self.counts[group], pieces // many)
+            self.counts[group] -= rows
+            if self.counts[group] == 0:
+                stack.pop()
+                if not stack:
+                    del self.by_room[room]
+                    del self.rooms[at]
+            self._add(group, size, many, rows, room - many * size)
+            pieces -= many * rows
+
+    def _open(self, size: int, pieces: int) -> None:
+        many = self.capacity // size
+        rows, rest = divmod(pieces, many)
+        if rows:
+            self._add(-1, size, many, rows, self.capacity - many * size)
+        if rest:
+            self._add(-1, size, rest, 1, self.capacity - rest * size)
+
+    def _add(self, parent: int, size: int, copies: int, rows: int, room: int) -> None:
+        self.parents.append(parent)
+        self.sizes.append(size)
+        self.copies.append(copies)
+        self.counts.append(rows)
+        if room == 0:
+            return
+        if room not in self.by_room:
+            self.by_room[room] = []
+            insort(self.rooms, room)
+        self.by_room[room].append(len(self.parents) - 1)
+
+    def patterns(self) -> Patterns:
+        counts: list[int] = []
+        paths: list[int] = [0]
+        nodes: list[int] = []
+        for group, rows in enumerate(self.counts):
+            if rows == 0:
+                continue
+            path = []
+            while group >= 0:
+                path.append(group)
+                group = self.parents[group]
+            nodes.extend(reversed(path))
+            counts.append(rows)
+            paths.append(len(nodes))
+        return Patterns(
+            np.asarray(counts, dtype=np.int64),
+            np.asarray(paths, dtype=np.int64),
+            np.asarray([self.sizes[node] for node in nodes], dtype=np.int32),
+            np.asarray([self.copies[node] for node in nodes], dtype=np.int32),
+        )

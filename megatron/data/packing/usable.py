@@ -46,14 +46,14 @@ class Pieces:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Counts for the log: documents too long, documents or pieces that train nothing, documents cut, tokens lost so."""
+    """Counts for the log: documents too long, documents or pieces that train nothing, documents cut, tokens so lost."""
 
     too_long: int = 0
     silent: int = 0
     cut: int = 0
     cut_tokens: int = 0
 
-    def plus(self, other: LeftOut) -> LeftOut:
+    def add(self, other: LeftOut) -> LeftOut:
         """The counts of both."""
         return LeftOut(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
@@ -87,19 +87,19 @@ def fragment_pieces(sizes: np.ndarray, first: int, capacity: int) -> tuple[Piece
     return Pieces(lengths, first, np.repeat(long + first, later), offsets), LeftOut(cut=len(long))
 
 
-def without_silent(pieces: Pieces, labels: IndexedDataset | None, cache: IndexCache, name: str) -> Pieces:
+def drop_silent(pieces: Pieces, labels: IndexedDataset | None, cache: IndexCache, name: str) -> Pieces:
     """The pieces, with those that train nothing set to length 0.
 
-    Reads all labels once; what was found is kept in `cache` as long as the label file is not written again.
+    Reads all labels once; the result is kept in `cache` until the label file is written again.
     """
     silent = pieces.lengths == 1
     if labels is not None:
-        silent |= ~_trains(pieces, labels, cache, name)
+        silent |= ~_find_trained(pieces, labels, cache, name)
     pieces.lengths[silent] = 0
     return pieces
 
 
-def _trains(pieces: Pieces, labels: IndexedDataset, cache: IndexCache, name: str) -> np.ndarray:
+def _find_trained(pieces: Pieces, labels: IndexedDataset, cache: IndexCache, name: str) -> np.ndarray:
     # The files' sizes and times stand for their content here; the packing's own key holds what was found in them.
     stats = [
         (path if (path := Path(f"{part.prefix}.bin")).exists() else Path(part.prefix)).stat() for part in labels.parts
@@ -136,7 +136,7 @@ def scan_labels(pieces: Pieces, labels: IndexedDataset) -> np.ndarray:
 
 def _any_label(labels: IndexedDataset, items: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """bool: for each piece whether any token but its first has a label."""
-    if type(labels) is not IndexedDataset:  # no file of labels lies behind it: ask for one piece after the other
+    if type(labels) is not IndexedDataset:  # labels made when they are read: one piece after the other
         found = np.zeros(len(items), dtype=bool)
         for i, piece in enumerate(zip(items.tolist(), offsets.tolist(), lengths.tolist(), strict=True)):
             found[i] = bool(np.any(labels.get(*piece)[1:] >= 0))

@@ -145,7 +145,8 @@ class IndexCaches:
 
     def of(self, prefix: str | Path) -> IndexCache:
         """The cache for the dataset at `prefix`."""
-        return IndexCache(index_folder(prefix, self.shared, self.root), self.entries, self.announce)
+        folder = index_folder(prefix, self.shared, self.root)
+        return IndexCache(folder, self.entries, lambda message: self.announce(message))
 
 
 def _is_there(entry: Path) -> bool:

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.order.mixture import SampleSource
-from megatron.data.order.role_plan import RolePlan
+from megatron.data.order.role_order import RoleOrder
 from megatron.data.order.sources import Source
-from megatron.data.packing.holding import are_in
-from megatron.data.sample import Provenance
+from megatron.data.packing.samples import in_range
+from megatron.data.sample import Provenance, SampleDataset
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError, nearest
 
@@ -55,7 +54,7 @@ class Origin:
         return asdict(self)
 
 
-def origin_of(role: RolePlan, dataset: SampleSource, index: int) -> Origin:
+def origin_of(role: RoleOrder, dataset: SampleDataset, index: int) -> Origin:
     """Where sample `index` of a role comes from."""
     found = dataset.locate(index)
     source = source_of(role, found)
@@ -68,7 +67,7 @@ def origin_of(role: RolePlan, dataset: SampleSource, index: int) -> Origin:
     return Origin(name, str(source.data.prefix), found.sample, tuple(pieces))
 
 
-def source_of(role: RolePlan, found: Provenance) -> Source:
+def source_of(role: RoleOrder, found: Provenance) -> Source:
     """The source of a provenance, by name and file."""
     fitting = [one.source for one in role.sources if str(one.source.data.prefix) == str(found.path[-1])]
     return next((one for one in fitting if one.name in found.path[:-1]), fitting[0])
@@ -84,7 +83,7 @@ def file_of(data: IndexedDataset, document: int) -> tuple[str, int]:
 
 
 def samples_with(
-    role: RolePlan, dataset: SampleSource, numbers: Sequence[int], file: str, documents: range
+    role: RoleOrder, dataset: SampleDataset, numbers: Sequence[int], file: str, documents: range
 ) -> Iterator[int]:
     """Those of `numbers` (a range of step 1, or a list) whose samples have one of the documents of a file; ascending.
 
@@ -92,7 +91,7 @@ def samples_with(
     """
     wanted = _wanted(role, file, documents)
     likely = dataset.may_hold(wanted)
-    asked = are_in(likely, numbers) if isinstance(numbers, range) else np.isin(likely, numbers)
+    asked = in_range(likely, numbers) if isinstance(numbers, range) else np.isin(likely, numbers)
     for index in likely[asked].tolist():
         found = dataset.locate(index)
         items = wanted.get(str(found.path[-1]))
@@ -100,7 +99,7 @@ def samples_with(
             yield index
 
 
-def _wanted(role: RolePlan, file: str, documents: range) -> dict[str, range]:
+def _wanted(role: RoleOrder, file: str, documents: range) -> dict[str, range]:
     """The documents as items of every data path that has the file."""
     wanted, known = {}, []
     for planned in role.sources:

@@ -11,7 +11,7 @@ import pytest
 from megatron.data.chat.encoder import ChatOptions
 from megatron.data.collate import CollateRules, allocate, fill
 from megatron.data.order.datasets import build_datasets
-from megatron.data.packing.packings import PACKINGS
+from megatron.data.packing import PACKINGS
 from megatron.data.sample import Sample
 from megatron.data.tokenise.encode import write_datasets
 from megatron.data.tokens.indexed import IndexedDataset
@@ -60,7 +60,7 @@ def test_exactly_the_labelled_tokens_are_trained(prefix: str, pack_impl: str) ->
     data, labels = (IndexedDataset(f"{prefix}_messages_{kind}document") for kind in ("", "label_"))
     packing = PACKINGS[pack_impl](data, seq_length=SEQ_LENGTH, labels=labels)
     epoch = packing.samples_per_epoch()
-    dataset = packing.dataset(packing.plan(epoch, 3))
+    dataset = packing.dataset(packing.segments(epoch, 3))
     found, targets = trained(dataset[i] for i in range(epoch))
     # Rows that are filled until they overflow go on from pass to pass, so an epoch may end within one.
     pieces = [piece for i in range(epoch) for piece in dataset.locate(i).pieces]

@@ -13,13 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.order.datasets import build_datasets, epoch_samples, plan_datasets
+from megatron.data.order.datasets import DataPlan, build_datasets, epoch_samples, plan_datasets
 from megatron.data.order.phases import Progress
-from megatron.data.packing.packed import PackedDataset, plan_segments
+from megatron.data.order.saved_order import SavedOrder
+from megatron.data.packing.samples import PackedSamples
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError
 from megatron.neox_arguments.schema_data import DataConfig
 from tests.data.corpus import GOLDEN, write
+from tests.data.packing_cases import packing
 
 pytestmark = pytest.mark.cpu
 
@@ -29,8 +31,13 @@ def numbered(prefix: Path, first: int, documents: int = 30, size: int = 7) -> st
     return write(prefix, [[first + d] * (size + d % 3) for d in range(documents)])
 
 
-def documents_in(dataset: PackedDataset) -> set[int]:
+def documents_in(dataset: PackedSamples) -> set[int]:
     return {int(token) for i in range(len(dataset)) for token in dataset[i].tokens}
+
+
+def reread(plan: DataPlan) -> SavedOrder:
+    """The order as it comes back from a checkpoint."""
+    return SavedOrder.read(json.loads(json.dumps(plan.state())))
 
 
 def tokens_of(dataset: object, samples: int) -> list[list[int]]:
@@ -75,8 +82,8 @@ def test_lists_are_blended_from_their_own_orders(tmp_path: Path) -> None:
     train = build_datasets(config, seq_length=4, seed=7, train_samples=20).train
     expected = [0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1]  # the golden blend
     assert [int(train[i].tokens[0] >= 100) for i in range(20)] == expected
-    data = IndexedDataset(first)
-    alone = PackedDataset(data, seq_length=4, segments=plan_segments(data.num_tokens, 4, 18, 7))
+    packed = packing("packed", IndexedDataset(first), 4)
+    alone = packed.dataset(packed.segments(18, 7))
     assert np.array_equal(train[11].tokens, alone[9].tokens)
 
 
@@ -121,15 +128,15 @@ def test_a_run_made_longer_keeps_its_past(tmp_path: Path) -> None:
     )
     counts = {"seq_length": 4, "seed": 5, "valid_samples": 8}
     short = build_datasets(config, train_samples=60, **counts)
-    state = json.loads(json.dumps(short.plan.state()))
-    longer = build_datasets(config, train_samples=400, frozen=state, **counts)
+    state = reread(short.plan)
+    longer = build_datasets(config, train_samples=400, saved=state, **counts)
     assert len(longer.train) == 400
     assert tokens_of(longer.train, 60) == tokens_of(short.train, 60)
-    again = build_datasets(config, train_samples=400, frozen=json.loads(json.dumps(longer.plan.state())), **counts)
+    again = build_datasets(config, train_samples=400, saved=reread(longer.plan), **counts)
     assert tokens_of(again.train, 400) == tokens_of(longer.train, 400)
     assert tokens_of(again.valid, 8) == tokens_of(short.valid, 8)
     # A seed that was changed in the config does not disturb what was begun, nor does asking for less.
-    other = build_datasets(config, train_samples=30, frozen=state, **{**counts, "seed": 6})
+    other = build_datasets(config, train_samples=30, saved=state, **{**counts, "seed": 6})
     assert tokens_of(other.train, 30) == tokens_of(short.train, 30)
     fresh = build_datasets(config, train_samples=400, **counts)
     assert tokens_of(fresh.train, 60) != tokens_of(short.train, 60)
@@ -139,7 +146,7 @@ def test_no_token_comes_again_before_the_first_segment_is_used_up(tmp_path: Path
     prefix = write(tmp_path / "x", [list(range(100 * d, 100 * d + 50)) for d in range(20)])
     config = DataConfig(data_path=prefix, split="1")
     short = plan_datasets(config, seq_length=10, seed=1, train_samples=40)
-    longer = build_datasets(config, seq_length=10, seed=1, train_samples=150, frozen=short.state()).train
+    longer = build_datasets(config, seq_length=10, seed=1, train_samples=150, saved=reread(short)).train
     first = [token for i in range(99) for token in longer[i].tokens[:-1].tolist()]
     assert len(set(first)) == len(first) == 990
 
@@ -148,24 +155,23 @@ def test_data_that_changed_since_the_checkpoint_is_refused(tmp_path: Path) -> No
     paths = (numbered(tmp_path / "a", 1), numbered(tmp_path / "b", 100))
     config = DataConfig(train_data_paths=paths, train_data_weights=(3.0, 1.0))
     counts = {"seq_length": 4, "seed": 5, "train_samples": 40, "progress": Progress(1, 10, 10)}
-    state = plan_datasets(config, **counts).state()
+    state = reread(plan_datasets(config, **counts))
     with pytest.raises(UserError, match=r"b: is no longer among the 1 sources(.|\n)*weight 0 (.|\n)*finetune"):
-        plan_datasets(DataConfig(train_data_paths=paths[:1]), frozen=state, **counts)
+        plan_datasets(DataConfig(train_data_paths=paths[:1]), saved=state, **counts)
     with pytest.raises(UserError, match=r"steps 0 to 9: a 0.75 in the checkpoint, 0.5 now, b 0.25 .*, 0.5 now"):
-        plan_datasets(replace(config, train_data_weights=(1.0, 1.0)), frozen=state, **counts)
+        plan_datasets(replace(config, train_data_weights=(1.0, 1.0)), saved=state, **counts)
     with pytest.raises(UserError, match="changed since the checkpoint"):
-        plan_datasets(config, frozen=state, **{**counts, "seq_length": 5})
+        plan_datasets(config, saved=state, **{**counts, "seq_length": 5})
     numbered(tmp_path / "a", 1, 31)
     with pytest.raises(UserError, match=r"a: documents, their range"):
-        plan_datasets(config, frozen=state, **counts)
+        plan_datasets(config, saved=state, **counts)
 
 
 def test_a_moved_dataset_continues(tmp_path: Path) -> None:
-    state = plan_datasets(
-        DataConfig(data_path=numbered(tmp_path / "a", 1), split="1"), seq_length=4, seed=5, train_samples=9
-    ).state()
+    config = DataConfig(data_path=numbered(tmp_path / "a", 1), split="1")
+    state = reread(plan_datasets(config, seq_length=4, seed=5, train_samples=9))
     moved = DataConfig(data_path=numbered(tmp_path / "elsewhere" / "a", 1), split="1")
-    assert plan_datasets(moved, seq_length=4, seed=5, train_samples=9, frozen=state).roles["train"].sources
+    assert plan_datasets(moved, seq_length=4, seed=5, train_samples=9, saved=state).roles["train"].sources
 
 
 def test_missing_and_unusable_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.data.order.mixture import Mixture, most_taken
-from megatron.data.order.phases import Phase, Progress, alike, before, begin, go_on, lengths, shares, steps_and_weights
+from megatron.data.order.phases import (
+    Phase,
+    Progress,
+    alike,
+    before,
+    continue_phases,
+    lengths,
+    make_phases,
+    shares,
+    steps_and_weights,
+)
 from tests.data.order.test_mixture import Numbers
 
 pytestmark = pytest.mark.cpu
@@ -27,7 +37,7 @@ def phased(draw: st.DrawFn) -> tuple[tuple[Phase, ...], int]:
     weights = st.lists(number, min_size=sources, max_size=sources).filter(lambda found: sum(found) > 0)
     samples, batch = draw(st.integers(1, 300)), draw(st.integers(1, 7))
     steps = [0, *sorted(draw(st.sets(st.integers(1, 60), max_size=4)))]
-    return begin([(step, normalised(draw(weights))) for step in steps], Progress(batch)), samples
+    return make_phases([(step, normalised(draw(weights))) for step in steps], Progress(batch)), samples
 
 
 def mixture_of(phases: tuple[Phase, ...], samples: int) -> Mixture:
@@ -67,7 +77,7 @@ def test_a_phase_is_a_mixture_of_its_own(run: tuple[tuple[Phase, ...], int]) -> 
 
 def test_a_new_source_does_not_flood() -> None:
     """Counting on from before, the new source would be owed a tenth of 1000 samples and be drawn 100 times in a row."""
-    phases = begin([(0, (1.0, 0.0)), (1000, (0.9, 0.1))], Progress())
+    phases = make_phases([(0, (1.0, 0.0)), (1000, (0.9, 0.1))], Progress())
     mixture = mixture_of(phases, 2000)
     at_first = [mixture.draw(1000 + i)[0] for i in range(100)]
     assert at_first.count(1) == 10
@@ -85,12 +95,12 @@ def test_a_longer_run_begins_with_the_shorter_one(run: tuple[tuple[Phase, ...], 
 
 def test_the_border_is_exact() -> None:
     """Step 3 of batches of 8: samples 0 to 23 are of the first phase, all others of the second."""
-    mixture = mixture_of(begin([(0, (1.0, 0.0)), (3, (0.0, 1.0))], Progress(8)), 40)
+    mixture = mixture_of(make_phases([(0, (1.0, 0.0)), (3, (0.0, 1.0))], Progress(8)), 40)
     assert [mixture.draw(i)[0] for i in range(40)] == [0] * 24 + [1] * 16
 
 
 def test_borders_without_a_change_are_none() -> None:
-    phases = begin([(0, (0.5, 0.5)), (10, (0.5, 0.5)), (20, (0.4, 0.6))], Progress(2))
+    phases = make_phases([(0, (0.5, 0.5)), (10, (0.5, 0.5)), (20, (0.4, 0.6))], Progress(2))
     assert [(phase.step, phase.first) for phase in phases] == [(0, 0), (20, 40)]
     assert steps_and_weights(phases) == [(0, (0.5, 0.5)), (20, (0.4, 0.6))]
     assert before(steps_and_weights(phases), 20) == [(0, (0.5, 0.5))]
@@ -100,8 +110,8 @@ def test_borders_without_a_change_are_none() -> None:
 def test_steps_to_come_count_in_batches_to_come() -> None:
     """100 steps of 8 are done; from now on a step takes 16."""
     progress = Progress(16, 100, 800)
-    past = begin([(0, (1.0,)), (50, (1.0,))], Progress(8))
-    assert [phase.first for phase in go_on(past, [(0, (1.0,)), (110, (0.5,)), (120, (1.0,))], progress)] == [
+    past = make_phases([(0, (1.0,)), (50, (1.0,))], Progress(8))
+    assert [phase.first for phase in continue_phases(past, [(0, (1.0,)), (110, (0.5,)), (120, (1.0,))], progress)] == [
         0,
         960,
         1120,
@@ -111,18 +121,20 @@ def test_steps_to_come_count_in_batches_to_come() -> None:
 
 
 def test_going_on_keeps_what_is_begun_and_takes_the_rest_from_the_config() -> None:
-    past = begin([(0, (1.0, 0.0)), (10, (0.5, 0.5)), (30, (0.0, 1.0))], Progress(4))
+    past = make_phases([(0, (1.0, 0.0)), (10, (0.5, 0.5)), (30, (0.0, 1.0))], Progress(4))
     wanted = [(0, (1.0, 0.0)), (10, (0.5, 0.5)), (25, (0.2, 0.8))]
-    phases = go_on(past, wanted, Progress(4, 20, 80))
+    phases = continue_phases(past, wanted, Progress(4, 20, 80))
     assert phases[:2] == past[:2]
     assert [(phase.step, phase.first, phase.weights) for phase in phases[2:]] == [(25, 100, (0.2, 0.8))]
-    # A border where the run stands is to come: nothing of that phase was drawn yet.
-    assert [phase.step for phase in go_on(past, [(0, (1.0, 0.0)), (10, (0.3, 0.7))], Progress(4, 10, 40))] == [0, 10]
+    # A border at the present step is in the future: nothing of that phase was drawn yet.
+    assert [
+        phase.step for phase in continue_phases(past, [(0, (1.0, 0.0)), (10, (0.3, 0.7))], Progress(4, 10, 40))
+    ] == [0, 10]
 
 
 @settings(max_examples=100, deadline=None)
 @given(phased())
-@example((begin([(0, (0.5, 0.5)), (5, (1.0, 0.0))], Progress(1)), 3))
+@example((make_phases([(0, (0.5, 0.5)), (5, (1.0, 0.0))], Progress(1)), 3))
 def test_shares_and_lengths_add_up(run: tuple[tuple[Phase, ...], int]) -> None:
     phases, samples = run
     assert sum(lengths(phases, samples)) == samples

@@ -11,7 +11,8 @@ import pytest
 from megatron.data.collate import CollateRules
 from megatron.data.loader import StepLoader
 from megatron.data.order.datasets import build_datasets
-from megatron.data.packing.packed import packed_index, plan_segments
+from megatron.data.packing import Segment
+from megatron.data.packing.packed import packed_index
 from megatron.data.tokens.indexed import CODES, HEADER, MAGIC, VERSION, IndexedDataset
 from megatron.neox_arguments.schema_data import DataConfig
 from tests.data.corpus import write
@@ -34,9 +35,9 @@ def sparse(prefix: Path, documents: int, longest: int) -> int:
 
 def test_building_takes_little_more_memory_than_the_arrays() -> None:
     sizes = np.random.default_rng(0).integers(1, 2000, 1_000_000).astype(np.int32)
-    segments = plan_segments(int(sizes.sum()), 2048, 480_000, 1)
+    segment = Segment(1, int(sizes.sum() - 1) // 2048, 1)
     tracemalloc.start()
-    arrays = packed_index(sizes, (0, len(sizes)), 2048, segments[0])
+    arrays = packed_index(sizes, (0, len(sizes)), 2048, segment)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2 * sum(array.nbytes for array in arrays.values())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.data.collate import CollateRules
 from megatron.data.loader import StepLoader
-from megatron.data.packing.best_fit_plan import best_fit_patterns
+from megatron.data.packing.best_fit import best_fit_patterns
 from megatron.data.tokens.indexed import IndexedDataset
 from tests.data.corpus import write
 from tests.data.packing_cases import cases, corpus, packing
@@ -36,7 +36,7 @@ def test_best_fit_trains_every_target_once_per_epoch(case: Any, seq: int, seed: 
         if not expected:
             assert rows == 0
             return
-        dataset = found.dataset(found.plan(2 * rows, seed))
+        dataset = found.dataset(found.segments(2 * rows, seed))
         assert len(dataset) == 2 * rows
         loader = StepLoader(dataset, micro_batch=1, gas=1, rules=CollateRules(seq))
         epochs: list[Counter[int]] = [Counter(), Counter()]
@@ -74,7 +74,7 @@ def test_best_fit_decreasing_is_that_of_single_pieces(sizes: list[int], capacity
 def test_long_documents_in_pieces_share_a_token(tmp_path: Path) -> None:
     data = IndexedDataset(write(tmp_path / "x", [list(range(1, 21))]))
     found = packing("best_fit", data, 8)
-    dataset = found.dataset(found.plan(3, 1))
+    dataset = found.dataset(found.segments(3, 1))
     tokens = sorted(dataset[i].tokens[: dataset[i].length].tolist() for i in range(3))
     assert tokens == [list(range(1, 10)), list(range(9, 18)), list(range(17, 21))]
 

@@ -1,4 +1,4 @@
-"""The packed dataset: GPT-NeoX's order, its repairs, and sample counts that stay frozen."""
+"""The packed dataset: GPT-NeoX's order, its repairs, and segments that are kept."""
 
 from __future__ import annotations
 
@@ -10,30 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.packing.packed import (
-    PackedDataset,
-    Segment,
-    epochs_needed,
-    packed_index,
-    plan_segments,
-    samples_in,
-)
+from megatron.data.packing.packed import packed_index
+from megatron.data.packing.samples import PackedSamples
 from megatron.data.tokens.cache import IndexCache
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError
 from tests.data.corpus import GOLDEN, write
+from tests.data.packing_cases import corpus, packing
 
 pytestmark = pytest.mark.cpu
 
 
-def golden(folder: Path, samples: int = 6, **options: object) -> PackedDataset:
-    data = IndexedDataset(write(folder / "golden", GOLDEN))
-    return PackedDataset(data, seq_length=8, segments=plan_segments(36, 8, samples, 1234), **options)
+def golden(folder: Path, **options: object) -> PackedSamples:
+    packed = packing("packed", IndexedDataset(write(folder / "golden", GOLDEN)), 8, **options)
+    return packed.dataset(packed.segments(6, 1234))
 
 
 def test_golden_order(tmp_path: Path) -> None:
     dataset = golden(tmp_path)
-    arrays = dataset._indices[0]
+    arrays = dataset.arrays
     assert arrays["doc_idx"].tolist() == [2, 2, 4, 1, 0, 3, 4, 0, 1, 3]
     assert arrays["sample_idx"].tolist() == [
         [0, 0], [2, 2], [3, 3], [4, 2], [5, 5], [6, 1], [7, 2], [8, 5], [9, 4],
@@ -59,32 +54,35 @@ def test_every_sample_counts(tmp_path: Path) -> None:
 def test_samples_have_one_token_more_and_share_it(tmp_path: Path) -> None:
     """In stream order the last target of a sample is the first input of the next."""
     dataset = golden(tmp_path)
-    order = np.argsort(dataset._indices[0]["shuffle_idx"])
+    order = np.argsort(dataset.arrays["shuffle_idx"])
     samples = [dataset[int(i)].tokens for i in order]
     assert all(len(sample) == 9 for sample in samples)
     assert all(a[-1] == b[0] for a, b in itertools.pairwise(samples))
 
 
 def test_epochs_of_small_data() -> None:
-    assert samples_in(9, 4) == 2
-    assert epochs_needed(9, 4, 2) == 1
-    assert epochs_needed(9, 4, 3) == 2
-    assert samples_in(4, 4) == 0
-    assert epochs_needed(100, 4, 0) == 1
+    with corpus([9]) as (data, _):
+        packed = packing("packed", data, 4)
+        assert packed.samples_per_epoch() == 2
+        assert [packed.segments(samples, 1)[0].epochs for samples in (0, 2, 3)] == [1, 1, 2]
+    with corpus([4]) as (data, _):
+        assert packing("packed", data, 4).samples_per_epoch() == 0
 
 
-@settings(deadline=None)
-@given(st.integers(1, 50), st.integers(1, 20), st.integers(0, 200))
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 50), st.integers(1, 20), st.integers(0, 200))
 def test_epochs_are_the_fewest(tokens: int, seq: int, samples: int) -> None:
-    epochs = epochs_needed(tokens, seq, samples)
-    assert (epochs * tokens - 1) // seq >= samples
-    assert epochs == 1 or ((epochs - 1) * tokens - 1) // seq < samples
+    seq = min(seq, tokens - 1)
+    with corpus([tokens]) as (data, _):
+        (segment,) = packing("packed", data, seq).segments(samples, 1)
+    assert segment.samples == (segment.epochs * tokens - 1) // seq >= samples
+    assert segment.epochs == 1 or ((segment.epochs - 1) * tokens - 1) // seq < samples
 
 
 @pytest.mark.parametrize("tokens", [0, 4])
 def test_too_few_tokens_is_an_error_not_an_endless_loop(tokens: int) -> None:
-    with pytest.raises(UserError, match=f"corpus: {tokens} tokens.*at least 5 tokens"):
-        plan_segments(tokens, 4, 10, 1, what="corpus")
+    with corpus([tokens]) as (data, _), pytest.raises(UserError, match=f"corpus: {tokens} tokens.*at least 5 tokens"):
+        packing("packed", data, 4).segments(10, 1, what="corpus")
 
 
 @settings(max_examples=40, deadline=None)
@@ -93,7 +91,8 @@ def test_every_token_once_per_epoch(sizes: list[int], seq: int, samples: int, se
     total = sum(sizes)
     if total < seq + 1:
         return
-    (segment,) = plan_segments(total, seq, samples, seed)
+    with corpus(sizes) as (data, _):
+        (segment,) = packing("packed", data, seq).segments(samples, seed)
     arrays = packed_index(np.asarray(sizes, np.int32), (0, len(sizes)), seq, segment)
     assert np.bincount(arrays["doc_idx"], minlength=len(sizes)).tolist() == [segment.epochs] * len(sizes)
     assert sorted(arrays["shuffle_idx"].tolist()) == list(range(segment.samples))
@@ -104,15 +103,16 @@ def test_every_token_once_per_epoch(sizes: list[int], seq: int, samples: int, se
 
 
 def test_a_range_of_documents(tmp_path: Path) -> None:
-    data = IndexedDataset(write(tmp_path / "x", GOLDEN))
-    dataset = PackedDataset(data, seq_length=4, segments=plan_segments(15, 4, 20, 7), documents=(2, 4))
+    packed = packing("packed", IndexedDataset(write(tmp_path / "x", GOLDEN)), 4, documents=(2, 4))
+    dataset = packed.dataset(packed.segments(20, 7))
     seen = {int(token) for i in range(len(dataset)) for token in dataset[i].tokens}
     assert seen == {7, 8, 9, *range(20, 32)}
 
 
 def test_empty_documents_are_passed_over(tmp_path: Path) -> None:
     data = IndexedDataset(write(tmp_path / "x", [[], [1, 2], [], [3, 4, 5], []]))
-    dataset = PackedDataset(data, seq_length=2, segments=plan_segments(5, 2, 2, 3))
+    packed = packing("packed", data, 2)
+    dataset = packed.dataset(packed.segments(2, 3))
     for i in range(len(dataset)):
         sample = dataset[i]
         assert len(sample.tokens) == 3
@@ -120,27 +120,27 @@ def test_empty_documents_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_training_longer_appends_and_keeps_the_past(tmp_path: Path) -> None:
-    data = IndexedDataset(write(tmp_path / "x", GOLDEN))
-    first = plan_segments(36, 8, 6, 1234)
-    longer = plan_segments(36, 8, 20, 1234, frozen=first)
+    packed = packing("packed", IndexedDataset(write(tmp_path / "x", GOLDEN)), 8)
+    first = packed.segments(6, 1234)
+    longer = packed.segments(20, 1234, first)
     assert longer[: len(first)] == first
     assert len(longer) == 2
     assert longer[1].seed != first[0].seed
-    assert plan_segments(36, 8, 8, 1234, frozen=first) == first  # all 8 samples of the first are used before
-    assert plan_segments(36, 8, 2, 1234, frozen=first) == first
-    short = PackedDataset(data, seq_length=8, segments=first)
-    long = PackedDataset(data, seq_length=8, segments=longer)
+    assert packed.segments(8, 1234, first) == first  # all 8 samples of the first are used before
+    assert packed.segments(2, 1234, first) == first
+    short = packed.dataset(first)
+    long = packed.dataset(longer)
     assert len(long) >= 20
     for i in range(len(short)):
         assert np.array_equal(short[i].tokens, long[i].tokens)
-    further = plan_segments(36, 8, 60, 1234, frozen=longer)
+    further = packed.segments(60, 1234, longer)
     assert further[:2] == longer
     assert len({segment.seed for segment in further}) == 3
     # The appended segment is read from its own arrays, from its first sample on.
-    alone = PackedDataset(data, seq_length=8, segments=longer[1:])
+    alone = packed.dataset(longer[1:])
     assert np.array_equal(long[8].tokens, alone[0].tokens)
     # Rebuilding for 20 samples instead would have changed the past.
-    rebuilt = PackedDataset(data, seq_length=8, segments=plan_segments(36, 8, 20, 1234))
+    rebuilt = packed.dataset(packed.segments(20, 1234))
     assert any(not np.array_equal(rebuilt[i].tokens, short[i].tokens) for i in range(6))
 
 
@@ -153,21 +153,13 @@ def test_labels_stay_beside_their_tokens(tmp_path: Path) -> None:
         assert sample.labels.tolist() == [token if token % 2 else -100 for token in sample.tokens]
 
 
-def test_labels_that_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="item sizes differ"):
-        golden(tmp_path, labels=IndexedDataset(write(tmp_path / "l", GOLDEN[:-1], np.int32)))
-    with pytest.raises(UserError, match="signed type"):
-        golden(tmp_path, labels=IndexedDataset(write(tmp_path / "u", GOLDEN)))
-
-
 def test_key_follows_sizes_range_and_length(tmp_path: Path) -> None:
     data = IndexedDataset(write(tmp_path / "a", GOLDEN))
     same = IndexedDataset(write(tmp_path / "b", [[0] * len(document) for document in GOLDEN]))
     other = IndexedDataset(write(tmp_path / "c", GOLDEN[::-1]))
-    segments = [Segment(1, 3, 1)]
 
     def key(dataset: IndexedDataset, seq: int = 8, documents: tuple[int, int] = (0, 5)) -> str:
-        return PackedDataset(dataset, seq_length=seq, segments=segments, documents=documents).key
+        return packing("packed", dataset, seq, documents=documents).key
 
     assert key(data) == key(same)
     assert len({key(data), key(other), key(data, 7), key(data, 8, (1, 5))}) == 4

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.packing import overflow as overflow_module
-from megatron.data.packing.contract import Segment
-from megatron.data.packing.overflow import PackUntilOverflow
+from megatron.data.packing import Segment
+from megatron.data.packing import pack_until_overflow as overflow_module
+from megatron.data.packing.pack_until_overflow import PackUntilOverflow
 from megatron.data.tokens.cache import IndexCache
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError
@@ -73,7 +73,7 @@ def test_golden_overflow(tmp_path: Path) -> None:
     """Sizes 5, 9, 3, 12, 7, six samples of 8, seed 1234."""
     data = IndexedDataset(write(tmp_path / "x", GOLDEN))
     packed = packing("pack_until_overflow", data, 8)
-    dataset = packed.dataset(packed.plan(6, 1234))
+    dataset = packed.dataset(packed.segments(6, 1234))
     rows, shuffle = neox_overflow([5, 9, 3, 12, 7], set(range(5)), 6, 8, 1234)
     assert dataset.arrays["shuffle_idx"].tolist() == shuffle
     assert dataset.arrays["doc_idx"].tolist() == list(itertools.chain(*rows))
@@ -90,7 +90,7 @@ def test_golden_numbers(tmp_path: Path) -> None:
     data = IndexedDataset(write(tmp_path / "x", GOLDEN))
     found = {name: packing(name, data, 8) for name in WHOLE}
     arrays = {
-        name: {key: array.tolist() for key, array in one.dataset(one.plan(6, 1234)).arrays.items()}
+        name: {key: array.tolist() for key, array in one.dataset(one.segments(6, 1234)).arrays.items()}
         for name, one in found.items()
     }
     shuffled = [2, 1, 5, 0, 4, 3]
@@ -124,10 +124,10 @@ def test_orders_are_those_of_neox(case: Any, seq: int, samples: int, seed: int, 
             found = packing(name, tokens, seq, **options)
             if not used:
                 with pytest.raises(UserError, match=f"here: no document can be trained on with pack_impl {name}"):
-                    found.plan(samples, seed, what="here")
+                    found.segments(samples, seed, what="here")
                 assert found.samples_per_epoch() == 0
                 continue
-            dataset = found.dataset(found.plan(samples, seed))
+            dataset = found.dataset(found.segments(samples, seed))
             if name == "unpacked":
                 rows, shuffle = neox_unpacked(used, samples, seed)
             else:
@@ -146,7 +146,7 @@ def test_a_large_order_is_that_of_neox(tmp_path: Path) -> None:
     for name in ("pack_until_overflow", "unpacked"):
         found = packing(name, data, 64)
         samples = 2 * found.samples_per_epoch() + 10
-        dataset = found.dataset(found.plan(samples, 7))
+        dataset = found.dataset(found.segments(samples, 7))
         if name == "unpacked":
             rows, shuffle = neox_unpacked(list(range(6000)), samples, 7)
         else:
@@ -167,7 +167,7 @@ def test_overflow_and_unpacked_read_every_document_once_per_pass(case: Any, seq:
             # In three stretches: going on neither repeats nor leaves out.
             segments: tuple[Segment, ...] = ()
             for samples in (3, 4, 3 * len(used) + 5):
-                segments = found.plan(samples, seed, segments)
+                segments = found.segments(samples, seed, segments)
             assert len(segments) == 3
             walked = [d for row in rows_in_order(found.dataset(segments)) for d, *_ in row]
             for start in range(0, len(walked) - len(used) + 1, len(used)):

@@ -38,7 +38,7 @@ def test_what_holds_for_every_sample(case: Any, seq: int, samples: int, seed: in
     with corpus(sizes, masks) as (data, labels):
         found = packing(name, data, seq, labels=labels, allow_chopped=chop)
         try:
-            dataset = found.dataset(found.plan(samples, seed))
+            dataset = found.dataset(found.segments(samples, seed))
         except UserError:
             assert not any(trains(size, masks and masks[d], max(sizes)) for d, size in enumerate(sizes))
             return
@@ -82,7 +82,7 @@ def test_the_same_is_trained_in_every_packing(case: Any, seq: int, seed: int) ->
             fits = name != "best_fit" or max(sizes) <= seq + 1
             found = packing(name, data, seq, labels=labels)
             samples = found.samples_per_epoch() if name == "best_fit" else len(used)
-            dataset = found.dataset(found.plan(samples, seed))
+            dataset = found.dataset(found.segments(samples, seed))
             pairs: Counter[tuple[int, int]] = Counter()
             rules = CollateRules(seq, intra_document_masking=True)
             for batch in StepLoader(dataset, micro_batch=1, gas=1, rules=rules).steps():
@@ -105,7 +105,7 @@ def test_compiled_and_numpy_builders_agree(case: Any, seq: int, samples: int, se
                 with mock.patch.object(index_packing, "builders", lambda module=module: module):
                     found = packing(name, data, seq, allow_chopped=chop)
                     try:
-                        segments = found.plan(samples, seed)
+                        segments = found.segments(samples, seed)
                     except UserError:
                         built.append(None)
                         continue
@@ -123,10 +123,10 @@ def test_compiled_and_numpy_builders_agree(case: Any, seq: int, samples: int, se
 def test_a_run_made_longer_keeps_its_past(tmp_path: Path, name: str) -> None:
     data = IndexedDataset(write(tmp_path / "x", GOLDEN * 3))
     found = packing(name, data, 8)
-    first = found.plan(7, 1234)
-    assert found.plan(7, 99, first) == first == found.plan(2, 1234, first)
+    first = found.segments(7, 1234)
+    assert found.segments(7, 99, first) == first == found.segments(2, 1234, first)
     short = found.dataset(first)
-    longer = found.plan(3 * len(short), 1234, first)
+    longer = found.segments(3 * len(short), 1234, first)
     assert longer[: len(first)] == first and len(longer) == 2
     assert longer[1].seed != first[0].seed
     long = found.dataset(longer)
@@ -145,7 +145,7 @@ def test_the_order_depends_on_sizes_and_seed_only(tmp_path: Path, name: str) -> 
     orders = []
     for data, seed in ((one, 1), (other, 1), (one, 2)):
         found = packing(name, data, 8)
-        dataset = found.dataset(found.plan(20, seed))
+        dataset = found.dataset(found.segments(20, seed))
         orders.append((found.key, [dataset.locate(i).pieces for i in range(20)]))
     assert orders[0] == orders[1]
     assert orders[0][0] == orders[2][0] and orders[0][1] != orders[2][1]
@@ -157,7 +157,7 @@ def test_cached_and_built_in_memory_agree(tmp_path: Path, name: str) -> None:
     labels = IndexedDataset(write(tmp_path / "l", [[-100, *document[1:]] for document in GOLDEN], np.int32))
     cache = IndexCache(tmp_path / "cache")
     found = [packing(name, data, 8, labels=labels, cache=c) for c in (None, cache, cache)]
-    datasets = [p.dataset(p.plan(9, 5), c, "x") for p, c in zip(found, (None, cache, cache), strict=True)]
+    datasets = [p.dataset(p.segments(9, 5)) for p in found]
     assert len({dataset.digest() for dataset in datasets}) == 1
     for i in range(len(datasets[0])):
         assert len({tuple(dataset[i].tokens.tolist()) for dataset in datasets}) == 1
@@ -214,7 +214,7 @@ def test_the_stream_does_not_depend_on_the_layout(tmp_path: Path, name: str, mic
     documents = [rng.randint(1, 500, rng.randint(1, 30)).tolist() for _ in range(80)]
     data = IndexedDataset(write(tmp_path / "x", documents))
     found = packing(name, data, 16)
-    dataset = found.dataset(found.plan(48, 5))
+    dataset = found.dataset(found.segments(48, 5))
     rules = CollateRules(16, eod=0, intra_document_masking=True)
     straight = StepLoader(dataset, micro_batch=8, gas=1, rules=rules)
     loaders = [

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megatron.data.index_builders import packing as index_packing
 from megatron.data.index_builders import packing_fallback
-from megatron.data.packing import rows as rows_module
 from megatron.data.packing import usable as usable_module
+from megatron.data.packing import whole_documents as rows_module
 from megatron.data.packing.usable import fragment_pieces, scan_labels, whole_pieces
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.joined import JoinedTokens
@@ -67,7 +67,7 @@ def test_labels_of_joined_files(tmp_path: Path) -> None:
         label_parts.append(IndexedDataset(write(tmp_path / f"l{k}", kept, np.int32)))
     data, labels = JoinedTokens(parts, "x"), JoinedTokens(label_parts, "l")
     found = packing("unpacked", data, 4, labels=labels)
-    dataset = found.dataset(found.plan(2, 1))
+    dataset = found.dataset(found.segments(2, 1))
     assert sorted(dataset.locate(i).pieces[0].document for i in range(2)) == [0, 4]
     assert found.left_out.silent == 3
 

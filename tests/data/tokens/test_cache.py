@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.packing.packed import PackedDataset, plan_segments
 from megatron.data.tokens import build_lock
 from megatron.data.tokens import cache as caches
 from megatron.data.tokens.cache import IndexCache, IndexCaches, content_key, index_folder
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError
 from tests.data.corpus import GOLDEN, write
+from tests.data.packing_cases import packing
 
 pytestmark = pytest.mark.cpu
 
@@ -44,10 +44,8 @@ def build_slowly(folder: str, marks: str, locks: bool = True) -> list[int]:
 
 def build_packed(prefix: str, folder: str) -> str:
     """What one node does: the digest that it would compare with the others."""
-    dataset = PackedDataset(
-        IndexedDataset(prefix), seq_length=8, segments=plan_segments(36, 8, 6, 1234), cache=IndexCache(folder)
-    )
-    return dataset.digest()
+    packed = packing("packed", IndexedDataset(prefix), 8, cache=IndexCache(folder))
+    return packed.dataset(packed.segments(6, 1234)).digest()
 
 
 def build_forever(folder: str, locks: bool) -> None:
@@ -273,9 +271,8 @@ def test_neox_index_files_are_never_read(tmp_path: Path) -> None:
     for array in ("doc_idx", "sample_idx", "shuffle_idx"):
         for name in ("x_train_0", "x_train"):
             np.save(tmp_path / f"{name}_indexmap_6ns_8sl_1234s_packedpi_{array}.npy", np.zeros(20, np.int32))
-    data = IndexedDataset(prefix)
-    cache = IndexCache(index_folder(prefix))
-    dataset = PackedDataset(data, seq_length=8, segments=plan_segments(36, 8, 6, 1234), cache=cache)
+    packed = packing("packed", IndexedDataset(prefix), 8, cache=IndexCache(index_folder(prefix)))
+    dataset = packed.dataset(packed.segments(6, 1234))
     assert dataset[0].tokens.tolist() == [10, 10, 10, 10, 20, 21, 22, 23, 24]  # the golden order
     assert dataset[3].tokens.tolist() == [7, 8, 9, 7, 8, 9, 40, 41, 42]
 
@@ -286,8 +283,8 @@ def test_a_changed_split_or_corpus_never_meets_old_indices(tmp_path: Path) -> No
 
     def entries(documents: list[list[int]], used: tuple[int, int]) -> int:
         data = IndexedDataset(write(tmp_path / "x", documents))
-        total = int(data.sizes[used[0] : used[1]].sum())
-        PackedDataset(data, seq_length=4, segments=plan_segments(total, 4, 3, 1), documents=used, cache=cache)
+        packed = packing("packed", data, 4, documents=used, cache=cache)
+        packed.dataset(packed.segments(3, 1))
         return len(list((tmp_path / "cache").iterdir()))
 
     assert entries(GOLDEN, (0, 5)) == 1

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.order.datasets import build_datasets, plan_datasets
+from megatron.data.order.saved_order import SavedOrder
 from megatron.data.tokens import npy
 from megatron.data.tokens.cache import IndexCaches
 from megatron.data.tokens.manifest import check_tokenizer
@@ -245,4 +246,4 @@ def test_npy_gives_the_samples_that_an_indexed_dataset_gives(tmp_path: Path) -> 
             assert mine[k].tokens.tolist() == theirs[k].tokens.tolist()
             assert mine[k].starts.tolist() == theirs[k].starts.tolist()
     # A plan that is continued does not care about the format either.
-    plan_datasets(DataConfig(data_path=prefix, split="8,2"), frozen=files.plan.state(), **counts)
+    plan_datasets(DataConfig(data_path=prefix, split="8,2"), saved=SavedOrder.read(files.plan.state()), **counts)

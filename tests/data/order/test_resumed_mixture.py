@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.data.order.datasets import DataPlan, plan_datasets
 from megatron.data.order.phases import Progress
+from megatron.data.order.saved_order import SavedOrder
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError
 from megatron.neox_arguments.schema_data import DataConfig
@@ -42,15 +43,17 @@ def config(paths: dict[str, str], names: str = "abc", weights: Any = None, **mor
     return DataConfig(train_data_paths=tuple(paths[name] for name in names), train_data_weights=weights, **more)
 
 
-def plan_of(data: DataConfig, steps: int, frozen: Any = None, done: Progress | None = None, **more: Any) -> DataPlan:
+def plan_of(
+    data: DataConfig, steps: int, order: SavedOrder | None = None, done: Progress | None = None, **more: Any
+) -> DataPlan:
     progress = done or Progress(BATCH)
     samples = progress.samples_at(steps)
-    return plan_datasets(data, seq_length=8, seed=3, train_samples=samples, progress=progress, frozen=frozen, **more)
+    return plan_datasets(data, seq_length=8, seed=3, train_samples=samples, progress=progress, saved=order, **more)
 
 
-def saved(plan: DataPlan) -> Any:
+def saved(plan: DataPlan) -> SavedOrder:
     """As it comes back from a checkpoint."""
-    return json.loads(json.dumps(plan.state()))
+    return SavedOrder.read(json.loads(json.dumps(plan.state())))
 
 
 def read(plan: DataPlan, first: int = 0, end: int | None = None) -> list[list[int]]:
@@ -98,15 +101,15 @@ def test_any_change_of_the_future_leaves_the_past(paths: dict[str, str], data: s
     def weights(count: int) -> tuple[float, ...]:
         return tuple(data.draw(st.lists(number, min_size=count, max_size=count).filter(lambda found: sum(found) > 0)))
 
-    def planned(steps: int, frozen: Any = None, done: Progress | None = None) -> DataPlan:
+    def planned(steps: int, order: SavedOrder | None = None, done: Progress | None = None) -> DataPlan:
         caps = tuple(data.draw(st.lists(cap, min_size=len(names), max_size=len(names))))
         capped = {"train_data_max_epochs": caps, "train_data_on_cap": "redistribute"} if any(caps) else {}
         try:
-            return plan_of(config(paths, names, tuple(pairs), **packing, **capped), steps, frozen, done)
+            return plan_of(config(paths, names, tuple(pairs), **packing, **capped), steps, order, done)
         except UserError as error:  # the caps leave too little: without them it goes on
             if not str(error).startswith("train_data_max_epochs: the "):
                 raise
-            return plan_of(config(paths, names, tuple(pairs), **packing), steps, frozen, done)
+            return plan_of(config(paths, names, tuple(pairs), **packing), steps, order, done)
 
     names, steps = "ab", data.draw(st.integers(2, 6))
     pairs: list[tuple[int, tuple[float, ...]]] = [(0, weights(2))]

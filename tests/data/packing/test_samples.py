@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.order.mixture import Mixture
-from megatron.data.order.padded import Padded
+from megatron.data.order.mixture import Mixture, ReadOnce
 from megatron.data.order.phases import Phase
-from megatron.data.packing.holding import rows_touching
+from megatron.data.packing.samples import rows_over
 from tests.data.packing_cases import ALL, corpus, packing
 
 pytestmark = pytest.mark.cpu
@@ -42,9 +41,9 @@ def test_every_packing(name: str, lengths: list[int], seq: int, samples: int, da
     items = range(*sorted(data.draw(st.tuples(*[st.integers(0, len(lengths))] * 2))))
     with corpus(lengths) as (tokens, _):
         one = packing(name, tokens, seq, documents=(first, len(lengths)))
-        segments = one.plan(samples, 3)
+        segments = one.segments(samples, 3)
         if data.draw(st.booleans()):
-            segments = one.plan(2 * samples, 3, segments)  # a run that was made longer
+            segments = one.segments(2 * samples, 3, segments)  # a run that was made longer
         check(one.dataset(segments), str(tokens.prefix), items)
 
 
@@ -52,7 +51,7 @@ def test_every_packing(name: str, lengths: list[int], seq: int, samples: int, da
 def test_few_samples_are_looked_at(name: str) -> None:
     with corpus([6] * 300) as (tokens, _):
         one = packing(name, tokens, 12)
-        dataset = one.dataset(one.plan(one.samples_per_epoch(), 1))
+        dataset = one.dataset(one.segments(one.samples_per_epoch(), 1))
         likely = dataset.may_hold({str(tokens.prefix): range(7, 8)})
         assert 1 <= len(by_reading(dataset, str(tokens.prefix), range(7, 8))) <= len(likely) <= 4
 
@@ -67,15 +66,15 @@ def test_mixtures_with_phases(one: list[int], other: list[int], samples: int, bo
         sources = []
         for name, part in (("packed", tokens), ("best_fit", more)):
             bound = packing(name, part, 5)
-            sources.append(bound.dataset(bound.plan(samples + 2, 1)))
+            sources.append(bound.dataset(bound.segments(samples + 2, 1)))
         mixture = Mixture(sources, phases, samples)
         check(mixture, str(tokens.prefix), range(1, 2))
         check(mixture, str(more.prefix), range(2))
-        check(Padded(mixture, max(1, samples // 2), samples), str(tokens.prefix), range(1, 2))
+        check(ReadOnce(mixture, max(1, samples // 2), samples), str(tokens.prefix), range(1, 2))
 
 
 def test_rows_that_reach_over_a_place() -> None:
     begins = np.array([0, 0, 4, 4, 9, 12])
-    assert np.flatnonzero(rows_touching(begins, np.array([4]))).tolist() == [1, 2, 3]
-    assert np.flatnonzero(rows_touching(begins, np.array([2, 10]))).tolist() == [1, 4]
-    assert not rows_touching(begins, np.array([], dtype=int)).any()
+    assert np.flatnonzero(rows_over(begins, np.array([4]))).tolist() == [1, 2, 3]
+    assert np.flatnonzero(rows_over(begins, np.array([2, 10]))).tolist() == [1, 4]
+    assert not rows_over(begins, np.array([], dtype=int)).any()

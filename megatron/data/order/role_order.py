@@ -1,4 +1,4 @@
-"""How the samples of one role come about: which sources, in which order of their own, drawn in which proportions."""
+"""The order of the samples of one role: its sources, the order of each, and the weights with which they are drawn."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.data.order.caps import Caps
-from megatron.data.order.frozen import FrozenRole, FrozenSource, check_past, check_sources, same_data
 from megatron.data.order.mixture import samples_to_ask
-from megatron.data.order.phases import Phase, Progress, Weights, alike, begin, go_on, lengths, shares, since
+from megatron.data.order.phases import (
+    Phase,
+    Progress,
+    Weights,
+    alike,
+    continue_phases,
+    lengths,
+    make_phases,
+    shares,
+    since,
+)
+from megatron.data.order.saved_order import SavedRole, SavedSource, check_past, check_sources, match_sources
 from megatron.data.order.sources import RoleSources, Source
-from megatron.data.packing.contract import Packing, Segment
-from megatron.data.packing.packings import PACKINGS
+from megatron.data.packing import PACKINGS, Packing, Segment, count_samples
+from megatron.data.sample import SampleDataset
 from megatron.data.tokens.cache import IndexCaches
 from megatron.log import get_logger
 from megatron.neox_arguments.schema_data import DataConfig
@@ -21,7 +31,7 @@ LOGGER = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class SourcePlan:
+class SourceOrder:
     """A source, how it is packed, and the segments of its sample order.
 
     Attributes:
@@ -35,15 +45,18 @@ class SourcePlan:
     segments: tuple[Segment, ...] = ()
     most: int | None = None
 
-    def record(self) -> FrozenSource:
+    def dataset(self) -> SampleDataset:
+        return self.packing.dataset(self.segments)
+
+    def save(self) -> SavedSource:
         source = self.source
         labels = source.labels is not None
-        return FrozenSource(source.name, source.data.prefix, self.key, self.segments, labels, self.most)
+        return SavedSource(source.name, source.data.prefix, self.key, self.segments, labels, self.most)
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """What a run takes of a source: samples and epochs, as the weights have it; its weight over all, and by phase."""
+class Draws:
+    """What a run draws from a source: samples and epochs by weight; its weight over all, and in each phase."""
 
     samples: int
     epochs: float
@@ -52,11 +65,11 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class RolePlan:
+class RoleOrder:
     """The sources of one role, how many samples the run wants from them together, and in which proportions."""
 
     samples: int
-    sources: tuple[SourcePlan, ...]
+    sources: tuple[SourceOrder, ...]
     phases: tuple[Phase, ...]
 
     @property
@@ -70,18 +83,18 @@ class RolePlan:
         """The sources that are drawn from at some time."""
         return [d for d, share in enumerate(shares(self.phases, self.samples)) if share > 0]
 
-    def draws(self) -> list[Drawn]:
-        """What the run takes of each source."""
+    def count_draws(self) -> list[Draws]:
+        """What the run draws from each source."""
         reached, found = self.reached, []
         for d, (one, share) in enumerate(zip(self.sources, shares(self.phases, self.samples), strict=True)):
             weights = tuple(phase.weights[d] for phase in reached)
             samples = round(share)
             epochs = one.packing.epochs(samples) if samples else 0.0
-            found.append(Drawn(samples, epochs, weights[0] if len(weights) == 1 else share / self.samples, weights))
+            found.append(Draws(samples, epochs, weights[0] if len(weights) == 1 else share / self.samples, weights))
         return found
 
-    def record(self) -> FrozenRole:
-        return FrozenRole(self.samples, tuple(planned.record() for planned in self.sources), self.phases)
+    def save(self) -> SavedRole:
+        return SavedRole(self.samples, tuple(planned.save() for planned in self.sources), self.phases)
 
 
 def packing_of(data: DataConfig, source: Source, seq_length: int, caches: IndexCaches) -> Packing:
@@ -97,71 +110,72 @@ def packing_of(data: DataConfig, source: Source, seq_length: int, caches: IndexC
 
 
 @dataclass(frozen=True)
-class RolePlanner:
-    """Makes the plans of a run's roles. `seed` is of the shuffles: what is frozen keeps the seed it had."""
+class OrderBuilder:
+    """Makes the orders of a run's roles. `seed` is of the shuffles: what is `saved` keeps the seed it had."""
 
     data: DataConfig
     seq_length: int
     seed: int
     progress: Progress
-    frozen: Mapping[str, FrozenRole]
+    saved: Mapping[str, SavedRole]
     caches: IndexCaches
 
-    def training(self, name: str, found: RoleSources, samples: int) -> RolePlan:
-        """`samples` from the sources of training. What the checkpoint has read stays as it was, or `UserError`."""
-        planned, saved = self._bound(found.sources), self.frozen.get(name)
-        asked = since(found.weights, self.progress.begun[0])
+    def order_training(self, name: str, found: RoleSources, samples: int) -> RoleOrder:
+        """`samples` from the sources of training. Raises `UserError` when what the run has read would change."""
+        planned, saved = self._bind(found.sources), self.saved.get(name)
+        asked = since(found.weights, self.progress.start[0])
         kept: list[tuple[Segment, ...]] = [()] * len(planned)
         if saved is None:
-            phases = begin(asked, self.progress)
+            phases = make_phases(asked, self.progress)
         else:
-            planned, wanted, saved = self._continued(planned, asked, saved)
-            phases = go_on(saved.phases, wanted, self.progress)
+            planned, wanted, saved = self._align(planned, asked, saved)
+            phases = continue_phases(saved.phases, wanted, self.progress)
             kept = [source.segments for source in saved.sources]
-        if saved is not None and _unchanged(saved, planned, phases, samples):
+        if saved is not None and _is_unchanged(saved, planned, phases, samples):
             phases = saved.phases
         else:
             phases = self._caps(planned).fit(phases, samples, self.progress)
-        return self._planned(name, RolePlan(samples, tuple(planned), phases), kept)
+        return self._add_segments(name, RoleOrder(samples, tuple(planned), phases), kept)
 
-    def other(self, name: str, found: RoleSources, samples: int) -> RolePlan:
-        """`samples` of validation or test data, which may change: what is as it was keeps its order."""
-        planned = self._bound(found.sources)
+    def order_other(self, name: str, found: RoleSources, samples: int) -> RoleOrder:
+        """`samples` of validation or test data, which may change: unchanged sources keep their order."""
+        planned = self._bind(found.sources)
         kept: list[tuple[Segment, ...]] = [()] * len(planned)
-        saved = self.frozen.get(name)
+        saved = self.saved.get(name)
         if saved is not None:
-            now = [one.record() for one in planned]
-            places = same_data(saved.sources, now)
+            now = [one.save() for one in planned]
+            places = match_sources(saved.sources, now)
             for old, place in zip(saved.sources, places, strict=True):
                 if place is not None:
                     kept[place] = old.segments
             if None in places or len(places) != len(planned):
-                LOGGER.info(f"the {name} data is not what it was when the checkpoint was made")
-        return self._planned(name, RolePlan(samples, tuple(planned), begin(found.weights, Progress())), kept)
+                LOGGER.info(f"the {name} data differs from that of the checkpoint")
+        return self._add_segments(
+            name, RoleOrder(samples, tuple(planned), make_phases(found.weights, Progress())), kept
+        )
 
-    def once(self, name: str, source: Source, samples: int) -> RolePlan:
+    def order_once(self, name: str, source: Source, samples: int) -> RoleOrder:
         """At most `samples` samples of a source, no document twice.
 
-        pack_until_overflow does not know where its passes end, so it gives way to best_fit, which puts whole documents
-        together as well.
+        With pack_until_overflow, whose passes have no known end, best_fit is used: it also keeps documents whole.
         """
-        walks_on = self.data.pack_impl == "pack_until_overflow"
-        planner = replace(self, data=replace(self.data, pack_impl="best_fit")) if walks_on else self
-        planned = planner._bound([source])
+        endless = self.data.pack_impl == "pack_until_overflow"
+        builder = replace(self, data=replace(self.data, pack_impl="best_fit")) if endless else self
+        planned = builder._bind([source])
         there = planned[0].packing.samples_per_epoch()
-        role = RolePlan(max(1, min(samples, there)), tuple(planned), (Phase.constant([1.0]),))
-        return self._planned(name, role, [()], exact=True)
+        role = RoleOrder(max(1, min(samples, there)), tuple(planned), (Phase.constant([1.0]),))
+        return self._add_segments(name, role, [()], exact=True)
 
-    def _bound(self, sources: Sequence[Source]) -> list[SourcePlan]:
+    def _bind(self, sources: Sequence[Source]) -> list[SourceOrder]:
         bound = []
         for source in sources:
             packing = packing_of(self.data, source, self.seq_length, self.caches)
             cap = source.max_epochs
             most = None if cap is None else math.floor(cap * packing.samples_per_epoch() + 1e-9)
-            bound.append(SourcePlan(source, packing, packing.key, most=most))
+            bound.append(SourceOrder(source, packing, packing.key, most=most))
         return bound
 
-    def _caps(self, planned: Sequence[SourcePlan]) -> Caps:
+    def _caps(self, planned: Sequence[SourceOrder]) -> Caps:
         capped = [one.most is not None for one in planned]
         return Caps(
             names=[one.source.name for one in planned],
@@ -170,15 +184,17 @@ class RolePlanner:
             redistribute=self.data.train_data_on_cap == "redistribute",
         )
 
-    def _continued(
-        self, planned: list[SourcePlan], wanted: Sequence[tuple[int, Weights]], saved: FrozenRole
-    ) -> tuple[list[SourcePlan], list[tuple[int, Weights]], FrozenRole]:
-        """Both sides in one order of sources: those of the checkpoint first, as they were drawn, then the new ones."""
-        now = [one.record() for one in planned]
+    def _align(
+        self, planned: list[SourceOrder], wanted: Sequence[tuple[int, Weights]], saved: SavedRole
+    ) -> tuple[list[SourceOrder], list[tuple[int, Weights]], SavedRole]:
+        """Both sides in one order of sources: those of the checkpoint first, then the new ones."""
+        now = [one.save() for one in planned]
         places = check_sources(saved, now, self.progress)
-        origin = {place: d for d, place in enumerate(places) if place is not None}  # where a source of now was then
+        origin = {
+            place: d for d, place in enumerate(places) if place is not None
+        }  # present place -> place in the checkpoint
 
-        def then(order: Sequence[int]) -> FrozenRole:
+        def then(order: Sequence[int]) -> SavedRole:
             sources = tuple(saved.sources[origin[i]] if i in origin else now[i] for i in order)
             phases = tuple(
                 replace(
@@ -188,18 +204,20 @@ class RolePlanner:
                 )
                 for phase in saved.phases
             )
-            return FrozenRole(saved.samples, sources, phases)
+            return SavedRole(saved.samples, sources, phases)
 
         names = [one.source.name for one in planned]
         check_past(then(range(len(planned))), wanted, names, self.progress, self.data.mixture is not None)
         order = [*origin, *(i for i in range(len(planned)) if i not in origin)]
         for i in order[len(origin) :]:
-            LOGGER.info(f"{names[i]} is new: it was not among the training data of the checkpoint")
+            LOGGER.info(f"{names[i]} is a new source: it is not in the training data of the checkpoint")
         reordered = [(step, tuple(weights[i] for i in order)) for step, weights in wanted]
         return [planned[i] for i in order], reordered, then(order)
 
-    def _planned(self, name: str, role: RolePlan, kept: Sequence[tuple[Segment, ...]], exact: bool = False) -> RolePlan:
-        """The plan with the segments that its samples take: those `kept`, and what is missing."""
+    def _add_segments(
+        self, name: str, role: RoleOrder, kept: Sequence[tuple[Segment, ...]], exact: bool = False
+    ) -> RoleOrder:
+        """The role with the segments that its samples need: the `kept` ones and, if they are too few, a new one."""
         exact = exact or self.data.data_path is not None
         counts, drawn = lengths(role.phases, role.samples), role.drawn
         sources = []
@@ -214,19 +232,19 @@ class RolePlanner:
         return replace(role, sources=tuple(sources))
 
 
-def _segments(one: SourcePlan, asked: int, seed: int, kept: tuple[Segment, ...], what: str) -> tuple[Segment, ...]:
-    """The order of a source. With a cap on its epochs it is read epoch by epoch, each shuffled for itself."""
+def _segments(one: SourceOrder, asked: int, seed: int, kept: tuple[Segment, ...], what: str) -> tuple[Segment, ...]:
+    """The segments of a source. With a cap on its epochs there is one per epoch, each shuffled by itself."""
     if one.most is None:
-        return one.packing.plan(asked, seed, kept, what)
+        return one.packing.segments(asked, seed, kept, what)
     asked, epoch = min(asked, one.most), one.packing.samples_per_epoch()
-    segments = one.packing.plan(epoch, seed, kept, what)
-    while (there := sum(segment.samples for segment in segments)) < asked:
-        segments = one.packing.plan(there + epoch, seed, segments, what)
+    segments = one.packing.segments(epoch, seed, kept, what)
+    while (there := count_samples(segments)) < asked:
+        segments = one.packing.segments(there + epoch, seed, segments, what)
     return segments
 
 
-def _unchanged(saved: FrozenRole, planned: Sequence[SourcePlan], phases: Sequence[Phase], samples: int) -> bool:
-    """Whether the run is planned as it was, so that what was decided then about caps holds."""
+def _is_unchanged(saved: SavedRole, planned: Sequence[SourceOrder], phases: Sequence[Phase], samples: int) -> bool:
+    """Whether the run is planned as before, so that the decisions about caps still hold."""
 
     def borders(of: Sequence[Phase]) -> list[Phase]:
         return [phase for i, phase in enumerate(of) if i == 0 or not alike(phase.asked, of[i - 1].asked)]
