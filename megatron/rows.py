@@ -31,6 +31,7 @@ FOLDERS: dict[str, str] = {
     "lr_decay_style": "optim/schedules",
     "train_impl": "objectives",
     "callbacks": "callbacks",
+    "pack_impl": "data/packing",
 }
 """Kind (the YAML key, as the registry has it) -> folder of its entries, in this package."""
 

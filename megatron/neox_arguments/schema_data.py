@@ -127,11 +127,10 @@ class DataConfig:
         unavailable={"cached": "convert the files to mmap with tools/datasets"},
         differs="infer works",
     )
-    pack_impl: Literal["packed", "pack_until_overflow", "unpacked", "best_fit"] = key(
+    pack_impl: str = key(
         "packed",
-        "How documents become samples: packed is one stream cut every seq_length tokens. The others keep documents "
-        "whole: pack_until_overflow joins them in a shuffled order while they fit, unpacked takes one per sample, "
-        "best_fit joins those that leave the least padding (documentation/packing.md).",
+        "How documents become samples (documentation/packing.md).",
+        registry="pack_impl",
         differs="documents are kept to their split, no token of the next document is read, best_fit is new",
     )
     allow_chopped: bool = key(

@@ -32,9 +32,7 @@ class DataOrder(Callback):
         return self.plan.state()
 
 
-def open_data_on_ranks(
-    args: NeoXArgs, process: Process, order: SavedOrder | None, done: tuple[int, int]
-) -> DataPlan:
+def open_data_on_ranks(args: NeoXArgs, process: Process, order: SavedOrder | None, done: tuple[int, int]) -> DataPlan:
     """Open and count the data, refuse tokens of another tokenizer, log the table.
 
     Args:

@@ -67,7 +67,7 @@ class Caps:
         if feasible < progress.consumed:
             remedy = f"The run has already read more in its {progress.steps} steps: raise the cap."
             return "\n".join(["train_data_max_epochs: the cap is below what this run has read.", *lines, remedy])
-        remedy = f"Or shorten the run: train_iters of at most {progress.step_at(feasible)}."
+        remedy = f"Or shorten the run to train_iters {progress.step_at(feasible)}."
         if not self.redistribute:
             remedy += " Or set train_data_on_cap: redistribute, which takes the missing samples from the other sources."
         return "\n".join(["train_data_max_epochs: the training data is too small for this run.", *lines, remedy])

@@ -35,7 +35,7 @@ INDEX_VERSION = 1  # part of every cache key: raise it when the arrays change
 
 @PACKINGS.register("packed")
 class Packed(Packing):
-    """One stream of documents, cut every seq_length tokens; nothing is too long and nothing is skipped."""
+    """One stream of all documents, cut every seq_length tokens; nothing is skipped."""
 
     @cached_property  # 1e8 documents are hashed in a quarter of a second
     def key(self) -> str:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.order.caps import Caps, spread, used
+from megatron.data.order.caps import Caps, most_per_source, spread
 from megatron.data.order.mixture import Mixture
-from megatron.data.order.phases import Phase, Progress, begin
+from megatron.data.order.phases import Phase, Progress, make_phases
 from megatron.errors import UserError
 from tests.data.order.test_mixture import Numbers
 from tests.data.order.test_phases import normalised, phased
@@ -33,7 +33,7 @@ def test_what_fits_stays_and_what_is_refused_does_not_fit(
     number = st.one_of(st.none(), st.integers(0, 300))
     most = data.draw(st.lists(number, min_size=len(phases[0].weights), max_size=len(phases[0].weights)))
     taken = Mixture([Numbers(str(d), samples) for d in range(len(most))], phases, samples).taken
-    bound = used(phases, samples)
+    bound = most_per_source(phases, samples)
     assert all(now <= at_most for now, at_most in zip(taken, bound, strict=True))
     if all(cap is None or now <= cap for now, cap in zip(bound, most, strict=True)):
         assert caps(most).fit(phases, samples, Progress()) == phases
@@ -77,34 +77,34 @@ def test_those_that_last_keep_their_proportions(raw: list[float], samples: int, 
 
 
 def test_the_refusal_names_numbers_that_work() -> None:
-    phases = begin([(0, (0.75, 0.25))], Progress(10))
+    phases = make_phases([(0, (0.75, 0.25))], Progress(10))
     with pytest.raises(UserError) as caught:
         caps([None, 50]).fit(phases, 300, Progress(10))
     message = str(caught.value)
-    assert re.search(r"b: 75 samples are asked for \(1\.5 epochs\), 50 are allowed \(1 epochs\)", message)
+    assert re.search(r"b: 75 samples .*\(1\.5 epochs\), 50 .*\(1 epochs\)", message)
     assert "train_data_max_epochs: 1.5, or a weight of at most 0.1666 (it is 0.25)" in message
-    steps = int(re.search(r"works as it is: train_iters (\d+)", message).group(1))
+    steps = int(re.search(r"train_iters (\d+)", message).group(1))
     assert steps == 20
     caps([None, 50]).fit(phases, steps * 10, Progress(10))
     with pytest.raises(UserError):
         caps([None, 50]).fit(phases, (steps + 1) * 10, Progress(10))
     caps([None, 75]).fit(phases, 300, Progress(10))
-    caps([None, 50]).fit(begin([(0, (1 - 0.1666, 0.1666))], Progress(10)), 300, Progress(10))
+    caps([None, 50]).fit(make_phases([(0, (1 - 0.1666, 0.1666))], Progress(10)), 300, Progress(10))
 
 
 @pytest.mark.parametrize(("most", "samples"), [(1_234_567, 9_999_990), (3, 9_999_990), (3, 40), (41, 990)])
 def test_the_numbers_named_work_also_where_rounding_counts(most: int, samples: int) -> None:
-    phases = begin([(0, (0.5, 0.5))], Progress(10))
+    phases = make_phases([(0, (0.5, 0.5))], Progress(10))
     with pytest.raises(UserError) as caught:
         caps([None, most]).fit(phases, samples, Progress(10))
     named = re.search(r"max_epochs: (\S+), or a weight of at most (\S+) ", str(caught.value))
     epochs, weight = float(named[1]), float(named[2])
     caps([None, math.floor(epochs * most + 1e-9)]).fit(phases, samples, Progress(10))
-    caps([None, most]).fit(begin([(0, (1 - weight, weight))], Progress(10)), samples, Progress(10))
+    caps([None, most]).fit(make_phases([(0, (1 - weight, weight))], Progress(10)), samples, Progress(10))
 
 
 def test_a_cap_below_what_was_read_is_called_so() -> None:
-    phases = begin([(0, (0.5, 0.5))], Progress(10))
+    phases = make_phases([(0, (0.5, 0.5))], Progress(10))
     for redistribute in (False, True):
         with pytest.raises(UserError, match=r"below what this run has read(.|\n)*in its 10 steps") as caught:
             caps([None, 20], redistribute=redistribute).fit(phases, 200, Progress(10, 10, 100))
@@ -112,12 +112,12 @@ def test_a_cap_below_what_was_read_is_called_so() -> None:
 
 
 def test_a_cap_reached_in_the_second_phase() -> None:
-    phases = begin([(0, (0.5, 0.5)), (10, (0.0, 1.0))], Progress(10))
+    phases = make_phases([(0, (0.5, 0.5)), (10, (0.0, 1.0))], Progress(10))
     with pytest.raises(UserError, match=r"b: 150 samples .* 120 are allowed(.|\n)*train_iters 17\b"):
         caps([None, 120]).fit(phases, 200, Progress(10))
     with pytest.raises(UserError, match="train_iters 17"):  # the second phase asks for nothing else
         caps([None, 120], redistribute=True).fit(phases, 200, Progress(10))
-    phases = begin([(0, (0.5, 0.5)), (10, (0.2, 0.8))], Progress(10))
+    phases = make_phases([(0, (0.5, 0.5)), (10, (0.2, 0.8))], Progress(10))
     fitted = caps([None, 120], redistribute=True).fit(phases, 200, Progress(10))
     assert fitted[0] == phases[0]  # first come, first served
     assert fitted[1].weights == pytest.approx((0.3, 0.7)) and fitted[1].asked == (0.2, 0.8)
@@ -126,7 +126,7 @@ def test_a_cap_reached_in_the_second_phase() -> None:
 def test_what_is_past_stays_when_the_rest_is_redistributed() -> None:
     """Half way through, the run is made longer than its second source lasts."""
     cap = caps([None, 60], redistribute=True)
-    phases = begin([(0, (0.5, 0.5))], Progress(10))
+    phases = make_phases([(0, (0.5, 0.5))], Progress(10))
     assert cap.fit(phases, 100, Progress(10)) == phases
     longer = cap.fit(phases, 200, Progress(10, 10, 100))
     assert longer[0] == phases[0]

@@ -156,7 +156,7 @@ def test_data_that_changed_since_the_checkpoint_is_refused(tmp_path: Path) -> No
     config = DataConfig(train_data_paths=paths, train_data_weights=(3.0, 1.0))
     counts = {"seq_length": 4, "seed": 5, "train_samples": 40, "progress": Progress(1, 10, 10)}
     state = reread(plan_datasets(config, **counts))
-    with pytest.raises(UserError, match=r"b: is no longer among the 1 sources(.|\n)*weight 0 (.|\n)*finetune"):
+    with pytest.raises(UserError, match=r"b: .* 1 sources(.|\n)*weight 0 (.|\n)*finetune"):
         plan_datasets(DataConfig(train_data_paths=paths[:1]), saved=state, **counts)
     with pytest.raises(UserError, match=r"steps 0 to 9: a 0.75 in the checkpoint, 0.5 now, b 0.25 .*, 0.5 now"):
         plan_datasets(replace(config, train_data_weights=(1.0, 1.0)), saved=state, **counts)

@@ -72,7 +72,7 @@ def test_a_resume_of_the_second_run_changes_nothing(paths, first, pack_impl) -> 
 def test_caps_count_what_the_first_run_read(paths) -> None:
     order = saved(plan_of(config(paths, "ab"), 12)).inherit(DONE, (0, READ))
     read_of_b = READ // 2
-    with pytest.raises(UserError, match=f"b: {read_of_b + 8} samples are asked for"):
+    with pytest.raises(UserError, match=f"b: {read_of_b + 8} samples"):
         second(config(paths, "ab", (0.0, 1.0), train_data_max_epochs=(None, 0.2)), 0, 2, order)
     second(config(paths, "ab", (0.0, 1.0), train_data_max_epochs=(None, 2.0)), 0, 2, order)
 

@@ -193,7 +193,7 @@ def test_the_order_of_the_list_does_not_matter_to_a_run_that_goes_on(paths: dict
 def test_what_is_past_cannot_be_changed(paths: dict[str, str]) -> None:
     state, done = saved(plan_of(config(paths, "abc", CHANGING), 12)), Progress(BATCH, 7, 28)
     with pytest.raises(UserError) as caught:
-        plan_of(config(paths, "abc", ((0, (3.0, 1.0, 0.0)), (4, (1.0, 1.0, 0.0)))), 12, state, done)
+        plan_of(config(paths, "abc", ((0, (3.0, 1.0, 0.0)), (4, (1.0, 1.0, 0.0)))), 12, SavedOrder.read(state), done)
     message = str(caught.value)
     assert "steps 4 to 4: a 0.75 in the checkpoint, 0.5 now, b 0.25 in the checkpoint, 0.5 now" in message
     assert "steps 0" not in message and "steps 5" not in message and "c " not in message
@@ -201,20 +201,20 @@ def test_what_is_past_cannot_be_changed(paths: dict[str, str]) -> None:
     written = message.split("write ")[1].split(" (in the order")[0]
     phases = tuple((step, tuple(weights)) for step, weights in json.loads(written))
     assert [step for step, _ in phases] == [0, 5, 7]
-    plan_of(config(paths, "abc", phases), 12, state, done)
+    plan_of(config(paths, "abc", phases), 12, SavedOrder.read(state), done)
     with pytest.raises(
         UserError, match=r"mixture.weights: (.|\n)*write \[\[0, {a: 0.75, b: 0.25}\], \[5, {a: 0.5, b: 0.5}\]"
     ):
         named = replace(config(paths, "abc", (1.0, 1.0, 1.0)), mixture={"sources": {}})  # as rules_mixture leaves it
-        plan_of(named, 12, state, done)
+        plan_of(named, 12, SavedOrder.read(state), done)
     # The future is free.
-    plan_of(config(paths, "abc", (*CHANGING[:2], (7, (0.0, 0.0, 1.0)))), 12, state, done)
+    plan_of(config(paths, "abc", (*CHANGING[:2], (7, (0.0, 0.0, 1.0)))), 12, SavedOrder.read(state), done)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"names": "ac", "weights": ((0, (3.0, 0.0)), (5, (1.0, 0.0)))}, r"/b: is no longer among the 2 sources"),
+        ({"names": "ac", "weights": ((0, (3.0, 0.0)), (5, (1.0, 0.0)))}, r"/b: .* 2 sources"),
         ({"labels": True}, r"/a had no labels in the checkpoint, now some"),
         ({"train_data_max_tokens": (300, None, None)}, r"/a: documents, their range"),
     ],
@@ -230,7 +230,7 @@ def test_what_was_read_must_be_there(
         labels = write(tmp_path / "l", [[-100] * int(size) for size in sizes], np.int32)
         data = replace(data, train_label_data_paths=(labels, None, None))
     with pytest.raises(UserError, match=message):
-        plan_of(replace(data, **change), 12, state, done)
+        plan_of(replace(data, **change), 12, SavedOrder.read(state), done)
 
 
 def test_a_source_that_was_never_read_may_go_or_change(paths: dict[str, str]) -> None:
@@ -272,12 +272,12 @@ def test_version_1_of_the_record_is_read(paths: dict[str, str]) -> None:
         },
     }
     done = Progress(BATCH, 6, 24)
-    assert read(plan_of(data, 10, state, done)) == read(plan)
-    assert read(plan_of(replace(data), 30, state, done), 0, 40) == read(plan)
-    with pytest.raises(UserError, match="weights of the past"):
-        plan_of(config(paths, "ab", (1.0, 1.0)), 10, state, done)
+    assert read(plan_of(data, 10, SavedOrder.read(state), done)) == read(plan)
+    assert read(plan_of(replace(data), 30, SavedOrder.read(state), done), 0, 40) == read(plan)
+    with pytest.raises(UserError, match="a 0.75 .* 0.5 now"):
+        plan_of(config(paths, "ab", (1.0, 1.0)), 10, SavedOrder.read(state), done)
     with pytest.raises(UserError, match="version 3"):
-        plan_of(data, 10, {**state, "version": 3}, done)
+        SavedOrder.read({**state, "version": 3})
 
 
 def test_validation_data_may_change(paths: dict[str, str]) -> None:
@@ -309,7 +309,7 @@ def test_a_capped_source_is_read_epoch_by_epoch(paths: dict[str, str]) -> None:
 
 def test_a_cap_is_refused_before_training(paths: dict[str, str]) -> None:
     data = config(paths, "ab", (1.0, 1.0), train_data_max_epochs=1.0)
-    with pytest.raises(UserError, match=r"b: \d+ samples are asked for(.|\n)*train_iters (\d+)") as caught:
+    with pytest.raises(UserError, match=r"b: \d+ samples (.|\n)*train_iters (\d+)") as caught:
         plan_of(data, 60)
     steps = int(str(caught.value).split("train_iters ")[1].split(".")[0])
     plan = plan_of(data, steps)
@@ -323,5 +323,5 @@ def test_a_cap_is_refused_before_training(paths: dict[str, str]) -> None:
 def test_one_file_is_capped_too(paths: dict[str, str]) -> None:
     data = DataConfig(data_path=paths["a"], split="1", train_data_max_epochs=1.0)
     assert plan_of(data, 10).roles["train"].sources[0].segments[0].epochs == 1
-    with pytest.raises(UserError, match=r"a: 800 samples are asked for"):
+    with pytest.raises(UserError, match=r"a: 800 samples "):
         plan_of(data, 200)

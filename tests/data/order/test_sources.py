@@ -15,8 +15,7 @@ from megatron.data.collate import CollateRules
 from megatron.data.loader import StepLoader
 from megatron.data.order.datasets import DataPlan, build_datasets, epoch_samples, plan_datasets
 from megatron.data.order.phases import Progress
-from megatron.data.order.ranges import head, tail
-from megatron.data.order.sources import named_paths, names_of
+from megatron.data.order.sources import head, named_paths, names_of, tail
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError
 from megatron.neox_arguments.schema_data import DataConfig
