@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.weights import save_weights
-from megatron.convert.hf import export_hf as export  # noqa: F401 (fills the registry)
-from megatron.convert.parts.family import FAMILIES, Constant, TokenIds
+from megatron.convert.families import FAMILIES
+from megatron.convert.parts.family import Constant, TokenIds
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState

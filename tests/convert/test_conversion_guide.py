@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron.convert.families import FAMILIES
 from megatron.convert.hf import folder as hf_folder
-from megatron.convert.parts.family import FAMILIES
 from tests.convert.families.cases import OLMO
 from tests.convert.helpers import LLAMA, NEOX, hugging_face, resolved
 from tests.convert.raw.raw_files import raw_tensors, write_raw

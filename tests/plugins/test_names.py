@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.convert.parts.family import FAMILIES, choose_family
+from megatron.convert.families import FAMILIES, choose_family
 from megatron.errors import UserError
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.model.partition import layer_parameters, layer_rows, partition
@@ -237,8 +237,6 @@ def test_the_built_model_has_the_parameters_that_the_run_reports(tmp_path) -> No
 
 
 def test_no_family_takes_a_model_of_plugins_by_mistake(tmp_path) -> None:
-    from megatron.convert.hf import export_hf as export  # noqa: F401 (fills the registry)
-
     for overrides in ((), ("norm=rmsnorm", "activation=swiglu"), ("norm=rmsnorm", "attention_config=null")):
         model = example(tmp_path, *overrides, "use_bias_in_attn_linear=false", "use_bias_in_mlp=false").model
         with pytest.raises(UserError, match="no Hugging Face architecture known here"):
@@ -253,7 +251,7 @@ def test_no_family_takes_a_model_of_plugins_by_mistake(tmp_path) -> None:
 def test_families_of_plugins_are_tried_after_ours(tmp_path) -> None:
     """Although a plugin is imported before ours are."""
     (tmp_path / "greedy.py").write_text(
-        "from megatron.convert.parts.family import FAMILIES, Family\n\n"
+        "from megatron.convert.families import FAMILIES\nfrom megatron.convert.parts.family import Family\n\n"
         "FAMILIES.register('a_greedy_one')(Family('Greedy', list, dict, lambda model: []))\n"
     )
     keys = {"norm": "rmsnorm", "activation": "swiglu", "pos_emb": "rotary", "use_bias_in_mlp": False}
@@ -263,7 +261,7 @@ import sys
 from megatron.neox_arguments.derive import derive
 from megatron.neox_arguments.load import load
 args = derive(load([sys.argv[1]]))
-from megatron.convert.hf.export_hf import choose_family
+from megatron.convert.families import choose_family
 for model in (args.model, args.replace(norm="scalenorm").model):
     print(choose_family(model, None).architecture)
 """

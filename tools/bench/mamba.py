@@ -70,8 +70,8 @@ def contenders(kind: str, options: argparse.Namespace) -> tuple[Tasks, Tasks, fl
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from megatron.convert.hf import export_hf as export  # noqa: F401 (fills the registry)
-    from megatron.convert.parts.family import FAMILIES, Rule, TokenIds
+    from megatron.convert.families import FAMILIES
+    from megatron.convert.parts.family import Rule, TokenIds
     from megatron.mpu.sharding import named_parameters
 
     model, network = ours_built(kind, options)

@@ -11,22 +11,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.convert.parts.activations import plain_name, plain_refusals
-from megatron.convert.parts.family import (
-    FAMILIES,
-    WORD_EMBEDDINGS,
-    Constant,
-    Family,
-    Rule,
-    TokenIds,
+from megatron.convert.families import FAMILIES
+from megatron.convert.parts.activations import READ_PLAIN, plain_name, plain_refusals
+from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, common_fields
+from megatron.convert.parts.fields import Fields
+from megatron.convert.parts.positions import rope_fields
+from megatron.convert.parts.refusals import (
     common_refusals,
+    no_window_refusals,
     output_bias_refusals,
     pre_norm_refusals,
     rotary_refusals,
     width_refusals,
 )
-from megatron.convert.parts.positions import rope_fields
 from megatron.convert.parts.transforms import Copy, PerGroup, PerHead, Transform
+from megatron.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
@@ -79,7 +78,7 @@ def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]
     new = new_architecture(model)
     return {
         "model_type": "falcon",
-        "vocab_size": vocab_size,
+        **common_fields(model, vocab_size, ids),
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
@@ -98,11 +97,6 @@ def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]
         "bias": model.use_bias_in_mlp,
         "max_position_embeddings": model.max_position_embeddings,
         **rope_fields(model),
-        "use_cache": True,
-        "bos_token_id": ids.bos,
-        "eos_token_id": ids.eos,
-        "pad_token_id": ids.pad,
-        "tie_word_embeddings": not model.no_weight_tying,
     }
 
 
@@ -118,9 +112,46 @@ def unsupported(model: ModelConfig) -> list[str]:
         reasons.append("use_bias_in_attn_linear unlike use_bias_in_mlp (it has biases everywhere or nowhere)")
     if not model.gpt_j_residual and 1 < model.num_kv_heads < model.num_attention_heads:
         reasons.append(f"num_kv_heads: {model.num_kv_heads} (its sequential blocks have one, or one per head)")
-    if any(window is not None for window in model.layer_windows or ()):
-        reasons.append("sliding_window_width (it has full attention only)")
-    return reasons
+    return [*reasons, *no_window_refusals(model)]
 
 
-FAMILIES.register("falcon")(Family("FalconForCausalLM", table, config, unsupported))
+def falcon_keys(fields: Fields) -> dict[str, Any]:
+    """`FalconConfig`."""
+    fields.only("alibi", False)
+    fields.only("apply_residual_connection_post_layernorm", False)
+    fields.take("auto_map", None)
+    hidden, heads = fields.take("hidden_size", 4544), fields.take("num_attention_heads", 71)
+    new, parallel = fields.take("new_decoder_architecture", False), fields.take("parallel_attn", True)
+    if new and not parallel:
+        raise UserError(f"{fields.where}: parallel_attn: false cannot be expressed with new_decoder_architecture")
+    kv, one = fields.take("num_kv_heads", heads), fields.take("multi_query", True)
+    norms = fields.take("num_ln_in_parallel_attn", 2 if new else 1)
+    if not new and parallel and norms != 1:
+        raise UserError(f"{fields.where}: num_ln_in_parallel_attn: {norms} needs new_decoder_architecture")
+    activation, tanh = fields.choose("activation", READ_PLAIN, "gelu")
+    bias = fields.take("bias", False)
+    return {
+        "num_layers": fields.take("num_hidden_layers", 32),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_kv_heads": kv if new else 1 if one else heads,
+        "intermediate_size": fields.take("ffn_hidden_size", 4 * hidden),
+        "max_position_embeddings": fields.take("max_position_embeddings", 2048),
+        "norm": "layernorm",
+        "layernorm_epsilon": float(fields.take("layer_norm_epsilon", 1e-5)),
+        "activation": activation,
+        "bias_gelu_fusion": tanh,
+        "gpt_j_residual": parallel,
+        "gpt_j_tied": parallel and norms == 1,
+        "use_bias_in_attn_linear": bias,
+        "use_bias_in_mlp": bias,
+        "no_weight_tying": not fields.take("tie_word_embeddings", True),
+        "pos_emb": "rotary",
+        **fields.rotary("rope_theta"),
+        "attention_dropout": float(fields.take("attention_dropout", 0.0)),
+        "hidden_dropout": float(fields.take("hidden_dropout", 0.0)),
+        "init_method_std": float(fields.take("initializer_range", 0.02)),
+    }
+
+
+FAMILIES.register("falcon")(Family("FalconForCausalLM", table, config, unsupported, {"falcon": falcon_keys}))

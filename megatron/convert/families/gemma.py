@@ -8,30 +8,35 @@ part of Gemma 3 only; models with a vision tower are refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron.convert.families.llama import common_config, table
-from megatron.convert.parts.activations import gated_refusals
-from megatron.convert.parts.family import (
-    FAMILIES,
-    Family,
-    TokenIds,
+from megatron.convert.families import FAMILIES
+from megatron.convert.parts.activations import READ_GATED, gated_refusals
+from megatron.convert.parts.decoder import decoder_config, decoder_keys, decoder_table
+from megatron.convert.parts.family import Family, TokenIds
+from megatron.convert.parts.fields import Fields
+from megatron.convert.parts.positions import layered_positions
+from megatron.convert.parts.refusals import (
     common_refusals,
+    no_window_refusals,
     output_bias_refusals,
     pre_norm_refusals,
     rotary_refusals,
 )
-from megatron.convert.parts.windows import FULL, SLIDING, window_fields
+from megatron.convert.parts.windows import FULL, SLIDING, window_fields, window_keys
+from megatron.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
+
 
 # What their classes want where no layer has a window.
 UNUSED_WINDOW = 4096
 
 
 def gemma_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
-    fields = common_config(model, vocab_size, ids)
+    fields = decoder_config(model, vocab_size, ids)
     return {
         "model_type": "gemma",
         **fields,
@@ -71,9 +76,7 @@ def gemma_unsupported(model: ModelConfig) -> list[str]:
     reasons = [*_refusals(model, ()), *pre_norm_refusals(model)]
     if model.activation == "geglu":
         reasons.append("activation: geglu (its config's gelu means the tanh approximation: geglu_tanh)")
-    if any(window is not None for window in model.layer_windows or ()):
-        reasons.append("sliding_window_width (it has full attention only)")
-    return reasons
+    return [*reasons, *no_window_refusals(model)]
 
 
 def gemma2_unsupported(model: ModelConfig) -> list[str]:
@@ -115,7 +118,7 @@ def _sandwich_refusals(model: ModelConfig) -> list[str]:
     """Of Gemma 2 and 3."""
     reasons = []
     if model.norm_placement != "sandwich":
-        reasons.append(f"norm_placement: {model.norm_placement} (its norms stand before and behind: sandwich)")
+        reasons.append(f"norm_placement: {model.norm_placement} (its norms are before and behind: sandwich)")
     if (scalar := model.query_pre_attn_scalar) is not None and scalar != int(scalar):
         reasons.append(f"query_pre_attn_scalar: {scalar} (it must be whole there)")
     if model.hidden_size % model.num_attention_heads:
@@ -123,6 +126,89 @@ def _sandwich_refusals(model: ModelConfig) -> list[str]:
     return reasons
 
 
-FAMILIES.register("gemma")(Family("GemmaForCausalLM", table, gemma_config, gemma_unsupported))
-FAMILIES.register("gemma2")(Family("Gemma2ForCausalLM", table, gemma2_config, gemma2_unsupported))
-FAMILIES.register("gemma3")(Family("Gemma3ForCausalLM", table, gemma3_config, gemma3_unsupported))
+def _shared_keys(fields: Fields, rotary: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What Gemma 1, 2 and 3 have in common; `rotary` as in `decoder_keys`."""
+    for name in ("cache_implementation", "cache_position"):
+        fields.take(name, None)  # of generation
+    fields.only("use_bidirectional_attention", False)
+    fields.take("hidden_act", None)
+    return {
+        **decoder_keys(fields, rotary),
+        "head_dim": fields.take("head_dim", 256),
+        "norm": "rmsnorm_unit_offset",
+        "scale_embedding": True,
+        "use_bias_in_attn_linear": fields.take("attention_bias", False),
+        "use_bias_in_mlp": False,
+        "no_weight_tying": not fields.take("tie_word_embeddings", True),
+    }
+
+
+def gemma_keys(fields: Fields) -> dict[str, Any]:
+    """`GemmaConfig`. The first files say `gelu` and mean its tanh approximation, as transformers takes them."""
+    name = "hidden_act" if fields.take("hidden_activation", None) is None else "hidden_activation"
+    return {
+        **_shared_keys(fields),
+        "activation": fields.choose(name, {**READ_GATED, "gelu": "geglu_tanh"}, "gelu_pytorch_tanh"),
+    }
+
+
+def gemma2_keys(fields: Fields) -> dict[str, Any]:
+    """`Gemma2Config`."""
+    layers, window = fields.take("num_hidden_layers"), fields.take("sliding_window", 4096)
+    fields.only("sliding_window_size", window)
+    every_second = [FULL if i % 2 else SLIDING for i in range(layers)]
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    return {
+        **_sandwich_keys(fields, caps),
+        **window_keys(fields, window, fields.take("layer_types", every_second)),
+    }
+
+
+def _sandwich_keys(
+    fields: Fields, caps: Mapping[str, float | None], rotary: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Of Gemma 2 and 3. `caps`: their defaults where the field is missing; null is no cap."""
+    return {
+        **_shared_keys(fields, rotary),
+        "activation": fields.choose("hidden_activation", READ_GATED, "gelu_pytorch_tanh"),
+        "norm_placement": "sandwich",
+        "query_pre_attn_scalar": float(fields.take("query_pre_attn_scalar", 256)),
+        **{name: fields.take_or_null(name, default) for name, default in caps.items()},
+    }
+
+
+def gemma3_keys(fields: Fields) -> dict[str, Any]:
+    """`Gemma3TextConfig`. transformers' class has no cap on scores, whatever the field says."""
+    fields.only("attn_logit_softcapping", None)
+    layers, window = fields.take("num_hidden_layers"), fields.take("sliding_window", 4096)
+    fields.take("_sliding_window_pattern", None)  # layer_types say the same
+    full = fields.take("sliding_window_pattern", 6)
+    types = fields.take("layer_types", [SLIDING if (i + 1) % full else FULL for i in range(layers)])
+    spans = window_keys(fields, window, types)
+    bases = (fields.take("rope_theta", 1_000_000.0), fields.take("rope_local_base_freq", 10_000.0))
+    rotary, local = layered_positions(fields, *bases)
+    return {
+        **_sandwich_keys(fields, {"final_logit_softcapping": None}, rotary),
+        **spans,
+        **({"rotary_emb_base_local": local} if local and spans else {}),
+        "use_separate_qk_norms": True,
+        "qk_norm_per_head": True,
+    }
+
+
+def vision_keys(fields: Fields) -> dict[str, Any]:
+    """`Gemma3Config`: text and pictures."""
+    raise UserError(
+        f"{fields.where}: model_type: gemma3 has a vision tower, which cannot be expressed here; how to take the text"
+        " model out of it (model_type: gemma3_text, which is converted) says documentation/conversion.md"
+    )
+
+
+FAMILIES.register("gemma")(
+    Family("GemmaForCausalLM", decoder_table, gemma_config, gemma_unsupported, {"gemma": gemma_keys})
+)
+FAMILIES.register("gemma2")(
+    Family("Gemma2ForCausalLM", decoder_table, gemma2_config, gemma2_unsupported, {"gemma2": gemma2_keys})
+)
+_GEMMA3 = {"gemma3_text": gemma3_keys, "gemma3": vision_keys}
+FAMILIES.register("gemma3")(Family("Gemma3ForCausalLM", decoder_table, gemma3_config, gemma3_unsupported, _GEMMA3))

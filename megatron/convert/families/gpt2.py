@@ -8,18 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron.convert.parts.activations import plain_name, plain_refusals
-from megatron.convert.parts.family import (
-    FAMILIES,
-    WORD_EMBEDDINGS,
-    Constant,
-    Family,
-    Rule,
-    TokenIds,
-    common_refusals,
-    pre_norm_refusals,
-    width_refusals,
-)
+from megatron.convert.families import FAMILIES
+from megatron.convert.parts.activations import READ_PLAIN, plain_name, plain_refusals
+from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, common_fields
+from megatron.convert.parts.fields import Fields
+from megatron.convert.parts.refusals import common_refusals, no_window_refusals, pre_norm_refusals, width_refusals
 from megatron.convert.parts.transforms import Transpose
 
 if TYPE_CHECKING:
@@ -71,7 +64,7 @@ def _block(model: ModelConfig, block: int) -> list[Rule | Constant]:
 def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
     return {
         "model_type": "gpt2",
-        "vocab_size": vocab_size,
+        **common_fields(model, vocab_size, ids),
         "n_positions": model.max_position_embeddings,
         "n_embd": model.hidden_size,
         "n_layer": model.num_layers,
@@ -86,11 +79,6 @@ def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "reorder_and_upcast_attn": False,
-        "use_cache": True,
-        "bos_token_id": ids.bos,
-        "eos_token_id": ids.eos,
-        "pad_token_id": ids.pad,
-        "tie_word_embeddings": not model.no_weight_tying,
     }
 
 
@@ -107,9 +95,43 @@ def unsupported(model: ModelConfig) -> list[str]:
         reasons.append("gpt_j_residual (its residuals are sequential)")
     if model.num_kv_heads != model.num_attention_heads:
         reasons.append(f"num_kv_heads: {model.num_kv_heads} (it has no grouped-query attention)")
-    if any(window is not None for window in model.layer_windows or ()):
-        reasons.append("sliding_window_width (it has full attention only)")
-    return reasons
+    return [*reasons, *no_window_refusals(model)]
 
 
-FAMILIES.register("gpt2")(Family("GPT2LMHeadModel", table, config, unsupported))
+def gpt2_keys(fields: Fields) -> dict[str, Any]:
+    """`GPT2Config`."""
+    for name in ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"):
+        fields.take(name, None)  # of other heads than the language model's
+    fields.take("summary_first_dropout", None)
+    for name, value in (
+        ("scale_attn_weights", True),
+        ("scale_attn_by_inverse_layer_idx", False),
+        ("reorder_and_upcast_attn", False),
+    ):
+        fields.only(name, value)
+    hidden, length = fields.take("n_embd", 768), fields.take("n_positions", 1024)
+    fields.only("n_ctx", length)
+    dropout = fields.take("resid_pdrop", 0.1)
+    fields.only("embd_pdrop", dropout)
+    activation, tanh = fields.choose("activation_function", READ_PLAIN, "gelu_new")
+    return {
+        "num_layers": fields.take("n_layer", 12),
+        "hidden_size": hidden,
+        "num_attention_heads": fields.take("n_head", 12),
+        "intermediate_size": fields.take("n_inner", 4 * hidden),
+        "max_position_embeddings": length,
+        "norm": "layernorm",
+        "layernorm_epsilon": float(fields.take("layer_norm_epsilon", 1e-5)),
+        "activation": activation,
+        "bias_gelu_fusion": tanh,
+        "use_bias_in_attn_linear": True,
+        "use_bias_in_mlp": True,
+        "no_weight_tying": not fields.take("tie_word_embeddings", True),
+        "pos_emb": "learned",
+        "attention_dropout": float(fields.take("attn_pdrop", 0.1)),
+        "hidden_dropout": float(dropout),
+        "init_method_std": float(fields.take("initializer_range", 0.02)),
+    }
+
+
+FAMILIES.register("gpt2")(Family("GPT2LMHeadModel", table, config, unsupported, {"gpt2": gpt2_keys}))

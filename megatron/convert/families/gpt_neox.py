@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.convert.parts.activations import plain_name, plain_refusals
-from megatron.convert.parts.family import (
-    FAMILIES,
-    WORD_EMBEDDINGS,
-    Constant,
-    Family,
-    Rule,
-    TokenIds,
+from megatron.convert.families import FAMILIES
+from megatron.convert.parts.activations import READ_PLAIN, plain_name, plain_refusals
+from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, common_fields
+from megatron.convert.parts.fields import Fields
+from megatron.convert.parts.positions import rope_fields
+from megatron.convert.parts.refusals import (
     common_refusals,
+    no_window_refusals,
     output_bias_refusals,
     pre_norm_refusals,
     rotary_refusals,
     width_refusals,
 )
-from megatron.convert.parts.positions import rope_fields
 from megatron.convert.parts.transforms import Duplicate, PerHead
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]
     rope = rope_fields(model, fraction=True)
     return {
         "model_type": "gpt_neox",
-        "vocab_size": vocab_size,
+        **common_fields(model, vocab_size, ids),
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
@@ -89,11 +87,6 @@ def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]
         "max_position_embeddings": model.max_position_embeddings,
         "initializer_range": model.init_method_std,
         "layer_norm_eps": model.layernorm_epsilon,
-        "use_cache": True,
-        "bos_token_id": ids.bos,
-        "eos_token_id": ids.eos,
-        "pad_token_id": ids.pad,
-        "tie_word_embeddings": not model.no_weight_tying,
         "use_parallel_residual": model.gpt_j_residual,
         "attention_bias": model.use_bias_in_attn_linear,
         "rope_parameters": rope["rope_parameters"],
@@ -111,9 +104,32 @@ def unsupported(model: ModelConfig) -> list[str]:
     reasons += plain_refusals(model)
     if model.num_kv_heads != model.num_attention_heads:
         reasons.append(f"num_kv_heads: {model.num_kv_heads} (it has no grouped-query attention)")
-    if any(window is not None for window in model.layer_windows or ()):
-        reasons.append("sliding_window_width (it has full attention only)")
-    return reasons
+    return [*reasons, *no_window_refusals(model)]
 
 
-FAMILIES.register("neox")(Family("GPTNeoXForCausalLM", table, config, unsupported))
+def neox_keys(fields: Fields) -> dict[str, Any]:
+    """`GPTNeoXConfig`."""
+    activation, tanh = fields.choose("hidden_act", READ_PLAIN, "gelu")
+    return {
+        "num_layers": fields.take("num_hidden_layers"),
+        "hidden_size": fields.take("hidden_size"),
+        "num_attention_heads": fields.take("num_attention_heads"),
+        "intermediate_size": fields.take("intermediate_size", 24576),
+        "max_position_embeddings": fields.take("max_position_embeddings", 2048),
+        "norm": "layernorm",
+        "layernorm_epsilon": float(fields.take("layer_norm_eps", 1e-5)),
+        "activation": activation,
+        "bias_gelu_fusion": tanh,
+        "gpt_j_residual": fields.take("use_parallel_residual", True),
+        "use_bias_in_attn_linear": fields.take("attention_bias", True),
+        "use_bias_in_mlp": True,
+        "no_weight_tying": not fields.take("tie_word_embeddings", False),
+        "pos_emb": "rotary",
+        **fields.rotary("rotary_emb_base", "rotary_pct", 0.25),
+        "attention_dropout": float(fields.take("attention_dropout", 0.0)),
+        "hidden_dropout": float(fields.take("hidden_dropout", 0.0)),
+        "init_method_std": float(fields.take("initializer_range", 0.02)),
+    }
+
+
+FAMILIES.register("neox")(Family("GPTNeoXForCausalLM", table, config, unsupported, {"gpt_neox": neox_keys}))

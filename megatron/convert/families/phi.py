@@ -1,4 +1,4 @@
-"""Phi-1, Phi-1.5 and Phi-2 ↔ `PhiForCausalLM` (Phi-3 is in phi.py): parallel blocks with one norm, biases everywhere.
+"""Phi-1, Phi-1.5 and Phi-2 ↔ `PhiForCausalLM` (Phi-3: phi3.py): parallel blocks with one norm, biases everywhere.
 
 The output head has a bias too. Rotary positions turn a part of each head. Norms on queries and keys (`qk_layernorm`,
 which no published model has) are not expressed.
@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.convert.parts.activations import plain_name, plain_refusals
-from megatron.convert.parts.family import (
-    FAMILIES,
-    WORD_EMBEDDINGS,
-    Constant,
-    Family,
-    Rule,
-    TokenIds,
+from megatron.convert.families import FAMILIES
+from megatron.convert.parts.activations import READ_PLAIN, plain_name, plain_refusals
+from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, common_fields
+from megatron.convert.parts.fields import Fields
+from megatron.convert.parts.positions import rope_fields
+from megatron.convert.parts.refusals import (
     common_refusals,
+    no_window_refusals,
     pre_norm_refusals,
     rotary_refusals,
     width_refusals,
 )
-from megatron.convert.parts.positions import rope_fields
 from megatron.convert.parts.transforms import Split
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ def table(model: ModelConfig) -> list[Rule | Constant]:
 def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
     return {
         "model_type": "phi",
-        "vocab_size": vocab_size,
+        **common_fields(model, vocab_size, ids),
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_width,
         "num_hidden_layers": model.num_layers,
@@ -66,11 +64,6 @@ def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]
         "max_position_embeddings": model.max_position_embeddings,
         "initializer_range": model.init_method_std,
         "layer_norm_eps": model.layernorm_epsilon,
-        "use_cache": True,
-        "bos_token_id": ids.bos,
-        "eos_token_id": ids.eos,
-        "pad_token_id": ids.pad,
-        "tie_word_embeddings": False,
         "qk_layernorm": False,
         **rope_fields(model, fraction=True),
     }
@@ -88,9 +81,41 @@ def unsupported(model: ModelConfig) -> list[str]:
     reasons += [f"{name}: false (it has biases everywhere)" for name in biases if not getattr(model, name)]
     if not model.no_weight_tying:
         reasons.append("no_weight_tying: false (its head has a matrix of its own)")
-    if any(window is not None for window in model.layer_windows or ()):
-        reasons.append("sliding_window_width (it has full attention only)")
-    return reasons
+    return [*reasons, *no_window_refusals(model)]
 
 
-FAMILIES.register("phi")(Family("PhiForCausalLM", table, config, unsupported))
+def phi_keys(fields: Fields) -> dict[str, Any]:
+    """`PhiConfig`: Phi-1, 1.5 and 2."""
+    fields.take("auto_map", None)
+    fields.only("qk_layernorm", False)
+    fields.only("tie_word_embeddings", False)
+    activation, tanh = fields.choose("hidden_act", READ_PLAIN, "gelu_new")
+    heads, residual = fields.take("num_attention_heads", 32), float(fields.take("resid_pdrop", 0.0))
+    embedded = float(fields.take("embd_pdrop", 0.0))
+    return {
+        "num_layers": fields.take("num_hidden_layers", 24),
+        "hidden_size": fields.take("hidden_size", 2048),
+        "num_attention_heads": heads,
+        "num_kv_heads": fields.take("num_key_value_heads", heads),
+        "intermediate_size": fields.take("intermediate_size", 8192),
+        "max_position_embeddings": fields.take("max_position_embeddings", 2048),
+        "norm": "layernorm",
+        "layernorm_epsilon": float(fields.take("layer_norm_eps", 1e-5)),
+        "activation": activation,
+        "bias_gelu_fusion": tanh,
+        "gpt_j_residual": True,
+        "gpt_j_tied": True,
+        "use_bias_in_attn_linear": True,
+        "use_bias_in_mlp": True,
+        "use_bias_in_head": True,
+        "no_weight_tying": True,
+        "pos_emb": "rotary",
+        **fields.rotary("rope_theta", fraction_default=0.5),
+        "attention_dropout": float(fields.take("attention_dropout", 0.0)),
+        "hidden_dropout": residual,
+        **({"embedding_dropout": embedded} if embedded != residual else {}),
+        "init_method_std": float(fields.take("initializer_range", 0.02)),
+    }
+
+
+FAMILIES.register("phi")(Family("PhiForCausalLM", table, config, unsupported, {"phi": phi_keys}))

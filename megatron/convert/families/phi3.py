@@ -7,19 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.convert.families.llama import common_config, decoder_refusals
-from megatron.convert.parts.family import (
-    FAMILIES,
-    WORD_EMBEDDINGS,
-    Constant,
-    Family,
-    Rule,
-    TokenIds,
-    pre_norm_refusals,
-    width_refusals,
-)
+from megatron.convert.families import FAMILIES
+from megatron.convert.parts.decoder import decoder_config, decoder_keys, decoder_refusals
+from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds
+from megatron.convert.parts.fields import Fields
 from megatron.convert.parts.positions import rope_fields
+from megatron.convert.parts.refusals import pre_norm_refusals, same_window_refusals, width_refusals
 from megatron.convert.parts.transforms import Copy, SwapHalves
+from megatron.convert.parts.windows import FULL, SLIDING, single_window, window_keys
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
@@ -49,9 +44,9 @@ def table(model: ModelConfig) -> list[Rule | Constant]:
 
 
 def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:
-    fields = common_config(model, vocab_size, ids)
+    fields = decoder_config(model, vocab_size, ids)
     del fields["head_dim"]
-    window, scaling = model.layer_windows[0], dict(model.rope_scaling or {})
+    scaling = dict(model.rope_scaling or {})
     length = scaling.pop("original_max_position_embeddings", model.max_position_embeddings)
     return {
         "model_type": "phi3",
@@ -60,7 +55,7 @@ def config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]
         # as its own files have them: transformers 4 wants exactly these fields
         **({"rope_scaling": {"type": scaling.pop("rope_type"), **scaling}} if scaling else {}),
         "original_max_position_embeddings": length,
-        "sliding_window": None if window is None else window + 1,
+        "sliding_window": single_window(model),
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout,
     }
@@ -76,9 +71,20 @@ def unsupported(model: ModelConfig) -> list[str]:
         reasons.append("use_bias_in_attn_linear or use_bias_in_mlp (it has no biases)")
     if model.rope_scaling and model.rope_scaling["rope_type"] != "longrope":
         reasons.append("rope_scaling (its positions are scaled as longrope or not at all)")
-    if len(set(model.layer_windows or ())) > 1:
-        reasons.append("attention_config with a window in some layers only")
-    return reasons
+    return [*reasons, *same_window_refusals(model)]
 
 
-FAMILIES.register("phi3")(Family("Phi3ForCausalLM", table, config, unsupported))
+def phi3_keys(fields: Fields) -> dict[str, Any]:
+    """`Phi3Config`."""
+    fields.only("attention_bias", False)
+    for name in ("auto_map", "original_max_position_embeddings"):
+        fields.take(name, None)  # the second is read with scaled positions
+    dropout = fields.take("resid_pdrop", 0.0)
+    fields.only("embd_pdrop", dropout)
+    window = fields.take("sliding_window", None)
+    types = [FULL if window is None else SLIDING] * fields.take("num_hidden_layers")
+    biases = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
+    return {**decoder_keys(fields), **biases, "hidden_dropout": float(dropout), **window_keys(fields, window, types)}
+
+
+FAMILIES.register("phi3")(Family("Phi3ForCausalLM", table, config, unsupported, {"phi3": phi3_keys}))

@@ -10,10 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatron.convert.parts.family import FAMILIES, WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, common_refusals
+from megatron.convert.families import FAMILIES
+from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, common_fields
+from megatron.convert.parts.fields import Fields
+from megatron.convert.parts.refusals import common_refusals
+from megatron.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
+
 
 EPSILON = 1e-5  # of transformers' last norm, whatever that of the others is
 _HALVES = {
@@ -52,7 +57,7 @@ def rwkv4_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str
     """`RwkvConfig`."""
     return {
         "model_type": "rwkv",
-        "vocab_size": vocab_size,
+        **common_fields(model, vocab_size, ids),
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
         "attention_hidden_size": model.dim_att,
@@ -60,11 +65,6 @@ def rwkv4_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str
         "context_length": model.max_position_embeddings,
         "layer_norm_epsilon": model.layernorm_epsilon,
         "rescale_every": 6,
-        "use_cache": True,
-        "bos_token_id": ids.bos,
-        "eos_token_id": ids.eos,
-        "pad_token_id": ids.pad,
-        "tie_word_embeddings": not model.no_weight_tying,
     }
 
 
@@ -84,4 +84,33 @@ def rwkv4_refusals(model: ModelConfig) -> list[str]:
     return reasons
 
 
-FAMILIES.register("rwkv4")(Family("RwkvForCausalLM", rwkv4_table, rwkv4_config, rwkv4_refusals))
+def rwkv4_keys(fields: Fields) -> dict[str, Any]:
+    """`RwkvConfig`."""
+    hidden = fields.take("hidden_size", 4096)
+    epsilon = float(fields.take("layer_norm_epsilon", 1e-5))
+    if epsilon != EPSILON:
+        known = f"{EPSILON}, which its last norm has in any case"
+        raise UserError(f"{fields.where}: layer_norm_epsilon: {epsilon} cannot be expressed (known: {known})")
+    channels = fields.take("attention_hidden_size", hidden)
+    if channels != hidden:
+        raise UserError(
+            f"{fields.where}: attention_hidden_size: {channels} cannot be expressed (transformers keeps a state of"
+            f" hidden_size, here {hidden})"
+        )
+    fields.take("rescale_every", None)  # against overflow of fp16; the same function
+    return {
+        "num_layers": fields.take("num_hidden_layers", 32),
+        "hidden_size": hidden,
+        "max_position_embeddings": fields.take("context_length", 1024),
+        "attention_config": [[["rwkv4"], "all"]],
+        "ffn_dim": fields.take("intermediate_size", 4 * hidden),
+        "pos_emb": "none",
+        "norm": "layernorm",
+        "layernorm_epsilon": epsilon,
+        "no_weight_tying": not fields.take("tie_word_embeddings", False),
+        "init_method": "small_init",
+        "output_layer_init_method": "wang_init",
+    }
+
+
+FAMILIES.register("rwkv4")(Family("RwkvForCausalLM", rwkv4_table, rwkv4_config, rwkv4_refusals, {"rwkv": rwkv4_keys}))

@@ -13,14 +13,11 @@ from torch import Tensor
 
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.drafts import draft_of, publish
-from megatron.convert.families import falcon, gemma, gpt2, gpt_neox, llama, mamba, olmo, qwen, rwkv
-from megatron.convert.families import mixtral as moe_families
-from megatron.convert.families import phi as phi2
-from megatron.convert.families import phi3 as phi
+from megatron.convert.families import choose_family
 from megatron.convert.hf.check import compare
 from megatron.convert.hf.folder import GENERATION
 from megatron.convert.hf.safetensors_writer import Planned, write_safetensors
-from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds, choose_family
+from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds
 from megatron.convert.settings import Reference, Settings, open_source
 from megatron.convert.tokenizer_files import open_tokenizer, save_tokenizer, token_ids
 from megatron.errors import UserError
@@ -29,20 +26,6 @@ from megatron.neox_arguments.schema_model import ModelConfig
 
 logger = get_logger(__name__)
 
-PROVIDERS = (
-    gpt_neox,
-    llama,
-    qwen,
-    olmo,
-    gpt2,
-    falcon,
-    phi,
-    gemma,
-    phi2,
-    mamba,
-    rwkv,
-    moe_families,
-)  # importing them is what fills the registry
 PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MAX_SHARD_BYTES = 5 * 10**9
 

@@ -12,19 +12,15 @@ from megatron.checkpoint.manifest import Manifest, ParameterEntry
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.neox_reader import model_specs
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert.families import read_families, read_gemma_phi, read_mamba, read_moe, read_rwkv
+from megatron.convert.families import FAMILIES, read_config
 from megatron.convert.hf.folder import HuggingFaceFolder
-from megatron.convert.parts.family import FAMILIES, WORD_EMBEDDINGS, Constant, Rule
-from megatron.convert.parts.read_config import read_config
+from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Rule
 from megatron.convert.parts.transforms import OneByOne
 from megatron.errors import UserError
 from megatron.mpu.sharding import ParamSpec, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.schema_model import ModelConfig
-
-# Importing them fills the registry of readers.
-READER_MODULES = (read_families, read_gemma_phi, read_mamba, read_moe, read_rwkv)
 
 
 class HuggingFaceReader(CheckpointReader):

@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.convert.families import mamba
-from megatron.convert.parts.family import FAMILIES, WORD_EMBEDDINGS, Rule
+from megatron.convert.families import FAMILIES
+from megatron.convert.parts.family import WORD_EMBEDDINGS, Rule
 from megatron.convert.settings import open_source
 from megatron.errors import UserError
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
-PROVIDERS = (mamba,)  # importing it is what fills the registry
 _EPSILON = 1e-5  # of every norm there; no field of the config says so
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron.convert.parts.family import FAMILIES
+from megatron.convert.families import FAMILIES
 from megatron.convert.parts.fields import Fields
 from megatron.convert.raw.files import EMBEDDING, HEAD, PARAMS, RawFolder
 from megatron.errors import UserError

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.convert.families import FAMILIES, choose_family
 from megatron.convert.hf.check import TOLERANCE, compare_outputs
 from megatron.convert.hf.export_hf import export
 from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.hf.streamed import folder_outputs
 from megatron.convert.outputs import checkpoint_outputs, random_tokens
-from megatron.convert.parts.family import FAMILIES, Constant, Family, choose_family
+from megatron.convert.parts.family import Constant, Family
 from megatron.errors import UserError
 from megatron.inference.generate import Limits, generate
 from megatron.inference.sampling import Sampling
@@ -331,7 +332,7 @@ REFUSALS = [
     ("qwen3", GROUPED, "normalises each head"),
     ("qwen3", {**QWEN3, "use_bias_in_mlp": True}, "use_bias_in_mlp"),
     ("olmo2", {**OLMO, "sliding_window_width": 8}, "try --architecture olmo3"),
-    ("olmo3", GROUPED, "norms stand behind"),
+    ("olmo3", GROUPED, "norm_placement: pre"),
     ("olmo3", {**OLMO, "qk_norm_per_head": True}, "over all heads"),
     ("llama", QWEN2, "use_bias_in_attn_output: false"),
     ("llama", QWEN3, "use_separate_qk_norms"),

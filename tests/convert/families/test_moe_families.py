@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron.convert.families import FAMILIES, read_config
 from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.hf.import_hf import import_model
-from megatron.convert.parts.family import FAMILIES, TokenIds
-from megatron.convert.parts.read_config import read_config
+from megatron.convert.parts.family import TokenIds
 from megatron.convert.parts.transforms import PerExpert
 from megatron.errors import UserError
 from tests.convert.families.moe_cases import FOUND, MIXTRAL, PUBLISHED, QWEN3_MOE

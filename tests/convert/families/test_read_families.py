@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatron.convert.families import FAMILIES, read_config
 from megatron.convert.hf.export_hf import export
 from megatron.convert.hf.import_hf import import_model
-from megatron.convert.parts.family import FAMILIES, TokenIds
-from megatron.convert.parts.read_config import read_config
+from megatron.convert.parts.family import TokenIds
 from megatron.errors import UserError
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.formulas import parameter_count

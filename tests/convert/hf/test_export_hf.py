@@ -11,11 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert.families import gpt_neox
+from megatron.convert.families import choose_family, gpt_neox
 from megatron.convert.hf import export_hf as export_module
 from megatron.convert.hf.check import compare
 from megatron.convert.hf.export_hf import export
-from megatron.convert.parts.family import choose_family
 from megatron.convert.parts.transforms import Copy
 from megatron.errors import UserError
 from tests.convert.helpers import (
