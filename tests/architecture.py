@@ -27,7 +27,7 @@ def read_levels(package: str) -> dict[str, int]:
 
 
 # Of the packages, and of the rooms and files inside the large ones.
-LEVELS = {package: read_levels(package) for package in ("megatron", "megatron.data")}
+LEVELS = {package: read_levels(package) for package in ("megatron", "megatron.convert", "megatron.data")}
 # These are handed a group of the configuration or plain values, never the whole of it.
 WITHOUT_NEOX_ARGS = {"mpu", "tokenizer", "layers", "data", "optim", "model", "objectives", "checkpoint"}
 

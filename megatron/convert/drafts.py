@@ -14,6 +14,17 @@ from megatron.errors import UserError
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
+def check_free(output: Path, marker: str, overwrite: bool) -> None:
+    """Raise `UserError` unless `--output_dir` is new or empty, or an earlier export (it has the file `marker`) that
+    may be overwritten."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / marker).is_file():
+        raise UserError(f"--output_dir: {output} exists and is not an earlier export; choose another folder")
+    if not overwrite:
+        raise UserError(f"--output_dir: {output} holds a model already; give --overwrite to replace it")
+
+
 @contextmanager
 def draft_of(output: Path, key: str) -> Iterator[Path]:
     """An empty folder beside `output`, gone at the end unless it got another name.

@@ -12,11 +12,12 @@ and checked there; only then does it get its name. One parameter is in memory at
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +30,12 @@ from megatron.checkpoint.neox_names import NEOX, TRANSFORMER_ENGINE
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.weights import save_weights
 from megatron.convert.drafts import draft_of
-from megatron.convert.hf.check import Difference
-from megatron.convert.hf.export_hf import PRECISIONS
-from megatron.convert.hf.folder import Stored
-from megatron.convert.import_config import CONFIG, check_same_model, resolve
+from megatron.convert.outputs import Difference
 from megatron.convert.parts.family import Rule
-from megatron.convert.parts.transforms import OneByOne
+from megatron.convert.parts.tensors import OneByOne, Source
+from megatron.convert.precision import cast, dtype_of
 from megatron.convert.ready_config import ready_config, tokenizer_keys
+from megatron.convert.settings import check_same_network
 from megatron.errors import UserError
 from megatron.log import get_logger, progress
 from megatron.model.gpt import build_layer, gpt_layers
@@ -43,24 +43,16 @@ from megatron.mpu.sharding import ParamSpec, named_parameters, spec_of
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, derive
+from megatron.neox_arguments.load import load
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.neox_arguments.yaml_files import CONFIG_DIR
 
 logger = get_logger(__name__)
 
-TOKENIZER = "tokenizer"
+CONFIG, TOKENIZER = "config.yml", "tokenizer"
+_FLAGS = {"model_parallel_size": "--tp", "pipe_parallel_size": "--pp"}  # keys of the config file that flags give
 _KEYS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bfloat16"}
-
-
-class Source(Protocol):
-    """A folder of tensors, read one at a time."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def tensors(self) -> Mapping[str, Stored]: ...
-    def tensor(self, name: str) -> Tensor: ...
-    def copy_tokenizer(self, target: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -138,8 +130,8 @@ def import_from(
     Raises `UserError` naming what cannot be expressed, divided or does not agree; then nothing is left behind.
     """
     source = incoming.source
-    dtype = _dtype(source, precision)
-    check_same_model(incoming.keys, output, iteration, key)
+    dtype = dtype_of(precision, _stored_type(source))
+    _check_same_model(incoming.keys, output, iteration, key)
     with draft_of(output, key) as draft:
         source.copy_tokenizer(draft / TOKENIZER)
         text = ready_config(
@@ -153,7 +145,7 @@ def import_from(
         )
         (draft / CONFIG).write_text(text, encoding="utf-8")
         vocab_size = incoming.keys["vocab_size"]
-        args = resolve(draft / CONFIG, vocab_size, source.path)
+        args = _resolve(draft / CONFIG, vocab_size, source.path)
         if names == TRANSFORMER_ENGINE and args.model.gpt_j_residual and tp > 1:
             logger.warning(
                 "GPT-NeoX with Transformer Engine sums twice over tensor-parallel ranks under gpt_j_residual; to go on "
@@ -176,9 +168,35 @@ def import_from(
         )
         difference = None
         if check:
-            difference = _accepted(incoming.check(CheckpointReader(open_checkpoint(folder)), args.model, dtype))
+            reader = CheckpointReader(open_checkpoint(folder))
+            difference = incoming.check(reader, args.model, dtype).accept("the converted model")
         _publish(draft, output, iteration)
     return Imported(output / layout.step_folder(iteration), output / CONFIG, difference)
+
+
+def _resolve(config: Path, vocab_size: int, source: Path) -> NeoXArgs:
+    """The resolved keys of the draft's `config`, made from the model at `source`.
+
+    Raises `UserError` naming the flag or `source`: the user has never seen the file, which will not be published.
+    """
+    try:
+        return derive(load([str(config)]), Facts(vocab_size=vocab_size))
+    except UserError as error:
+        place = re.match(rf"\S*{re.escape(CONFIG)}:\d+: (\w+): ", str(error))
+        if place is None:
+            raise
+        said_by = _FLAGS.get(place[1], f"{source}: what its config describes cannot be built: {place[1]}")
+        raise UserError(f"{said_by}: {str(error)[place.end() :]}") from error
+
+
+def _check_same_model(keys: Mapping[str, Any], output: Path, iteration: int, key: str) -> None:
+    """Raise `UserError` where `output` holds other steps, of another model than flat `keys` describe. `key`: its flag.
+
+    They would be left with a config file and a tokenizer that are not theirs.
+    """
+    others = [path for path in output.glob("*") if layout.step_of(path.name) not in (None, iteration)]
+    if others and (output / CONFIG).is_file():
+        check_same_network(keys, [str(output / CONFIG)], f"{key}: {output} holds steps of another model")
 
 
 def _config(args: NeoXArgs, draft: Path, output: Path) -> dict[str, Any]:
@@ -190,11 +208,8 @@ def _config(args: NeoXArgs, draft: Path, output: Path) -> dict[str, Any]:
     }
 
 
-def _dtype(source: Source, precision: str) -> torch.dtype:
-    if precision != "auto":
-        if precision not in PRECISIONS:
-            raise UserError(f"--precision: {precision!r} is not known. Choices: auto, {', '.join(PRECISIONS)}")
-        return PRECISIONS[precision]
+def _stored_type(source: Source) -> torch.dtype:
+    """The type of all tensors; fp32 when they differ."""
     kinds = {stored.dtype for stored in source.tensors.values()}
     return kinds.pop() if len(kinds) == 1 and kinds <= _KEYS.keys() else torch.float32
 
@@ -237,18 +252,7 @@ def _read(source: Source, rule: Rule, dtype: torch.dtype) -> Tensor:
         full = rule.transform.load(OneByOne(source.tensor, rule.theirs))
     except ValueError as error:
         raise UserError(f"{source.path}: {', '.join(rule.theirs)}: {error}") from error
-    if dtype == torch.float16 and full.dtype != dtype and full.isfinite().all() and not full.to(dtype).isfinite().all():
-        raise UserError(f"{', '.join(rule.theirs)}: values beyond fp16's range; use --precision bf16 or fp32")
-    return full
-
-
-def _accepted(result: Difference) -> float:
-    if not result.ok:
-        raise UserError(
-            f"the converted model computes something else: logits differ by {result.logits:.3g} (allowed "
-            f"{result.allowed:.3g}), first after {result.first_drift}. Nothing was published."
-        )
-    return result.logits
+    return cast(full, dtype, ", ".join(rule.theirs))
 
 
 def _publish(draft: Path, output: Path, iteration: int) -> None:

@@ -9,13 +9,14 @@ memory at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.parts.family import WORD_EMBEDDINGS
+from megatron.errors import UserError
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState
@@ -23,6 +24,7 @@ from megatron.neox_arguments.schema_model import ModelConfig
 
 Outputs = Iterable[tuple[str, Tensor]]
 EMBEDDING, NORM, LOGITS = "the embedding", "the final norm", "logits"
+TOLERANCE = 1e-4
 TOKENS = 32
 _LONGEST = 512  # of a text that shows a sliding window
 
@@ -79,3 +81,53 @@ def _label(index: int, num_layers: int) -> str:
     if index == 0:
         return EMBEDDING
     return NORM if index > num_layers + 1 else block(index - 2)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Result of a comparison.
+
+    Attributes:
+        logits: largest absolute difference of any logit.
+        allowed: what it may be: `TOLERANCE`, times the logits' standard deviation where that is above 1.
+        first_drift: the first part of the network whose output differs, when the logits do; else None.
+    """
+
+    logits: float
+    allowed: float
+    first_drift: str | None
+
+    @property
+    def ok(self) -> bool:
+        return self.logits <= self.allowed  # also False for NaN
+
+    def accept(self, copy: str) -> float:
+        """`logits`. Raises `UserError` when `copy`, what was made, computes something else."""
+        if not self.ok:
+            raise UserError(
+                f"{copy} computes something else: logits differ by {self.logits:.3g} (allowed {self.allowed:.3g}), "
+                f"first after {self.first_drift}. Nothing was published."
+            )
+        return self.logits
+
+
+def compare_outputs(a: Outputs, b: Outputs) -> Difference:
+    """Compare two streams of (name, output [b, p, ...]) of two models.
+
+    The streams are taken in turn, so of lazy ones only one output each is in memory. Raises `UserError` when they are
+    of networks with other parts or sizes.
+    """
+    drift = None
+    for (name, one), (other_name, other) in zip(a, b, strict=False):
+        if name != other_name or one.shape != other.shape:
+            raise UserError(
+                f"these are different networks: {name} {list(one.shape)} here, {other_name} {list(other.shape)} there"
+            )
+        difference = float((one.float() - other.float()).abs().max())
+        allowed = TOLERANCE * max(1.0, float(other.float().std()))
+        if name == LOGITS:
+            ok = difference <= allowed
+            return Difference(difference, allowed, None if ok else drift or "the head")
+        if drift is None and not difference <= allowed:
+            drift = name
+    raise UserError("these networks give no logits")

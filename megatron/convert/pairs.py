@@ -16,8 +16,7 @@ from megatron.convert.hf.folder import HuggingFaceFolder, open_model
 from megatron.convert.hf.reader import HuggingFaceReader, is_hf_folder, keys_of, model_of
 from megatron.convert.parts.family import WORD_EMBEDDINGS
 from megatron.convert.ready_config import tokenizer_keys
-from megatron.convert.saved_config import saved_config
-from megatron.convert.settings import Reference, open_weights
+from megatron.convert.settings import Reference, open_weights, saved_config
 from megatron.errors import UserError
 
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert.hf.check import Difference, compare_outputs
 from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.hf.streamed import folder_outputs, folder_tokens
-from megatron.convert.outputs import checkpoint_outputs, random_tokens
+from megatron.convert.outputs import Difference, checkpoint_outputs, compare_outputs, random_tokens
 from megatron.convert.pairs import Place, reference_of
 from megatron.convert.parts.family import WORD_EMBEDDINGS
 from megatron.convert.settings import Reference, open_source

@@ -7,7 +7,6 @@ logits differ, the first part of the network whose output differs names the culp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,54 +15,11 @@ from torch import Tensor
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.hf.streamed import folder_outputs
-from megatron.convert.outputs import LOGITS, Outputs, checkpoint_outputs, random_tokens
+from megatron.convert.outputs import Difference, checkpoint_outputs, compare_outputs, random_tokens
 from megatron.convert.parts.family import WORD_EMBEDDINGS
 from megatron.convert.settings import open_source
 from megatron.errors import UserError
 from megatron.neox_arguments.schema_model import ModelConfig
-
-TOLERANCE = 1e-4
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Result of a comparison.
-
-    Attributes:
-        logits: largest absolute difference of any logit.
-        allowed: what it may be: `TOLERANCE`, times the logits' standard deviation where that is above 1.
-        first_drift: the first part of the network whose output differs, when the logits do; else None.
-    """
-
-    logits: float
-    allowed: float
-    first_drift: str | None
-
-    @property
-    def ok(self) -> bool:
-        return self.logits <= self.allowed  # also False for NaN
-
-
-def compare_outputs(a: Outputs, b: Outputs) -> Difference:
-    """Compare two streams of (name, output [b, p, ...]) as `outputs.py` and `hf_outputs.py` make them.
-
-    The streams are taken in turn, so of lazy ones only one output each is in memory. Raises `UserError` when they are
-    of networks with other parts or sizes.
-    """
-    drift = None
-    for (name, one), (other_name, other) in zip(a, b, strict=False):
-        if name != other_name or one.shape != other.shape:
-            raise UserError(
-                f"these are different networks: {name} {list(one.shape)} here, {other_name} {list(other.shape)} there"
-            )
-        difference = float((one.float() - other.float()).abs().max())
-        allowed = TOLERANCE * max(1.0, float(other.float().std()))
-        if name == LOGITS:
-            ok = difference <= allowed
-            return Difference(difference, allowed, None if ok else drift or "the head")
-        if drift is None and not difference <= allowed:
-            drift = name
-    raise UserError("these networks give no logits")
 
 
 def compare(

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert.drafts import draft_of, publish
+from megatron.convert.drafts import check_free, draft_of, publish
 from megatron.convert.families import choose_family
 from megatron.convert.hf.check import compare
 from megatron.convert.hf.folder import GENERATION
 from megatron.convert.hf.safetensors_writer import Planned, write_safetensors
 from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds
+from megatron.convert.precision import dtype_of
 from megatron.convert.settings import Reference, Settings, open_source
 from megatron.convert.tokenizer_files import open_tokenizer, save_tokenizer, token_ids
 from megatron.errors import UserError
@@ -26,7 +27,6 @@ from megatron.neox_arguments.schema_model import ModelConfig
 
 logger = get_logger(__name__)
 
-PRECISIONS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -83,14 +83,14 @@ def export(
     Raises `UserError` naming what cannot be expressed, does not fit or differs; then no folder is left behind.
     """
     output = Path(output)
-    _check_output(output, overwrite)
+    check_free(output, "config.json", overwrite)
     reader, settings = open_source(
         checkpoint, config_files, vocab_is_hf=vocab_is_hf, iteration=iteration, reference=reference
     )
     family = choose_family(settings.model, architecture, families)
     table = family.table(settings.model)
     _check_names(reader, table)
-    dtype = _dtype(reader, precision)
+    dtype = dtype_of(precision, reader.dtype(WORD_EMBEDDINGS))
     with draft_of(output, "--output_dir") as draft:
         ids = _write_tokenizer(settings, draft, tokenizer, vocab_is_hf, pad_token_id)
         _write_config(draft, family, settings.model, reader, ids, dtype)
@@ -98,26 +98,9 @@ def export(
         if check:  # without it nothing here waits for transformers
             _check_plan(draft, reader, table, settings.model)
         write_safetensors(draft, plan, _tensors(reader, table), dtype, max_shard_bytes)
-        difference = _checked(reader, settings.model, draft, dtype) if check else None
+        difference = compare(reader, settings.model, draft, dtype).accept("the exported copy") if check else None
         publish(draft, output)
     return Exported(output, family.architecture, difference)
-
-
-def _check_output(output: Path, overwrite: bool) -> None:
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
-    if not (output / "config.json").is_file():
-        raise UserError(f"--output_dir: {output} exists and is not an earlier export; choose another folder")
-    if not overwrite:
-        raise UserError(f"--output_dir: {output} holds a model already; give --overwrite to replace it")
-
-
-def _dtype(reader: CheckpointReader, precision: str) -> torch.dtype:
-    if precision == "auto":
-        return reader.dtype(WORD_EMBEDDINGS)
-    if precision not in PRECISIONS:
-        raise UserError(f"--precision: {precision!r} is not known. Choices: auto, {', '.join(PRECISIONS)}")
-    return PRECISIONS[precision]
 
 
 def _check_names(reader: CheckpointReader, table: list[Rule | Constant]) -> None:
@@ -216,13 +199,3 @@ def _check_plan(draft: Path, reader: CheckpointReader, table: list[Rule | Consta
     if wrong := sorted(n for n in expected.keys() | planned.keys() if expected.get(n) != planned.get(n)):
         details = ", ".join(f"{n} (ours {planned.get(n)}, theirs {expected.get(n)})" for n in wrong[:4])
         raise UserError(f"the checkpoint does not fit the architecture its config describes: {details}")
-
-
-def _checked(reader: CheckpointReader, model: ModelConfig, draft: Path, dtype: torch.dtype) -> float:
-    result = compare(reader, model, draft, dtype)
-    if not result.ok:
-        raise UserError(
-            f"the exported copy computes something else: logits differ by {result.logits:.3g} (allowed "
-            f"{result.allowed:.3g}), first after {result.first_drift}. Nothing was published."
-        )
-    return result.logits

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.convert.hf.safetensors_reader import Stored, read_header, read_tensor
+from megatron.convert.hf.safetensors_reader import read_header, read_tensor
+from megatron.convert.parts.tensors import Stored
 from megatron.errors import UserError
 from megatron.tokenizer.hub import require_hub
 

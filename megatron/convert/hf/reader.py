@@ -15,7 +15,7 @@ from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.families import FAMILIES, read_config
 from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Rule
-from megatron.convert.parts.transforms import OneByOne
+from megatron.convert.parts.tensors import OneByOne
 from megatron.errors import UserError
 from megatron.mpu.sharding import ParamSpec, shard
 from megatron.neox_arguments import NeoXArgs

@@ -8,27 +8,17 @@ from __future__ import annotations
 
 import json
 import mmap
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.convert.parts.tensors import Stored
 from megatron.errors import UserError
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _LONGEST_HEADER = 100_000_000  # bytes, the library's own limit
-
-
-@dataclass(frozen=True)
-class Stored:
-    """Where a tensor is, and what it is. `start`: of its bytes in the file, where the format has such a place."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int = 0
 
 
 def read_header(path: Path, without: tuple[str, ...] = ()) -> dict[str, Stored]:

@@ -16,6 +16,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from megatron.convert.precision import cast
 from megatron.errors import UserError
 
 SINGLE = "model.safetensors"
@@ -100,7 +101,5 @@ def _write_header(file: BinaryIO, shard: Sequence[Planned], dtype: torch.dtype) 
 def _write_tensor(file: BinaryIO, planned: Planned, tensor: Tensor, dtype: torch.dtype) -> None:
     if tuple(tensor.shape) != planned.shape:
         raise ValueError(f"{planned.name} has shape {list(tensor.shape)}, planned {list(planned.shape)}")
-    cast = tensor.to(dtype).contiguous()
-    if dtype == torch.float16 and not cast.isfinite().all() and tensor.isfinite().all():
-        raise UserError(f"{planned.name} has values beyond fp16's range; use --precision bf16 or fp32")
-    file.write(memoryview(cast.reshape(-1).view(torch.uint8).numpy()))
+    written = cast(tensor, dtype, planned.name).contiguous()
+    file.write(memoryview(written.reshape(-1).view(torch.uint8).numpy()))

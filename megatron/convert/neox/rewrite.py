@@ -13,10 +13,10 @@ from megatron.checkpoint.find import Checkpoint, find_checkpoint, open_checkpoin
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.weights import save_weights
-from megatron.convert.hf.export_hf import PRECISIONS
 from megatron.convert.importing import specs_of
 from megatron.convert.parts.family import WORD_EMBEDDINGS
-from megatron.convert.saved_config import saved_config
+from megatron.convert.precision import dtype_of
+from megatron.convert.settings import saved_config
 from megatron.convert.tokenizer_files import open_tokenizer
 from megatron.errors import UserError
 from megatron.log import progress
@@ -56,9 +56,7 @@ def rewrite(
         raise UserError(f"--output_dir: {output} holds {layout.step_folder(step)} already; give --overwrite")
     reader, args = _open(checkpoint, config_files, default_config, tp)
     vocab_size = reader.entry(WORD_EMBEDDINGS).shape[0]
-    if precision not in ("auto", *PRECISIONS):
-        raise UserError(f"--precision: {precision!r} is not known. Choices: auto, {', '.join(PRECISIONS)}")
-    dtype = reader.dtype(WORD_EMBEDDINGS) if precision == "auto" else PRECISIONS[precision]
+    dtype = dtype_of(precision, reader.dtype(WORD_EMBEDDINGS))
     specs = specs_of(args, vocab_size, tp)
     made = save_weights(
         output,

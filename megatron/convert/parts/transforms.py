@@ -6,27 +6,12 @@ Legend: n heads, d head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-
-
-class OneByOne(Sequence[Tensor]):
-    """Tensors that are read when they are asked for, so that a transform of many need not hold them all."""
-
-    def __init__(self, read: Callable[[str], Tensor], names: Sequence[str]) -> None:
-        self._read, self._names = read, names
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return OneByOne(self._read, self._names[index])
-        return self._read(self._names[index])
 
 
 class Transform(Protocol):

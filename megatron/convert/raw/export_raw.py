@@ -14,11 +14,10 @@ from torch import Tensor
 
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.tensor_file import TensorFileWriter
-from megatron.convert.drafts import draft_of, publish
-from megatron.convert.hf.check import compare_outputs
-from megatron.convert.hf.export_hf import PRECISIONS
-from megatron.convert.outputs import checkpoint_outputs, random_tokens
+from megatron.convert.drafts import check_free, draft_of, publish
+from megatron.convert.outputs import checkpoint_outputs, compare_outputs, random_tokens
 from megatron.convert.parts.family import WORD_EMBEDDINGS
+from megatron.convert.precision import cast, dtype_of
 from megatron.convert.raw.files import EMBEDDING, HEAD, PARAMS, TOKENIZER_MODEL, RawFolder, shard_file, split_dim, table
 from megatron.convert.raw.formulas import raw_outputs
 from megatron.convert.raw.params import keys_of, params_of, unsupported
@@ -58,11 +57,7 @@ def export_raw(
     if shards < 1:
         raise UserError(f"--num_output_shards: {shards} files cannot hold a model")
     output = Path(output)
-    if output.exists() and any(output.iterdir() if output.is_dir() else [output]):
-        if not (output / PARAMS).is_file():
-            raise UserError(f"--output_dir: {output} exists and is not an earlier export; choose another folder")
-        if not overwrite:
-            raise UserError(f"--output_dir: {output} holds a model already; give --overwrite to replace it")
+    check_free(output, PARAMS, overwrite)
     reader, settings = open_source(checkpoint, config_files, iteration=iteration)
     model, vocab_size = settings.model, reader.entry(WORD_EMBEDDINGS).shape[0]
     reasons = unsupported(model, shards)
@@ -71,7 +66,7 @@ def export_raw(
         reasons.append(f"{vocab_size} tokens of {model.hidden_size} numbers, which {shards} files do not divide")
     if reasons:
         raise UserError(f"raw LLaMA files cannot express this model: {'; '.join(reasons)}")
-    dtype = reader.dtype(WORD_EMBEDDINGS) if precision == "auto" else PRECISIONS[precision]
+    dtype = dtype_of(precision, reader.dtype(WORD_EMBEDDINGS))
     with draft_of(output, "--output_dir") as draft:
         (draft / PARAMS).write_text(json.dumps(params_of(model, vocab_size)) + "\n", encoding="utf-8")
         _write_weights(draft, reader, model, shards, dtype, 0 if by_rows else 1)
@@ -88,9 +83,9 @@ def _write_weights(
         files = [stack.enter_context(TensorFileWriter(draft / shard_file(rank))) for rank in range(shards)]
         for rule in progress(table(model), what="exporting", unit="parameters"):
             for name, tensor in zip(rule.theirs, rule.transform.export(reader.weight(rule.ours)), strict=True):
-                _add(files, name, _cast(tensor, dtype, name), embedding_dim)
+                _add(files, name, cast(tensor, dtype, name), embedding_dim)
         if not model.no_weight_tying:
-            _add(files, HEAD, _cast(reader.weight(WORD_EMBEDDINGS), dtype, EMBEDDING), embedding_dim)
+            _add(files, HEAD, cast(reader.weight(WORD_EMBEDDINGS), dtype, EMBEDDING), embedding_dim)
 
 
 def _add(files: list[TensorFileWriter], name: str, tensor: Tensor, embedding_dim: int) -> None:
@@ -98,13 +93,6 @@ def _add(files: list[TensorFileWriter], name: str, tensor: Tensor, embedding_dim
     parts = [tensor] * len(files) if dim is None else tensor.chunk(len(files), dim)
     for file, part in zip(files, parts, strict=True):
         file.add(name, part)
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    cast = tensor.to(dtype)
-    if dtype == torch.float16 and not cast.isfinite().all() and tensor.isfinite().all():
-        raise UserError(f"{name} has values beyond fp16's range; use --precision bf16 or fp32")
-    return cast
 
 
 def _copy_tokenizer(settings: Settings, draft: Path) -> None:
@@ -126,9 +114,4 @@ def _checked(draft: Path, reader: CheckpointReader, model: ModelConfig, dtype: t
     found = compare_outputs(
         checkpoint_outputs(reader, model, tokens, dtype), raw_outputs(raw, keys, tokens, torch.float32)
     )
-    if not found.ok:
-        raise UserError(
-            f"the exported copy computes something else: logits differ by {found.logits:.3g} (allowed "
-            f"{found.allowed:.3g}), first after {found.first_drift}. Nothing was published."
-        )
-    return found.logits
+    return found.accept("the exported copy")

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.foreign import load_foreign
-from megatron.convert.hf.folder import Stored
 from megatron.convert.parts.family import WORD_EMBEDDINGS, Rule
+from megatron.convert.parts.tensors import Stored
 from megatron.convert.parts.transforms import Split
 from megatron.errors import UserError
 

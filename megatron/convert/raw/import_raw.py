@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert.hf.check import Difference, compare_outputs
 from megatron.convert.importing import Imported, Incoming, check_output, import_from
-from megatron.convert.outputs import checkpoint_outputs, random_tokens
+from megatron.convert.outputs import Difference, checkpoint_outputs, compare_outputs, random_tokens
 from megatron.convert.parts.family import Rule
 from megatron.convert.raw.files import HEAD, PARAMS, RawFolder, table
 from megatron.convert.raw.formulas import raw_outputs

@@ -9,14 +9,13 @@ The format is one file, so the whole model is in memory while it is written.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.convert.drafts import draft_of, publish
 from megatron.convert.families import FAMILIES
 from megatron.convert.parts.family import WORD_EMBEDDINGS, Rule
 from megatron.convert.settings import open_source
@@ -51,16 +50,11 @@ def export_mamba_ssm(checkpoint: str | Path, output: str | Path, config_files: S
         assert isinstance(rule, Rule)  # these tables have nothing else, and copy
         state[rule.theirs[0].replace("backbone.embeddings.", "backbone.embedding.")] = reader.weight(rule.ours)
     state.setdefault("lm_head.weight", state["backbone.embedding.weight"])
-    draft = output.with_name(f".{output.name}.tmp-{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
+    with draft_of(output, "--output_dir") as draft:
         config = _config(model, kind, reader.entry(WORD_EMBEDDINGS).shape[0])
         (draft / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         torch.save(state, draft / "pytorch_model.bin")
-        os.rename(draft, output)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        publish(draft, output)
     return output
 
 

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.families import FAMILIES, choose_family
-from megatron.convert.hf.check import TOLERANCE, compare_outputs
 from megatron.convert.hf.export_hf import export
 from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.hf.streamed import folder_outputs
-from megatron.convert.outputs import checkpoint_outputs, random_tokens
+from megatron.convert.outputs import TOLERANCE, checkpoint_outputs, compare_outputs, random_tokens
 from megatron.convert.parts.family import Constant, Family
 from megatron.errors import UserError
 from megatron.inference.generate import Limits, generate
