@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from megatron.convert.parts.family import Family
 from megatron.convert.parts.fields import Fields
 from megatron.errors import UserError, nearest
-from megatron.registry import Registry
+from megatron.registry import Registry, import_entries
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
@@ -69,6 +67,4 @@ def read_config(values: dict[str, Any], where: str) -> tuple[str, dict[str, Any]
     return found[0], keys
 
 
-# At the end: a family's file imports this module.
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+import_entries(__name__, __path__)
