@@ -3,8 +3,9 @@
 python huggingface/convert_neox_olmo_to_hf.py --checkpoint-dir checkpoints/global_step100 \\
     --hf-model allenai/OLMo-2-1124-7B --output-dir hf/ --push-to-hub my-org/my-olmo
 
---hf-model is the published model that the run began from. Its tokenizer is written, and it says what network a folder
-of GPT-NeoX's holds; no weights are taken from it. tools/ckpts/convert_neox_to_hf.py does the same for every family.
+--hf-model is the published model that the run began from. Its tokenizer is written, and its network is
+taken for a folder of GPT-NeoX's; its weights are not read. tools/ckpts/convert_neox_to_hf.py does the same for every
+family.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 python huggingface/convert_neox_to_hf_olmo.py --neox-checkpoint checkpoints/global_step100 \\
     --reference-model allenai/OLMo-2-1124-7B --output-dir hf/ --dtype bfloat16
 
-convert_neox_olmo_to_hf.py tells more.
+More: convert_neox_olmo_to_hf.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the commands of conversion have in common: flags that are called the same everywhere, and what is told.
+"""What the commands of conversion have in common: flags with the same names everywhere, and the lines of the result.
 
 Imports no torch, so that `--help` and wrong flags answer at once.
 """
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from megatron.log import configure, result
 
-# What people write for a type → its name here.
+# Names of types that users write → the name here.
 PRECISIONS = {
     "auto": "auto",
     **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
@@ -44,7 +44,7 @@ def _precision(text: str) -> str:
 
 
 def add_safety(flags: argparse.ArgumentParser, what: str) -> None:
-    """`--no-check` and `--overwrite`; `what`: the thing that may be there already."""
+    """`--no-check` and `--overwrite`; `what`: what may exist already."""
     flags.add_argument("--no-check", action="store_true", help="publish without comparing logits")
     flags.add_argument("--overwrite", action="store_true", help=f"replace {what}")
 
@@ -63,11 +63,11 @@ def add_import_flags(flags: argparse.ArgumentParser, model: str = "--hf-model") 
         metavar="MODULE_OR_FILE",
         help="your own code that knows the family (documentation/plugins.md); it is run",
     )
-    add_safety(flags, "an iteration that is there")
+    add_safety(flags, "an existing iteration")
 
 
 def run_import(given: argparse.Namespace, **options: Any) -> None:
-    """Convert as the flags say; `options` are further ones of `import_model`."""
+    """Convert as the flags ask; `options` are further ones of `import_model`."""
     configure()
     from megatron.convert.hf.import_hf import import_model  # after the flags: torch takes seconds to import
 
@@ -82,11 +82,11 @@ def run_import(given: argparse.Namespace, **options: Any) -> None:
         plugins=getattr(given, "plugins", ()),
         **options,
     )
-    tell(f"{done.folder}\n{done.config}", done.largest_difference, "transformers")
+    report(f"{done.folder}\n{done.config}", done.largest_difference, "transformers")
 
 
-def tell(made: str, difference: float | None, other: str) -> None:
-    """What was made, and how far its logits are from the other side's."""
+def report(made: str, difference: float | None, other: str) -> None:
+    """Print what was made, and how far its logits are from the other side's."""
     result(made)
     checked = "not checked" if difference is None else f"largest {difference:.2e}"
     result(f"logit difference between Deepy and {other} in fp32: {checked}")
@@ -116,7 +116,7 @@ def add_export_flags(flags: argparse.ArgumentParser) -> None:
 
 
 class Hub(Protocol):
-    """What `--push-to-hub` needs: megatron/hub/push.py, which stands above this package."""
+    """What `--push-to-hub` needs: megatron/hub/push.py, which is a level above this package."""
 
     def check_hub(self, repo: str) -> str: ...
     def push_folder(self, folder: Path, repo: str) -> str: ...
@@ -134,10 +134,10 @@ def run_olmo_export(description: str | None, hub: Hub, *, checkpoint: str, refer
 
 
 def run_export(given: argparse.Namespace, hub: Hub, *, families: tuple[str, ...] = (), **options: Any) -> None:
-    """Convert as the flags say; `options` are further ones of `export`.
+    """Convert as the flags ask; `options` are further ones of `export`.
 
     `hub`: takes the finished folder. `families`: the only ones that will do. `given.reference`, where a command has it,
-    names the model that says what network the checkpoint is and whose tokenizer is written.
+    names the published model whose network the checkpoint has and whose tokenizer is written.
     """
     configure()
     from megatron.convert.hf.export_hf import export  # after the flags: torch takes seconds to import
@@ -163,6 +163,6 @@ def run_export(given: argparse.Namespace, hub: Hub, *, families: tuple[str, ...]
         max_shard_bytes=shard_bytes(given.max_shard_size),
         **options,
     )
-    tell(f"{done.folder}: {done.architecture}", done.largest_difference, "transformers")
+    report(f"{done.folder}: {done.architecture}", done.largest_difference, "transformers")
     if repo is not None:
         result(hub.push_folder(done.folder, repo))

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all: written under a name with a dot beside its place, then renamed."""
+"""A folder that appears whole or not at all: written next to its place under a name with a dot, then renamed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_free(output: Path, marker: str, overwrite: bool) -> None:
 
 @contextmanager
 def draft_of(output: Path, key: str) -> Iterator[Path]:
-    """An empty folder beside `output`, gone at the end unless it got another name.
+    """An empty folder next to `output`, removed at the end unless it was renamed.
 
     Drafts of processes that were killed are removed first. `key`: the flag that names `output`; raises `UserError`
     naming it when the disk is full or may not be written.
@@ -41,7 +41,7 @@ def draft_of(output: Path, key: str) -> Iterator[Path]:
         raise UserError(f"{key}: {output} cannot be made: {error.strerror}") from error
     try:
         yield draft
-    except UserError as error:  # people know the folder by the name it was to get
+    except UserError as error:  # users know only the final name
         raise UserError(str(error).replace(str(draft), str(output))) from error
     except OSError as error:
         if error.errno not in _FULL:
@@ -52,7 +52,7 @@ def draft_of(output: Path, key: str) -> Iterator[Path]:
 
 
 def publish(draft: Path, output: Path) -> None:
-    """Give the draft its name. What is there steps aside first and goes when the new one stands."""
+    """Give the draft its name. An existing folder is renamed first, and removed when the new one is in place."""
     older = output.with_name(f".{output.name}.older-{os.getpid()}")
     if output.exists():
         os.rename(output, older)
@@ -61,7 +61,7 @@ def publish(draft: Path, output: Path) -> None:
 
 
 def _remove_abandoned(output: Path) -> None:
-    """Remove the drafts of `output` whose process is gone, and give back what such a process had set aside."""
+    """Remove the drafts of `output` whose process is gone, and restore what such a process had renamed."""
     for left in [*output.parent.glob(f".{output.name}.draft-*"), *output.parent.glob(f".{output.name}.older-*")]:
         number = left.name.rpartition("-")[2]
         if not number.isdigit() or Path(f"/proc/{number}").exists() or not Path("/proc/self").exists():

@@ -5,8 +5,8 @@ nothing.
     <output>/tokenizer/         the tokenizer's files, chat template included
     <output>/config.yml         loads and dry-runs; trains further once it has data
 
-What is common to every source: import_hf.py and import_raw.py say what theirs is. Everything is written beside `output`
-and checked there; only then does it get its name. One parameter is in memory at a time while writing.
+What every import does; import_hf.py and import_raw.py give their sources. Everything is written next to `output` and
+checked there; only then is it renamed. One parameter is in memory at a time while writing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Incoming:
 
     Attributes:
         source: its tensors.
-        title: what it is called where it comes from; `tool`: what reads it. Both for the head of the config file.
+        title: its name at its origin; `tool`: what reads it. Both for the head of the config file.
         keys: our flat keys of its architecture, `vocab_size` included.
         rules: the table of its tensors by our names, for the model that `keys` describe.
         check: whether the checkpoint computes what the source does, its weights rounded to a type.
@@ -148,8 +148,8 @@ def import_from(
         args = _resolve(draft / CONFIG, vocab_size, source.path)
         if names == TRANSFORMER_ENGINE and args.model.gpt_j_residual and tp > 1:
             logger.warning(
-                "GPT-NeoX with Transformer Engine sums twice over tensor-parallel ranks under gpt_j_residual; to go on "
-                "there, use --tp 1 or --no-transformer-engine. Deepy loads these files as they are meant"
+                "GPT-NeoX with Transformer Engine sums twice over tensor-parallel ranks under gpt_j_residual; to train "
+                "there, use --tp 1 or --no-transformer-engine. Deepy loads these files correctly"
             )
         rules = incoming.rules(args.model)
         specs = specs_of(args, vocab_size, tp)
@@ -177,7 +177,7 @@ def import_from(
 def _resolve(config: Path, vocab_size: int, source: Path) -> NeoXArgs:
     """The resolved keys of the draft's `config`, made from the model at `source`.
 
-    Raises `UserError` naming the flag or `source`: the user has never seen the file, which will not be published.
+    Raises `UserError` naming the flag or `source`: the user cannot see the file, which is not published.
     """
     try:
         return derive(load([str(config)]), Facts(vocab_size=vocab_size))
@@ -185,14 +185,14 @@ def _resolve(config: Path, vocab_size: int, source: Path) -> NeoXArgs:
         place = re.match(rf"\S*{re.escape(CONFIG)}:\d+: (\w+): ", str(error))
         if place is None:
             raise
-        said_by = _FLAGS.get(place[1], f"{source}: what its config describes cannot be built: {place[1]}")
-        raise UserError(f"{said_by}: {str(error)[place.end() :]}") from error
+        where = _FLAGS.get(place[1], f"{source}: what its config describes cannot be built: {place[1]}")
+        raise UserError(f"{where}: {str(error)[place.end() :]}") from error
 
 
 def _check_same_model(keys: Mapping[str, Any], output: Path, iteration: int, key: str) -> None:
     """Raise `UserError` where `output` holds other steps, of another model than flat `keys` describe. `key`: its flag.
 
-    They would be left with a config file and a tokenizer that are not theirs.
+    The config file and the tokenizer there would no longer fit them.
     """
     others = [path for path in output.glob("*") if layout.step_of(path.name) not in (None, iteration)]
     if others and (output / CONFIG).is_file():

@@ -1,4 +1,4 @@
-"""What a model's folder holds, and how two differ, as lines for people. One parameter is in memory at a time."""
+"""What a model's folder holds, and how two differ, as lines of text. One parameter is in memory at a time."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Node:
 
 
 def tree(shapes: dict[str, tuple[tuple[int, ...], str]]) -> Iterator[str]:
-    """Modules and parameters as an indented tree with sizes, from {name: (shape, type)}; layers alike stand once."""
+    """An indented tree of modules and parameters with sizes, from {name: (shape, type)}; equal layers once."""
     root = _node("", {tuple(name.split(".")): value for name, value in shapes.items()})
     yield from _branches(root.inside, 0)
 
@@ -89,7 +89,7 @@ def _branches(nodes: tuple[Node, ...], depth: int) -> Iterator[str]:
     start = 0
     while start < len(nodes):
         end = start + 1
-        while end < len(nodes) and nodes[start].name.isdigit() and _alike(nodes[start], nodes[end]):
+        while end < len(nodes) and nodes[start].name.isdigit() and _are_alike(nodes[start], nodes[end]):
             end += 1
         node = nodes[start]
         several = f"{node.name}..{nodes[end - 1].name}: {end - start} alike, each" if end - start > 1 else node.name
@@ -99,7 +99,7 @@ def _branches(nodes: tuple[Node, ...], depth: int) -> Iterator[str]:
         start = end
 
 
-def _alike(one: Node, other: Node) -> bool:
+def _are_alike(one: Node, other: Node) -> bool:
     return other.name.isdigit() and (one.parameters, one.kind, one.inside) == (
         other.parameters,
         other.kind,
@@ -121,7 +121,7 @@ def difference(one: CheckpointReader, other: CheckpointReader, only_differing: b
     both = [name for name in names if name in set(others)]
     differing = 0
     for name in progress(both, what="comparing", unit="parameters"):
-        if (line := _compared(name, one, other)) is not None:
+        if (line := _compare_parameter(name, one, other)) is not None:
             differing += 1
             yield line
         elif not only_differing:
@@ -138,8 +138,8 @@ def _title(reader: CheckpointReader) -> str:
     return f"{reader.folder}, step {reader.manifest.step}"
 
 
-def _compared(name: str, one: CheckpointReader, other: CheckpointReader) -> str | None:
-    """How a parameter differs; None when it does not. A narrower type alone is told only when values differ."""
+def _compare_parameter(name: str, one: CheckpointReader, other: CheckpointReader) -> str | None:
+    """How a parameter differs; None when it does not. A type that differs is shown only when values do."""
     shapes = [reader.entry(name).shape for reader in (one, other)]
     if shapes[0] != shapes[1]:
         return f"{name:48} shape {list(shapes[0])} in a, {list(shapes[1])} in b"

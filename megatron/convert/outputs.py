@@ -1,4 +1,4 @@
-"""What a model says about random tokens, layer by layer: streams of (name, output) that can be compared.
+"""A model's outputs for random tokens, layer by layer: streams of (name, output) that can be compared.
 
 Legend: b batch, s sequence, p positions that are kept, h hidden, v vocabulary.
 
@@ -35,13 +35,13 @@ def block(index: int) -> str:
 
 
 def random_tokens(vocab_size: int, longest: int, windows: Iterable[int | None] = (), seed: int = 0) -> Tensor:
-    """[2, s] ids: s is 32, and more where a sliding window would otherwise not show; at most `longest`."""
+    """[2, s] ids: s is 32, and more where a sliding window needs it to have an effect; at most `longest`."""
     window = max((each for each in windows if each is not None), default=0)
     length = min(max(TOKENS, min(window + 8, _LONGEST)), longest)
     return torch.randint(vocab_size, (2, length), generator=torch.Generator().manual_seed(seed))
 
 
-def kept(output: Tensor) -> Tensor:
+def keep_ends(output: Tensor) -> Tensor:
     """[b, s, ...] -> [b, p, ...]: all positions of short texts, the first and the last 32 of long ones."""
     if output.shape[1] <= 2 * TOKENS:
         return output
@@ -70,9 +70,9 @@ def checkpoint_outputs(
         out = module(carry)
         if isinstance(out, tuple):
             carry = out
-            yield _label(layer.index, model.num_layers), kept(carry[0].view(*tokens.shape, -1))
+            yield _label(layer.index, model.num_layers), keep_ends(carry[0].view(*tokens.shape, -1))
         else:
-            hidden = kept(out.hidden.view(*tokens.shape, -1))
+            hidden = keep_ends(out.hidden.view(*tokens.shape, -1))
             short = replace(out, hidden=hidden.flatten(0, 1), shape=(hidden.shape[0], hidden.shape[1]))
             yield LOGITS, short.logits()
 

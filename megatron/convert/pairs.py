@@ -5,9 +5,10 @@ A folder of GPT-NeoX's keeps no configuration: in a pair it takes that of the ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.find import find_checkpoint
@@ -18,6 +19,8 @@ from megatron.convert.parts.family import WORD_EMBEDDINGS
 from megatron.convert.ready_config import tokenizer_keys
 from megatron.convert.settings import Reference, open_weights, saved_config
 from megatron.errors import UserError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Place:
 
     @property
     def needs_config(self) -> bool:
-        """Whether GPT-NeoX wrote it, so that somebody has to say what network it is."""
+        """Whether GPT-NeoX wrote it, so that its configuration must be given."""
         return not self.is_hf and find_checkpoint(self.path, self.iteration, key=self.key).by_neox
 
     def folder(self) -> HuggingFaceFolder:
@@ -59,7 +62,7 @@ class Place:
 
 
 def reference_of(source: HuggingFaceFolder) -> Reference:
-    """What a Hugging Face folder says a checkpoint of the same model is, and its tokenizer."""
+    """The network and the tokenizer of a Hugging Face folder, for a checkpoint that should be the same model."""
     _, keys = keys_of(source)
     tokenizer = tokenizer_keys(source.path, str(source.path))
     return Reference(model_of(keys), keys["vocab_size"], tokenizer, str(source.path))
@@ -85,17 +88,27 @@ def open_two(
     one: Place, other: Place, config_files: Sequence[str] = (), *, checksums: bool = False
 ) -> tuple[CheckpointReader, CheckpointReader]:
     """Both by our canonical names; a folder without a configuration takes the other's."""
+
+    def open_side(place: Place, reference: Reference | None) -> CheckpointReader:
+        return open_parameters(place, config_files, checksums=checksums, reference=reference)
+
+    return open_pair(one, other, open_side, _reference_to)
+
+
+def open_pair(
+    one: Place, other: Place, open_side: Callable[[Place, Reference | None], T], reference_to: Callable[[T], Reference]
+) -> tuple[T, T]:
+    """Both as `open_side` opens them. A side without a configuration gets the `reference_to` the other one."""
     if one.needs_config and not other.needs_config:
-        second, first = open_two(other, one, config_files, checksums=checksums)
+        second, first = open_pair(other, one, open_side, reference_to)
         return first, second
-    first = open_parameters(one, config_files, checksums=checksums)
-    lends = not one.needs_config and other.needs_config
-    reference = _reference_to(first) if lends else None
-    return first, open_parameters(other, config_files, checksums=checksums, reference=reference)
+    first = open_side(one, None)
+    missing = other.needs_config and not one.needs_config
+    return first, open_side(other, reference_to(first) if missing else None)
 
 
 def _reference_to(reader: CheckpointReader) -> Reference:
-    """What an opened side says the other one is."""
+    """The network of an opened side, which the other should have."""
     if isinstance(reader, HuggingFaceReader):
         model = reader.model
     else:

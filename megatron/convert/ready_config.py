@@ -1,4 +1,4 @@
-"""The YAML beside an imported model: its architecture, its tokenizer, and a modest start of further training."""
+"""The YAML next to an imported model: its architecture, its tokenizer, and modest settings for further training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRAINING = """\
 load: {load}
 finetune: true
 
-# optimizer and length: a modest start, to be fitted to your data
+# optimizer and length: modest settings, to be adapted to your data
 optimizer:
   type: AdamW
   params:
@@ -44,11 +44,11 @@ log_interval: 10
 def ready_config(
     keys: dict[str, Any], *, source: str, tool: str, tokenizer: dict[str, Any], tp: int, pp: int, precision: str
 ) -> str:
-    """The text of a YAML file that stands beside the checkpoint and names what is there relative to itself.
+    """The text of a YAML file next to the checkpoint, with paths relative to itself.
 
     Args:
         keys: our keys of the architecture.
-        source: what the model is called where it comes from; `tool`: what converted it.
+        source: the model's name at its origin; `tool`: what converted it.
         tokenizer: the keys of the tokenizer; empty when there is none.
         precision: `fp32`, `fp16` or `bfloat16`.
     """

@@ -84,7 +84,7 @@ def open_source(
         return _open_neox(found, config_files, vocab_is_hf, reference)
     reader = CheckpointReader(found)
     settings = read_settings(reader, config_files)
-    return reader, settings if reference is None else _as_reference(settings, reference, reader)
+    return reader, settings if reference is None else _take_tokenizer(settings, reference, reader)
 
 
 def open_weights(
@@ -105,7 +105,7 @@ def open_weights(
     return CheckpointReader(found)
 
 
-def _as_reference(settings: Settings, reference: Reference, reader: CheckpointReader) -> Settings:
+def _take_tokenizer(settings: Settings, reference: Reference, reader: CheckpointReader) -> Settings:
     """The settings with the reference's tokenizer. Raises `UserError` when it is another model."""
     wrong = [
         f"{key}: {getattr(reference.model, key)!r} there, {getattr(settings.model, key)!r} in the checkpoint"
@@ -120,7 +120,7 @@ def _as_reference(settings: Settings, reference: Reference, reader: CheckpointRe
 def _open_neox(
     checkpoint: Checkpoint, config_files: Sequence[str], vocab_is_hf: bool, reference: Reference | None
 ) -> tuple[CheckpointReader, Settings]:
-    """GPT-NeoX keeps no resolved configuration, only a copy of its YAML files, and does not say the vocabulary."""
+    """GPT-NeoX stores no resolved configuration, only a copy of its YAML files, and no vocabulary size."""
     folder = checkpoint.path
     kept = sorted(str(path) for path in (folder / layout.CONFIGS).glob("*.y*ml"))
     files = list(config_files) or kept
@@ -141,7 +141,7 @@ def _open_neox(
 def saved_config(reader: CheckpointReader, given: NeoXArgs | None = None) -> NeoXArgs:
     """The configuration in the manifest of a checkpoint. `given`: of the user's files, where plugins have moved.
 
-    Raises `UserError` when a plugin is not found, or lies inside the checkpoint's folder and no file of the user names
+    Raises `UserError` when a plugin is not found, or is inside the checkpoint's folder and no file of the user names
     it: a checkpoint is data, and reading one may not run what came with it.
     """
     where = str(reader.folder / layout.MANIFEST)
@@ -153,8 +153,8 @@ def saved_config(reader: CheckpointReader, given: NeoXArgs | None = None) -> Neo
     for name in theirs:
         if is_file(name) and root in Path(os.path.realpath(name)).parents:
             raise UserError(
-                f"{where}: the plugin {name} lies inside the checkpoint's folder and is not run because the checkpoint "
-                f"says so; if you trust it, give --config_file with a config of yours that has plugins: [{name}]"
+                f"{where}: the plugin {name} is inside the checkpoint's folder, and is not run only because the "
+                f"checkpoint names it; if you trust it, give --config_file with a config that has plugins: [{name}]"
             )
     if own or theirs:
         config["plugins"] = [*own, *theirs]
@@ -182,7 +182,7 @@ def read_settings(reader: CheckpointReader, config_files: Sequence[str]) -> Sett
         if wrong:
             raise UserError(f"--config_file: {', '.join(config_files)} describes another model: {'; '.join(wrong)}")
         tokenizer |= {key: given.get(key) for key in TOKENIZER_KEYS if given.is_set(key)}
-    tokenizer["vocab_file"] = _moved(tokenizer["vocab_file"], reader.folder)
+    tokenizer["vocab_file"] = _find_vocab_file(tokenizer["vocab_file"], reader.folder)
     return Settings(saved.model, **tokenizer)
 
 
@@ -209,8 +209,8 @@ def check_same_network(keys: Mapping[str, Any], config_files: Sequence[str], pro
         raise UserError(f"{begin}: {'; '.join(wrong)}")
 
 
-def _moved(vocab_file: str | None, folder: Path) -> str | None:
-    """`vocab_file`; when it is gone, the same in `tokenizer/` beside the checkpoint, which was moved with it."""
+def _find_vocab_file(vocab_file: str | None, folder: Path) -> str | None:
+    """`vocab_file`; when it is missing, the same in `tokenizer/` next to the checkpoint: the folder was moved."""
     if vocab_file is None or Path(vocab_file).exists():
         return vocab_file
     for there in (folder.parent / "tokenizer", folder.parent / "tokenizer" / Path(vocab_file).name):

@@ -1,4 +1,4 @@
-"""The tokenizer's files beside an exported model, and the special ids that they declare."""
+"""The tokenizer's files next to an exported model, and the special ids that they declare."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ logger = get_logger(__name__)
 def open_tokenizer(
     tokenizer_type: str, vocab_file: str | None, merge_file: str | None, vocab_is_hf: bool = False
 ) -> Tokenizer:
-    """The run's tokenizer; with `vocab_is_hf`, `vocab_file` is a Hugging Face tokenizer whatever the type says."""
+    """The run's tokenizer; `vocab_is_hf`: `vocab_file` is a Hugging Face tokenizer, whatever `tokenizer_type` is."""
     try:
         if vocab_is_hf:
             return create_tokenizer("HFTokenizer", vocab_file, None)
         return create_tokenizer(tokenizer_type, vocab_file, merge_file)
     except UserError as error:
         raise UserError(
-            f"{error} (Give --config_file with the present vocab_file, or --no_save_tokenizer to leave it out.)"
+            f"{error} (Give --config_file with the current vocab_file, or --no_save_tokenizer to leave it out.)"
         ) from error
 
 
@@ -37,7 +37,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def token_ids(tokenizer: Tokenizer | None, pad: int | None) -> TokenIds:
-    """Special ids: end of document as eos; bos what the tokenizer's own files name, else the same; pad as asked for."""
+    """Special ids: end of document as eos; bos what the tokenizer's own files name, else the same; pad as given."""
     if tokenizer is None:
         return TokenIds(pad=pad)
     bos = _declared_id(tokenizer, "bos_token")

@@ -1,8 +1,8 @@
-"""Do two models, wherever each of them is, compute the same? The comparison that ends a conversion, for any pair."""
+"""Do two models of any kind compute the same? The comparison that ends a conversion, for any pair."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.hf.streamed import folder_outputs, folder_tokens
 from megatron.convert.outputs import Difference, checkpoint_outputs, compare_outputs, random_tokens
-from megatron.convert.pairs import Place, reference_of
+from megatron.convert.pairs import Place, open_pair, reference_of
 from megatron.convert.parts.family import WORD_EMBEDDINGS
 from megatron.convert.settings import Reference, open_source
 from megatron.errors import UserError
@@ -70,15 +70,22 @@ def verify(one: Place, other: Place, config_files: Sequence[str] = ()) -> Differ
     A checkpoint is run by our network, a Hugging Face folder by transformers, both layer by layer. `config_files`: of
     a run of GPT-NeoX's; without them its folder takes the configuration of the other side.
 
-    Raises `UserError` when one of them is not there, or they are not of one shape.
+    Raises `UserError` when one is missing, or their sizes differ.
     """
-    sides = _open(one, other, config_files)
-    first, second = sides
+
+    def open_side(place: Place, reference: Reference | None) -> _Ours | _Theirs:
+        if place.is_hf:
+            return _Theirs(place.folder())
+        opened = open_source(place.path, config_files, iteration=place.iteration, reference=reference, key=place.key)
+        return _Ours(opened[0], opened[1].model)
+
+    first, second = open_pair(one, other, open_side, _reference_to)
     if first.vocab_size != second.vocab_size:
         raise UserError(f"{one.path} has {first.vocab_size} tokens, {other.path} has {second.vocab_size}")
     dtype = narrower(first.dtype, second.dtype)
-    tokens = max((side.tokens() for side in sides), key=lambda ids: ids.shape[1])
-    return compare_outputs(_shown(first.outputs(tokens, dtype)), second.outputs(tokens, dtype))
+    tokens = max((side.tokens() for side in (first, second)), key=lambda ids: ids.shape[1])
+    shown = progress(first.outputs(tokens, dtype), what="comparing", unit="layers")
+    return compare_outputs(shown, second.outputs(tokens, dtype))
 
 
 def narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:
@@ -90,30 +97,8 @@ def narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     return torch.float32
 
 
-def _open(one: Place, other: Place, config_files: Sequence[str]) -> tuple[_Ours | _Theirs, _Ours | _Theirs]:
-    if one.needs_config and not other.needs_config:
-        second, first = _open(other, one, config_files)
-        return first, second
-    first = _side(one, config_files, None)
-    lends = not one.needs_config and other.needs_config
-    return first, _side(other, config_files, _lent(first) if lends else None)
-
-
-def _side(place: Place, config_files: Sequence[str], reference: Reference | None) -> _Ours | _Theirs:
-    if place.is_hf:
-        return _Theirs(place.folder())
-    reader, settings = open_source(
-        place.path, config_files, iteration=place.iteration, reference=reference, key=place.key
-    )
-    return _Ours(reader, settings.model)
-
-
-def _lent(side: _Ours | _Theirs) -> Reference:
-    """The configuration that the other side takes."""
+def _reference_to(side: _Ours | _Theirs) -> Reference:
+    """The network of one side, which the other should have."""
     if isinstance(side, _Theirs):
         return reference_of(side.folder)
     return Reference(side.model, side.vocab_size, {}, str(side.reader.folder))
-
-
-def _shown(outputs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    yield from progress(outputs, what="comparing", unit="layers")

@@ -28,7 +28,7 @@ def main() -> int:
     flags.add_argument("--revision", help="branch, tag or commit on the Hub")
     flags.add_argument("--iteration", type=int, default=0, help="the step in the checkpoint's name")
     add_precision(flags)
-    add_safety(flags, "an iteration that is there")
+    add_safety(flags, "an existing iteration")
     given: argparse.Namespace = flags.parse_args()
     run_import(given, pp=given.pp, precision=given.precision, families=("llama", "mistral"))
     return 0

@@ -32,9 +32,9 @@ def main() -> int:
     flags.add_argument("--test", action="store_true", help="the comparison of logits, which is made anyway")
     flags.add_argument("--download-only", action="store_true", help="fetch the model into the Hub's cache, no more")
     flags.add_argument("--cache-dir", help="the Hub's cache")
-    flags.add_argument("--ckpt-tmp-dir", help="not needed: a draft stands beside --output-dir")
+    flags.add_argument("--ckpt-tmp-dir", help="not needed: the draft is next to --output-dir")
     add_precision(flags)
-    add_safety(flags, "an iteration that is there")
+    add_safety(flags, "an existing iteration")
     given = flags.parse_args()
     if (given.hf_model is None) == (given.hf_model_name is None):
         raise UserError("give --hf-model-name or --hf-model")

@@ -23,7 +23,7 @@ from megatron.log import configure
 
 
 def main() -> int:
-    """Convert and say what was made."""
+    """Convert and print what was made."""
     flags = flags_for(__doc__)
     flags.add_argument("--input_dir", required=True, help="a global_step<N> folder, or a save folder (its latest)")
     add_export_flags(flags)

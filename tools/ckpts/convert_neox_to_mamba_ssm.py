@@ -18,7 +18,7 @@ from megatron.log import configure
 
 
 def main() -> None:
-    """Convert and say what was made."""
+    """Convert and print what was made."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--input_dir", required=True, help="a global_step<N> folder, or a save folder (its latest)")
     flags.add_argument("--output_dir", required=True, help="the folder to make")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_precision, add_safety, flags_for, tell
+from megatron.convert.cli import add_precision, add_safety, flags_for, report
 from megatron.errors import run_cli
 from megatron.log import configure
 
@@ -46,7 +46,7 @@ def main() -> int:
         check=not given.no_check,
         overwrite=given.overwrite,
     )
-    tell(str(done.folder), done.largest_difference, "the published formulas")
+    report(str(done.folder), done.largest_difference, "the published formulas")
     return 0
 
 

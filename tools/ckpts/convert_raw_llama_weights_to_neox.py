@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_precision, add_safety, flags_for, tell
+from megatron.convert.cli import add_precision, add_safety, flags_for, report
 from megatron.errors import run_cli
 from megatron.log import configure
 
@@ -41,7 +41,7 @@ def main() -> int:
         "--max_position_embeddings", type=int, metavar="N", help="default: what the release was made for"
     )
     add_precision(flags)
-    add_safety(flags, "an iteration that is there")
+    add_safety(flags, "an existing iteration")
     given = flags.parse_args()
     configure()
     from megatron.convert.raw.import_raw import import_raw  # after the flags: torch takes seconds to import
@@ -58,7 +58,7 @@ def main() -> int:
         check=not given.no_check,
         overwrite=given.overwrite,
     )
-    tell(f"{done.folder}\n{done.config}", done.largest_difference, "the published formulas")
+    report(f"{done.folder}\n{done.config}", done.largest_difference, "the published formulas")
     return 0
 
 

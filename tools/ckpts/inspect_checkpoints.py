@@ -8,7 +8,7 @@ python tools/ckpts/inspect_checkpoints.py checkpoints/global_step100 --attribute
 
 Two models may be of any layout and any kind: they are compared by the names of the network. The last line says how
 many parameters are equal and how many differ; the exit code is 0 in either case. A folder that GPT-NeoX wrote needs
-the YAML files of its run (--config_file), unless it keeps them in configs/ or the other side says what model it is.
+the YAML files of its run (--config_file), unless it keeps them in configs/ or the other side is the same model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     )
     flags.add_argument("--checkpoint-path", dest="path", metavar="FOLDER", help="the same")
     flags.add_argument("--iteration", type=int, help="which checkpoint of a save folder; default: its latest")
-    flags.add_argument("--tree", action="store_true", help="modules with their sizes; layers that are alike stand once")
+    flags.add_argument("--tree", action="store_true", help="modules with their sizes; equal layers are listed once")
     flags.add_argument("-c", "--compare", action="store_true", help="compare the two folders A,B")
     flags.add_argument(
         "-d",
@@ -62,7 +62,7 @@ def places(given: argparse.Namespace) -> list[Place]:
 
     first, other = given.folder or given.path, given.diff
     if given.compare and not first:
-        first, other = other, None  # `-c -d A,B`: the folders stand behind -d
+        first, other = other, None  # `-c -d A,B`: the folders are given after -d
     if not first:
         raise UserError("give the folder of a checkpoint")
     paths = [(first, "--checkpoint-path" if first == given.path else "folder")] + ([(other, "--diff")] if other else [])

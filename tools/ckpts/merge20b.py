@@ -33,7 +33,7 @@ def main() -> int:
         "--config_file", nargs="+", metavar="YAML", help="of the run of GPT-NeoX; default: its configs/, or 20B.yml"
     )
     add_precision(flags)
-    flags.add_argument("--overwrite", action="store_true", help="replace a step that is there")
+    flags.add_argument("--overwrite", action="store_true", help="replace an existing step")
     given = flags.parse_args()
     configure()
     from megatron.convert.neox.rewrite import rewrite  # after the flags: torch takes seconds to import

@@ -2,7 +2,7 @@
 
 python tools/ckpts/upload.py hf/ my-org/my-model main
 
-Repository and branch are made when they are not there; files that are there with the same content are not sent again.
+A missing repository or branch is made; files that the Hub has with the same content are not sent again.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Compare and say how far they are apart."""
+    """Compare and print the difference."""
     given = parser().parse_args()
     configure()
     from megatron.convert.pairs import Place  # after the flags: torch takes seconds to import

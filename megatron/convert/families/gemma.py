@@ -144,7 +144,7 @@ def _shared_keys(fields: Fields, rotary: dict[str, Any] | None = None) -> dict[s
 
 
 def gemma_keys(fields: Fields) -> dict[str, Any]:
-    """`GemmaConfig`. The first files say `gelu` and mean its tanh approximation, as transformers takes them."""
+    """`GemmaConfig`. The `gelu` of the first files is its tanh approximation, in transformers too."""
     name = "hidden_act" if fields.take("hidden_activation", None) is None else "hidden_activation"
     return {
         **_shared_keys(fields),
@@ -178,7 +178,7 @@ def _sandwich_keys(
 
 
 def gemma3_keys(fields: Fields) -> dict[str, Any]:
-    """`Gemma3TextConfig`. transformers' class has no cap on scores, whatever the field says."""
+    """`Gemma3TextConfig`. transformers' class has no cap on scores, whatever the field is."""
     fields.only("attn_logit_softcapping", None)
     layers, window = fields.take("num_hidden_layers"), fields.take("sliding_window", 4096)
     fields.take("_sliding_window_pattern", None)  # layer_types say the same
@@ -199,8 +199,8 @@ def gemma3_keys(fields: Fields) -> dict[str, Any]:
 def vision_keys(fields: Fields) -> dict[str, Any]:
     """`Gemma3Config`: text and pictures."""
     raise UserError(
-        f"{fields.where}: model_type: gemma3 has a vision tower, which cannot be expressed here; how to take the text"
-        " model out of it (model_type: gemma3_text, which is converted) says documentation/conversion.md"
+        f"{fields.where}: model_type: gemma3 has a vision tower, which cannot be expressed here;"
+        " documentation/conversion.md shows how to take the text model (model_type: gemma3_text) out of it"
     )
 
 

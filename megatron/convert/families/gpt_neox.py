@@ -34,7 +34,7 @@ def table(model: ModelConfig) -> list[Rule | Constant]:
     rules += _norm(model, f"{model.num_layers + 3}.norm", ("gpt_neox.final_layer_norm",))
     if model.no_weight_tying:
         head = f"{model.num_layers + 4}.final_linear.weight"
-        # Files of every version of transformers say embed_out; its newer models call the head lm_head.
+        # embed_out in files of every version of transformers; its newer models call the head lm_head.
         rules.append(Rule(head, ("embed_out.weight",), also=(Rule(head, ("lm_head.weight",)),)))
     return rules
 

@@ -73,7 +73,7 @@ def qwen2_keys(fields: Fields) -> dict[str, Any]:
 
 
 def qwen3_keys(fields: Fields) -> dict[str, Any]:
-    """`Qwen3Config`. Its heads are 128 wide unless it says otherwise."""
+    """`Qwen3Config`. Its heads are 128 wide by default."""
     return {
         **decoder_keys(fields),
         "head_dim": fields.take("head_dim", 128),

@@ -1,7 +1,7 @@
 """Do two copies of a model compute the same?
 
 Both run in fp32 on random tokens, layer by layer, so that one layer of each is in memory whatever the size. When the
-logits differ, the first part of the network whose output differs names the culprit.
+logits differ, the result names the first part of the network whose output differs.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def export(
         vocab_is_hf: `vocab_file` is a Hugging Face tokenizer folder.
         pad_token_id: for the config; None takes the tokenizer's.
         check: compare logits with our own model and refuse to publish when they differ.
-        overwrite: replace an earlier export that is at `output`; anything else there is refused always.
+        overwrite: replace an earlier export that is at `output`; anything else there is always refused.
 
     Raises `UserError` naming what cannot be expressed, does not fit or differs; then no folder is left behind.
     """
@@ -147,7 +147,7 @@ def _write_config(
 def _generation(path: Path, ids: TokenIds) -> dict[str, Any]:
     """What came with the tokenizer (how texts are sampled, and end), with the special ids in their place.
 
-    Where several tokens end a text, the run's end of document among them, all of them stay.
+    Where several tokens end a text, the run's end of document among them, all stay.
     """
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     kept.pop("transformers_version", None)

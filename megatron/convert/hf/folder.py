@@ -42,7 +42,7 @@ class HuggingFaceFolder:
             self.tensors.update(_contents(path, file))
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor in its stored type. It lies in the mapped file, of which only its own pages are in memory."""
+        """A tensor in its stored type. It is a part of the mapped file; only its own pages are in memory."""
         stored = self.tensors[name]
         path = self.path / stored.file
         return read_tensor(path, stored) if stored.file.endswith(".safetensors") else _load(path)[name]

@@ -1,4 +1,4 @@
-"""A Hugging Face model → a checkpoint for any TP; importing.py tells what is made and how."""
+"""A Hugging Face model → a checkpoint for any TP; what every import does is in importing.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def import_model(
     Args:
         model: folder or Hub id; `revision`: branch, tag or commit of the latter.
         output: the folder to make. One that holds other steps of the same model gets one more.
-        overwrite: replace a step that is there.
+        overwrite: replace an existing step.
         families: the only ones that will do; () takes every family.
         config_files: YAML of the run that is to train it; their architecture must be the model's.
         cache_dir: the Hub's cache.

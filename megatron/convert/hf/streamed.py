@@ -1,4 +1,4 @@
-"""What transformers' own model says, run on little memory.
+"""The outputs of transformers' own model, run on little memory.
 
 The model is built without memory for its parameters. Each decoder layer, and each other module with parameters
 (embedding, norm, head), is filled from the files just before it runs and emptied after it. The values come through
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.convert.hf.folder import HuggingFaceFolder
-from megatron.convert.outputs import EMBEDDING, LOGITS, NORM, block, kept, random_tokens
+from megatron.convert.outputs import EMBEDDING, LOGITS, NORM, block, keep_ends, random_tokens
 from megatron.errors import UserError
 
 
@@ -61,11 +61,11 @@ def folder_outputs(
 
 
 def _note_input(found: list[tuple[str, Tensor]], name: str, cut: bool = False) -> Callable[..., Any]:
-    """A hook that keeps a module's input; `cut`: the module goes on with the positions that are kept only."""
+    """A hook that keeps a module's input; `cut`: the module gets only the positions that are kept."""
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = args[0] if args else kwargs["hidden_states"]
-        short = kept(given)
+        short = keep_ends(given)
         found.append((name, short.clone()))
         return ((short, *args[1:]), kwargs) if cut else None
 
@@ -74,7 +74,7 @@ def _note_input(found: list[tuple[str, Tensor]], name: str, cut: bool = False) -
 
 def _note_output(found: list[tuple[str, Tensor]], name: str) -> Callable[..., None]:
     def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        found.append((name, kept(output[0] if isinstance(output, tuple) else output).clone()))
+        found.append((name, keep_ends(output[0] if isinstance(output, tuple) else output).clone()))
 
     return hook
 
@@ -93,7 +93,7 @@ class StreamedModel:
         self._folder, self._dtype = folder, dtype
         with _quiet(), _parameters_on_meta():
             config = _config_of(folder)
-            if hasattr(config, "rescale_every"):  # RWKV: it would scale weights that are not there, for fp16
+            if hasattr(config, "rescale_every"):  # RWKV: it would scale weights that are not loaded, for fp16
                 config.rescale_every = 0
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self.head: nn.Module = self.model.get_output_embeddings()
@@ -183,14 +183,14 @@ class _Names:
         return {name}
 
     def without_ignored(self, names: set[str], what: str) -> set[str]:
-        """Without the names that the architecture says may be missing, or unexpected."""
+        """Without the names that the architecture allows to be missing, or unexpected."""
         keys = {"missing_keys": set(), "unexpected_keys": set(), f"{what}_keys": names}
         report = SimpleNamespace(**keys)
         self._model._adjust_missing_and_unexpected_keys(report)
         return getattr(report, f"{what}_keys")
 
     def load(self, tensors: Mapping[str, _Lazy]) -> tuple[set[str], set[str]]:
-        """Put tensors into the model, in fp32. Returns names with other shapes, and names that could not be made."""
+        """Put tensors into the model, in fp32. Returns names with other shapes, and names that cannot be converted."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 

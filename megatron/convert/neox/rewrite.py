@@ -1,4 +1,4 @@
-"""The weights of a checkpoint in another cut: for other numbers of tensor-parallel ranks, or in our format."""
+"""The weights of a checkpoint written again: for another number of tensor-parallel ranks, or in our format."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rewrite(
     precision: str = "auto",
     overwrite: bool = False,
 ) -> Path:
-    """Write the weights of `source` anew as `<output>/global_step<N>`, cut for `tp` ranks. Returns that folder.
+    """Write the weights of `source` as `<output>/global_step<N>`, cut for `tp` ranks. Returns that folder.
 
     Args:
         source: a `global_step<N>` folder, or a save folder (`iteration`, or its latest).
@@ -51,7 +51,7 @@ def rewrite(
     output = Path(output)
     step = checkpoint.manifest.step
     if output.resolve() == checkpoint.path.parent.resolve():
-        raise UserError(f"--output_dir: {output} is where the checkpoint itself lies; choose another folder")
+        raise UserError(f"--output_dir: {output} is the folder of the checkpoint itself; choose another folder")
     if (output / layout.step_folder(step)).exists() and not overwrite:
         raise UserError(f"--output_dir: {output} holds {layout.step_folder(step)} already; give --overwrite")
     reader, args = _open(checkpoint, config_files, default_config, tp)
@@ -87,10 +87,10 @@ def _open(
         return reader, derive(NeoXArgs.from_saved({**saved, **batch}, source=str(folder)), facts)
     kept = sorted(str(path) for path in (folder / layout.CONFIGS).glob("*.y*ml"))
     files = list(config_files) or kept or ([default_config] if default_config else [])
-    beside = folder.parent / _TOKENIZER_OF_20B
+    tokenizer = folder.parent / _TOKENIZER_OF_20B
     args = load(files, layouts)
-    if args.get("vocab_file") is None and beside.is_file():
-        args = load(files, [*layouts, f"vocab_file={beside}"])
+    if args.get("vocab_file") is None and tokenizer.is_file():
+        args = load(files, [*layouts, f"vocab_file={tokenizer}"])
     vocab_size = args.get("vocab_size")
     if vocab_size is None:
         keys = (args.get(key) for key in ("tokenizer_type", "vocab_file", "merge_file"))

@@ -71,8 +71,11 @@ def experts_config(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[s
 
 
 def experts_refusals(model: ModelConfig, *, dense: bool, normalised: bool = False, shared: bool = False) -> list[str]:
-    """Of all of them. `dense`: layers without experts can be there; `normalised`: weights always are; `shared`: a
-    shared expert with a gate always is."""
+    """What no family with experts expresses.
+
+    `dense`: layers without experts are possible; `normalised`: weights always are; `shared`: it always has a shared
+    expert with a gate.
+    """
     reasons = decoder_refusals(model, expressed=("moe_num_experts",))
     kinds = set(model.layer_mlps)
     if "moe" not in kinds:

@@ -1,4 +1,4 @@
-"""Reading a model's config.json field by field: what nobody asked for is an error, not silence."""
+"""Reading a model's config.json field by field: a field that no reader takes is an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from megatron.errors import UserError
 from megatron.neox_arguments.rope_kinds import rope_problem
 
-# Fields that say nothing about what the network computes: files, classes, generation, outputs of the Python object.
+# Fields that do not change what the network computes: files, classes, generation, outputs of the Python object.
 WITHOUT_MEANING = frozenset(
     {
         "_name_or_path", "_commit_hash", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype",
@@ -20,7 +20,7 @@ WITHOUT_MEANING = frozenset(
     }
 )  # fmt: skip
 REQUIRED = object()
-# Scaled positions that say how long the model's first texts were: its max_position_embeddings, where they do not.
+# Kinds of scaled positions with the length of the model's first texts; where it is missing: max_position_embeddings.
 _WITH_LENGTH, _LENGTH = ("llama3", "yarn", "longrope"), "original_max_position_embeddings"
 
 
@@ -46,12 +46,12 @@ class Fields:
         return default
 
     def take_or_null(self, name: str, default: Any) -> Any:
-        """The value of a field, null included, where null says something else than leaving it out."""
+        """The value of a field, null included, where null differs from a missing field."""
         self._seen.add(name)
         return self._values.get(name, default)
 
     def only(self, name: str, value: Any) -> None:
-        """Refuse a field that is there with another value than the only one that can be expressed."""
+        """Refuse a field with another value than the only one that can be expressed."""
         self.choose(name, {value: value}, value)
 
     def choose(self, name: str, choices: Mapping[Any, Any], default: Any = REQUIRED) -> Any:
@@ -82,12 +82,12 @@ class Fields:
         fractions = [value for value in (pct, *older) if value is not None]
         keys = {"rotary_emb_base": float(base), "rotary_pct": float(fractions[0] if fractions else fraction_default)}
         scaled = {name: value for name, value in (scaling | rope).items() if value is not None}
-        scaled.pop("finetuned", None)  # says how it came about
+        scaled.pop("finetuned", None)  # how it was made
         if kind == "default" and not scaled:
             return keys
         if kind in _WITH_LENGTH:
             scaled = {_LENGTH: self.take("max_position_embeddings"), **scaled}
-            scaled[_LENGTH] = self.take(_LENGTH, scaled[_LENGTH])  # beside the scaling, it wins in transformers too
+            scaled[_LENGTH] = self.take(_LENGTH, scaled[_LENGTH])  # next to the scaling, it wins in transformers too
         scaled = {"rope_type": kind, **scaled}
         if problem := rope_problem(scaled):
             raise UserError(f"{self.where}: rotary positions scaled as {kind!r} cannot be expressed: {problem}")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def rope_fields(model: ModelConfig, *, fraction: bool = False) -> dict[str, Any]:
-    """`rope_parameters`, and beside it `rope_theta` and `rope_scaling` for transformers 4.
+    """`rope_parameters`, and next to it `rope_theta` and `rope_scaling` for transformers 4.
 
     `fraction`: the architecture may rotate a part of each head, and wants to know which.
     """
@@ -28,16 +28,16 @@ def rope_fields(model: ModelConfig, *, fraction: bool = False) -> dict[str, Any]
 
 
 def layered_positions(fields: Fields, base: float, local: float) -> tuple[dict[str, Any], float | None]:
-    """(our keys of layers without a window, base of those with one; None where it is all the same).
+    """(our keys of layers without a window, base of those with one; None where both are the same).
 
-    Reads `rope_parameters` (for all layers, or by kind of layer) and `rope_scaling`, which older files have and which
-    is of layers without a window. `base`, `local`: the bases where `rope_parameters` has none. Raises `UserError` where
-    layers with a window are scaled in another way than the rest.
+    Reads `rope_parameters` (for all layers, or by kind of layer) and the older `rope_scaling`, which is of layers
+    without a window. `base`, `local`: the bases where `rope_parameters` has none. Raises `UserError` where layers with
+    a window are scaled in another way than the rest.
     """
     rope, scaling = dict(fields.take("rope_parameters", {})), fields.take("rope_scaling", None)
     by_kind = {kind: dict(rope.pop(kind) or {}) for kind in (FULL, SLIDING) if kind in rope}
     if by_kind and rope:
-        raise UserError(f"{fields.where}: rope_parameters: {', '.join(sorted(rope))} beside {FULL} and {SLIDING}")
+        raise UserError(f"{fields.where}: rope_parameters: {', '.join(sorted(rope))} next to {FULL} and {SLIDING}")
     full, sliding = (
         _read(fields, by_kind.get(kind, rope), theta, more)
         for kind, theta, more in ((FULL, base, scaling), (SLIDING, local, None))

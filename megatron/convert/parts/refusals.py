@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
-# Keys that few architectures have, and the value that says nothing.
+# Keys that few architectures have, and the value at which they do nothing.
 _RARE: dict[str, Any] = {
     "scale_embedding": False,
     "use_bias_in_head": False,

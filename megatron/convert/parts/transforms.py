@@ -108,7 +108,7 @@ class SwapHalves:
 class PerExpert:
     """All experts in one tensor [E, rows, ...] ↔ for each in turn, its rows in blocks of the given sizes.
 
-    Reads one of them at a time.
+    Reads one matrix at a time.
     """
 
     experts: int
@@ -130,8 +130,7 @@ class PerExpert:
     def _put(self, places: list[Tensor], number: int, part: Tensor) -> None:
         if part.shape != places[number].shape:
             raise ValueError(
-                f"expert {number // len(self.sizes)} has a matrix {list(part.shape)}, wanted is"
-                f" {list(places[number].shape)}"
+                f"expert {number // len(self.sizes)} has a matrix {list(part.shape)}, not {list(places[number].shape)}"
             )
         places[number].copy_(part)
 

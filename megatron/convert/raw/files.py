@@ -87,7 +87,7 @@ class RawFolder:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim or 0)
 
     def is_repeated(self, name: str, other: str) -> bool:
-        """Whether two tensors are equal. A few rows tell most that are not."""
+        """Whether two tensors are equal. A few rows are compared first."""
         if self.tensors[name].shape != self.tensors[other].shape:
             return False
         first = [self._join(each, lambda part: part[:8].clone())[:8] for each in (name, other)]

@@ -1,4 +1,4 @@
-"""What raw LLaMA weights say about tokens, by the published formulas: nothing of our layers or our row order is used.
+"""The outputs of raw LLaMA weights by the published formulas: nothing of our layers or our row order is used.
 
 Legend: b batch, s sequence, n heads, d head size, h hidden. The rotation multiplies pairs of a head, taken as complex
 numbers, by e^(i · position · frequency). Source: the reference code of LLaMA (github.com/meta-llama/llama).
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.convert.outputs import EMBEDDING, LOGITS, NORM, block, kept
+from megatron.convert.outputs import EMBEDDING, LOGITS, NORM, block, keep_ends
 from megatron.convert.raw.files import EMBEDDING as EMBEDDING_TENSOR
 from megatron.convert.raw.files import HEAD, RawFolder
 
@@ -32,7 +32,7 @@ def raw_outputs(
         return raw.tensor(name).to(dtype).float()
 
     hidden = F.embedding(tokens, read(EMBEDDING_TENSOR))
-    yield EMBEDDING, kept(hidden)
+    yield EMBEDDING, keep_ends(hidden)
     heads, kv_heads = keys["num_attention_heads"], keys["num_kv_heads"]
     d = keys.get("head_dim", keys["hidden_size"] // heads)
     turn = _rotation(tokens.shape[1], d, keys["rotary_emb_base"], keys.get("rope_scaling"))
@@ -45,7 +45,7 @@ def raw_outputs(
             F.linear(x, read(f"{layer}attention.w{name}.weight")).unflatten(-1, (count, d))
             for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
         )
-        q, k = _turned(q, turn), _turned(k, turn)
+        q, k = _rotate(q, turn), _rotate(k, turn)
         k, v = (part.repeat_interleave(heads // kv_heads, dim=2) for part in (k, v))
         scores = torch.einsum("bind,bjnd->bnij", q, k) / math.sqrt(d) + mask
         mixed = torch.einsum("bnij,bjnd->bind", scores.softmax(-1), v).flatten(2)
@@ -54,8 +54,8 @@ def raw_outputs(
         gate = F.silu(F.linear(x, read(f"{layer}feed_forward.w1.weight")))
         up = F.linear(x, read(f"{layer}feed_forward.w3.weight"))
         hidden = hidden + F.linear(gate * up, read(f"{layer}feed_forward.w2.weight"))
-        yield block(index), kept(hidden)
-    hidden = kept(_norm(hidden, read("norm.weight"), epsilon))
+        yield block(index), keep_ends(hidden)
+    hidden = keep_ends(_norm(hidden, read("norm.weight"), epsilon))
     yield NORM, hidden
     yield LOGITS, F.linear(hidden, read(HEAD if HEAD in raw.tensors else EMBEDDING_TENSOR))
 
@@ -68,12 +68,12 @@ def _rotation(s: int, d: int, base: float, scaling: dict[str, Any] | None) -> Te
     """[s, 1, d/2] complex."""
     frequencies = 1.0 / base ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
     if scaling:
-        frequencies = _stretched(frequencies, scaling)
+        frequencies = _stretch(frequencies, scaling)
     angles = torch.outer(torch.arange(s, dtype=torch.float64), frequencies)
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).unsqueeze(1)
 
 
-def _stretched(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
+def _stretch(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
     """Llama 3.1: waves longer than the trained context are slowed down, short ones kept, those between are mixed."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
@@ -81,7 +81,7 @@ def _stretched(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
     return (1 - share) * frequencies / scaling["factor"] + share * frequencies
 
 
-def _turned(x: Tensor, turn: Tensor) -> Tensor:
+def _rotate(x: Tensor, turn: Tensor) -> Tensor:
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * turn).flatten(-2)
 

@@ -1,4 +1,4 @@
-"""Raw LLaMA or Mistral weights → a checkpoint for any TP; importing.py tells what is made and how."""
+"""Raw LLaMA or Mistral weights → a checkpoint for any TP; what every import does is in importing.py."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def import_raw(
 
     Args:
         folder: holds params.json and consolidated.XX.pth, or holds a folder `model_size` that does.
-        model_size: name of the release; needed by Llama 3.1 and later, whose files do not tell them apart.
-        longest: `max_position_embeddings`; None takes what the release is known for, and says so.
+        model_size: name of the release; needed by Llama 3.1 and later, whose files do not differ.
+        longest: `max_position_embeddings`; None takes what the release was published with, and logs it.
 
     The other arguments are `import_from`'s. Raises `UserError`; then nothing is left behind.
     """
@@ -49,7 +49,7 @@ def import_raw(
     if longest is None:
         logger.info(
             f"max_position_embeddings: {keys['max_position_embeddings']}, as this kind of model was published; "
-            f"{PARAMS} does not say. Give --max_position_embeddings for another one"
+            f"{PARAMS} does not have it. Give --max_position_embeddings for another one"
         )
 
     def rules(model: ModelConfig) -> dict[str, Rule]:

@@ -24,13 +24,13 @@ from megatron.errors import UserError
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
-_EPSILON = 1e-5  # of every norm there; no field of the config says so
+_EPSILON = 1e-5  # of every norm there; the config has no field for it
 
 
 def export_mamba_ssm(checkpoint: str | Path, output: str | Path, config_files: Sequence[str] = ()) -> Path:
     """Convert a checkpoint of any layout. Returns the folder.
 
-    Raises `UserError` when the model is not Mamba from first to last, or the folder is there already.
+    Raises `UserError` when the model is not Mamba from first to last, or the folder exists.
     """
     output = Path(output)
     if output.exists():

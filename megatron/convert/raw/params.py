@@ -23,7 +23,7 @@ def keys_of(raw: RawFolder, model_size: str, longest: int | None) -> dict[str, A
     """Our flat keys of the architecture, `vocab_size` included.
 
     Args:
-        model_size: the name of the release, which tells Llama 3.1 from 3.2; may be empty.
+        model_size: the name of the release, needed to distinguish Llama 3.1 from 3.2; may be empty.
         longest: `max_position_embeddings`; None takes what the release is known for.
 
     Raises `UserError` for fields that are not known here, since they might change the model.
@@ -37,8 +37,8 @@ def keys_of(raw: RawFolder, model_size: str, longest: int | None) -> dict[str, A
     if missing:
         raise UserError(f"{raw.path} does not hold {', '.join(missing)}: not the weights of a LLaMA or Mistral")
     width = raw.tensors["layers.0.feed_forward.w1.weight"].shape[0]
-    if (said := fields.take("hidden_dim", width)) != width:
-        raise UserError(f"{where}: hidden_dim: {said}, but w1 has {width} rows")
+    if (given := fields.take("hidden_dim", width)) != width:
+        raise UserError(f"{where}: hidden_dim: {given}, but w1 has {width} rows")
     window = fields.take("sliding_window", None)
     theta = float(fields.take("rope_theta", _theta(raw.params)))
     scaling = _scaling(fields, model_size)
@@ -81,14 +81,14 @@ def _scaling(fields: Fields, model_size: str) -> dict[str, Any] | None:
     factor = factor or next((f for release, f in _FACTORS.items() if release in model_size), None)
     if factor is None:
         raise UserError(
-            f"{fields.where}: use_scaled_rope does not say by how much, and releases differ; give --model_size with "
+            f"{fields.where}: use_scaled_rope has no factor, and releases differ; give --model_size with "
             f"the release in it ({', '.join(f'{name}: {f:g}' for name, f in _FACTORS.items())}), as in llama3.1-8B"
         )
     return {"rope_type": "llama3", "factor": float(factor), **STRETCHED, "high_freq_factor": float(high)}
 
 
 def _longest(params: dict[str, Any], scaling: dict[str, Any] | None) -> int:
-    """How far the release was trained to read; params.json does not say."""
+    """The length of text that the release was trained on, which params.json does not have."""
     theta = float(params.get("rope_theta") or _theta(params))
     if scaling:
         return 131072

@@ -12,7 +12,7 @@ from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.hf.streamed import StreamedModel, folder_outputs, folder_tokens
-from megatron.convert.outputs import checkpoint_outputs, compare_outputs, kept, random_tokens
+from megatron.convert.outputs import checkpoint_outputs, compare_outputs, keep_ends, random_tokens
 from megatron.errors import UserError
 from tests.convert.families.cases import FAMILY_CASES
 from tests.convert.helpers import (
@@ -181,7 +181,7 @@ def test_long_texts_show_windows_and_are_compared_at_both_ends(tmp_path):
     assert tokens.shape[1] > 90 + 1
     found, wanted = folder_outputs(folder, tokens), whole(folder, tokens)
     assert found[0][1].shape == (2, 64, 32)
-    torch.testing.assert_close(found[-1][1], kept(wanted.logits), rtol=0, atol=1e-6)
+    torch.testing.assert_close(found[-1][1], keep_ends(wanted.logits), rtol=0, atol=1e-6)
     args = resolved(**keys)
     tensors = full_tensors(args, "mistral", load_file(tmp_path / "hf/model.safetensors"))
     reader = CheckpointReader(open_checkpoint(write_checkpoint(tmp_path / "ckpt", args, tensors)))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint.find import open_checkpoint
 from megatron.convert import importing
 from megatron.convert.hf.export_hf import export
-from megatron.convert.outputs import kept, random_tokens
+from megatron.convert.outputs import keep_ends, random_tokens
 from megatron.convert.pairs import Place
 from megatron.convert.parts.family import Rule
 from megatron.convert.raw import export_raw as export_raw_module
@@ -103,7 +103,7 @@ def test_the_check_s_network_is_the_published_one_in_fp64(tmp_path, case):
     tokens = random_tokens(EVEN, 64)
     *_, (name, logits) = raw_outputs(folder, keys_of(folder, "", 64), tokens, torch.float32)
     assert name == "logits"
-    assert float((logits - kept(logits_64(tensors, params, tokens))).abs().max()) < 2e-5
+    assert float((logits - keep_ends(logits_64(tensors, params, tokens))).abs().max()) < 2e-5
 
 
 def test_stretched_positions_of_llama_3_1(tmp_path):
