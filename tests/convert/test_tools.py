@@ -118,7 +118,7 @@ def test_vocab_is_hf_tokenizer(tmp_path, vocabulary):
 
 def test_another_tokenizer_than_the_model_s_is_refused(tmp_path, vocabulary):
     folder = checkpoint(tmp_path, LLAMA, "llama", tokenizer_type="HFTokenizer", vocab_file=str(vocabulary))
-    with pytest.raises(UserError, match=f"beyond the model's {VOCAB} tokens"):
+    with pytest.raises(UserError, match=f" {VOCAB} tokens"):
         export(folder, tmp_path / "hf", pad_token_id=VOCAB)
 
 

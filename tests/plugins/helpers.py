@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
+from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
 from megatron import plugins
 from megatron.registry import ADDITIONS, withdraw
@@ -74,6 +76,21 @@ def write_metric(folder: Path) -> Path:
     path = folder / "my_metric.py"
     path.write_text(blocks("python")[3], encoding="utf-8")
     return path
+
+
+def save_starcoder2(folder: Path) -> None:
+    """A random model of that family, as transformers saves it."""
+    torch.manual_seed(0)
+    config = Starcoder2Config(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, sliding_window=9,
+        bos_token_id=0, eos_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )  # fmt: skip
+    model = Starcoder2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
 
 
 def write_norm(path: Path, name: str) -> Path:

@@ -15,14 +15,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
 from megatron.convert.hf.export_hf import export
 from megatron.convert.hf.import_hf import import_model
 from megatron.convert.settings import read_settings
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.errors import UserError
-from tests.plugins.helpers import ROOT, remembered, write_config, write_family, write_layers
+from tests.plugins.helpers import ROOT, remembered, save_starcoder2, write_config, write_family, write_layers
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -159,17 +158,7 @@ def test_every_kind_of_entry_trains(tmp_path: Path) -> None:
 
 def test_the_family_goes_both_ways(tmp_path: Path) -> None:
     plugin = write_family(tmp_path)
-    torch.manual_seed(0)
-    config = Starcoder2Config(
-        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2, sliding_window=9,
-        bos_token_id=0, eos_token_id=0, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-    )  # fmt: skip
-    model = Starcoder2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(tmp_path / "theirs")
+    save_starcoder2(tmp_path / "theirs")
 
     with pytest.raises(UserError, match="model_type: 'starcoder2' is not known here"):
         import_model(str(tmp_path / "theirs"), tmp_path / "ours")

@@ -44,7 +44,7 @@ def test_files_with_the_names_of_the_running_model_are_read_too(tmp_path, archit
             assert torch.equal(tensor, found[1][file][name]), (file, name)
 
 
-def test_one_matrix_of_an_expert_is_in_memory_beside_the_parameter(tmp_path, monkeypatch):
+def test_one_matrix_of_an_expert_is_in_memory_next_to_the_parameter(tmp_path, monkeypatch):
     hugging_face(resolved(**MIXTRAL), "mixtral")[0].save_pretrained(tmp_path / "hf")
     alive, most, read = set(), [], HuggingFaceFolder.tensor
 
@@ -63,7 +63,7 @@ def test_one_matrix_of_an_expert_is_in_memory_beside_the_parameter(tmp_path, mon
 
 def test_a_matrix_of_another_shape_is_named():
     parts = [torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(4, 2)]
-    with pytest.raises(ValueError, match=r"expert 1 has a matrix \[4, 2\], wanted is \[3, 2\]"):
+    with pytest.raises(ValueError, match=r"expert 1 .*\[4, 2\].*\[3, 2\]"):
         PerExpert(2, (3, 3)).load(parts)
 
 

@@ -130,7 +130,7 @@ def test_positions_by_kind_of_layer():
         read_config(fields, "config.json")
     del fields["rope_parameters"]["sliding_attention"]
     fields["rope_parameters"]["rope_theta"] = 500.0
-    with pytest.raises(UserError, match="rope_theta beside full_attention"):
+    with pytest.raises(UserError, match="rope_parameters: rope_theta .*full_attention"):
         read_config(fields, "config.json")
 
 

@@ -78,7 +78,7 @@ def test_round_trip_is_bit_identical_and_computes_the_same(tmp_path, architectur
     model, theirs = hugging_face(args, architecture)
     tensors = full_tensors(args, architecture, theirs)
     if args.model.num_kv_heads % tp:
-        with pytest.raises(UserError, match=f"num_kv_heads: {args.model.num_kv_heads} cannot be split"):
+        with pytest.raises(UserError, match=f"num_kv_heads: {args.model.num_kv_heads} "):
             write_checkpoint(tmp_path / "ckpt", args, tensors, tp)
         return
     folder = write_checkpoint(tmp_path / "ckpt", args, tensors, tp)
@@ -154,7 +154,7 @@ def test_two_swapped_weights_of_the_same_shape_are_noticed(tmp_path, architectur
 def test_a_wrong_table_is_refused_and_nothing_published(tmp_path, monkeypatch, neox_checkpoint):
     """The mistake of several public converters: fused rows taken as they lie in memory."""
     monkeypatch.setattr(gpt_neox, "PerHead", lambda heads: Copy())
-    with pytest.raises(UserError, match=r"logits differ by .*first after block 0.*Nothing was published"):
+    with pytest.raises(UserError, match=r"logits differ by \d.* block 0\b"):
         export(neox_checkpoint, tmp_path / "hf", tokenizer=False)
     assert sorted(os.listdir(tmp_path)) == ["ckpt"]
     assert export(neox_checkpoint, tmp_path / "hf", tokenizer=False, check=False).largest_difference is None
@@ -179,7 +179,7 @@ def test_fp16_overflow_is_an_error(tmp_path):
     tensors = random_tensors(args, "llama")
     tensors["2.mlp.linear2.weight"] = tensors["2.mlp.linear2.weight"] + 1e6
     folder = write_checkpoint(tmp_path / "ckpt", args, tensors)
-    with pytest.raises(UserError, match="mlp.down_proj.weight has values beyond fp16"):
+    with pytest.raises(UserError, match="mlp.down_proj.weight.*fp16"):
         export(folder, tmp_path / "hf", tokenizer=False, precision="fp16")
     assert not (tmp_path / "hf").exists()
 
@@ -230,12 +230,12 @@ def test_what_hugging_face_cannot_express_is_named_before_anything_is_written(tm
 def test_output_folder_with_something_else_in_it_is_left_alone(tmp_path, neox_checkpoint):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/thesis.tex").write_text("x")
-    with pytest.raises(UserError, match="not an earlier export"):
+    with pytest.raises(UserError, match="--output_dir: .*hf exists"):
         export(neox_checkpoint, tmp_path / "hf", tokenizer=False)
     (tmp_path / "hf/thesis.tex").unlink()
     export(neox_checkpoint, tmp_path / "hf", tokenizer=False)
     before = (tmp_path / "hf/config.json").stat().st_mtime_ns
-    with pytest.raises(UserError, match="holds a model already; give --overwrite"):
+    with pytest.raises(UserError, match="--output_dir: .*hf .*--overwrite"):
         export(neox_checkpoint.parent, tmp_path / "hf", tokenizer=False)
     assert (tmp_path / "hf/config.json").stat().st_mtime_ns == before
     export(neox_checkpoint.parent, tmp_path / "hf", tokenizer=False, overwrite=True)
@@ -289,4 +289,4 @@ def test_a_model_that_none_expresses_hears_of_the_nearest_first():
         choose_family(resolved(**{**NEOX, **keys}, mamba_use_bias_in_x_proj=False).model, None)
     lines = str(refused.value).splitlines()
     assert lines[1] == "  mamba: norm: layernorm (it has rmsnorm only)"
-    assert len(lines) == 6 and lines[5].startswith("  more in the way of ") and "qwen3_moe" in lines[5]
+    assert len(lines) == 6 and "qwen3_moe" in lines[5] and "--architecture" in lines[5]

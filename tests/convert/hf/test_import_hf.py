@@ -64,7 +64,7 @@ def test_there_and_back_is_bit_identical(tmp_path, architecture, base, keys, tp)
     source_of(tmp_path / "hf", {**base, **keys}, architecture)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
     if keys.get("num_kv_heads", tp) % tp:
-        with pytest.raises(UserError, match="num_kv_heads 1 cannot be split over 2 tensor-parallel ranks"):
+        with pytest.raises(UserError, match="num_kv_heads 1 .* 2 tensor-parallel"):
             import_model(str(tmp_path / "hf"), tmp_path / "out", tp=tp)
         assert os.listdir(tmp_path) == ["hf"]
         return
@@ -150,7 +150,7 @@ def test_two_swapped_weights_are_noticed_and_nothing_is_left(tmp_path, monkeypat
         return read(source, Rule(rule.ours, tuple(names), rule.transform), dtype)
 
     monkeypatch.setattr(importing, "_read", swapped)
-    with pytest.raises(UserError, match=r"logits differ by .*first after block 0.*Nothing was published"):
+    with pytest.raises(UserError, match=r"logits differ by \d.* block 0\b"):
         import_model(str(tmp_path / "hf"), tmp_path / "out")
     assert os.listdir(tmp_path) == ["hf"]
     assert import_model(str(tmp_path / "hf"), tmp_path / "out", check=False).largest_difference is None
@@ -197,7 +197,7 @@ def test_values_beyond_fp16_are_refused(tmp_path):
     tensors = tensors_in(tmp_path / "hf")
     tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = 1e6
     save_file(tensors, tmp_path / "hf/model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="down_proj.weight: values beyond fp16"):
+    with pytest.raises(UserError, match="down_proj.weight: .*fp16"):
         import_model(str(tmp_path / "hf"), tmp_path / "out", precision="fp16")
     assert os.listdir(tmp_path) == ["hf"]
 
@@ -282,7 +282,7 @@ def test_steps_of_one_model_gather_in_a_folder(tmp_path):
     import_model(str(tmp_path / "hf"), tmp_path / "out", iteration=1)
     import_model(str(tmp_path / "hf"), tmp_path / "out", iteration=2)
     assert (tmp_path / "out/latest").read_text() == "global_step2"
-    with pytest.raises(UserError, match="holds iteration 1 already; give --overwrite"):
+    with pytest.raises(UserError, match="--output-dir: .* iteration 1 .*--overwrite"):
         import_model(str(tmp_path / "hf"), tmp_path / "out", iteration=1)
     import_model(str(tmp_path / "hf"), tmp_path / "out", iteration=1, overwrite=True)
     assert sorted(os.listdir(tmp_path / "out")) == ["config.yml", "global_step1", "global_step2", "latest"]
@@ -367,7 +367,7 @@ def test_a_config_that_cannot_be_is_said_by_its_folder(tmp_path, fields, message
 
 def test_a_file_in_the_place_of_its_folder(tmp_path):
     source_of(tmp_path / "hf", GQA, "llama")
-    with pytest.raises(UserError, match="config.json is a file; give the folder it is in"):
+    with pytest.raises(UserError, match="--hf-model: .*config.json "):
         import_model(str(tmp_path / "hf/config.json"), tmp_path / "out")
 
 

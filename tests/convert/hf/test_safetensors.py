@@ -61,7 +61,7 @@ def test_tables_that_older_files_hold_are_passed_over_whatever_their_type(tmp_pa
     save_file({"gpt_neox.embed_in.weight": TENSORS["matrix"], **mask}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
     assert list(HuggingFaceFolder(tmp_path).tensors) == ["gpt_neox.embed_in.weight"]
-    with pytest.raises(UserError, match="holds BOOL tensors"):
+    with pytest.raises(UserError, match="BOOL"):
         read_header(tmp_path / "model.safetensors")
 
 

@@ -160,7 +160,7 @@ def test_two_folders_and_two_checkpoints_are_compared_and_the_first_drift_is_nam
 def test_other_networks_are_not_compared(tmp_path):
     tokens = random_tokens(VOCAB, 32)
     one, other = saved(tmp_path / "one", DEEP), saved(tmp_path / "other", {**DEEP, "num_layers": 5})
-    with pytest.raises(UserError, match="different networks: block 5 .* here, the final norm .* there"):
+    with pytest.raises(UserError, match="block 5 .*the final norm "):
         compare_outputs(folder_outputs(one, tokens), folder_outputs(other, tokens))
     with pytest.raises(UserError, match="no logits"):
         compare_outputs(folder_outputs(one, tokens)[:3], folder_outputs(one, tokens))

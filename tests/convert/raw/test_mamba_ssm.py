@@ -55,7 +55,7 @@ def test_the_command(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout.strip() == str(tmp_path / "out"), done.stderr
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "exists; choose another folder" in done.stderr
+    assert done.returncode == 2 and f"--output_dir: {tmp_path}/out" in done.stderr
 
 
 @pytest.mark.parametrize(
