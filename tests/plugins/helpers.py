@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
 from megatron import plugins
 from megatron.registry import ADDITIONS, withdraw
@@ -80,6 +79,8 @@ def write_metric(folder: Path) -> Path:
 
 def save_starcoder2(folder: Path) -> None:
     """A random model of that family, as transformers saves it."""
+    from transformers import Starcoder2Config, Starcoder2ForCausalLM
+
     torch.manual_seed(0)
     config = Starcoder2Config(
         vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
