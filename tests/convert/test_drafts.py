@@ -51,7 +51,7 @@ def test_a_place_that_cannot_be_made_is_named(tmp_path):
         pass
 
 
-def test_what_killed_processes_left_is_removed_or_given_back(tmp_path):
+def test_what_killed_processes_left_is_removed_or_restored(tmp_path):
     for name in (f".out.draft-{GONE}", f".out.older-{GONE}", f".other.draft-{GONE}", f".out.draft-{os.getppid()}"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text(name)
@@ -60,7 +60,7 @@ def test_what_killed_processes_left_is_removed_or_given_back(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [f".other.draft-{GONE}", f".out.draft-{os.getppid()}", "out"]
 
 
-def test_the_old_folder_stands_until_the_new_one_does(tmp_path, monkeypatch):
+def test_the_old_folder_is_kept_until_the_new_one_is_complete(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "old").touch()
     with draft_of(tmp_path / "out", "--output_dir") as draft:

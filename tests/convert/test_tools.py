@@ -1,4 +1,4 @@
-"""The command lines, and the tokenizer beside the exported model."""
+"""The command lines, and the tokenizer next to the exported model."""
 
 import json
 import runpy

@@ -82,6 +82,10 @@ CASES = [pytest.param(architecture, keys, id=f"{architecture}: {name}") for arch
 ARCHITECTURES = list(dict.fromkeys(architecture for architecture, _, _ in FAMILY_CASES))
 
 
+def test_every_family_has_cases():
+    assert set(ARCHITECTURES) == set(FAMILIES)
+
+
 @pytest.mark.parametrize(("architecture", "keys"), CASES)
 def test_round_trip_is_bit_identical_and_computes_the_same(tmp_path, architecture, keys):
     args = resolved(**keys)
@@ -220,7 +224,7 @@ def _divides(keys: dict[str, Any], tensor: int) -> bool:
     return True
 
 
-WITHOUT_ATTENTION = ("mamba", "mamba2", "rwkv4")
+WITHOUT_ATTENTION = {architecture for architecture, _, keys in FAMILY_CASES if keys["pos_emb"] == "none"}
 VARIANTS: dict[str, list[Any]] = {
     "num_kv_heads": [4, 2, 1],
     "no_weight_tying": [True, False],

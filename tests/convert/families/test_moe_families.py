@@ -27,7 +27,7 @@ def _files(folder):
 
 @pytest.mark.parametrize(("architecture", "keys"), FOUND)
 def test_files_with_the_names_of_the_running_model_are_read_too(tmp_path, architecture, keys):
-    """transformers keeps a layer's experts in two tensors; its files have three matrices for each, unless told so."""
+    """transformers keeps a layer's experts in two tensors; its files have three matrices for each by default."""
     model, theirs = hugging_face(resolved(**keys), architecture)
     model.save_pretrained(tmp_path / "one_by_one")
     model.save_pretrained(tmp_path / "fused", save_original_format=False)

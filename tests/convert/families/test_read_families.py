@@ -142,7 +142,7 @@ def test_a_window_that_is_left_out_is_that_of_the_class():
 
 @pytest.mark.parametrize("kind", ["longrope", "su"])
 def test_phi_3_for_long_texts(kind):
-    """As its files have it: three fields, the original length beside them; written so again."""
+    """As its files have it: three fields, the original length next to them; written in the same way."""
     fields = deepcopy(PUBLISHED["phi3/mini-4k"])
     scaling = {"type": kind, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     keys = read_config({**fields, "max_position_embeddings": 131072, "rope_scaling": dict(scaling)}, "config.json")[1]

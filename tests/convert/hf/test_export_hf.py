@@ -282,7 +282,7 @@ def test_a_model_that_several_express_gets_the_usual_name(keys, architecture):
     assert choose_family(resolved(**keys).model, None).architecture == architecture
 
 
-def test_a_model_that_none_expresses_hears_of_the_nearest_first():
+def test_a_model_that_no_family_expresses_lists_the_nearest_first():
     """One key away from Mamba: what to change is on the first line, not among twenty."""
     keys = {"attention_config": [[["mamba"], "all"]], "pos_emb": "none", "norm": "layernorm"}
     with pytest.raises(UserError, match="can express this model") as refused:

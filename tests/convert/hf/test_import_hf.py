@@ -293,7 +293,7 @@ def test_steps_of_one_model_gather_in_a_folder(tmp_path):
 
 
 def test_the_checkpoint_names_the_folders_it_gets_however_the_output_is_written(tmp_path):
-    """It is written as a draft beside them; `..` in a path is no other folder."""
+    """Written as a draft next to them; `..` in a path does not change the folder."""
     source_of(tmp_path / "hf", NEOX, "neox")
     (tmp_path / "below").mkdir()
     done = import_model(str(tmp_path / "hf"), tmp_path / "below" / ".." / "out")
@@ -342,7 +342,7 @@ def test_a_step_of_another_model_does_not_join_a_folder(tmp_path, change, messag
         ({"pp": 9}, r"^--pp: 9 stages cannot share 2 layers"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_said_by_its_flag(tmp_path, layout, message):
+def test_a_layout_that_does_not_fit_is_reported_with_its_flag(tmp_path, layout, message):
     source_of(tmp_path / "hf", GQA, "llama")
     with pytest.raises(UserError, match=message):
         import_model(str(tmp_path / "hf"), tmp_path / "out", **layout)
@@ -356,7 +356,7 @@ def test_a_layout_that_does_not_fit_is_said_by_its_flag(tmp_path, layout, messag
         ({"intermediate_size": "80"}, r"hf/config.json: transformers does not take it: .*intermediate_size"),
     ],
 )
-def test_a_config_that_cannot_be_is_said_by_its_folder(tmp_path, fields, message):
+def test_a_config_that_cannot_be_built_is_reported_with_its_folder(tmp_path, fields, message):
     source_of(tmp_path / "hf", GQA, "llama")
     config = tmp_path / "hf/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))

@@ -37,7 +37,7 @@ def test_every_tensor_of_the_library_s_files_is_read(tmp_path):
         assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
 
 
-def test_bytes_that_lie_crooked_in_the_file_are_read(tmp_path):
+def test_unaligned_bytes_are_read(tmp_path):
     path = tmp_path / "x.safetensors"
     header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
     header += b" " * (-len(header) % 8 + 3)
@@ -55,8 +55,8 @@ def test_a_tensor_takes_the_memory_of_its_own_pages_and_the_file_stays_as_it_is(
     assert path.read_bytes() == before
 
 
-def test_tables_that_older_files_hold_are_passed_over_whatever_their_type(tmp_path):
-    """Pythia's files have masks of bools beside the weights."""
+def test_tables_of_older_files_are_skipped_whatever_their_type(tmp_path):
+    """Pythia's files have masks of bools next to the weights."""
     mask = {"gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)}
     save_file({"gpt_neox.embed_in.weight": TENSORS["matrix"], **mask}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")

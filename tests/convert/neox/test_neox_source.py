@@ -58,7 +58,7 @@ def test_the_tool_gives_back_the_model(source, tmp_path, monkeypatch, capsys):
     assert json.loads((tmp_path / "hf/config.json").read_text())["vocab_size"] == TOKENS  # without padding
 
 
-def test_the_config_that_the_checkpoint_keeps_will_do(source, tmp_path):
+def test_the_config_copied_into_the_checkpoint_is_enough(source, tmp_path):
     folder, file, _ = source
     with pytest.raises(UserError, match="global_step.*--config_file"):
         export(folder, tmp_path / "hf")

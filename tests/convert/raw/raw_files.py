@@ -1,6 +1,6 @@
 """Raw LLaMA folders from a Hugging Face model's tensors, by transformers' own documented permutation; no code of ours.
 
-transformers' converter from these files says: the rows of a head of wq and wk, as a table [d/2, 2], are read column by
+In transformers' converter from these files the rows of a head of wq and wk, as a table [d/2, 2], are read column by
 column. `interleaved` is its inverse. `logits_64` is the published network in fp64 with complex rotation.
 """
 

@@ -65,7 +65,7 @@ def test_the_command(tmp_path):
         ("mamba", {**mamba.MAMBA, "rms_norm_epsilon": 1e-6}, "rms_norm_epsilon: 1e-06"),
     ],
 )
-def test_what_it_has_not_is_refused(tmp_path, architecture, keys, message):
+def test_what_mamba_ssm_cannot_express_is_refused(tmp_path, architecture, keys, message):
     args = resolved(**keys)
     folder = write_checkpoint(tmp_path / "ckpt", args, random_tensors(args, architecture))
     with pytest.raises(UserError, match=message):
