@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.convert.families import FAMILIES, choose_family
+from megatron.convert.families import FAMILIES, choose_family, read_config
 from megatron.errors import UserError
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.model.partition import layer_parameters, layer_rows, partition
@@ -268,6 +269,12 @@ for model in (args.model, args.replace(norm="scalenorm").model):
     command = [sys.executable, "-c", code, config]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
     assert done.stdout.split() == ["LlamaForCausalLM", "Greedy"], done.stderr
+
+
+def test_two_families_may_not_read_one_model_type() -> None:
+    FAMILIES.register("mine")(replace(FAMILIES["llama"]))
+    with pytest.raises(UserError, match=r"config\.json: model_type: 'llama'.*: llama, mine"):
+        read_config({"model_type": "llama"}, "config.json")
 
 
 # ---- registries
