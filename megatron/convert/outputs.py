@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.parts.family import WORD_EMBEDDINGS
 from megatron.errors import UserError
+from megatron.layers.carry import Carry
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState
@@ -59,18 +60,16 @@ def checkpoint_outputs(
     vocab_size = reader.entry(WORD_EMBEDDINGS).shape[0]
     state = ParallelState.single()
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    carry: tuple[Tensor, ...] = (tokens, positions)
-    if model.intra_document_masking:
-        carry = (*carry, torch.zeros_like(tokens))
+    carry = Carry(tokens, positions)  # a row is one document
     for layer in gpt_layers(model, vocab_size=vocab_size, padded_vocab_size=vocab_size, state=state):
         module = build_layer(layer, None, state).eval()
         for name, parameter in named_parameters(module):
             stored = reader.weight(name)
             parameter.copy_(stored if dtype is None else stored.to(dtype))
         out = module(carry)
-        if isinstance(out, tuple):
+        if isinstance(out, Carry):
             carry = out
-            yield _label(layer.index, model.num_layers), keep_ends(carry[0].view(*tokens.shape, -1))
+            yield _label(layer.index, model.num_layers), keep_ends(carry.hidden.view(*tokens.shape, -1))
         else:
             hidden = keep_ends(out.hidden.view(*tokens.shape, -1))
             short = replace(out, hidden=hidden.flatten(0, 1), shape=(hidden.shape[0], hidden.shape[1]))
