@@ -162,6 +162,25 @@ OBJECTIVES.register("dpo")(Fixed())
 """,
         {"train_impl": "dpo"},  # known, and not available until such a file is there
     ),
+    Added(
+        "callbacks/steps_seen.py",
+        """
+from megatron.callbacks import CALLBACKS
+from megatron.training.callback import Callback
+
+
+@CALLBACKS.register("steps_seen", settings={"unit": 1.0}, console=("mine/steps",))
+class StepsSeen(Callback):
+    \"\"\"Counts steps.\"\"\"
+
+    def __init__(self, unit):
+        self.unit = unit
+
+    def after_step(self, trainer, out):
+        trainer.metrics["mine/steps"] = trainer.step * self.unit
+""",
+        {"callbacks": {"steps_seen": {"unit": 10}}},
+    ),
 )
 LAYERS, WIDTH, HEADS, FFN, LENGTH, VOCABULARY = 2, 32, 4, 48, 16, 512
 RUN = {
@@ -222,10 +241,12 @@ def test_new_kinds_are_planned_with_their_sizes(house: Path) -> None:
     sizes = [size(4 * total), size(4 * total), size(12 * total)]
     assert re.search(r"^\s+0\s+" + r"\s+".join(map(re.escape, sizes)), text, re.MULTILINE), text
     assert re.search(r"^\s+betas\s+\[0\.5, 0\.25\] ", text, re.MULTILINE), text
+    assert re.search(r"^\s+steps_seen\s+measure\s+unit=10\.0$", text, re.MULTILINE), text
 
 
 def test_a_misspelt_name_lists_the_new_one(house: Path) -> None:
-    for key, name, nearest in (("norm", "peek", "peak"), ("optimizer.type", "thre", "three")):
+    misspelt = (("norm", "peek", "peak"), ("optimizer.type", "thre", "three"), ("callbacks", "steps_sen", "steps_seen"))
+    for key, name, nearest in misspelt:
         text = deepy(house, "--dry-run", f"{key}={name}", code=2)
         assert f"Did you mean {nearest!r}?" in text and name in text, text
 
@@ -237,3 +258,4 @@ def test_new_kinds_train(house: Path) -> None:
     assert [record["step"] for record in steps] == [1, 2]
     assert [record["train/lm_loss"] for record in steps] == [pytest.approx(7.0)] * 2
     assert [record["train/learning_rate"] for record in steps] == [pytest.approx(0.005)] * 2
+    assert [record["mine/steps"] for record in steps] == [10, 20]

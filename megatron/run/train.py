@@ -1,240 +1,64 @@
-"""One training run, from a process that has joined the job to its exit code."""
+"""One training run, from a process that has joined the job to its exit code: the whole library, put together."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from megatron.callbacks import RunContext, build_callbacks
 from megatron.callbacks.stop_on_signal import STOP_BY_SIGNAL
-from megatron.checkpoint.agreement import together
-from megatron.checkpoint.compare import check_config
-from megatron.checkpoint.folder import recover
-from megatron.checkpoint.init_from import check_init
-from megatron.checkpoint.load import load_checkpoint
-from megatron.checkpoint.lock import SaveLock
-from megatron.checkpoint.manifest import Manifest, git_revision
-from megatron.checkpoint.neox_layout import Heads
-from megatron.checkpoint.schedule import schedule_of_continued_run
-from megatron.checkpoint.start import Start, decide_start
-from megatron.cluster.status import StatusFile, run_folder
+from megatron.checkpoint.manifest import git_revision
+from megatron.cluster.status import run_folder
 from megatron.errors import DeepyError, StopRequested
 from megatron.log import get_logger
 from megatron.mpu.sharding import count_parameters
-from megatron.mpu.state import ParallelState
-from megatron.neox_arguments import NeoXArgs, plugin_key
 from megatron.neox_arguments.derive import check_device, check_trainable
-from megatron.neox_arguments.differences import differences_for
-from megatron.plugins import source_changes
 from megatron.run.batches import DataOrder, build_batches, named_sets, open_data_on_ranks
-from megatron.run.data import check_identity, resolve_epochs, resume_order
-from megatron.tokenizer import Tokenizer
-from megatron.training.callback import Callback
+from megatron.run.data import resolve_epochs, resume_order
+from megatron.run.start import TokenizerIdentity, begin, log_start, resume_config, save_lock, setup_status, share_start
 from megatron.training.setup import Process, build_engine, build_model, build_schedule
 from megatron.training.trainer import Trainer
 
 logger = get_logger(__name__)
 
 
-class TokenizerIdentity(Callback):
-    """Carries the tokenizer's fingerprint, so that a run is not continued with ids that mean something else."""
-
-    def __init__(self, tokenizer: Tokenizer, allow: bool) -> None:
-        self.tokenizer = tokenizer
-        self.allow = allow
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.tokenizer.fingerprint().to_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_identity(state, self.tokenizer, self.allow)
-
-
 def train(process: Process) -> int:
     """Train as configured and return the exit code. The same call on every rank."""
-    args, state = resolve_epochs(process.args, process.tokenizer), process.state
+    state, tokenizer = process.state, process.tokenizer
+    args = resolve_epochs(process.args, tokenizer)
     check_trainable(args)
     check_device(args, state.device.type == "cuda")
     if state.rank == 0 and args.logging.git_hash is None:
         args = args.replace("git", git_hash=git_revision())  # kept with the run and its checkpoints
-    with save_lock(args, state), status_of_setup(args, state.rank):
-        start = agree_on_start(args, state)
-        say_start(args, start)
-        if start.checkpoint is not None:
-            saved = start.checkpoint.manifest
-            for message in check_config(
-                saved.config,
-                args.to_dict(),
-                allow=args.checkpoint.allow_config_changes,
-                finetune=start.kind == "finetune",
-                load_optim=start.load_optim and not args.checkpoint.no_load_optim,
-                load_data=start.load_data,
-            ):
-                logger.info(message)
-            for message in source_changes(saved.config.get("plugin_sources"), args.launcher.plugin_sources):
-                logger.info(f"changed since the checkpoint: {message}")
-            args = with_schedule(with_origin(args, saved, start), saved.config, start)
+    with save_lock(args, state), setup_status(args, state.rank):
+        start = share_start(args, state)
+        log_start(args, start)
+        args = resume_config(args, start)
         plan = open_data_on_ranks(args, process, *resume_order(start))
         batches = build_batches(args, process, plan)
-        process = Process(args, state, process.tokenizer)
+        process = Process(args, state, tokenizer)
         model = build_model(process, None if start.checkpoint is not None else args.training.seed)
         logger.info(f"parameters: {count_parameters(model, state):,}")
-        sets = named_sets(plan, batches)
-        context = RunContext(args, state, process.tokenizer.vocab_size, run_folder(args), batches, sets)
-        callbacks = build_callbacks(context)
+        context = RunContext(args, state, tokenizer.vocab_size, run_folder(args), batches, named_sets(plan, batches))
+        identity = TokenizerIdentity(tokenizer, args.checkpoint.allow_config_changes)
+        callbacks = [DataOrder(plan), identity, *build_callbacks(context)]
         engine = build_engine(process, model)
         # With train_iters 0 there is nothing to train on, only what is loaded to be validated and tested.
         steps = batches.get("train", lambda consumed: iter(()))
-        identity = TokenizerIdentity(process.tokenizer, args.checkpoint.allow_config_changes)
-        trainer = Trainer(args, engine, steps, [DataOrder(plan), identity, *callbacks], build_schedule(args))
-        with errors_told(trainer):
-            trainer.call("start")
-            if start.checkpoint is not None:
-                restore(trainer, start)
+        trainer = Trainer(args, engine, steps, callbacks, build_schedule(args))
+        begin(trainer, start)
         trainer.run()
     # srun and mpirun kill the ranks that are left as soon as one leaves with a code other than 0.
     dist.barrier()
     if trainer.stop_reason == STOP_BY_SIGNAL:
-        if trainer.saved_step != trainer.step:
-            kept = (
-                f"the last checkpoint is of iteration {trainer.saved_step}"
-                if trainer.saved_step
-                else "nothing is saved"
-            )
-            raise DeepyError(f"stopped by a signal at iteration {trainer.step}; {kept}")
-        raise StopRequested(f"stopped at iteration {trainer.step} with everything saved; the same command goes on")
+        report_stop(trainer)
     return 0
 
 
-def with_origin(args: NeoXArgs, saved: Manifest, start: Start) -> NeoXArgs:
-    """`args` with the `init_from` that this run did begin from, and with the step it found there.
-
-    Raises `UserError` when this start asks for what the checkpoint cannot give.
-    """
-    if start.init is not None:
-        options = args.schedule
-        check_init(
-            start.init,
-            saved,
-            train_iters=args.training.train_iters,
-            use_checkpoint_lr_scheduler=options.use_checkpoint_lr_scheduler,
-        )
-        return args.replace("the checkpoint", init_from={**args.checkpoint.init_from, "iteration": saved.step})
-    if start.kind == "continue" and args.checkpoint.init_from != (origin := saved.config.get("init_from")):
-        return args.replace("the checkpoint", init_from=origin)
-    return args
-
-
-def with_schedule(args: NeoXArgs, saved: dict[str, Any], start: Start) -> NeoXArgs:
-    """`args` with the learning-rate schedule that a continued run goes on with (checkpoint/schedule)."""
-    if not start.resumes or args.checkpoint.no_load_optim or not args.training.train_iters:
-        return args
-    options = args.schedule
-    values = schedule_of_continued_run(
-        saved,
-        args.to_dict(),
-        override=options.override_lr_scheduler,
-        use_checkpoint=options.use_checkpoint_lr_scheduler,
-    )
-    return args.replace("the checkpoint", **values) if options.use_checkpoint_lr_scheduler else args
-
-
-@contextlib.contextmanager
-def errors_told(trainer: Trainer) -> Iterator[None]:
-    """Let the callbacks know of an error before the loop, which tells them itself."""
-    try:
-        yield
-    except BaseException as error:
-        trainer.call("error", error)
-        raise
-
-
-def agree_on_start(args: NeoXArgs, state: ParallelState) -> Start:
-    """Where the run starts. Rank 0 decides and opens the checkpoint; the others are sent what it read: they could see
-    a shared file system at another moment, and would ask it the same questions.
-
-    Call it with the lock held: the job that held it before may have saved a newer checkpoint until then.
-    """
-    box: list[Any] = [None]
-    with together("deciding where to start", state):
-        if state.rank == 0:
-            box[0] = start = decide_start(args.checkpoint)
-            if start.checkpoint is not None:
-                _ = start.checkpoint.callbacks  # read here, so that it travels with the rest
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-@contextlib.contextmanager
-def status_of_setup(args: NeoXArgs, rank: int) -> Iterator[None]:
-    """Write `status.json` (rank 0) until there is a trainer: the run starts, or why it failed."""
-    folder = run_folder(args) if rank == 0 else None
-    if folder is None:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    file = StatusFile(folder)
-    first = file.write("starting", 0, args.training.train_iters)
-    try:
-        yield
-    except BaseException as error:
-        if file.read() == first:  # else the trainer has written it
-            file.write_failure(error, 0, args.training.train_iters)
-        raise
-
-
-def say_start(args: NeoXArgs, start: Start) -> None:
-    """What is worth saying before anything is built: notes, differences from GPT-NeoX, where the run starts."""
-    for note in args.notes:
-        logger.info(note)
-    for name, digest, registered in plugin_key.describe(args.launcher.plugins):
-        logger.info(f"plugin {name} (sha256 {digest}) registers {registered}")
-    if differences := differences_for(args):
-        logger.info("what differs from GPT-NeoX for this config:")
-        for line in differences:
-            logger.info(f"  {line}")
-    logger.info(start.message)
-
-
-@contextlib.contextmanager
-def save_lock(args: NeoXArgs, state: ParallelState) -> Iterator[None]:
-    """Rank 0 holds the lock of `save`; a folder that another job writes is refused on every rank."""
-    lock = SaveLock(args.checkpoint.save) if args.checkpoint.save and state.rank == 0 else None
-    with together("locking save", state):
-        if lock is not None:
-            lock.acquire()
-            recover(lock.path.parent)  # what a killed job left half renamed is a checkpoint again
-    try:
-        yield
-    finally:
-        if lock is not None:
-            lock.release()
-
-
-def restore(trainer: Trainer, start: Start) -> None:
-    """Load what the start asks for: everything, the weights alone, or what `init_from` names."""
-    assert start.checkpoint is not None
-    options = trainer.args.checkpoint
-    client = load_checkpoint(
-        start.checkpoint,
-        trainer.engine,
-        trainer.state,
-        heads=Heads.of(trainer.args.model),
-        model=trainer.args.model,
-        load_optim=start.load_optim and not options.no_load_optim,
-        load_rng=start.load_rng and not options.no_load_rng,
-    )
-    if start.resumes:
-        trainer.load_state_dict(client)
-    elif start.init is not None:
-        identity = client.get("callbacks", {}).get(TokenizerIdentity.__name__)
-        trainer.load_state_dict(
-            {
-                "step": start.step,
-                "consumed": start.init.consumed(start.checkpoint.manifest),
-                "callbacks": {TokenizerIdentity.__name__: identity},
-            }
-        )
+def report_stop(trainer: Trainer) -> NoReturn:
+    """Raise the error of a run that a signal stopped: `StopRequested` when everything is saved."""
+    if trainer.saved_step == trainer.step:
+        raise StopRequested(f"stopped at iteration {trainer.step} with everything saved; the same command resumes it")
+    last = f"the last checkpoint is of iteration {trainer.saved_step}" if trainer.saved_step else "nothing is saved"
+    raise DeepyError(f"stopped by a signal at iteration {trainer.step}; {last}")

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from megatron.callbacks.exit_interval import ExitInterval
-from megatron.callbacks.run_folder import RunStatus
+from megatron.callbacks.run_status import RunStatus
 from megatron.callbacks.stop_on_signal import STOP_BY_SIGNAL, StopOnSignal
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology

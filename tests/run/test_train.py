@@ -10,7 +10,7 @@ import tokenizers
 import yaml
 
 from megatron.errors import UserError
-from megatron.run.train import TokenizerIdentity
+from megatron.run.start import TokenizerIdentity
 from megatron.tokenizer import create_tokenizer
 from tests.training.runs import KEYS, Faults, corpus, run
 from tests.training.tiny import Layout

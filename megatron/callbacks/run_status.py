@@ -3,7 +3,7 @@
     <folder>/resolved.yml    every key with its resolved value
     <folder>/status.json     {"version", "state", "step", "train_iters", "heartbeat", "reason", "exit_code", "pid",
                               "host"}
-    <folder>/metrics.jsonl   one object per log and evaluation (callbacks/trackers)
+    <folder>/metrics.jsonl   one object per log and evaluation (callbacks/metrics_file)
     <folder>/logs/           output of the ranks (written by the launcher)
 
 `state` is one of starting, running, ended, failed. The folder is `save`, or `log_dir` when nothing is saved.

@@ -8,9 +8,8 @@ import os
 import pytest
 import yaml
 
-from megatron.callbacks import RunContext, build_callbacks
-from megatron.callbacks import run_folder as run_folder_module
-from megatron.callbacks.run_folder import RunStatus
+from megatron.callbacks import RunContext, build_callbacks, run_status
+from megatron.callbacks.run_status import RunStatus
 from megatron.cluster.status import run_folder
 from megatron.errors import NumericsError
 from megatron.mpu.state import ParallelState
@@ -44,7 +43,7 @@ class Peeks(Log):
 
 
 def test_states_of_a_run_that_ends_well(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_folder_module, "HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr(run_status, "HEARTBEAT_SECONDS", 0.0)
     peeks = Peeks(tmp_path)
     trainer_of([RunStatus(tmp_path), peeks], train_iters=2).run()
     assert [(s["state"], s["step"]) for s in peeks.seen] == [

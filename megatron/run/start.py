@@ -1,0 +1,200 @@
+"""Where a run starts: fresh, resumed, or initialised from another run; decided once, the same on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.checkpoint.agreement import together
+from megatron.checkpoint.compare import check_config
+from megatron.checkpoint.folder import recover
+from megatron.checkpoint.init_from import check_init
+from megatron.checkpoint.load import load_checkpoint
+from megatron.checkpoint.lock import SaveLock
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.neox_layout import Heads
+from megatron.checkpoint.schedule import schedule_of_continued_run
+from megatron.checkpoint.start import Start, decide_start
+from megatron.cluster.status import StatusFile, run_folder
+from megatron.log import get_logger
+from megatron.mpu.state import ParallelState
+from megatron.neox_arguments import NeoXArgs, plugin_key
+from megatron.neox_arguments.differences import differences_for
+from megatron.plugins import source_changes
+from megatron.run.data import check_identity
+from megatron.tokenizer import Tokenizer
+from megatron.training.callback import Callback
+from megatron.training.trainer import Trainer
+
+logger = get_logger(__name__)
+
+
+class TokenizerIdentity(Callback):
+    """Saves the tokenizer's fingerprint, so that no run is resumed with ids that mean something else."""
+
+    def __init__(self, tokenizer: Tokenizer, allow: bool) -> None:
+        self.tokenizer = tokenizer
+        self.allow = allow
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.tokenizer.fingerprint().to_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_identity(state, self.tokenizer, self.allow)
+
+
+@contextlib.contextmanager
+def save_lock(args: NeoXArgs, state: ParallelState) -> Iterator[None]:
+    """Rank 0 holds the lock of `save`; a folder that another job writes is refused on every rank."""
+    lock = SaveLock(args.checkpoint.save) if args.checkpoint.save and state.rank == 0 else None
+    with together("locking save", state):
+        if lock is not None:
+            lock.acquire()
+            recover(lock.path.parent)  # what a killed job left half renamed is a checkpoint again
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+@contextlib.contextmanager
+def setup_status(args: NeoXArgs, rank: int) -> Iterator[None]:
+    """Write `status.json` (rank 0) until there is a trainer: the run starts, or why it failed."""
+    folder = run_folder(args) if rank == 0 else None
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    file = StatusFile(folder)
+    first = file.write("starting", 0, args.training.train_iters)
+    try:
+        yield
+    except BaseException as error:
+        if file.read() == first:  # else the trainer has written it
+            file.write_failure(error, 0, args.training.train_iters)
+        raise
+
+
+def share_start(args: NeoXArgs, state: ParallelState) -> Start:
+    """Where the run starts. Rank 0 decides and opens the checkpoint; the others are sent what it read: they could see
+    a shared file system at another moment, and would ask it the same questions.
+
+    Call it with the lock held: the job that held it before may have saved a newer checkpoint until then.
+    """
+    box: list[Any] = [None]
+    with together("deciding where to start", state):
+        if state.rank == 0:
+            box[0] = start = decide_start(args.checkpoint)
+            if start.checkpoint is not None:
+                _ = start.checkpoint.callbacks  # read here, so that it travels with the rest
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def log_start(args: NeoXArgs, start: Start) -> None:
+    """Log, before anything is built: notes, plugins, differences from GPT-NeoX, where the run starts."""
+    for note in args.notes:
+        logger.info(note)
+    for name, digest, registered in plugin_key.describe(args.launcher.plugins):
+        logger.info(f"plugin {name} (sha256 {digest}) registers {registered}")
+    if differences := differences_for(args):
+        logger.info("what differs from GPT-NeoX for this config:")
+        for line in differences:
+            logger.info(f"  {line}")
+    logger.info(start.message)
+
+
+def resume_config(args: NeoXArgs, start: Start) -> NeoXArgs:
+    """`args` with what a run inherits from its checkpoint (if there is one); what changed since is logged.
+
+    Raises `UserError` for a change that would break the run.
+    """
+    if start.checkpoint is None:
+        return args
+    saved = start.checkpoint.manifest
+    for message in check_config(
+        saved.config,
+        args.to_dict(),
+        allow=args.checkpoint.allow_config_changes,
+        finetune=start.kind == "finetune",
+        load_optim=start.load_optim and not args.checkpoint.no_load_optim,
+        load_data=start.load_data,
+    ):
+        logger.info(message)
+    for message in source_changes(saved.config.get("plugin_sources"), args.launcher.plugin_sources):
+        logger.info(f"changed since the checkpoint: {message}")
+    return _with_schedule(_with_origin(args, saved, start), saved.config, start)
+
+
+def _with_origin(args: NeoXArgs, saved: Manifest, start: Start) -> NeoXArgs:
+    """`args` with the `init_from` that this run began from, and the step that it found there.
+
+    Raises `UserError` when this start asks for what the checkpoint cannot give.
+    """
+    if start.init is not None:
+        options = args.schedule
+        check_init(
+            start.init,
+            saved,
+            train_iters=args.training.train_iters,
+            use_checkpoint_lr_scheduler=options.use_checkpoint_lr_scheduler,
+        )
+        return args.replace("the checkpoint", init_from={**args.checkpoint.init_from, "iteration": saved.step})
+    if start.kind == "continue" and args.checkpoint.init_from != (origin := saved.config.get("init_from")):
+        return args.replace("the checkpoint", init_from=origin)
+    return args
+
+
+def _with_schedule(args: NeoXArgs, saved: dict[str, Any], start: Start) -> NeoXArgs:
+    """`args` with the learning-rate schedule of a resumed run (checkpoint/schedule)."""
+    if not start.resumes or args.checkpoint.no_load_optim or not args.training.train_iters:
+        return args
+    options = args.schedule
+    values = schedule_of_continued_run(
+        saved,
+        args.to_dict(),
+        override=options.override_lr_scheduler,
+        use_checkpoint=options.use_checkpoint_lr_scheduler,
+    )
+    return args.replace("the checkpoint", **values) if options.use_checkpoint_lr_scheduler else args
+
+
+def begin(trainer: Trainer, start: Start) -> None:
+    """Run the hook `start`, then load what the start asks for. Callbacks see an error here as they do in the loop."""
+    try:
+        trainer.call("start")
+        if start.checkpoint is not None:
+            _restore(trainer, start)
+    except BaseException as error:
+        trainer.call("error", error)
+        raise
+
+
+def _restore(trainer: Trainer, start: Start) -> None:
+    """Load what the start asks for: everything, only the weights, or what `init_from` names."""
+    assert start.checkpoint is not None
+    options = trainer.args.checkpoint
+    client = load_checkpoint(
+        start.checkpoint,
+        trainer.engine,
+        trainer.state,
+        heads=Heads.of(trainer.args.model),
+        model=trainer.args.model,
+        load_optim=start.load_optim and not options.no_load_optim,
+        load_rng=start.load_rng and not options.no_load_rng,
+    )
+    if start.resumes:
+        trainer.load_state_dict(client)
+    elif start.init is not None:
+        identity = client.get("callbacks", {}).get(TokenizerIdentity.__name__)
+        trainer.load_state_dict(
+            {
+                "step": start.step,
+                "consumed": start.init.consumed(start.checkpoint.manifest),
+                "callbacks": {TokenizerIdentity.__name__: identity},
+            }
+        )
