@@ -1,5 +1,8 @@
 #!/usr/bin/env python
-"""Start a script on every rank with the merged config: `python deepy.py train.py a.yml b.yml key=value`. See --help."""
+"""Start a script on every rank with the merged config: `python deepy.py train.py a.yml b.yml key=value`. See --help.
+
+`import deepy` gives the same as functions: deepy.train(["a.yml", "b.yml"], key=value); documentation/python_api.md.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ import os
 import sys
 
 from megatron import log
+from megatron.api import evaluate, export_to_hf, generate, import_from_hf, load_config, start, train
 from megatron.cluster.command_line import parse_launcher_command_line
-from megatron.cluster.launch import command_preview, launch, place, ranks_of_hostfile
+from megatron.cluster.launch import command_preview, place, ranks_of_hostfile
 from megatron.errors import UserError, run_cli
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.load import load
-from megatron.plan.preflight import check_before_launch, config_for
+from megatron.plan.preflight import config_for
+
+__all__ = ["evaluate", "export_to_hf", "generate", "import_from_hf", "load_config", "train"]
 
 
 def main() -> int:
@@ -23,24 +29,22 @@ def main() -> int:
     args = config_for(load(line.paths, line.overrides), line.user_script)
     if line.explain:
         print("\n".join(explain(args, key) for key in line.explain))
-        return 0
-    if line.prepare:
+    elif line.prepare:
         from megatron.plan.prepare import prepare
 
         print(prepare(args, ranks_of_hostfile(args, os.environ), line.user_script))
-        return 0
-    placement = place(args, os.environ)
-    if line.dry_run:
+    elif line.dry_run:
         from megatron.plan.planner import plan
 
+        placement = place(args, os.environ)
         print(plan(args, placement, line.user_script, command_preview(line.user_script, args, placement, os.environ)))
-        return 0
-    check_before_launch(args, placement, line.user_script)
-    return launch(line.user_script, args, placement, os.environ)
+    else:
+        return start(line.user_script, args)
+    return 0
 
 
 def explain(args: NeoXArgs, key: str) -> str:
-    """What `--explain KEY` prints: with derived values, or for a config that is not complete with what is there."""
+    """What `--explain KEY` prints: with derived values; for a config that is not complete, without them."""
     try:
         return derive(args, Facts(num_devices=place(args, os.environ).world_size)).explain(key)
     except UserError as error:

@@ -39,7 +39,7 @@ DEEPSPEED_ALLOWED = (
     r"deepy\.py",
 )
 # prepare_data.py: its default folder is $DATA_DIR, as in GPT-NeoX
-ENVIRON_ALLOWED = (r"megatron/training/setup\w*\.py", r"megatron/cluster/.*", r"deepy\.py", r"prepare_data\.py")
+ENVIRON_ALLOWED = (r"megatron/training/setup\w*\.py", r"megatron/cluster/.*", r"(megatron/api|deepy|prepare_data)\.py")
 PRINT_ALLOWED = (r"megatron/(errors|log)\.py", r"megatron/.*\b(\w+_)?cli\.py", r"(?!megatron/).*")
 TORCH_FREE = ("megatron.neox_arguments", "megatron.mpu.topology", "megatron.model.partition")
 OPTIONAL = {"flash_attn", "transformer_engine", "apex", "mamba_ssm", "causal_conv1d", "wandb", "comet_ml"}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.neox_arguments.arguments import NeoXArgs
-from megatron.neox_arguments.merge import merge
+from megatron.neox_arguments.merge import Overrides, merge
 
 
-def load(paths: Sequence[str], overrides: Sequence[str] = (), conf_dir: str | None = None) -> NeoXArgs:
-    """Merge config files, left to right, and `key=value` overrides. The result still has to go through `derive`.
+def load(paths: Sequence[str], overrides: Overrides = (), conf_dir: str | None = None) -> NeoXArgs:
+    """Merge config files, left to right, and overrides. The result still has to go through `derive`.
 
     Raises `UserError` naming file and line for everything that is wrong with files, keys or types of values.
     """

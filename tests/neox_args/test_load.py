@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, derive
+from megatron.neox_arguments.groups import GROUPS, all_keys
 from megatron.neox_arguments.load import load
 from tests.neox_args.helpers import SMALL, load_text, loaded
 
@@ -263,6 +269,44 @@ def test_flat_access(tmp_path: Path) -> None:
     assert args.get("optimizer.params.lr") == 0.5
     with pytest.raises(UserError, match=r"optimizer\.params\.eps is not set"):
         args.get("optimizer.params.eps")
+
+
+def test_flat_reading(tmp_path: Path) -> None:
+    args = loaded(tmp_path, train_data_paths=["x"])
+    values = {name: getattr(args, name) for name in all_keys() if name not in GROUPS}
+    assert values == {name: value for name, value in args.values().items() if name not in GROUPS}
+    assert args.tensor_model_parallel_size == args.parallel.model_parallel_size == 1
+    assert args.optimizer.optimizer == args.get("optimizer")
+    with pytest.raises(AttributeError, match=r"'hiden_size'.*'hidden_size'"):
+        _ = args.hiden_size
+    assert not hasattr(args, "__wrapped__") and pickle.loads(pickle.dumps(args)) == copy.deepcopy(args) == args
+
+
+def test_from_ymls_and_from_dict_are_the_command_line(tmp_path: Path) -> None:
+    given = SMALL | {"optimizer": {"type": "Adam", "params": {"lr": 0.1, "eps": 1e-8}}}
+    path = tmp_path / "a.yml"
+    path.write_text(yaml.safe_dump(given), encoding="utf-8")
+    changes = {"train-iters": 7, "optimizer.params.lr": 3e-4, "gas": 2}
+    line = derive(load([str(path)], ["train-iters=7", "optimizer.params.lr=3e-4", "gas=2"]))
+    args = NeoXArgs.from_ymls([str(path)], overwrite_values=changes)
+    assert args == line and args.source("train_iters") == "Python call" and args.train_batch_size == 8
+    assert NeoXArgs.from_ymls([str(path)], facts=Facts(num_devices=4)).data_parallel_size == 4
+    whole = given | {"train_iters": 7, "gas": 2, "optimizer": {"type": "Adam", "params": {"lr": 3e-4, "eps": 1e-8}}}
+    assert NeoXArgs.from_dict(whole) == line
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"hiden_size": 8}, r"hiden_size: unknown key 'hiden_size'.*'hidden_size'"),
+        ({"hidden_size": "eight"}, r"hidden_size: .*'eight'"),
+        ({"gas": 1, "gradient-accumulation-steps": 2}, r"gradient-accumulation-steps: gradient_accumulation_steps"),
+        ({"optimizer": {"params": {"beta": 1}}}, r"unknown key 'beta' in optimizer\.params"),
+    ],
+)
+def test_wrong_dictionaries(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        NeoXArgs.from_dict(given)
 
 
 def test_round_trip_through_plain_data(tmp_path: Path) -> None:

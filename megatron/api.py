@@ -1,0 +1,106 @@
+"""Deepy from a script or a notebook: what the command lines do, as functions. `import deepy` has them all.
+
+Ranks, one or many, are processes of their own, started as `deepy.py` starts them: nothing of a run stays in the caller,
+and its GPUs are free between calls. Keywords are config keys and override the files; one inside a mapping is
+`**{"optimizer.params.lr": 1e-3}`. Wrong input raises `UserError` before a rank starts, a failed job the error of its
+exit code (megatron/errors.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron import log
+from megatron.cluster.launch import launch, place
+from megatron.errors import DeepyError, LostRankError, NumericsError, StopRequested, UserError
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.load import load
+from megatron.plan.preflight import check_before_launch, config_for
+
+if TYPE_CHECKING:
+    from megatron.convert.hf.export_hf import Exported
+    from megatron.convert.importing import Imported
+
+Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+_SCRIPTS = Path(__file__).resolve().parents[1]
+_ERRORS = {error.exit_code: error for error in (UserError, StopRequested, NumericsError, LostRankError)}
+_PROMPT_END = "\x1e"  # ASCII's record separator: prompts may have several lines
+
+
+def load_config(files: Files, **overrides: Any) -> NeoXArgs:
+    """The merged, derived and checked configuration of config files."""
+    return NeoXArgs.from_ymls(_paths(files), overrides)
+
+
+def train(files: Files, **overrides: Any) -> None:
+    """Train, or resume the run in `save`, until `train_iters`."""
+    _run("train.py", files, overrides)
+
+
+def generate(files: Files, prompts: Sequence[str] | None = None, **overrides: Any) -> list[dict[str, Any]]:
+    """Texts from the checkpoint in `load` (else `save`): one record per prompt, without prompts `num_samples` records.
+
+    A record has `context`, `text`, `length`, `finished`, `message` and `duration_seconds`. White space around a prompt
+    does not count. Records are also written to `sample_output_file` when that is given.
+    """
+    with tempfile.TemporaryDirectory(prefix="deepy-") as folder:
+        output = Path(overrides.setdefault("sample_output_file", f"{folder}/records.jsonl"))
+        overrides["text_gen_type"] = "unconditional"
+        if prompts is not None:
+            if blank := [i for i, prompt in enumerate(prompts) if not prompt.strip()]:
+                raise UserError(f"prompts[{blank[0]}] is empty; leave prompts out to generate without one")
+            file = Path(folder, "prompts.txt")
+            file.write_text(_PROMPT_END.join(prompts), encoding="utf-8")
+            overrides |= {"text_gen_type": "input-file", "sample_input_file": str(file), "prompt_end": _PROMPT_END}
+        _run("generate.py", files, overrides)
+        with output.open(encoding="utf-8") as records:
+            return [json.loads(line) for line in records]
+
+
+def evaluate(files: Files, tasks: Sequence[str], **overrides: Any) -> dict[str, Any]:
+    """The results of lm-eval tasks on the checkpoint in `load` (else `save`), as `eval.py` writes them."""
+    with tempfile.TemporaryDirectory(prefix="deepy-") as folder:
+        _run("eval.py", files, {**overrides, "eval_tasks": list(tasks), "eval_results_prefix": f"{folder}/api"})
+        (file,) = Path(folder).glob("api_eval_results_*.json")
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+def export_to_hf(checkpoint: str | Path, output: str | Path, **options: Any) -> Exported:
+    """A checkpoint as a Hugging Face folder; `options` as in `megatron.convert.hf.export_hf.export`."""
+    from megatron.convert.hf.export_hf import export
+
+    return export(checkpoint, output, **options)
+
+
+def import_from_hf(model: str, output: str | Path, **options: Any) -> Imported:
+    """A Hugging Face folder or Hub model as a checkpoint with its config file; `options` as in `import_model`."""
+    from megatron.convert.hf.import_hf import import_model
+
+    return import_model(model, output, **options)
+
+
+def start(script: str, args: NeoXArgs) -> int:
+    """Check what can be checked here, start `script` on every rank, wait; returns the job's exit code."""
+    placement = place(args, os.environ)
+    check_before_launch(args, placement, script)
+    return launch(script, args, placement, os.environ)
+
+
+def _run(name: str, files: Files, overrides: dict[str, Any]) -> None:
+    log.configure(level=os.environ.get("LOGLEVEL", "INFO"))
+    script = _SCRIPTS / name
+    if not script.is_file():
+        raise UserError(f"{script}: no such script; install Deepy from its checkout with `pip install -e .`")
+    code = start(str(script), config_for(load(_paths(files), overrides), name))
+    if code:
+        raise _ERRORS.get(code, DeepyError)(f"{name} ended with exit code {code}; its own messages say why")
+
+
+def _paths(files: Files) -> list[str]:
+    return [os.fspath(file) for file in ([files] if isinstance(files, (str, os.PathLike)) else files)]
