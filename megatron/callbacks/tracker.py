@@ -1,4 +1,4 @@
-"""Where metrics go besides the console: one interface, the same names everywhere."""
+"""Where metrics go, other than the console: one interface, the same names everywhere."""
 
 from __future__ import annotations
 

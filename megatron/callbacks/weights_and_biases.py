@@ -20,7 +20,7 @@ from megatron.neox_arguments import NeoXArgs
 class WeightsAndBiases(Tracker):
     """Writes metrics to Weights & Biases: one run per job, or with `wandb_init_all_ranks` one per rank in a group.
 
-    `WANDB_MODE=offline` works as everywhere; `wandb_host` is only passed on when set, so that WANDB_BASE_URL does too.
+    `WANDB_MODE=offline` works as everywhere; `wandb_host` is passed only when set, so that WANDB_BASE_URL works too.
     """
 
     def __init__(self, args: NeoXArgs, directory: str | None, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks: everything a run does besides stepping. The loop never gains an `if` for a feature."""
+"""Callbacks: everything a run does other than its steps. The loop never gains an `if` for a feature."""
 
 from __future__ import annotations
 

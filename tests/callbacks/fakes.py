@@ -1,4 +1,4 @@
-"""A trainer around an engine that does what the test tells it: callbacks are tested without DeepSpeed."""
+"""A trainer around an engine that does what the test asks for: callbacks are tested without DeepSpeed."""
 
 from __future__ import annotations
 

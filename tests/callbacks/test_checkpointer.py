@@ -71,7 +71,7 @@ def test_an_empty_batch_is_no_streak(tmp_path):
     assert run(tmp_path, [out(), empty], checkpoint_factor=2, train_iters=2)[0] == [2]
 
 
-def test_what_lies_in_a_checkpoint(tmp_path):
+def test_what_a_checkpoint_holds(tmp_path):
     run(tmp_path, train_iters=2, git_hash="abc", checkpoint_factor=2)
     folder = tmp_path / "global_step2"
     manifest = json.loads((folder / "manifest.json").read_text())

@@ -47,7 +47,7 @@ def test_a_validation_at_the_last_step_is_not_repeated():
     assert read == consumed(0, 1) + consumed(0)
 
 
-def test_a_run_that_is_stopped_leaves_its_end_to_the_one_that_goes_on():
+def test_a_stopped_run_leaves_its_last_evaluation_to_the_resumed_one():
     class Stop(Log):
         def after_step(self, trainer, out):
             if trainer.step == 6:
@@ -70,16 +70,16 @@ def test_without_iterations_or_data_nothing_is_evaluated():
     assert trainer.engine.evaluated == []
 
 
-def test_named_sets_read_the_same_batches_every_time_and_are_told_for_themselves_and_by_tag():
+def test_named_sets_read_the_same_batches_every_time_and_are_reported_singly_and_by_tag():
     log, sets = Log(), [NamedSet("a", ("x",), 1, batches), NamedSet("b", ("x", "y"), 3, batches)]
     trainer = trainer_of([Evaluator(4, 2, batches, None, sets), log], train_iters=8)
     losses = iter([1.0, 1.0, 2.0, 5.0, 5.0, 5.0] * 2)
     counted = trainer.engine.eval_batch
     trainer.engine.eval_batch = lambda batch: (counted(batch)[0] * 0 + next(losses) * 32, 32)
     trainer.run()
-    told = [(step, split, metrics["lm_loss"]) for step, split, metrics in log.evaluated_]
+    reported = [(step, split, metrics["lm_loss"]) for step, split, metrics in log.evaluated_]
     one = [("validation", 1), ("validation/a", 2), ("validation/b", 5), ("validation/x", 4.25), ("validation/y", 5)]
-    assert told == [(step, split, loss) for step in (4, 8) for split, loss in one]
+    assert reported == [(step, split, loss) for step in (4, 8) for split, loss in one]
     assert trainer.engine.evaluated == consumed(0) + [0, 0, BATCH, 2 * BATCH] + consumed(1) + [0, 0, BATCH, 2 * BATCH]
     assert log.evaluated_[3][2]["lm_loss_macro"] == 3.5  # of sets; per token it is 4.25
 

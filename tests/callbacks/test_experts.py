@@ -157,7 +157,7 @@ def test_the_log_is_the_same_at_any_layout(data: str) -> None:
     ("layout", "keys"), [(Layout(dp=2, zero=1), {}), (Layout(pp=2), {"precision": "bfloat16"})], ids=str
 )
 def test_resume_is_bit_exact(tmp_path: Path, data: str, layout: Layout, keys: dict[str, Any]) -> None:
-    """The biases go on from where they were; so do the weights, moments and routes."""
+    """The biases are resumed, like the weights, moments and routes."""
     keys = {**KEYS, **keys, "data_path": data, "moe_jitter_eps": 0.1}
     straight = run({**keys, "save": str(tmp_path / "a")}, layout)
     resumed = run({**keys, "load": str(tmp_path / "a"), "iteration": 3, "save": str(tmp_path / "b")}, layout)
@@ -172,7 +172,7 @@ def test_resume_is_bit_exact(tmp_path: Path, data: str, layout: Layout, keys: di
     assert (tmp_path / "a" / "global_step6").is_dir()
 
 
-def test_a_checkpoint_goes_on_at_another_layout(tmp_path: Path, data: str) -> None:
+def test_a_checkpoint_is_resumed_at_another_layout(tmp_path: Path, data: str) -> None:
     keys = {**KEYS, "data_path": data, "save": str(tmp_path / "a")}
     straight = run(keys, Layout(tp=2, pp=2))[0]
     again = {"load": str(tmp_path / "a"), "iteration": 3, "save": str(tmp_path / "b")}

@@ -35,7 +35,7 @@ def test_the_message_names_the_loss_scale():
 
 
 @pytest.mark.parametrize("limit", [0, -1])
-def test_without_limit_a_streak_goes_on(limit):
+def test_without_a_limit_a_streak_does_not_end_the_run(limit):
     trainer = trainer_of([SkippedSteps(limit)], [BAD] * 10)
     trainer.run()
     assert trainer.step == 10

@@ -129,7 +129,7 @@ def test_wandb_without_a_key_is_a_sentence(monkeypatch, tmp_path):
 
 
 def test_wandb_works_offline(monkeypatch, tmp_path):
-    """The real package, without a network: the run lies in a folder, with config and history."""
+    """The real package, without a network: the run is stored in a folder, with config and history."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     tracker = WeightsAndBiases(args_of(wandb_run_name="mine"), str(tmp_path), 0)

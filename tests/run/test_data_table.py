@@ -26,12 +26,12 @@ def test_weights_that_stay_need_no_line(tmp_path: Path) -> None:
     assert lines(tmp_path, (3, 1)) == []
 
 
-def test_changes_are_told_by_step(tmp_path: Path) -> None:
+def test_changes_are_listed_by_step(tmp_path: Path) -> None:
     weights = [[0, [3, 1]], [4, [1, 1]], [9, [0, 1]]]
     assert lines(tmp_path, weights) == ["weights of train from step 0, then 4, then 9 on"]
 
 
-def test_changes_behind_the_end_of_the_run_are_told(tmp_path: Path) -> None:
+def test_changes_after_the_end_of_the_run_are_listed(tmp_path: Path) -> None:
     weights = [[0, [3, 1]], [10, [1, 1]], [90, [0, 1]]]
     assert lines(tmp_path, weights) == ["weights of train: the run ends before the change at step 10 and that at 90"]
     assert lines(tmp_path, weights, steps=11) == [

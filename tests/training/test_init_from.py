@@ -127,7 +127,7 @@ def steps_of(save: Path, step: int) -> float:
     return CheckpointReader(open_checkpoint(save / f"global_step{step}")).state()["scalars"]["optimizer_steps"]
 
 
-def test_another_optimizer_begins_anew(paths, phase1):
+def test_another_optimizer_starts_from_zero(paths, phase1):
     _, folder = phase1
     sgd = {"optimizer": {"type": "sgd", "params": {"lr": 1e-3}}, "train_iters": 6}
     refused = run({**two(paths), **begin(folder, **sgd)})[0]

@@ -43,7 +43,7 @@ def test_straight_is_stop_and_resume_across_phases(tmp_path, paths, stop):
     assert together == [sorted(step) for step in straight.tokens[stop:]]
 
 
-def test_a_source_is_added_to_a_run_that_goes_on(tmp_path, paths):
+def test_a_source_is_added_to_a_resumed_run(tmp_path, paths):
     """What was read stays read; the new source is drawn from at once; nothing comes twice."""
     save, going_on = str(tmp_path / "save"), {"train_iters": 9, "override_lr_scheduler": True}
     two = {"train_data_paths": paths[:2], "train_data_weights": [1, 1]}

@@ -87,7 +87,7 @@ def from_(folder, tmp_path, data, **keys):
     return {"data_path": data, "load": str(folder), "save": str(tmp_path / "new"), **keys}
 
 
-def test_a_stopped_run_goes_on_as_if_nothing_had_been(tmp_path, data, straight):
+def test_a_stopped_run_is_resumed_bit_for_bit(tmp_path, data, straight):
     whole, folder = straight
     resumed = run(from_(folder, tmp_path, data))[0]
     assert (resumed.loss, resumed.state) == (whole.loss[3:], whole.state)
