@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 command -v uv >/dev/null || {
-    echo "error: uv is not installed (pip install uv); make venv does without it" >&2
+    echo "error: uv is not installed (pip install uv); `make venv` needs no uv" >&2
     exit 2
 }
 for name in "$@"; do
@@ -25,7 +25,7 @@ install=(uv pip install --python "$VENV/bin/python")
 [ -n "${TORCH_INDEX:-}" ] && install+=(--extra-index-url "$TORCH_INDEX" --index-strategy unsafe-best-match)
 
 "${install[@]}" -r requirements/requirements.txt -r requirements/requirements-dev.txt
-# These compile against the torch just installed, so they may not get a build environment of their own.
+# These compile against the installed torch, so they are built without isolation.
 for name in "$@"; do
     "${install[@]}" --no-build-isolation -r "requirements/requirements-$name.txt"
 done

@@ -42,7 +42,7 @@ DEEPSPEED_ALLOWED = (
 ENVIRON_ALLOWED = (r"megatron/training/setup\w*\.py", r"megatron/cluster/.*", r"(megatron/api|deepy|prepare_data)\.py")
 PRINT_ALLOWED = (r"megatron/(errors|log)\.py", r"megatron/.*\b(\w+_)?cli\.py", r"(?!megatron/).*")
 TORCH_FREE = ("megatron.neox_arguments", "megatron.mpu.topology", "megatron.model.partition")
-OPTIONAL = {"flash_attn", "transformer_engine", "apex", "mamba_ssm", "causal_conv1d", "wandb", "comet_ml"}
+OPTIONAL = {"flash_attn", "mamba_ssm", "causal_conv1d", "wandb", "gigatoken", "fastokens"}
 ENTRY_POINT_LINES, FILE_LINES = 60, 800
 
 

@@ -16,7 +16,7 @@ from tests.architecture import RULES, read_sources
 pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = read_sources(ROOT, "megatron", "tools", "huggingface", "post-training", "slurm")
+SOURCES = read_sources(ROOT, "megatron", "tools", "huggingface")
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

@@ -25,15 +25,13 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 DISTRIBUTIONS = {
     "yaml": "pyyaml",
     "flash_attn": "flash-attn",
-    "transformer_engine": "transformer-engine",
     "mamba_ssm": "mamba-ssm",
     "causal_conv1d": "causal-conv1d",
-    "comet_ml": "comet-ml",
     "lm_eval": "lm-eval",
     "huggingface_hub": "huggingface-hub",
 }
-# imported if present, by design never listed: apex (not NVIDIA's on the index); what listed packages always bring along
-UNLISTED = {"apex", "triton", "pyarrow", "packaging"}
+# imported but not listed: dependencies of listed packages
+UNLISTED = {"triton", "pyarrow", "packaging"}
 
 
 def requirements(path: Path) -> list[Requirement]:
