@@ -77,9 +77,9 @@ def absolute(name: str, folders: Iterable[str], where: str) -> str:
 
 
 def load_plugins(names: Sequence[str], where: Callable[[str], str]) -> list[Plugin]:
-    """Import the plugins that are not imported yet. `where(name)` says where a configuration names it.
+    """Import the plugins that are not imported yet. `where(name)`: the place where a configuration names it.
 
-    Raises `UserError` when one is not found or fails; what it had registered is taken back.
+    Raises `UserError` when one is not found or fails; its registrations are removed.
     """
     return [_load(name, where(name)) for name in names]
 
@@ -96,7 +96,7 @@ def sources(names: Iterable[str]) -> dict[str, str]:
 
 
 def source_changes(before: Mapping[str, str] | None, now: Mapping[str, str] | None) -> list[str]:
-    """In words, what differs between the plugins of a checkpoint and of this run (`sources` of both).
+    """What differs between the plugins of a checkpoint and of this run (`sources` of both), one line each.
 
     A file that moved is the same plugin.
     """
@@ -104,14 +104,14 @@ def source_changes(before: Mapping[str, str] | None, now: Mapping[str, str] | No
     lines = [f"plugin {name} is new" for stem, (name, _) in now.items() if stem not in before]
     for stem, (name, digest) in before.items():
         if stem not in now:
-            lines.append(f"plugin {name} was loaded then, not now")
+            lines.append(f"plugin {name} was loaded in the checkpoint's run, not in this one")
         elif now[stem][1] != digest:
             lines.append(f"plugin {now[stem][0]} has another source (sha256 {digest[:12]}, now {now[stem][1][:12]})")
     return lines
 
 
 def stem(name: str) -> str:
-    """What a plugin is called wherever it lies: the last part of its name."""
+    """The name of a plugin without its folder or package."""
     return Path(name).stem if is_file(name) else name.rpartition(".")[2]
 
 
@@ -141,7 +141,7 @@ def _load(name: str, where: str) -> Plugin:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # What is half done would be in the way of the next attempt, and hide why this one failed.
+        # Half of its registrations would make the next attempt fail for another reason.
         withdraw(before)
         for module in set(sys.modules) - modules:
             if _inside(sys.modules[module], file):
@@ -190,8 +190,8 @@ def _looked_for(name: str, where: str) -> str:
     folders = [path or os.getcwd() for path in sys.path if os.path.isdir(path or ".")]
     own = [folder for folder in folders if not folder.startswith((sys.prefix, sys.base_prefix))]
     text = f"looked for in {', '.join([*dict.fromkeys(own), 'the installed packages'])}"
-    beside = os.path.dirname(where.rpartition(":")[0])
-    for folder in dict.fromkeys((beside, os.getcwd())):
+    near = os.path.dirname(where.rpartition(":")[0])
+    for folder in dict.fromkeys((near, os.getcwd())):
         file = os.path.join(folder, *name.split(".")) + ".py"
         if os.path.isfile(file):
             named = f"{name.replace('.', '/')}.py"

@@ -47,7 +47,7 @@ class Registry(Generic[T]):
     ) -> None:
         """`kind` is the YAML key that picks an entry; error messages use it.
 
-        `fits` checks whether an object can be an entry, and `wants` says what one is, in words. `fields`: the keywords
+        `fits` checks whether an object can be an entry, and `wants` describes one, for messages. `fields`: the keywords
         that a registration may have. `measure(name, ...)` builds an entry without memory and gives its size: for
         entries whose row does not give it.
         """

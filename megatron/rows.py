@@ -1,4 +1,4 @@
-"""What the library's own entries say of themselves, read from their source without importing it (and torch).
+"""Rows of the library's own entries, read from their source without importing it (and torch).
 
 Each kind has a folder; each entry in it is registered with literal keywords, its row:
 

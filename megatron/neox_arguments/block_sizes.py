@@ -232,7 +232,7 @@ def _mlp_size(model: ModelConfig, mlp: str) -> Size:
 
 
 def without_flops(model: ModelConfig) -> list[str]:
-    """The kinds of mixer, of plugins, that do not say what they do beside products with weights."""
+    """The kinds of mixer, of plugins, without a `flops` for what is not products with weights."""
     plugged = {**added(BLOCK), **added("attention_config")}
     return sorted(
         kind for kind in set(model.attention_config or ()) & set(plugged) if not hasattr(plugged[kind], "flops")
@@ -240,7 +240,7 @@ def without_flops(model: ModelConfig) -> list[str]:
 
 
 def mixer_flops(model: ModelConfig, kind: str) -> float:
-    """Training FLOPs per token that are not products with weights; 0 for a mixer of a plugin that does not say."""
+    """Training FLOPs per token that are not products with weights; 0 for a mixer of a plugin without `flops`."""
     if kind in MIXER_COSTS:
         return MIXER_COSTS[kind].flops(model)
     entry = {**added(BLOCK), **added("attention_config")}[kind]

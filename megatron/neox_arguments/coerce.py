@@ -1,4 +1,4 @@
-"""Turn a YAML value into the type a key wants, or say what was given and what is wanted."""
+"""Turn a YAML value into the type of its key, or report what was given and what is wanted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.neox_arguments.keys import KeyInfo, union_members
 
 
 class WrongValue(ValueError):
-    """The value does not fit the key; the text says what was given and what is wanted."""
+    """The value does not fit the key; the text has what was given and what is wanted."""
 
 
 def coerce(value: Any, info: KeyInfo) -> Any:

@@ -66,7 +66,7 @@ class Draft:
             self.notes.append(message)
 
     def fail(self, name: str, message: str) -> NoReturn:
-        """Raise a `UserError` that says where the key was set."""
+        """Raise a `UserError` that names the place where the key was set."""
         source = self.source(name)
         where = "" if source == "default" or source.startswith("derived") else f"{source}: "
         raise UserError(f"{where}{name}: {message}")

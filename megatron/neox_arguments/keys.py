@@ -77,7 +77,7 @@ class KeyInfo:
 
     @property
     def brought(self) -> bool:
-        """Whether a plugin is there that makes the key available."""
+        """Whether a plugin is loaded that makes the key available."""
         return self.brought_by is not None and self.brought_by[1] in added(self.brought_by[0])
 
     @property

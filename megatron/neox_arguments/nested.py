@@ -117,9 +117,9 @@ NESTED: dict[str, Schema] = {
 
 _NO_SCALE = "bfloat16 has no loss scale"
 DROPPED: dict[str, str] = {
-    "fp16.fp16": "fp16.enabled says it",
-    "bf16.bf16": "bf16.enabled says it",
-    "bf16.type": "bf16.enabled says it",
+    "fp16.fp16": "fp16.enabled is used",
+    "bf16.bf16": "bf16.enabled is used",
+    "bf16.type": "bf16.enabled is used",
     "bf16.loss_scale": _NO_SCALE,
     "bf16.loss_scale_window": _NO_SCALE,
     "bf16.hysteresis": _NO_SCALE,
@@ -127,7 +127,7 @@ DROPPED: dict[str, str] = {
     "bf16.initial_scale_power": _NO_SCALE,
     "bf16.consecutive_hysteresis": _NO_SCALE,
     "bf16.auto_cast": "weights are bfloat16 anyway",
-    "bf16.fp16": "bf16.enabled says it",
+    "bf16.fp16": "bf16.enabled is used",
     "optimizer.params.max_grad_norm": "use gradient_clipping",
     "optimizer.params.torch_adam": "Adam is always torch's fused one",
     "optimizer.params.adam_w_mode": "weight decay is always decoupled",
@@ -151,7 +151,7 @@ OFFLOADS = {
 def check_nested(
     name: str, value: dict[str, Any], where: Callable[[str], str], note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The mapping `name` with known keys only, in their types. `where(dotted)` says file and line for messages.
+    """The mapping `name` with known keys only, in their types. `where(dotted)`: file and line for messages.
 
     Keys of `DROPPED` are left out with a note. Raises `UserError` for unknown keys and wrong types.
     """

@@ -74,6 +74,6 @@ def check_sources(names: Sequence[str], recorded: Mapping[str, str] | None) -> N
     for name, digest in (recorded or {}).items():
         if own.get(name, digest) != digest:
             raise UserError(
-                f"plugins: {name} on this machine is another than the job was started with (sha256 {own[name][:12]}, "
+                f"plugins: {name} on this machine is not the one of the start of the job (sha256 {own[name][:12]}, "
                 f"expected {digest[:12]}); all nodes need the same file, and it may not change while a job starts"
             )

@@ -1,7 +1,7 @@
 """Keys that are accepted with a warning and do nothing, and other names of keys.
 
 A retired key is dead in GPT-NeoX, or only steered how its kernels and memory worked without changing results, or is an
-unknown key found in its shipped files. The text says what to use instead.
+unknown key found in its shipped files. The text names what to use instead.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ OTHER_VERSIONS: dict[str, str] = {
     "context_parallel_size": "context parallelism is not available yet; use sequence_parallel",
     "virtual_pipeline_model_parallel_size": "interleaved pipelines are not available",
 }
-"""Keys of other versions whose meaning must not get lost silently: an error that says what to write."""
+"""Keys of other versions whose meaning must not get lost silently: an error that names what to write."""
 
 ALIASES: dict[str, str] = {
     "tensor_model_parallel_size": "model_parallel_size",

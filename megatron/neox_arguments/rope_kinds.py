@@ -1,4 +1,4 @@
-"""Kinds of scaled rotary positions: what `rope_scaling` may say. Names are those of Hugging Face's config.json."""
+"""Kinds of scaled rotary positions: values of `rope_scaling`. Names are those of Hugging Face's config.json."""
 
 from __future__ import annotations
 

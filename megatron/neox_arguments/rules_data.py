@@ -15,8 +15,8 @@ def data_paths(draft: Draft) -> None:
     if draft["data_path"] is not None:
         _no_comma(draft, "data_path", draft["data_path"])
         if lists:
-            said = f"{lists[0]} is set too ({draft.source(lists[0])}); use one way or the other"
-            draft.fail("data_path", f"{said} (data_path: null undoes that of a file merged or extended)")
+            other = f"{lists[0]} is set too ({draft.source(lists[0])}); use one way or the other"
+            draft.fail("data_path", f"{other} (data_path: null undoes that of a file merged or extended)")
     elif lists and "train_data_paths" not in lists:
         draft.fail(lists[0], "is set without train_data_paths")
     for role in _ROLES:

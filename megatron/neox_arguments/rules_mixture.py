@@ -39,11 +39,11 @@ def named_mixture(draft: Draft) -> None:
         inside = {name: where for name, where in draft.sources.items() if name.startswith("mixture.")}
         raise UserError(fault_at(fault, inside, draft.source("mixture"))) from fault
     if draft["data_path"] is not None:
-        said = f"mixture is set too ({draft.source('mixture')}); use one of the two"
-        draft.fail("data_path", f"{said} (data_path: null undoes that of a file merged or extended)")
+        other = f"mixture is set too ({draft.source('mixture')}); use one of the two"
+        draft.fail("data_path", f"{other} (data_path: null undoes that of a file merged or extended)")
     for name, value in _flat(mixture).items():
         if draft.is_set(name) and draft[name] != value:
-            draft.fail(name, f"mixture is set too ({draft.source('mixture')}) and says {value}; keep one of the two")
+            draft.fail(name, f"mixture is set too ({draft.source('mixture')}) and gives {value}; keep one of the two")
         draft.set(name, value, "mixture")
     own = _sets(draft)
     for name in mixture.valid_sets.keys() & own.keys():
@@ -54,7 +54,7 @@ def named_mixture(draft: Draft) -> None:
 
 
 def _flat(mixture: NamedMixture) -> dict[str, Any]:
-    """The flat keys that say what a mixture says."""
+    """The flat keys that a mixture sets."""
     names = tuple(mixture.sources)
     phases = tuple((step, tuple(weights[name] for name in names)) for step, weights in mixture.phases)
     flat: dict[str, Any] = {
@@ -125,7 +125,7 @@ def per_source(draft: Draft) -> None:
 
 
 def budgets(draft: Draft) -> None:
-    """Simulated epoching: `target_budget` tokens stand for the large run, `experiment_budget` is this one's."""
+    """Simulated epoching: `target_budget` tokens are the large run, `experiment_budget` is this one's."""
     target = draft["target_budget"]
     if target is None:
         if draft.given("experiment_budget") is not None:

@@ -81,7 +81,7 @@ def heads(draft: Draft) -> None:
 
 
 def _no_heads(draft: Draft) -> None:
-    """Without a layer of attention its keys say nothing; they get values that others can calculate with."""
+    """Without a layer of attention its keys mean nothing; they get values that other rules can use."""
     queries = draft.given("num_attention_heads") or 1
     draft.set("num_attention_heads", queries, "no layer of attention")
     draft.set("num_kv_heads", draft.given("num_kv_heads") or queries, "no layer of attention")

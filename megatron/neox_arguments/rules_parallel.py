@@ -30,7 +30,7 @@ def _ranks(draft: Draft, copy: int) -> tuple[int, str]:
     running, stated = draft.facts.num_devices, draft["global_num_gpus"]
     if running is not None:
         if stated is not None and stated != running:
-            draft.fail("global_num_gpus", f"says {stated} ranks, but {running} run; leave it out or start {stated}")
+            draft.fail("global_num_gpus", f"is {stated} ranks, but {running} run; leave it out or start {stated}")
         return running, "ranks that run"
     if stated is not None:
         return stated, "global_num_gpus"

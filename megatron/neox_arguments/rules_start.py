@@ -8,11 +8,11 @@ from megatron.neox_arguments.draft import Draft
 from megatron.plugins import sources
 
 _DEFAULTS = {"iteration": None, "data": "continue", "optimizer": "keep", "step": "continue"}
-# What says the same or the opposite of one of the keys of init_from -> what to write instead.
+# Keys that mean the same as, or the opposite of, a key of init_from -> what to write instead.
 _OTHER_WAYS = {
     "finetune": "init_from: {data: restart, optimizer: reset, step: restart} takes the weights alone",
-    "iteration": "init_from.iteration says which checkpoint",
-    "no_load_optim": "init_from.optimizer=reset says it",
+    "iteration": "init_from.iteration picks the checkpoint",
+    "no_load_optim": "init_from.optimizer=reset means this",
 }
 
 
@@ -22,16 +22,16 @@ def plugin_sources(draft: Draft) -> None:
 
 
 def init_from(draft: Draft) -> None:
-    """init_from with all its keys, and nothing beside it that speaks of the same start."""
+    """init_from with all its keys, and no other key about the same start."""
     given = draft["init_from"]
     if given is None:
         return
     if not given.get("path"):
-        draft.fail("init_from", "says no path: the folder in which the other run saved its checkpoints")
+        draft.fail("init_from", "lacks path: the folder in which the other run saved its checkpoints")
     draft.set("init_from", {**_DEFAULTS, **given}, "defaults")
     save, load = draft["save"], draft["load"]
     if load is not None and (save is None or _folder(load) != _folder(save)):
-        draft.fail("load", "init_from is set too and says where to begin; keep one of the two")
+        draft.fail("load", "init_from is set too; keep one of the two")
     for name, instead in _OTHER_WAYS.items():
         if draft[name] is not None and draft[name] is not False:
             draft.fail(name, f"init_from is set too: {instead}; remove {name}")

@@ -28,7 +28,7 @@ def precision(draft: Draft) -> None:
         by_dict = ("bfloat16", "bf16.enabled")
     stated = draft.given("precision")
     if stated and by_dict and stated != by_dict[0] and draft.source("precision") != SET_BY_PROGRAM:
-        draft.fail("precision", f"is {stated}, but {by_dict[1]} ({draft.source(by_dict[1])}) says {by_dict[0]}")
+        draft.fail("precision", f"is {stated}, but {by_dict[1]} ({draft.source(by_dict[1])}) asks for {by_dict[0]}")
     chosen = stated or (by_dict[0] if by_dict else "fp32")
     if not stated and by_dict:
         draft.sources["precision"] = draft.source(by_dict[1])
@@ -144,7 +144,7 @@ def communication_type(draft: Draft) -> None:
 
 
 def engine_limits(draft: Draft) -> None:
-    """Keys that are handed to DeepSpeed and that it cannot do in every layout."""
+    """Keys that are passed to DeepSpeed and that it cannot do in every layout."""
     stage = draft["zero_stage"]
     for name, off in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
         if draft[name] != off and stage >= 2:
@@ -185,7 +185,7 @@ def schedule(draft: Draft) -> None:
     if draft["min_lr"] > draft["lr"]:
         draft.fail("min_lr", f"{draft['min_lr']:g} is above lr {draft['lr']:g}")
     if draft["override_lr_scheduler"] and draft["use_checkpoint_lr_scheduler"]:
-        draft.fail("override_lr_scheduler", "use_checkpoint_lr_scheduler says the opposite; keep one of the two")
+        draft.fail("override_lr_scheduler", "use_checkpoint_lr_scheduler is set too; keep one of the two")
     total, fraction = draft["train_iters"], draft["lr_decay_fraction"]
     by_fraction = math.floor(total * fraction) if total is not None and fraction is not None else None
     stated = draft.given("lr_decay_iters")

@@ -108,7 +108,7 @@ class DataConfig:
     )
     target_budget: int | None = key(
         None,
-        "Simulated epoching: tokens of the large run that this small one stands for. Every source of training is cut "
+        "Simulated epoching: tokens of the large run that this small one simulates. Every source of training is cut "
         "to experiment_budget / target_budget of its tokens, so that it repeats as often as there.",
         new=True,
     )
@@ -150,11 +150,11 @@ class DataConfig:
     data_cache_path: str | None = key(
         None,
         "Folder for the sample indices, for example when the data's own folder cannot be written "
-        "(default: index_cache beside each token file).",
+        "(default: index_cache next to each token file).",
         new=True,
     )
     npy_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = key(
-        None, "Type of the ids in raw .npy token files, which say nothing about it (default: found out).", new=True
+        None, "Type of the ids in raw .npy token files, which do not record it (default: detected).", new=True
     )
     npy_eod: int | None = key(
         None, "The id that ends a document in .npy token files (default: the tokenizer's end-of-document).", new=True

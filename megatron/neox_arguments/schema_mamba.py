@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.neox_arguments.keys import key
 
-_KERNELS = "used on GPUs where they are installed unless set to false; true without them, or on a CPU, is said"
+_KERNELS = "used on GPUs where they are installed unless set to false; true without them, or on a CPU, is logged"
 
 
 @dataclass(frozen=True)

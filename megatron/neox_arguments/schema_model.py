@@ -1,4 +1,4 @@
-"""The keys that say what the network is: `args.model`."""
+"""The keys of the network: `args.model`."""
 
 # ruff: noqa: RUF009  (key() returns a dataclass field)
 
@@ -35,7 +35,7 @@ class ModelConfig(MambaConfig):
     )
     intermediate_size: int | None = key(
         None,
-        "Width of the feed-forward layer. With a gated activation, `gated_width_rule` says what it means.",
+        "Width of the feed-forward layer. With a gated activation, `gated_width_rule` decides what it means.",
         differs="the final width by default with gated activations, where upstream GPT-NeoX takes a third of it",
     )
     expansion_factor: float | None = key(None, "Feed-forward width as a multiple of hidden_size (default 4).")
@@ -88,7 +88,7 @@ class ModelConfig(MambaConfig):
     )
     norm_placement: Literal["pre", "post", "olmo3", "sandwich"] = key(
         "pre",
-        "Where the norms of a block stand: pre, olmo3 (after attention and feed-forward, inside the residual), or"
+        "Where the norms of a block are: pre, olmo3 (after attention and feed-forward, inside the residual), or"
         " sandwich (before and after each, Gemma 2 and 3).",
         unavailable={
             "post": "GPT-NeoX builds pre-norm blocks for it; use norm_placement: pre",
@@ -200,7 +200,7 @@ class ModelConfig(MambaConfig):
     )
 
     plugin_options: dict[str, Any] | None = key(
-        None, "Whatever plugins want to know, for instance {my_mixer: {width: 3}}; Deepy reads none of it.", new=True
+        None, "Options of plugins, for instance {my_mixer: {width: 3}}; Deepy reads none of it.", new=True
     )
 
     # dropout

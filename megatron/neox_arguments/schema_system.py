@@ -48,7 +48,7 @@ class LauncherConfig:
 
     plugins: tuple[str, ...] = key(
         (),
-        "Python modules and files (path/to/file.py, beside the config file or in the working directory) that register"
+        "Python modules and files (path/to/file.py, next to the config file or in the working directory) that register"
         " norms, activations, mixers, model families, objectives, ... of your own; see documentation/plugins.md."
         " Several config files may each name some. A plugin is code and runs with your rights.",
         new=True,
@@ -119,7 +119,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class DeepSpeedConfig:
-    """What is handed to DeepSpeed as it is."""
+    """Keys that are passed to DeepSpeed as they are."""
 
     deepspeed: bool = key(True, "Run on DeepSpeed.", unavailable={False: "DeepSpeed is the only engine; leave it true"})
     fp32_allreduce: bool = key(False, "Reduce gradients over data-parallel ranks in fp32.")

@@ -58,7 +58,7 @@ class OptimizerConfig:
     data_types: dict[str, Any] | None = key(
         None,
         "{grad_accum_dtype}: the type gradients are accumulated in. Default: fp32.",
-        differs="fp32 unless said otherwise; in GPT-NeoX bf16 accumulates in bf16",
+        differs="fp32 unless set otherwise; in GPT-NeoX bf16 accumulates in bf16",
     )
     zero_optimization: dict[str, Any] | None = key(None, "DeepSpeed's ZeRO dict: {stage, ...}.")
     zero_stage: int | None = key(
@@ -144,7 +144,7 @@ class TrainingConfig:
 class CheckpointConfig:
     """Where and when to save, what to load."""
 
-    save: str | None = key(None, "Folder of this run's checkpoints; a complete one in it is continued from.")
+    save: str | None = key(None, "Folder of this run's checkpoints; the run resumes from a complete one in it.")
     load: str | None = key(
         None,
         "Folder to start from when `save` holds no checkpoint.",
@@ -171,7 +171,7 @@ class CheckpointConfig:
     no_load_optim: bool = key(False, "Do not load optimizer and schedule.")
     no_load_rng: bool = key(False, "Do not load random-generator state.")
     allow_config_changes: bool = key(
-        False, "Continue a checkpoint although architecture, tokenizer or data order changed.", new=True
+        False, "Resume from a checkpoint although architecture, tokenizer or data order changed.", new=True
     )
 
     # known, not available

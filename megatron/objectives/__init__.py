@@ -32,9 +32,9 @@ OBJECTIVES: Registry[Objective] = Registry(
     wants="an object with a method loss(out, labels)",
     fits=lambda entry: not isinstance(entry, type) and callable(getattr(entry, "loss", None)),
 )
-"""Objectives: objects that keep what the package's text says. They are shared by all stages and have no parameters; the
-loss is a 0-dim fp32 tensor that reaches every parameter, is 0 and not NaN for a micro-batch without trained tokens, and
-takes `weight` as a factor, so that it depends on no layout.
+"""Objects as described in the text of the package. They are shared by all stages and have no parameters; the loss is a
+0-dim fp32 tensor that reaches every parameter, is 0 and not NaN for a micro-batch without trained tokens, and takes
+`weight` as a factor, so that it depends on no layout.
 """
 
 

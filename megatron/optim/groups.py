@@ -11,7 +11,7 @@ from torch.nn import Parameter
 def parameter_groups(
     params: Iterable[Parameter], *, weight_decay: float, matrix_lr_mult: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Split parameters by what their declaration (`ParamSpec`) says. Empty groups are left out.
+    """Split parameters by their declaration (`ParamSpec`). Empty groups are left out.
 
     As in GPT-NeoX, weights and embeddings decay, norms and biases do not. `matrix_lr_mult` scales the learning
     rate of hidden matrices (muP: 1 / width multiplier); `lr_mult` is applied by the engine at each step. What stays in

@@ -9,14 +9,14 @@ Per parameter held by the rank (P of them, tensor-parallel shard of its stage, `
 | masters   | 4 P in half precision, else 0                                         | ZeRO 1             |
 | moments   | 4 P per moment, `moments` of the optimizer's row (Adam 2, Lion 1)     | ZeRO 1             |
 
-Of experts, P is what the rank holds of them under tensor and expert parallelism, and in the place of dp stands dp / ep,
+Of experts, P is what the rank holds of them under tensor and expert parallelism, and dp is replaced by dp / ep,
 the number of ranks that hold the same.
 
 Activations, per token of a micro-batch and block, in elements: the inputs and outputs of the norms (4h, or 3h with one
 shared norm; divided by tp under sequence parallel), and, always divided by tp, queries, keys and values before and
 after rotation, the attention's output, and the feed-forward's rows before and after the activation; of a mixture of
 experts moe_top_k times those of one expert with its inputs and outputs, as if the load was balanced; of Mamba and RWKV
-what `_mamba` and `_rwkv` say. `full`
+as in `_mamba` and `_rwkv`. `full`
 recomputation keeps the input of each chunk and the whole of one chunk, `selective` keeps results of matrix products.
 Stage s of p holds min(accumulation, p - s) micro-batches at once (1F1B).
 
@@ -80,7 +80,7 @@ def estimate(args: NeoXArgs, *, held: Held, stage: int, blocks: Sequence[int], p
 
 
 def moments(optimizer: OptimizerConfig) -> int:
-    """Tensors of a parameter's size that the optimizer keeps; 2 where a plugin does not say."""
+    """Tensors of a parameter's size that the optimizer keeps; 2 for a plugin that does not state it."""
     stated = row("optimizer.type", optimizer.optimizer_type).get("moments", 2)
     if isinstance(stated, int):
         return stated

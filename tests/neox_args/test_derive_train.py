@@ -112,7 +112,10 @@ def test_zero(tmp_path: Path) -> None:
             "flops_profiler: does not work with a pipeline",
         ),
         ({"do_train": False, "data_path": "x"}, "to validate and test only, set train_iters: 0"),
-        ({"override_lr_scheduler": True, "use_checkpoint_lr_scheduler": True}, "says the opposite"),
+        (
+            {"override_lr_scheduler": True, "use_checkpoint_lr_scheduler": True},
+            "override_lr_scheduler: use_checkpoint_lr_scheduler",
+        ),
         ({"lr_decay_iters": 0}, "lr_decay_iters: must be above 0"),
         ({"train_iters": -1}, "train_iters: must not be negative"),
         ({"train_epochs": 0, "train_iters": None}, "train_epochs: must be above 0"),

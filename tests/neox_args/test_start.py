@@ -37,8 +37,8 @@ def test_keys_from_the_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"init_from": {}}, "init_from: says no path"),
-        ({"init_from": {"data": "restart"}}, "init_from: says no path"),
+        ({"init_from": {}}, "init_from: lacks path"),
+        ({"init_from": {"data": "restart"}}, "init_from: lacks path"),
         ({"init_from": {"path": "a", "data": "again"}}, "init_from.data: 'again' .*continue, restart"),
         ({"init_from": {"path": "a", "optimizer": "restart"}}, "init_from.optimizer: 'restart' .*keep, reset"),
         ({"init_from": {"path": "a", "optimiser": "keep"}}, "unknown key 'optimiser' in init_from.*optimizer"),

@@ -1,4 +1,4 @@
-"""Types: what is accepted, what is said about the rest."""
+"""Types: what is accepted, and the message for the rest."""
 
 from __future__ import annotations
 

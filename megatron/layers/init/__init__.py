@@ -1,8 +1,8 @@
 """How weight matrices are filled at the start of training (GPT-NeoX's `init_method` names).
 
 Every entry of `INITS` takes an `InitScale` and the kind of the parameter and returns a function that fills a full
-logical matrix `[out, in]` in place, in fp32, drawing from the generator it is handed. Layout plays no part: the caller
-fills the full tensor and slices it.
+logical matrix `[out, in]` in place, in fp32, drawing from the generator that it gets. The layout has no
+influence: the caller fills the full tensor and slices it.
 
 Sources: small_init is Nguyen & Salazar 2019 (sqrt(2/5h)); wang_init is Wang's GPT-J recipe (2 / (L sqrt(h)));
 scaled_normal is GPT-2's 1/sqrt(2L) for the layers that write into the residual stream. Width multipliers follow
@@ -46,7 +46,7 @@ INITS: Registry[Callable[[InitScale, bool], Fill]] = Registry(
     "init_method", wants="a function (InitScale, hidden_matrix) -> fill(tensor, generator)", fits=callable
 )
 """Recipes of initial weights. An entry is a function of an `InitScale` and of whether the matrix maps width to width,
-and returns a function that fills a full logical fp32 matrix in place and draws from the generator it is handed, and
+and returns a function that fills a full logical fp32 matrix in place and draws from the generator that it gets, and
 from no other, so that no layout changes a weight.
 """
 

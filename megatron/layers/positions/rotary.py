@@ -24,7 +24,7 @@ class Rotary(Table):
     """Rotary embedding (Su et al. 2021, arXiv 2104.09864) in the rotate-half layout on the first r dims of a head.
 
     Tables [positions, r/2]; the product is taken in fp32 and cast back. Where long texts have other frequencies
-    (longrope), their rows stand behind the others.
+    (longrope), their rows follow the others.
     """
 
     def __init__(

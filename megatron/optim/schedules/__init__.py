@@ -6,7 +6,7 @@ With N = `lr_decay_iters`, w = `warmup` * N and n completed steps (GPT-NeoX's me
     else     p = min(1, (n - w) / (N - w)), then by style, one per file,
 
 floored at min_lr. GPT-NeoX leaves p unclamped, so its cosine rises again after N, and its exponential ends at
-lr / 2 whatever min_lr says.
+lr / 2 whatever min_lr is.
 """
 
 from __future__ import annotations
