@@ -1,4 +1,4 @@
-"""Messages for people: rank-0 logging on stderr, said-once notes, progress of long work.
+"""Messages for people: logging of rank 0 on stderr, messages logged once, progress of long work.
 
 Messages go to stderr, results to stdout.
 """
@@ -25,7 +25,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def configure(rank: int = 0, level: str = "INFO", file: Path | None = None) -> None:
-    """Set up logging for this process: rank 0 speaks from `level` up, the others from WARNING up with their rank.
+    """Set up logging for this process: rank 0 logs from `level` up, the others from WARNING up with their rank.
 
     `file` takes the messages and results of every rank from `level` up, with the time. Calling it again replaces the
     earlier set-up.
@@ -51,7 +51,7 @@ def configure(rank: int = 0, level: str = "INFO", file: Path | None = None) -> N
 
 @contextmanager
 def only_errors() -> Iterator[None]:
-    """Say nothing below an error meanwhile: for checks whose warnings are said again by what follows."""
+    """Log only errors meanwhile: for checks whose warnings are logged again later."""
     root = logging.getLogger(_ROOT)
     level = root.level
     root.setLevel(logging.ERROR)
@@ -62,21 +62,21 @@ def only_errors() -> Iterator[None]:
 
 
 class Once:
-    """Says each message a single time: `once = Once(logger); once.info("...")`."""
+    """Logs each message a single time: `once = Once(logger); once.info("...")`."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self.logger = logger
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def info(self, message: str) -> None:
-        self._say(logging.INFO, message)
+        self._log(logging.INFO, message)
 
     def warning(self, message: str) -> None:
-        self._say(logging.WARNING, message)
+        self._log(logging.WARNING, message)
 
-    def _say(self, level: int, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+    def _log(self, level: int, message: str) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
             self.logger.log(level, message)
 
 

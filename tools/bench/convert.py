@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Seconds and memory of converting a random checkpoint both ways, beside copying its bytes with safetensors alone.
+"""Seconds and memory of converting a random checkpoint both ways, compared with copying its bytes with safetensors.
 
-Every step is a process of its own as a user starts it, imports and all, and reads what is in the page cache already.
-The copy is `save_file(load_file(shard))` for each shard. Seconds are the median of the rounds. Memory is the peak that
-the kernel counted for the process (its maximum resident set): pages of mapped files count in it as long as they stay
-cached although they are not the process's own. So the peak of what is its own (RssAnon, sampled) stands beside it.
-Checkpoints are made durable (fsync) and copies are not, so a copy that is made durable too has its own line.
+Every step is its own process, imports included, and reads from the page cache. The copy is
+`save_file(load_file(shard))` for each shard. Seconds are the median of the rounds. Memory is the peak that the kernel
+counted for the process (its maximum resident set): it includes pages of mapped files while they are cached. So the peak
+of the process's own memory (RssAnon, sampled) is shown too. Checkpoints are synced to disk (fsync); a copy that is
+synced too has its own line.
 
     python tools/bench/convert.py                                   # 1.5B parameters in bf16; 10 GB of disk in /tmp
     python tools/bench/convert.py --size 160M --architecture neox --tp 2 --max-shard-size 100MB --folder /scratch
@@ -92,7 +92,7 @@ def report(given: argparse.Namespace, folder: Path) -> None:
     for _ in range(given.rounds):
         for name, (command, output) in steps.items():
             shutil.rmtree(output, ignore_errors=True)
-            os.sync()  # what an earlier step left to write is not this step's
+            os.sync()  # write out what earlier steps left
             used[name].append(measure(command))
     measure([*this(given), "--part", "equal", source, back])
     print_table(used, 1.5 * shards[-1] / 1e6 + 1000)
@@ -205,7 +205,7 @@ def llama(layers: int, hidden: int, heads: int, width: int) -> tuple[dict[str, o
 
 
 def neox(layers: int, hidden: int, heads: int, width: int) -> tuple[dict[str, object], Shapes]:
-    width = width * 3 // 2  # two matrices where LLaMA has three
+    width = width * 3 // 2  # two matrices instead of LLaMA's three
     config: dict[str, object] = {
         "model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "num_hidden_layers": layers,
         "hidden_size": hidden, "num_attention_heads": heads, "intermediate_size": width, "hidden_act": "gelu",

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Sample index, shuffle, blending, loading: seconds and peak bytes of the compiled builders, of numpy, of plain loops.
 
-Contenders of a table take turns in one process, so that a machine that gets slower hits all of them alike; quoted are
-the best wall and CPU seconds of the rounds. Peak bytes are what a call allocates at most at one time (its result
-included), beside the size of the result. Plain loops run on a part and are scaled up, which the table says.
+Contenders of a table take turns in one process, so that a slowing machine affects all alike; the table has the best
+wall and CPU seconds of the rounds. Peak bytes are the most that a call allocates at one time (its result included),
+next to the size of the result. Plain loops run on a part and are scaled up, as the table notes.
 
     python tools/bench/data.py
     python tools/bench/data.py --documents 100000000 --tokens 100000000000 --skip-slow --rounds 1

@@ -1,19 +1,19 @@
 #!/usr/bin/env python
-"""Training speed on one GPU: tokens/s, share of the peak, memory and the update, beside a plain torch loop.
+"""Training speed on one GPU: tokens/s, share of the peak, memory and the update, compared with a plain torch loop.
 
     python tools/bench/gpu.py                          # all models, about three and a half minutes on an H100
     python tools/bench/gpu.py --models 160M --rows plain "deepy compiled" --results out/
 
 Random weights and tokens in bf16, one micro-batch per step, through the engine that train.py builds; the plain loop is
-plain_gpt.py under autocast. Packed rows hold documents of log-normal length (median 500 tokens, mean about 1000) and
+plain_gpt.py under autocast. Packed rows have documents of log-normal length (median 500 tokens, mean about 1000) and
 attend inside them.
 
 MFU = tokens/s · (6 · P + 12 · L · h · s') / peak: P the parameters in matrix products (output matrix included), L
 layers, h the width of all heads, s' the sequence length, in packed rows the mean over tokens of their document's
-length. The causal half is counted whole, as in most published figures. `update` is norm, clipping and optimizer, which
-gradient accumulation spreads over more tokens; it is part of `ms`, but timed apart, with the device waited for.
+length. Causal attention is counted in full, as in most published figures. `update` is norm, clipping and optimizer,
+which gradient accumulation spreads over more tokens; it is part of `ms`, and timed separately, waiting for the device.
 
-Each model runs in a process of its own. A row that fails shows its error's last line, and the others go on.
+Each model runs in its own process. A row that fails shows its error's last line; the others continue.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 WARM_UP, SECONDS, MOST, LEAST = 3, 1.5, 20, 4  # steps before, time for a row, steps at most and at least
-ROW_LIMIT = 100  # seconds without a word from a row until its process is ended
+ROW_LIMIT = 100  # seconds without output of a row until its process is killed
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Size:
     batch: int
     rows: tuple[str, ...]
     profiled: str | None = None
-    plain_pieces: int = 1  # the plain loop keeps more for backward, and accumulates over micro-batches where it must
+    plain_pieces: int = 1  # micro-batches of the plain loop, which stores more for backward
 
 
 def pythia(layers: int, hidden: int, heads: int, sequence: int) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument(
         "--results", type=Path, help="folder for gpu_bench.md and .json (default: only standard output)"
     )
-    parser.add_argument("--shrink", action="store_true", help="tiny models, on whatever device there is: a trial run")
+    parser.add_argument("--shrink", action="store_true", help="tiny models, on any device: a trial run")
     parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
@@ -191,7 +191,7 @@ def measured(model: str, rows: list[str], end: float, shrink: bool) -> Iterator[
             yield result
             done += result["row"] == left[done] if done < len(left) else 0
         if not done:
-            yield {"model": model, "row": left[0], "error": "its process ended or said nothing in time"}
+            yield {"model": model, "row": left[0], "error": "its process ended or printed nothing in time"}
             done = 1
         left = left[done:]
 
@@ -246,7 +246,7 @@ def table(results: list[dict[str, Any]]) -> str:
 def work(model: str, rows: list[str], shrink: bool) -> None:
     """Measure rows, one JSON line each; stop after an error that the GPU may not have survived."""
     stdout = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is not a result
+    os.dup2(2, 1)  # output of libraries is not a result
     bench = Bench(model, shrink)
     for row in rows:
         try:
@@ -310,7 +310,7 @@ class Bench:
 
     def clock(self, step: Callable[[], None], update: list[float]) -> tuple[float, float]:
         """(ms of a step in a run of steps without waiting in between, ms of the update in single steps)."""
-        step()  # how long one takes decides how many
+        step()  # its time decides how many
         self.wait()
         start = time.perf_counter()
         step()
@@ -436,7 +436,7 @@ class Bench:
         state = ParallelState.single(self.device)
         process = Process(args, state, SimpleNamespace(vocab_size=self.vocab))  # type: ignore[arg-type]
         model = build_model(process, None)
-        with torch.no_grad():  # in place of the library's own, which draws on the CPU whatever the layout
+        with torch.no_grad():  # instead of the library's own, which always draws on the CPU
             for p in model.parameters():
                 if p.ndim > 1:
                     p.normal_(std=0.02)

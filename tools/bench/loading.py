@@ -1,7 +1,7 @@
-"""The loading part of tools/bench/data.py: tokens per second of every packing beside what a model on this CPU eats,
-growth over many samples, and the way from nothing to the next sample of a resumed run on a huge index.
+"""The loading part of tools/bench/data.py: tokens per second of every packing, compared with what a model on this CPU
+consumes, memory over many samples, and the time to the first sample of a resumed run on a huge index.
 
-Datasets are made for it: the tokens of the huge one are a file of zeros that takes no space on disk.
+The datasets are synthetic; the tokens of the huge one are a sparse file of zeros.
 """
 
 from __future__ import annotations

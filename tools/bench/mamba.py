@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Mamba-1 and Mamba-2 in plain torch beside transformers' (its path without fused kernels), as ratios within one run.
+"""Mamba-1 and Mamba-2 in plain torch and in transformers (its path without fused kernels), as ratios within one run.
 
-Both hold the same weights. Contenders take turns, so that a machine that gets slower or faster hits them alike; quoted
-is the median over rounds, in seconds, and how often ours fits into theirs. `train` is a forward and backward pass with
-the loss of a language model, `prefill` a forward pass without gradients that fills the cache, `decode` one more token
-after it. The largest difference of a logit is printed beside them.
+Both have the same weights. Contenders take turns, so that changes of the machine's speed affect both; the table has the
+median seconds over rounds, and the ratio of theirs to ours. `train` is a forward and backward pass with the loss of a
+language model, `prefill` a forward pass without gradients that fills the cache, `decode` one more token. The largest
+difference of a logit is printed too.
 
     python tools/bench/mamba.py                                   # 2 layers, 256 wide, 1 x 256 tokens
     python tools/bench/mamba.py --kind mamba2 --hidden 768 --tokens 1024 --rounds 5

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Forward and backward of a mixture-of-experts block beside transformers', as ratios within one run.
+"""Forward and backward of a mixture-of-experts block and of transformers', as ratios within one run.
 
-The block is Mixtral's with its sizes divided by eight, or one of many small experts like OLMoE's; what is timed is the
-whole decoder block (attention, norms, mixture) and the mixture alone. transformers has several ways to compute experts:
-its loop over experts ("eager", its default in training on a CPU) and "grouped_mm". Contenders take turns, so that a
-machine that gets slower or faster hits all of them alike; quoted is the median over rounds of a contender's seconds
-over transformers' fastest in the same round (below 1: faster than it), and the same in CPU seconds.
+The block is Mixtral's with its sizes divided by eight, or one of many small experts like OLMoE's; timed are the whole
+decoder block (attention, norms, mixture) and the mixture alone. transformers has several ways to compute experts: its
+loop over experts ("eager", its default in training on a CPU) and "grouped_mm". Contenders take turns, so that changes
+of the machine's speed affect all; the table has the median over rounds of a contender's seconds divided by those of
+transformers' fastest in the same round (below 1: faster), and the same in CPU seconds.
 
     python tools/bench/moe.py                               # both shapes, fp32 and bf16
     python tools/bench/moe.py --shape mixtral --precision fp32 --rounds 9
@@ -115,7 +115,7 @@ def contenders(shape: Shape, precision: str, part: str) -> dict[str, Step]:
             error = float((call(x).float() - expected).norm() / expected.norm())
             # In bf16 transformers' logits are rounded before they are compared, so some tokens go elsewhere.
             if error > (0.2 if precision == "bfloat16" else 1e-4):
-                raise SystemExit(f"{name} computes something else: {error:.1e} away")
+                raise SystemExit(f"{name} gives another result: the difference is {error:.1e}")
 
     def step(module: Any, call: Callable[[Any], Any]) -> Step:
         def forward_backward() -> None:

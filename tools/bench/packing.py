@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Padding, losses and speed of every `pack_impl`, on lengths like those of chats and of web pages.
 
-Lengths are synthetic. Padding and the tokens that are cut off are counted over an epoch. Building is the sample index
-of an epoch, from the lengths to the arrays, in CPU seconds, with the most memory the process ever held; each packing
-has a process of its own. Loading is what the loader makes of a token file, in real tokens (without padding).
+Lengths are synthetic. Padding and tokens cut off are counted over an epoch. Building is the sample index of an epoch,
+from the lengths to the arrays, in CPU seconds, with the peak memory of the process; each packing has its own process.
+Loading is the loader's speed on a token file, in real tokens (without padding).
 
     python tools/bench/packing.py
     python tools/bench/packing.py --documents 100000000 --seq-length 8192 --no-loading

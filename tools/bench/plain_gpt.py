@@ -1,4 +1,4 @@
-"""The yardstick of the training benchmark: the same GPT-NeoX-style model as a hand-written plain torch loop.
+"""The reference of the training benchmark: the same GPT-NeoX-style model as a hand-written plain torch loop.
 
 SDPA attention, rotary positions, fused AdamW, clipping; nothing of the library is used here.
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""Seconds from the command to the end of step 1, beside the same ranks doing one DeepSpeed step by hand.
+"""Seconds from the command to the end of step 1, compared with one DeepSpeed step by hand on the same ranks.
 
-The yardstick starts as many processes, each of which imports torch and deepspeed, joins gloo, wraps a plain torch
-model of the same size with `deepspeed.initialize` and takes one step. Both take turns; quoted is the median ratio.
+The reference starts as many processes; each imports torch and deepspeed, joins gloo, wraps a plain torch
+model of the same size with `deepspeed.initialize` and takes one step. Both take turns; the result is the median ratio.
 
     python prepare_data.py stdlib -d ./data
     python tools/bench/startup.py                       # one rank

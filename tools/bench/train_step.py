@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Training speed and memory beside a hand-written torch loop and Hugging Face's Trainer, as ratios within one run.
+"""Training speed and memory of Deepy, a hand-written torch loop and Hugging Face's Trainer, as ratios within one run.
 
 The model is a GPT-NeoX-style GPT: 6 layers, 384 wide, 6 heads, vocabulary 8192 untied, sequence 512, batch 8, AdamW
-with clipping at 1.0. Contenders take turns, a few steps each, so that a machine that gets slower or faster hits all of
-them alike; quoted is the median over rounds of tokens/s over the plain loop's in the same round, and the same ratio in
-CPU seconds, which other processes disturb less. Peak memory is that of one process per contender.
+with clipping at 1.0. Contenders take turns, a few steps each, so that changes of the machine's speed affect all; the
+table has the median over rounds of tokens/s divided by the plain loop's in the same round, and the same ratio in CPU
+seconds, which other processes disturb less. Peak memory is that of one process per contender.
 
     python tools/bench/train_step.py                      # fp32 and bf16, big and small steps
     python tools/bench/train_step.py --precision fp32 --shape big --rounds 7
@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 LAYERS, HIDDEN, HEADS, VOCAB = 6, 384, 6, 8192
 SHAPES = {"big": (8, 512), "small": (1, 64), "long": (2, 2048)}  # batch, tokens per sequence
 STEPS = {"big": 2, "small": 12, "long": 2}  # steps of one turn
-DOCUMENTS = 4  # of a sequence, when they are masked
+DOCUMENTS = 4  # per masked sequence
 
 Step = Callable[[], None]
 
