@@ -16,7 +16,8 @@ from megatron.log import get_logger
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.model.head import TIED_NAME
 from megatron.model.partition import LayerRow, partition
-from megatron.mpu.sharding import named_parameters, own_experts
+from megatron.mpu.owned import own_experts
+from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.schema_model import ModelConfig

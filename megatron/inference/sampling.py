@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.mpu.sharding import stable_seed
+from megatron.mpu.random import stable_seed
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megatron.model import mamba_block, rwkv_block
 from megatron.model.block import BLOCKS, TransformerBlock
 from megatron.model.head import TIED_NAME, FinalNorm, Head
 from megatron.model.partition import layer_parameters, layer_rows
-from megatron.mpu import sharding
+from megatron.mpu import initial_weights, sharding
 from megatron.mpu.state import ParallelState
 
 if TYPE_CHECKING:
@@ -95,5 +95,5 @@ def build_layer(
     module = layer.build()
     sharding.bind(module, layer.index)
     if seed is not None:
-        sharding.initialize(module, seed, state)
+        initial_weights.initialize(module, seed, state)
     return module

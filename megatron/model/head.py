@@ -20,7 +20,7 @@ from megatron.layers.init import build_init
 from megatron.layers.norms import build_norm
 from megatron.mpu import sharding
 from megatron.mpu.collectives import enter_tensor_parallel, gather_last_dim
-from megatron.mpu.cross_entropy import linear_cross_entropy, weighted_linear_cross_entropy
+from megatron.mpu.cross_entropy import Projection, linear_cross_entropy, weighted_linear_cross_entropy
 from megatron.mpu.layers import linear
 from megatron.mpu.loss_kernels import soft_cap
 from megatron.mpu.sharding import ParamSpec
@@ -35,24 +35,20 @@ TIED_NAME = "0.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class LMOutput:
-    """What the network says about every token, not yet multiplied out.
+    """The network's output for every token, before the output projection.
 
     * `hidden` [t, h] ([t/tp, h] under sequence parallelism), after the final norm.
-    * `weight` [v/tp, h] of the output matrix; `shape` (b, s); `multiplier` of the logits (muP: 1 / width multiplier).
-    * `bias` [v/tp] of the logits or None; `softcap` that bounds them or None.
+    * `weight` [v/tp, h] of the output matrix; `bias` [v/tp] of the logits or None; how they become logits.
+    * `shape` (b, s); `multiplier` of the logits (muP: 1 / width multiplier).
     * `balance`: what mixtures of experts add to the loss, 0-dim fp32, or None.
     """
 
     hidden: Tensor
     weight: Tensor
     shape: tuple[int, int]
-    vocab_size: int
-    state: ParallelState
+    projection: Projection
     multiplier: float = 1.0
-    chunk: int = 512
-    compiled: bool = False  # the loss's element-wise part
     bias: Tensor | None = None
-    softcap: float | None = None
     balance: Tensor | None = None
 
     def with_balance(self, loss: Tensor) -> Tensor:
@@ -61,24 +57,24 @@ class LMOutput:
 
     def token_loss(self, targets: Tensor) -> Tensor:
         """Cross entropy in nats of every target [b, s] int64 -> [t] fp32, equal on all tensor-parallel ranks."""
-        return linear_cross_entropy(self._scaled(), self.weight, targets.reshape(-1), **self._options())
+        return linear_cross_entropy(self._scaled(), self.weight, targets.reshape(-1), self.projection, self.bias)
 
     def weighted_loss(self, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """(Σ weights · loss, losses [t] without gradient) for targets and fp32 weights [b, s]: one pass over the logits
         where `token_loss` needs two."""
         return weighted_linear_cross_entropy(
-            self._scaled(), self.weight, targets.reshape(-1), weights.reshape(-1), **self._options()
+            self._scaled(), self.weight, targets.reshape(-1), weights.reshape(-1), self.projection, self.bias
         )
 
     def logits(self, last: int | None = None) -> Tensor:
         """[b, s, v] fp32 over the real vocabulary, gathered over ranks; of the `last` columns only, if given."""
-        hidden = enter_tensor_parallel(self._scaled(), self.state)
+        state, vocab_size, softcap = self.projection.state, self.projection.vocab_size, self.projection.softcap
+        hidden = enter_tensor_parallel(self._scaled(), state)
         if last is not None:
             hidden = hidden.view(*self.shape, -1)[:, -last:].reshape(-1, hidden.shape[-1])
-        full = gather_last_dim(linear(hidden, self.weight, self.bias), self.state)[:, : self.vocab_size].float()
-        if self.softcap is not None:
-            full = soft_cap(full, self.softcap)
-        return full.reshape(self.shape[0], -1, self.vocab_size)
+        full = gather_last_dim(linear(hidden, self.weight, self.bias), state)[:, :vocab_size].float()
+        full = full if softcap is None else soft_cap(full, softcap)
+        return full.reshape(self.shape[0], -1, vocab_size)
 
     def last_logits(self) -> Tensor:
         """[b, v] fp32: the next token of every row."""
@@ -86,16 +82,6 @@ class LMOutput:
 
     def _scaled(self) -> Tensor:
         return self.hidden if self.multiplier == 1.0 else self.hidden * self.multiplier
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "vocab_size": self.vocab_size,
-            "state": self.state,
-            "chunk": self.chunk,
-            "compiled": self.compiled,
-            "bias": self.bias,
-            "softcap": self.softcap,
-        }
 
 
 class FinalNorm(nn.Module):
@@ -125,17 +111,12 @@ class OutputMatrix(nn.Module):
         if model.use_bias_in_head:
             spec = ParamSpec(shape=(vocab_size,), init=sharding.zeros, split_dim=0, padded=padded_vocab_size)
             self.bias = sharding.parameter(spec, state)
-        self.options = {
-            "vocab_size": vocab_size,
-            "state": state,
-            "multiplier": 1.0 / model.mup_width_mult if model.use_mup else 1.0,
-            "chunk": loss_chunk(model.loss_chunk_size, on_gpu=state.device.type == "cuda"),
-            "compiled": False,  # training/compile says when
-            "softcap": model.final_logit_softcapping,
-        }
+        self.multiplier = 1.0 / model.mup_width_mult if model.use_mup else 1.0
+        chunk = loss_chunk(model.loss_chunk_size, on_gpu=state.device.type == "cuda")
+        self.projection = Projection(vocab_size, state, chunk, softcap=model.final_logit_softcapping)
 
     def forward(self, hidden: Tensor, shape: torch.Size, balance: Tensor | None, then: Then | None) -> Any:
-        out = LMOutput(hidden, self.weight, tuple(shape), bias=self.bias, balance=balance, **self.options)
+        out = LMOutput(hidden, self.weight, tuple(shape), self.projection, self.multiplier, self.bias, balance)
         return out if then is None else then(out)
 
 

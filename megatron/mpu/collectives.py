@@ -82,14 +82,13 @@ class _Reduce(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, state: ParallelState, partial: bool) -> Tensor:
-        ctx.state, ctx.partial = state, partial
+    def forward(ctx: Any, x: Tensor, state: ParallelState) -> Tensor:
+        ctx.state = state
         return all_gather(x, state)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        back = reduce_scatter if ctx.partial else own_rows
-        return back(grad, ctx.state), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(grad, ctx.state), None
 
 
 class _Scatter(torch.autograd.Function):
@@ -122,7 +121,7 @@ def enter_tensor_parallel(x: Tensor, state: ParallelState) -> Tensor:
     """
     if state.tp_size == 1:
         return x
-    return _Gather.apply(x, state, True) if state.sequence_parallel else _Copy.apply(x, state)
+    return _Gather.apply(x, state) if state.sequence_parallel else _Copy.apply(x, state)
 
 
 def leave_tensor_parallel(x: Tensor, state: ParallelState) -> Tensor:
@@ -139,14 +138,6 @@ def leave_tensor_parallel(x: Tensor, state: ParallelState) -> Tensor:
 def split_sequence(x: Tensor, state: ParallelState) -> Tensor:
     """[t, ...], the same on all ranks, -> [t/tp, ...]; backward gathers. Identity without sequence parallelism."""
     return _Scatter.apply(x, state, False) if state.sequence_parallel else x
-
-
-def gather_sequence(x: Tensor, state: ParallelState) -> Tensor:
-    """[t/tp, ...] -> [t, ...], used by all ranks for the same computation; backward keeps this rank's tokens.
-
-    Identity without sequence parallelism. Before a computation with split weights use `enter_tensor_parallel`.
-    """
-    return _Gather.apply(x, state, False) if state.sequence_parallel else x
 
 
 def gather_last_dim(x: Tensor, state: ParallelState) -> Tensor:

@@ -26,35 +26,34 @@ from megatron.mpu.loss_kernels import at_least_fp32, cap_slope, logits_gradient,
 from megatron.mpu.loss_kernels import compiled as kernel
 from megatron.mpu.state import ParallelState
 
-CHUNK = 512  # tokens at a time where the caller does not say
+
+@dataclass(frozen=True)
+class Projection:
+    """From hidden states to logits, next to the weight and the bias.
+
+    * `vocab_size`: the real vocabulary. `chunk`: tokens whose logits exist at a time.
+    * `compiled`: torch.compile what is no matrix product. `softcap` c bounds logits by c · tanh(z / c).
+    """
+
+    vocab_size: int
+    state: ParallelState
+    chunk: int = 512
+    compiled: bool = False
+    softcap: float | None = None
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    vocab_size: int,
-    state: ParallelState,
-    chunk: int = CHUNK,
-    entered: bool = False,
-    compiled: bool = False,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, projection: Projection, bias: Tensor | None = None
 ) -> Tensor:
     """Loss of every token: hidden [t, h] ([t/tp, h] under sequence parallelism), weight [v/tp, h], targets [t] -> [t].
 
-    `bias` [v/tp] is added to the logits; `softcap` c then bounds them by c · tanh(z / c).
-
-    Losses are in nats, fp32, and equal on all tensor-parallel ranks. Any gradient may flow back into each of them;
-    backward computes the logits a second time. For a weighted sum `weighted_linear_cross_entropy` is faster.
-    `entered`: hidden already went through `enter_tensor_parallel`. `compiled`: torch.compile what is no matrix product.
+    `bias` [v/tp] is added to the logits. Losses are in nats, fp32, and equal on all tensor-parallel ranks. Any gradient
+    may flow back into each of them; backward computes the logits a second time. For a weighted sum
+    `weighted_linear_cross_entropy` is faster.
     Raises `UserError` (on a CPU; a device-side assertion elsewhere) for a target outside [0, vocab_size).
     """
-    _check_targets(targets, vocab_size)
-    if not entered:
-        hidden = enter_tensor_parallel(hidden, state)
-    return _PerToken.apply(hidden, weight, bias, targets, vocab_size, state, chunk, compiled, softcap)
+    _check_targets(targets, projection.vocab_size)
+    return _PerToken.apply(enter_tensor_parallel(hidden, projection.state), weight, bias, targets, projection)
 
 
 def weighted_linear_cross_entropy(
@@ -62,33 +61,19 @@ def weighted_linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     token_weights: Tensor,
-    *,
-    vocab_size: int,
-    state: ParallelState,
-    chunk: int = CHUNK,
-    entered: bool = False,
-    compiled: bool = False,
+    projection: Projection,
     bias: Tensor | None = None,
-    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(Σ_i token_weights_i · loss_i, losses [t] without gradient), for token_weights [t] fp32 without gradient.
 
     Otherwise as `linear_cross_entropy`, but the gradients of hidden and weight come from the same logits as the loss;
     backward only scales them. So a graph can be walked back once, and under no_grad nothing but the loss is computed.
     """
-    _check_targets(targets, vocab_size)
-    if not entered:
-        hidden = enter_tensor_parallel(hidden, state)
+    _check_targets(targets, projection.vocab_size)
+    inputs = (enter_tensor_parallel(hidden, projection.state), weight, bias)
     # Asked here because inside an autograd.Function grad mode is always off, and needs_input_grad ignores no_grad.
-    inputs = (hidden, weight, bias)
     wanted = tuple(x is not None and torch.is_grad_enabled() and x.requires_grad for x in inputs)
-    return _Weighted.apply(*inputs, targets, token_weights, vocab_size, state, chunk, compiled, softcap, wanted)
-
-
-def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, vocab_size: int, state: ParallelState) -> Tensor:
-    """Loss of every token from logits [t, v/tp] that exist already -> [t] fp32; padding columns take no part."""
-    _check_targets(targets, vocab_size)
-    return _FromLogits.apply(logits, targets, vocab_size, state)
+    return _Weighted.apply(*inputs, targets, token_weights, projection, wanted)
 
 
 def _check_targets(targets: Tensor, vocab_size: int) -> None:
@@ -109,16 +94,15 @@ class _Shard:
     start: int
     rows: int
     state: ParallelState
-    compiled: bool = False
-    cap: float | None = None
+    compiled: bool
+    cap: float | None
 
     @classmethod
-    def of(
-        cls, local_size: int, vocab_size: int, state: ParallelState, compiled: bool = False, cap: float | None = None
-    ) -> _Shard:
+    def of(cls, local_size: int, projection: Projection) -> _Shard:
+        state = projection.state
         start = state.tp_rank * local_size
-        rows = min(max(vocab_size - start, 0), local_size)
-        return cls(start, rows, state, compiled and rows > 0, cap)
+        rows = min(max(projection.vocab_size - start, 0), local_size)
+        return cls(start, rows, state, projection.compiled and rows > 0, projection.softcap)
 
     def logits(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [c, h], weight [v/tp, h], bias [v/tp] -> this rank's logits [c, rows], at least fp32 and capped but for
@@ -207,24 +191,15 @@ def _row_sums(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 class _PerToken(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        vocab_size: int,
-        state: ParallelState,
-        chunk: int,
-        compiled: bool,
-        cap: float | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, projection: Projection
     ) -> Tensor:
-        own = _Shard.of(weight.shape[0], vocab_size, state, compiled, cap)
+        own = _Shard.of(weight.shape[0], projection)
         losses = hidden.new_empty(hidden.shape[0], dtype=at_least_fp32(hidden.dtype))
         log_sums = torch.empty_like(losses)
-        for part in _chunks(hidden.shape[0], chunk):
+        for part in _chunks(hidden.shape[0], projection.chunk):
             losses[part], log_sums[part] = own.losses(own.logits(hidden[part], weight, bias), targets[part])
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums)
-        ctx.own, ctx.chunk = own, chunk
+        ctx.own, ctx.chunk = own, projection.chunk
         return losses
 
     @staticmethod
@@ -236,7 +211,7 @@ class _PerToken(torch.autograd.Function):
             logits = ctx.own.logits(hidden[part], weight, bias)
             unweighted = ctx.own.logits_gradient_(logits, log_sums[part], targets[part])
             gradients.add(part, hidden[part], unweighted, grad[part])
-        return (*gradients.result(weight.dtype), None, None, None, None, None, None)
+        return (*gradients.result(weight.dtype), None, None)
 
 
 class _Weighted(torch.autograd.Function):
@@ -248,14 +223,10 @@ class _Weighted(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         token_weights: Tensor,
-        vocab_size: int,
-        state: ParallelState,
-        chunk: int,
-        compiled: bool,
-        cap: float | None,
+        projection: Projection,
         wanted: tuple[bool, ...],
     ) -> tuple[Tensor, Tensor]:
-        own = _Shard.of(weight.shape[0], vocab_size, state, compiled, cap)
+        own = _Shard.of(weight.shape[0], projection)
         losses = hidden.new_empty(hidden.shape[0], dtype=at_least_fp32(hidden.dtype))
         token_weights = token_weights.to(losses.dtype)
         # Weights of 1/(number of tokens) would leave fp16's range before the loss scale arrives in backward, so
@@ -263,7 +234,7 @@ class _Weighted(torch.autograd.Function):
         unit = token_weights.abs().amax().clamp_min(torch.finfo(losses.dtype).tiny)
         relative = token_weights / unit
         gradients = _Gradients(hidden, weight, own.rows, wanted)
-        for part in _chunks(hidden.shape[0], chunk):
+        for part in _chunks(hidden.shape[0], projection.chunk):
             x = hidden[part]
             logits = own.logits(x, weight, bias)
             losses[part], log_sum = own.losses(logits, targets[part])
@@ -281,23 +252,4 @@ class _Weighted(torch.autograd.Function):
         # One-dimensional, because a 0-dim factor would be rounded to the gradient's dtype first and overflow fp16.
         factor = (grad * unit).reshape(1)
         scaled = [None if gradient is None else gradient.mul_(factor) for gradient in gradients]
-        return (*scaled, None, None, None, None, None, None, None, None)
-
-
-class _FromLogits(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_size: int, state: ParallelState) -> Tensor:
-        own = _Shard.of(logits.shape[1], vocab_size, state)
-        losses, log_sums = own.losses(logits[:, : own.rows].to(at_least_fp32(logits.dtype)), targets)
-        ctx.save_for_backward(logits, targets, log_sums)
-        ctx.own = own
-        return losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, targets, log_sums = ctx.saved_tensors
-        real = logits[:, : ctx.own.rows].to(at_least_fp32(logits.dtype), copy=True)
-        gradient = torch.zeros_like(logits)
-        gradient[:, : ctx.own.rows] = ctx.own.logits_gradient_(real, log_sums, targets).mul_(grad.unsqueeze(1))
-        return gradient, None, None, None
+        return (*scaled, None, None, None, None)

@@ -1,7 +1,7 @@
 """Rows of tokens travel to the ranks that hold their experts, and back: all-to-all over the group "expert".
 
 Legend: n rows on this rank, m rows for this rank's experts, h features; E/tp experts of this rank's tensor-parallel
-part, E/(tp·ep) of them on each rank of the group "expert" (`sharding.first_expert`).
+part, E/(tp·ep) of them on each rank of the group "expert" (`initial_weights.first_expert`).
 
 Every rank of the group must make the same calls in the same order, also one that has nothing to send or to compute:
 the backward pass and recomputation exchange as well.

@@ -6,6 +6,7 @@ saving the default generators saves everything, and recomputation (torch.utils.c
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,14 +14,19 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from megatron.mpu.sharding import stable_seed
 from megatron.mpu.state import ParallelState
+
+
+def stable_seed(*parts: object) -> int:
+    """A 63-bit seed from the parts' text: the same in every process and Python version, unlike `hash`."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def seed_everything(seed: int, state: ParallelState) -> None:
     """Seed Python's, numpy's and torch's default generators: alike over tensor-parallel ranks, else all different.
 
-    Weights do not depend on this (see `sharding.initialize`); dropout does.
+    Weights do not depend on this (see `initial_weights.initialize`); dropout does.
     """
     mine = stable_seed(seed, "default", state.dp_rank, state.pp_rank)
     random.seed(mine)

@@ -12,7 +12,7 @@ from megatron.checkpoint.manifest import git_revision
 from megatron.cluster.status import run_folder
 from megatron.errors import DeepyError, StopRequested
 from megatron.log import get_logger
-from megatron.mpu.sharding import count_parameters
+from megatron.mpu.owned import count_parameters
 from megatron.neox_arguments.derive import check_device, check_trainable
 from megatron.run.batches import DataOrder, build_batches, named_sets, open_data_on_ranks
 from megatron.run.data import resolve_epochs, resume_order

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -62,6 +64,6 @@ def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:
         block.compile(fullgraph=block.one_graph, backend=backend)
     for module in model.modules():
         if isinstance(module, OutputMatrix):
-            module.options["compiled"] = module.weight.is_cuda
+            module.projection = replace(module.projection, compiled=module.weight.is_cuda)
     logger.info(f"torch.compile: {len(blocks)} blocks")
     return len(blocks)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron.mpu.sharding import is_owned, spec_of, sum_owned
+from megatron.mpu.owned import is_owned, sum_owned
+from megatron.mpu.sharding import spec_of
 from megatron.mpu.state import ParallelState
 
 

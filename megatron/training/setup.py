@@ -26,8 +26,8 @@ from megatron.optim.optimizers import build_optimizer
 from megatron.optim.schedules import schedule
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.compile import compile_blocks, wants_compile
-from megatron.training.engine import DeepSpeedEngine
 from megatron.training.engine_config import deepspeed_config, effective_zero_stage
+from megatron.training.engine_deepspeed import DeepSpeedEngine
 from megatron.training.engine_experts import experts_apart
 from megatron.training.rendezvous import share_config
 from megatron.training.setup_deepspeed import grid_of, layer_partitioner, quiet_stdout

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint.neox_layout import Heads
-from megatron.mpu.sharding import ParamSpec, parameter, shard, stable_seed
+from megatron.mpu.random import stable_seed
+from megatron.mpu.sharding import ParamSpec, parameter, shard
 from megatron.mpu.state import ParallelState
 
 HEADS = Heads(num_attention_heads=4, num_kv_heads=2)

@@ -220,7 +220,7 @@ def test_a_rank_that_raises_in_a_step_ends_the_job_within_seconds(tmp_path: Path
     (tmp_path / "train.py").write_text(
         "import os\n"
         "from megatron.errors import run_cli\n"
-        "from megatron.training.engine import DeepSpeedEngine\n"
+        "from megatron.training.engine_deepspeed import DeepSpeedEngine\n"
         "from train_of_deepy import main\n"
         "step = DeepSpeedEngine.train_batch\n"
         "def broken(self, batch, lr):\n"

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.mpu.cross_entropy import linear_cross_entropy, weighted_linear_cross_entropy
+from megatron.mpu.cross_entropy import Projection, linear_cross_entropy, weighted_linear_cross_entropy
 from megatron.mpu.state import ParallelState
 
 pytestmark = pytest.mark.gpu
@@ -32,13 +32,13 @@ def test_values_and_gradients(form: str, compiled: bool, dtype: torch.dtype) -> 
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     losses = F.cross_entropy(logits, targets, reduction="none")
     wanted = torch.autograd.grad((losses * weights).sum(), exact)
-    options = {"vocab_size": VOCAB, "state": ParallelState.single("cuda"), "chunk": CHUNK, "compiled": compiled}
-    options |= {"bias": inputs[2] if form else None, "softcap": cap}
+    projection = Projection(VOCAB, ParallelState.single("cuda"), CHUNK, compiled, cap)
+    options = (projection, inputs[2] if form else None)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    total, mine = weighted_linear_cross_entropy(hidden, weight, targets, weights, **options)
-    for got in (mine, linear_cross_entropy(hidden, weight, targets, **options)):
+    total, mine = weighted_linear_cross_entropy(hidden, weight, targets, weights, *options)
+    for got in (mine, linear_cross_entropy(hidden, weight, targets, *options)):
         assert got.dtype == torch.float32 and (got - losses).abs().max() < tolerance * losses.abs().max()
-    per_token = (linear_cross_entropy(hidden, weight, targets, **options) * weights).sum()
+    per_token = (linear_cross_entropy(hidden, weight, targets, *options) * weights).sum()
     for value in (total, per_token):
         for got, reference in zip(torch.autograd.grad(value, inputs), wanted, strict=True):
             assert got.dtype == dtype
@@ -49,11 +49,11 @@ def test_a_chunk_of_logits_is_all_that_exists() -> None:
     hidden = torch.randn(8192, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(8192, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     targets = torch.randint(8192, (8192,), device="cuda")
-    options = {"vocab_size": 8192, "state": ParallelState.single("cuda"), "chunk": 512, "compiled": True}
+    projection = Projection(8192, ParallelState.single("cuda"), compiled=True)
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        total, _ = weighted_linear_cross_entropy(hidden, weight, targets, torch.ones(8192, device="cuda"), **options)
+        total, _ = weighted_linear_cross_entropy(hidden, weight, targets, torch.ones(8192, device="cuda"), projection)
         total.backward()
     # Whole logits would be 134 MB in bf16; a chunk is 8 MB, and its gradient as much.
     assert torch.cuda.max_memory_allocated() - before < 40e6

@@ -14,7 +14,8 @@ from megatron.layers.carry import Context
 from megatron.layers.kv_cache import KVCache, left_padded_positions
 from megatron.layers.parts import BlockSpec
 from megatron.layers.positions.rotary import Rotary
-from megatron.mpu.sharding import bind, initialize
+from megatron.mpu.initial_weights import initialize
+from megatron.mpu.sharding import bind
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from tests.model.networks import batch, build, logits, randomise_vectors, tiny

@@ -13,7 +13,8 @@ from megatron.layers.carry import Carry
 from megatron.layers.dropout import hidden_dropout
 from megatron.layers.embedding import Embedding
 from megatron.layers.mlp import DenseMLP
-from megatron.mpu.sharding import bind, initialize
+from megatron.mpu.initial_weights import initialize
+from megatron.mpu.sharding import bind
 from megatron.mpu.state import ParallelState
 from tests.model.networks import VOCAB, batch, randomise_vectors, tiny
 

@@ -12,7 +12,7 @@ from megatron.layers.moe.dispatch import Dispatch, ExchangedRows, LocalDispatch,
 from megatron.layers.moe.grouped_linear import Groups, grouped_linear
 from megatron.layers.moe.permute import gather_rows, order_by
 from megatron.mpu.exchange import Exchange
-from megatron.mpu.sharding import first_expert
+from megatron.mpu.initial_weights import first_expert
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from tests.distributed import run_distributed

@@ -131,11 +131,11 @@ def test_the_losses_are_weighted_and_added() -> None:
 
 def test_experts_are_initialised_one_by_one() -> None:
     """Fan-in and fan-out of an expert are its own matrix's; each differs."""
-    from megatron.mpu import sharding
+    from megatron.mpu import initial_weights, sharding
 
     layer = MixtureOfExperts(tiny(**KEYS, init_method="xavier_uniform"), ParallelState.single())
     sharding.bind(layer, 2)
-    sharding.initialize(layer, 1, ParallelState.single())
+    initial_weights.initialize(layer, 1, ParallelState.single())
     first = layer.experts.linear1
     bound = (6 / (32 + 12)) ** 0.5
     assert 0.95 * bound < first.abs().amax((1, 2)).min() and first.abs().max() <= bound

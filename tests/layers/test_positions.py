@@ -11,7 +11,8 @@ from megatron.errors import UserError
 from megatron.layers.positions import POSITIONS
 from megatron.layers.positions.alibi import alibi_slopes
 from megatron.layers.positions.rotary import Rotary
-from megatron.mpu.sharding import bind, initialize
+from megatron.mpu.initial_weights import initialize
+from megatron.mpu.sharding import bind
 from megatron.mpu.state import ParallelState
 from tests.model.networks import tiny
 

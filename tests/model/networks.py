@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from megatron.model.gpt import gpt_layers
 from megatron.model.sequential import SequentialModel
-from megatron.mpu.sharding import named_parameters, shard, stable_seed
+from megatron.mpu.random import stable_seed
+from megatron.mpu.sharding import named_parameters, shard
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import derive

@@ -24,7 +24,8 @@ from megatron.layers.kv_cache import KVCache
 from megatron.layers.moe import MixtureOfExperts
 from megatron.layers.moe.balancing import moe_layers
 from megatron.model.sequential import SequentialModel
-from megatron.mpu.sharding import count_parameters, named_parameters
+from megatron.mpu.owned import count_parameters
+from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.formulas import parameter_count
 from megatron.neox_arguments.schema_model import ModelConfig

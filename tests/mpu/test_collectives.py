@@ -53,8 +53,6 @@ def every_collective(rank: int, world_size: int, compiled: bool) -> None:
         "leave, sequence": (lambda x: c.leave_tensor_parallel(x, split), whole[rank], total[own], part[rank], gathered),
         "split": (lambda x: c.split_sequence(x, split), whole[0], whole[0][own], part[rank], gathered),
         "split, off": (lambda x: c.split_sequence(x, plain), whole[0], whole[0], whole[1], whole[1]),
-        "gather": (lambda x: c.gather_sequence(x, split), part[rank], gathered, whole[0], whole[0][own]),
-        "gather, off": (lambda x: c.gather_sequence(x, plain), whole[0], whole[0], whole[1], whole[1]),
         "last": (
             lambda x: c.gather_last_dim(x, plain),
             whole[rank],
@@ -123,7 +121,6 @@ def test_one_rank_does_nothing() -> None:
         collectives.enter_tensor_parallel,
         collectives.leave_tensor_parallel,
         collectives.split_sequence,
-        collectives.gather_sequence,
         collectives.gather_last_dim,
         collectives.sum_gradient,
     ):

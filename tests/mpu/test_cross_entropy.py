@@ -13,11 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import UserError
 from megatron.mpu import cross_entropy
-from megatron.mpu.cross_entropy import (
-    linear_cross_entropy,
-    vocab_parallel_cross_entropy,
-    weighted_linear_cross_entropy,
-)
+from megatron.mpu.cross_entropy import Projection, linear_cross_entropy, weighted_linear_cross_entropy
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from tests.distributed import run_distributed
@@ -26,6 +22,7 @@ pytestmark = pytest.mark.cpu
 
 VOCAB, HIDDEN, TOKENS = 67, 5, 24
 SINGLE = ParallelState.single()
+PLAIN = Projection(VOCAB, SINGLE)
 
 
 def padded_vocab(tp_size: int, divisor: int = 8) -> int:
@@ -84,11 +81,10 @@ def both_ways(
     """(losses, gradients of hidden, weight and bias) of the per-token and of the weighted function."""
     inputs = [x.detach().requires_grad_() for x in (hidden, weight, bias) if x is not None]
     hidden, weight = inputs[:2]
-    options: dict[str, Any] = {"vocab_size": VOCAB, "state": state, "chunk": chunk, "compiled": compiled}
-    options |= {"bias": inputs[2] if bias is not None else None, "softcap": cap}
-    losses = linear_cross_entropy(hidden, weight, targets, **options)
+    options = (Projection(VOCAB, state, chunk, compiled, cap), inputs[2] if bias is not None else None)
+    losses = linear_cross_entropy(hidden, weight, targets, *options)
     results = [(losses.detach(), *torch.autograd.grad(losses, inputs, grad.to(losses.dtype)))]
-    total, losses = weighted_linear_cross_entropy(hidden, weight, targets, grad, **options)
+    total, losses = weighted_linear_cross_entropy(hidden, weight, targets, grad, *options)
     torch.testing.assert_close(total.detach(), (losses * grad.to(losses.dtype)).sum())
     assert not losses.requires_grad
     results.append((losses, *(g / 3 for g in torch.autograd.grad(3 * total, inputs))))
@@ -159,13 +155,6 @@ def on_every_rank(rank: int, world_size: int, sequence_parallel: bool) -> None:
         for got in both_ways(*inputs, compiled, pad(bias, rows)[local], 1.5):
             torch.testing.assert_close(got, capped, rtol=1e-9, atol=1e-12)
 
-    logits = F.linear(hidden, pad(weight, rows)[local]).requires_grad_()
-    got = vocab_parallel_cross_entropy(logits, targets, VOCAB, state)
-    torch.testing.assert_close(got, losses, rtol=1e-9, atol=1e-12)
-    (grad_logits,) = torch.autograd.grad(got, logits, grad)
-    whole = (torch.softmax(hidden @ weight.T, -1) - F.one_hot(targets, VOCAB)) * grad.unsqueeze(1)
-    torch.testing.assert_close(grad_logits, pad0(whole.T, rows).T[:, local], rtol=1e-9, atol=1e-12)
-
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -179,19 +168,14 @@ def test_gradcheck() -> None:
     few = slice(0, 6)
 
     def per_token(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, weight, targets[few], vocab_size=VOCAB, state=SINGLE, chunk=4)
+        return linear_cross_entropy(hidden, weight, targets[few], Projection(VOCAB, SINGLE, 4))
 
     def capped(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        options = {"vocab_size": VOCAB, "state": SINGLE, "chunk": 4, "bias": bias, "softcap": 2.0}
-        return linear_cross_entropy(hidden, weight, targets[few], **options)
-
-    def from_logits(logits: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(logits, targets[few], VOCAB, SINGLE)
+        return linear_cross_entropy(hidden, weight, targets[few], Projection(VOCAB, SINGLE, 4, softcap=2.0), bias)
 
     inputs = (hidden[few].clone().requires_grad_(), pad(weight, 72).requires_grad_())
     assert torch.autograd.gradcheck(per_token, inputs)
     assert torch.autograd.gradcheck(capped, (*inputs, pad0(some_bias(), 72).requires_grad_()))
-    assert torch.autograd.gradcheck(from_logits, (torch.randn(6, 72, dtype=torch.float64, requires_grad=True),))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
@@ -223,7 +207,7 @@ def test_chunks_are_summed_in_fp32() -> None:
     hidden = (1 + 0.1 * torch.randn(256, 4, generator=generator)).bfloat16()
     weight, targets = torch.zeros(3, 4, dtype=torch.bfloat16, requires_grad=True), torch.zeros(256, dtype=torch.int64)
     _, _, reference = expected(hidden, weight, targets, torch.ones(256, dtype=torch.float64))
-    losses = linear_cross_entropy(hidden, weight, targets, vocab_size=3, state=SINGLE, chunk=1)
+    losses = linear_cross_entropy(hidden, weight, targets, Projection(3, SINGLE, 1))
     losses.sum().backward()
     assert ((weight.grad.double() - reference).abs().max() / reference.abs().max()) < 5e-3
 
@@ -233,7 +217,7 @@ def test_weights_below_the_range_of_fp16_keep_their_gradient() -> None:
     hidden, weight, targets, _ = case(torch.float16)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     grad, scale = torch.full((TOKENS,), 1e-8), 2.0**24
-    total, _ = weighted_linear_cross_entropy(hidden, weight, targets, grad, vocab_size=VOCAB, state=SINGLE)
+    total, _ = weighted_linear_cross_entropy(hidden, weight, targets, grad, PLAIN)
     got = torch.autograd.grad(total * scale, [hidden, weight])
     wanted = expected(hidden, weight, targets, (grad * scale).double())[1:]
     for value, reference in zip(got, wanted):
@@ -261,9 +245,7 @@ def test_a_micro_batch_without_trained_tokens_adds_zero() -> None:
         (slice(12, TOKENS), grad),
         (slice(0, 8), nothing),
     ):
-        total, _ = weighted_linear_cross_entropy(
-            hidden[part], weight, targets[part], weights[part], vocab_size=VOCAB, state=SINGLE
-        )
+        total, _ = weighted_linear_cross_entropy(hidden[part], weight, targets[part], weights[part], PLAIN)
         total.backward()
     torch.testing.assert_close(weight.grad, whole, rtol=1e-9, atol=1e-12)
 
@@ -291,10 +273,8 @@ def test_logits_of_all_tokens_never_exist() -> None:
     hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(512, 4, requires_grad=True)
     targets, ones = torch.zeros(64, dtype=torch.int64), torch.ones(64)
     with Recorder() as record:
-        linear_cross_entropy(hidden, weight, targets, vocab_size=512, state=SINGLE, chunk=8).sum().backward()
-        weighted_linear_cross_entropy(hidden, weight, targets, ones, vocab_size=512, state=SINGLE, chunk=8)[
-            0
-        ].backward()
+        linear_cross_entropy(hidden, weight, targets, Projection(512, SINGLE, 8)).sum().backward()
+        weighted_linear_cross_entropy(hidden, weight, targets, ones, Projection(512, SINGLE, 8))[0].backward()
     assert record.largest == 8 * 512
 
 
@@ -327,16 +307,13 @@ def test_only_the_wanted_gradients_are_computed(
         )
         return record.products
 
-    arguments = {"vocab_size": VOCAB, "state": SINGLE}
-    assert products(lambda: linear_cross_entropy(hidden, weight, targets, **arguments).sum()) == per_token
-    assert products(lambda: weighted_linear_cross_entropy(hidden, weight, targets, grad, **arguments)[0]) == weighted
+    assert products(lambda: linear_cross_entropy(hidden, weight, targets, PLAIN).sum()) == per_token
+    assert products(lambda: weighted_linear_cross_entropy(hidden, weight, targets, grad, PLAIN)[0]) == weighted
 
 
 def test_gradients_are_scaled_in_place_only_once() -> None:
     hidden, weight, targets, grad = case()
-    total, _ = weighted_linear_cross_entropy(
-        hidden.requires_grad_(), weight, targets, grad, vocab_size=VOCAB, state=SINGLE
-    )
+    total, _ = weighted_linear_cross_entropy(hidden.requires_grad_(), weight, targets, grad, PLAIN)
     (2 * total).backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()
@@ -349,9 +326,8 @@ def test_targets_outside_the_vocabulary_are_refused(bad: int) -> None:
     targets[5] = bad
     rows = pad(weight, 72)
     for call in (
-        lambda: linear_cross_entropy(hidden, rows, targets, vocab_size=VOCAB, state=SINGLE),
-        lambda: weighted_linear_cross_entropy(hidden, rows, targets, grad, vocab_size=VOCAB, state=SINGLE),
-        lambda: vocab_parallel_cross_entropy(hidden @ rows.T, targets, VOCAB, SINGLE),
+        lambda: linear_cross_entropy(hidden, rows, targets, PLAIN),
+        lambda: weighted_linear_cross_entropy(hidden, rows, targets, grad, PLAIN),
     ):
         with pytest.raises(UserError, match="outside the vocabulary of 67"):
             call()

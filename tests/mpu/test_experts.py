@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.mpu import sharding
+from megatron.mpu import initial_weights, owned, sharding
 from megatron.mpu.exchange import Exchange
 from megatron.mpu.sharding import ParamSpec
 from megatron.mpu.state import ParallelState
@@ -50,7 +50,7 @@ class Layer(nn.Module):
 def layer(state: ParallelState) -> Layer:
     module = Layer(state)
     sharding.bind(module, 2)
-    sharding.initialize(module, 7, state)
+    initial_weights.initialize(module, 7, state)
     return module
 
 
@@ -70,11 +70,11 @@ def test_initial_values_and_place_do_not_depend_on_the_layout(dp: int, tp: int, 
     for rank in range(dp * tp):
         state = state_of(rank, dp, tp, ep)
         local = layer(state).experts.detach()
-        first = sharding.first_expert(EXPERTS, state)
+        first = initial_weights.first_expert(EXPERTS, state)
         assert torch.equal(local, full[first : first + held])
         part = sharding.shard(full, spec(), state.tp_rank, tp)
-        assert torch.equal(local, sharding.own_experts(part, spec(), state))
-        owners[first : first + held] += sharding.is_owned(spec(), state)
+        assert torch.equal(local, owned.own_experts(part, spec(), state))
+        owners[first : first + held] += owned.is_owned(spec(), state)
     assert torch.equal(owners, torch.full((EXPERTS,), dp / ep))  # once in each copy of the model
 
 
@@ -92,14 +92,14 @@ def reached(rank: int, world: int, dp: int, tp: int, ep: int) -> dict[str, Any]:
             ranks = [0] * group.size()
             torch.distributed.all_gather_object(ranks, rank, group=group)
         groups[name] = ranks
-    part = sharding.gather_experts(module.experts.detach(), sharding.spec_of(module.experts), state)
-    owned = [p.detach().square().sum() for p in module.parameters() if sharding.is_owned(sharding.spec_of(p), state)]
+    part = owned.gather_experts(module.experts.detach(), sharding.spec_of(module.experts), state)
+    counted = [p.detach().square().sum() for p in module.parameters() if owned.is_owned(sharding.spec_of(p), state)]
     return {
         **groups,
         "part": part,
         "tp": state.tp_rank,
-        "count": sharding.count_parameters(module, state),
-        "norm": float(sharding.sum_owned(torch.stack([*owned, torch.zeros(())]).sum(), state).sqrt()),
+        "count": owned.count_parameters(module, state),
+        "norm": float(owned.sum_owned(torch.stack([*counted, torch.zeros(())]).sum(), state).sqrt()),
     }
 
 
@@ -134,7 +134,7 @@ def travel(rank: int, world: int, counts: list[list[int]], dtype: torch.dtype) -
     rows.requires_grad_()
     exchange = Exchange.plan(mine, state)
     there = exchange.to_experts(rows)
-    first = sharding.first_expert(len(mine), state)
+    first = initial_weights.first_expert(len(mine), state)
     here = torch.arange(first, first + len(exchange.counts)).repeat_interleave(exchange.counts)
     assert torch.equal(there[:, 1].long(), here), "rows are sorted by expert"
     back = exchange.from_experts(there * (here + 1)[:, None].to(dtype))
@@ -196,7 +196,7 @@ def test_one_expert_at_a_time_is_drawn() -> None:
     state = state_of(1, 4, 1, 4)
     module.experts = sharding.parameter(spec(name="", init=watching), state)
     sharding.bind(module, 2)
-    sharding.initialize(module, 1, state)
+    initial_weights.initialize(module, 1, state)
     assert drawn == [(3, 2)] * (EXPERTS // 4)
 
 
@@ -212,7 +212,7 @@ def gathered_where_needed(rank: int, world: int) -> tuple[Tensor, list[tuple[int
         return broadcast(x, **named)
 
     with mock.patch.object(torch.distributed, "broadcast", watched):
-        return sharding.gather_experts(local, spec(), state, needed=rank == 1), sizes
+        return owned.gather_experts(local, spec(), state, needed=rank == 1), sizes
 
 
 def test_experts_are_gathered_piece_by_piece_and_only_where_they_are_needed() -> None:

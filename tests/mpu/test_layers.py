@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.mpu import sharding
+from megatron.mpu import initial_weights, sharding
 from megatron.mpu.collectives import (
     enter_tensor_parallel,
     gather_last_dim,
@@ -92,7 +92,7 @@ def case() -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """(full weights, tokens that meet every shard, gradient of the logits), the same in every process."""
     single = Network(ParallelState.single())
     sharding.bind(single, 0)
-    sharding.initialize(single, 11, ParallelState.single())
+    initial_weights.initialize(single, 11, ParallelState.single())
     weights = {}
     for name, value in single.named_parameters():
         full = sharding.unshard([value.detach()], value.spec).double()
@@ -108,7 +108,7 @@ def compare(rank: int, world_size: int, sequence_parallel: bool) -> int:
     state = ParallelState.build(topology, rank, "cpu", sequence_parallel)
     network = Network(state)
     sharding.bind(network, 0)
-    sharding.initialize(network, 11, state)
+    initial_weights.initialize(network, 11, state)
     network.double()
     weights, tokens, grad = case()
     expected = reference(weights, tokens)
@@ -152,7 +152,7 @@ def compiled_block(rank: int, world_size: int, sequence_parallel: bool) -> None:
     blocks = nn.ModuleList(Block(state) for _ in range(3))
     for index, block in enumerate(blocks):
         sharding.bind(block, index)
-        sharding.initialize(block, 1, state)
+        initial_weights.initialize(block, 1, state)
     x = torch.randn(8 // (world_size if sequence_parallel else 1), HIDDEN, generator=torch.Generator().manual_seed(0))
     x.requires_grad_()  # as in a network: every block's input comes from trained layers
 
@@ -200,7 +200,7 @@ def test_a_recipe_may_bring_parameters() -> None:
     layer = RowParallelLinear(4, 4, state=state, init=normal)
     layer.recipe = Adapter()
     sharding.bind(layer, 2)
-    sharding.initialize(layer, 1, state)
+    initial_weights.initialize(layer, 1, state)
     assert [name for name, _ in sharding.named_parameters(layer)] == ["2.weight", "2.bias", "2.recipe.scale"]
     x = torch.randn(3, 4)
     assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias) + x)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.mpu import sharding
+from megatron.mpu import initial_weights, owned, random, sharding
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.mpu.sharding import ParamSpec, shard, unshard
 from megatron.mpu.state import ParallelState
@@ -123,7 +123,7 @@ REAL_COUNT = 67 * 8 + 24 * 8 + 24 + 24 * 8 + 8 + 8
 def build(state: ParallelState, seed: int = 1, index: int = 3) -> Layers:
     module = Layers(state)
     sharding.bind(module, index)
-    sharding.initialize(module, seed, state)
+    initial_weights.initialize(module, seed, state)
     return module
 
 
@@ -164,7 +164,7 @@ def test_initial_values_depend_on_seed_and_name_only() -> None:
 
 def test_a_golden_initial_value() -> None:
     """Runs are compared across versions of this code: the seed of a name must never change."""
-    assert sharding.stable_seed(1234, "2.attention.query_key_value.weight") == GOLDEN_SEED
+    assert random.stable_seed(1234, "2.attention.query_key_value.weight") == GOLDEN_SEED
     generator = torch.Generator().manual_seed(GOLDEN_SEED)
     assert torch.allclose(torch.randn(3, generator=generator), torch.tensor(GOLDEN_DRAW), atol=1e-6)
 
@@ -189,7 +189,7 @@ def tied_copy(state: ParallelState, index: int) -> nn.Module:
     module.add_module("word_embeddings", nn.Module())
     module.word_embeddings.weight = sharding.parameter(spec, state)
     sharding.bind(module, index)
-    sharding.initialize(module, 5, state)
+    initial_weights.initialize(module, 5, state)
     return module
 
 
@@ -199,17 +199,17 @@ def test_a_tied_copy_starts_like_its_original_and_is_counted_once() -> None:
     assert torch.equal(original.word_embeddings.weight, copy.word_embeddings.weight)
     assert dict(sharding.named_parameters(copy)).keys() == {"0.word_embeddings.weight"}
     assert copy.word_embeddings.weight.spec.name == "9.word_embeddings.weight"
-    assert sharding.is_owned(original.word_embeddings.weight.spec, first)
-    assert not sharding.is_owned(copy.word_embeddings.weight.spec, last)
+    assert owned.is_owned(original.word_embeddings.weight.spec, first)
+    assert not owned.is_owned(copy.word_embeddings.weight.spec, last)
     # without a pipeline the one parameter is both, whichever layer named it last
-    assert sharding.is_owned(copy.word_embeddings.weight.spec, alone(0, 2))
+    assert owned.is_owned(copy.word_embeddings.weight.spec, alone(0, 2))
 
 
 def test_replicated_parameters_are_counted_by_the_first_rank_only() -> None:
     spec = ParamSpec(shape=(8,), init=normal)
     split = ParamSpec(shape=(8,), init=normal, split_dim=0)
-    assert [sharding.is_owned(spec, alone(rank, 2)) for rank in range(2)] == [True, False]
-    assert [sharding.is_owned(split, alone(rank, 2)) for rank in range(2)] == [True, True]
+    assert [owned.is_owned(spec, alone(rank, 2)) for rank in range(2)] == [True, False]
+    assert [owned.is_owned(split, alone(rank, 2)) for rank in range(2)] == [True, True]
 
 
 def counts(rank: int, world_size: int, tp_size: int) -> tuple[int, float]:
@@ -219,10 +219,10 @@ def counts(rank: int, world_size: int, tp_size: int) -> tuple[int, float]:
     module = nn.ModuleList(modules)
     square = torch.zeros((), dtype=torch.float64)
     for _, value in sharding.named_parameters(module):
-        if sharding.is_owned(value.spec, state):
+        if owned.is_owned(value.spec, state):
             square += value.detach().double().square().sum()
     torch.distributed.all_reduce(square, group=state.group("model_pipe"))
-    return sharding.count_parameters(module, state), float(square)
+    return owned.count_parameters(module, state), float(square)
 
 
 @pytest.mark.parametrize(("world_size", "tp_size"), [(2, 2), (2, 1), (4, 2), (4, 4)])
@@ -253,7 +253,7 @@ def test_one_full_parameter_at_a_time() -> None:
     for layer in module:
         layer.weight.spec = ParamSpec(shape=(256, 64), init=watching, split_dim=0)
     sharding.bind(module, 2)
-    sharding.initialize(module, 1, state)
+    initial_weights.initialize(module, 1, state)
     assert alive == [1] * 6
 
 
@@ -281,7 +281,7 @@ def test_modules_with_foreign_or_doubled_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match="2.row.weight is also 3.row.weight, but is not declared tied"):
         sharding.bind(nn.ModuleDict({"row": build(state, index=2).row}), 3)
     with pytest.raises(ValueError, match="no canonical name yet"):
-        sharding.initialize(Layers(state), 1, state)
+        initial_weights.initialize(Layers(state), 1, state)
     twice = nn.ModuleList([tied_copy(state, 0), tied_copy(state, 9)])
     with pytest.raises(ValueError, match="two parameters of this module are called 0.word_embeddings.weight"):
         list(sharding.named_parameters(twice))
@@ -296,5 +296,5 @@ def test_defaults_of_decay_and_kind() -> None:
 @settings(max_examples=20)
 @given(st.integers(0, 2**31), st.text(max_size=8), st.text(max_size=8))
 def test_seeds_of_different_names_differ(seed: int, one: str, other: str) -> None:
-    assert 0 <= sharding.stable_seed(seed, one) < 2**63
-    assert (sharding.stable_seed(seed, one) == sharding.stable_seed(seed, other)) == (one == other)
+    assert 0 <= random.stable_seed(seed, one) < 2**63
+    assert (random.stable_seed(seed, one) == random.stable_seed(seed, other)) == (one == other)

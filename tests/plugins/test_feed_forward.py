@@ -14,7 +14,7 @@ from megatron.layers.carry import Context
 from megatron.layers.parts import MLPS
 from megatron.model.gpt import gpt_layers
 from megatron.model.sequential import SequentialModel
-from megatron.mpu import sharding
+from megatron.mpu import initial_weights, sharding
 from megatron.mpu.state import ParallelState
 from megatron.objectives import OBJECTIVES
 from megatron.plugins import load_plugins
@@ -46,7 +46,7 @@ def test_output_and_loss_are_the_formulas(tmp_path: Path) -> None:
     load_switch(tmp_path)
     layer = MLPS["switch"](tiny(**keys(0.5)), STATE)
     sharding.bind(layer, 3)
-    sharding.initialize(layer, 1, STATE)
+    initial_weights.initialize(layer, 1, STATE)
     x = torch.randn(12, 32, generator=torch.Generator().manual_seed(2))
     y, loss = layer(x, Context(torch.arange(6).expand(2, 6)))
     expected_loss = 0.0

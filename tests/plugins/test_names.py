@@ -14,7 +14,8 @@ from megatron.convert.families import FAMILIES, choose_family, read_config
 from megatron.errors import UserError
 from megatron.model.gpt import build_layer, gpt_layers
 from megatron.model.partition import layer_parameters, layer_rows, partition
-from megatron.mpu.sharding import count_parameters, named_parameters
+from megatron.mpu.owned import count_parameters
+from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs

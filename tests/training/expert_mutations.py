@@ -72,7 +72,7 @@ def dense_counted_by_every_expert_rank() -> Any:
 
 def experts_numbered_per_rank() -> Any:
     """Every rank's first expert is number 0 when they are drawn."""
-    return mock.patch("megatron.mpu.sharding.first_expert", lambda experts, state: 0)
+    return mock.patch("megatron.mpu.initial_weights.first_expert", lambda experts, state: 0)
 
 
 def rows_stay_sorted_by_rank() -> Any:

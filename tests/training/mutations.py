@@ -26,17 +26,19 @@ replicated_parameters_counted_on_every_rank = tied_weight_counted_twice
 
 def seed_per_rank() -> Any:
     """Every tensor-parallel rank draws its own weights."""
-    from megatron.mpu import sharding
+    from megatron.mpu import initial_weights
 
-    original = sharding._initial_shard
+    original = initial_weights._initial_shard
     return mock.patch.object(
-        sharding, "_initial_shard", lambda spec, key, seed, state: original(spec, key, seed + state.tp_rank, state)
+        initial_weights,
+        "_initial_shard",
+        lambda spec, key, seed, state: original(spec, key, seed + state.tp_rank, state),
     )
 
 
 def mean_of_means() -> Any:
     """Each data rank divides by its own number of trained tokens."""
-    from megatron.training.engine import DeepSpeedEngine
+    from megatron.training.engine_deepspeed import DeepSpeedEngine
 
     def local_count(self: Any, batch: Any) -> tuple[int, int]:
         return int(batch.mask.sum()) * self.state.dp_size, 0
@@ -53,15 +55,16 @@ def padding_in_the_softmax() -> Any:
     """Padded vocabulary rows take part in the softmax."""
     from megatron.mpu.cross_entropy import _Shard
 
-    def whole(cls: type[_Shard], local_size: int, vocab_size: int, state: Any, *others: Any) -> _Shard:
-        return cls(state.tp_rank * local_size, local_size, state, *others)
+    def whole(cls: type[_Shard], local_size: int, projection: Any) -> _Shard:
+        state = projection.state
+        return cls(state.tp_rank * local_size, local_size, state, projection.compiled, projection.softcap)
 
     return mock.patch.object(_Shard, "of", classmethod(whole))
 
 
 def drop_data_parallel_reduction() -> Any:
     """Each data rank steps on the gradient of its own samples."""
-    from megatron.training.engine import DeepSpeedEngine
+    from megatron.training.engine_deepspeed import DeepSpeedEngine
 
     original = DeepSpeedEngine.__init__
 

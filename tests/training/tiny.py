@@ -15,7 +15,9 @@ import numpy as np
 import torch
 
 from megatron.data.batch import StepBatch
-from megatron.mpu.sharding import named_parameters, own_experts, shard, stable_seed
+from megatron.mpu.owned import own_experts
+from megatron.mpu.random import stable_seed
+from megatron.mpu.sharding import named_parameters, shard
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -548,7 +548,7 @@ def switch(model: Any, row: Row, device: Any, chunk: int) -> None:
         elif isinstance(module, TransformerBlock):
             module._compiled_call_impl = None
         elif isinstance(module, OutputMatrix):
-            module.options.update(compiled=False, chunk=chunk)
+            module.projection = replace(module.projection, compiled=False, chunk=chunk)
 
 
 def switch_loss(model: Any) -> None:
@@ -557,7 +557,7 @@ def switch_loss(model: Any) -> None:
 
     for module in model.modules():
         if isinstance(module, OutputMatrix):
-            module.options["compiled"] = False
+            module.projection = replace(module.projection, compiled=False)
 
 
 def documents(rows: int, length: int) -> Any:

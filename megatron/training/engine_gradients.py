@@ -1,0 +1,134 @@
+"""Where DeepSpeed keeps the accumulated gradients of a step: four places, depending on the optimizer it wraps.
+
+A `Gradients` object hides which: it lists this rank's pieces, and applies or drops the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class Gradients(Protocol):
+    """Where one kind of optimizer keeps the gradients of a whole step."""
+
+    partitioned: bool  # True when each data-parallel rank holds only its own part
+
+    def pieces(self) -> Iterator[tuple[Tensor, Parameter]]:
+        """The local gradient pieces (accumulation dtype), each with the parameter it belongs to."""
+        ...
+
+    def step(self, skip: bool) -> None:
+        """Apply the update (or drop the gradients when `skip`), then clear the gradients."""
+        ...
+
+
+class PlainGradients:
+    """fp32 without ZeRO: gradients are `p.grad`, the optimizer is a bare torch optimizer."""
+
+    partitioned = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def pieces(self) -> Iterator[tuple[Tensor, Parameter]]:
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    yield p.grad, p
+
+    def step(self, skip: bool) -> None:
+        if not skip:
+            self.optimizer.step()
+        # set_to_none: the next backward writes instead of adding, which saves a pass over every gradient.
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class Bf16Gradients:
+    """bf16 weights, fp32 masters and fp32 accumulation (DeepSpeed's BF16_Optimizer, ZeRO-1)."""
+
+    partitioned = False  # gradients are accumulated and reduced whole; only master and moments are partitioned
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        optimizer.update_hp_grads = self.accumulate
+
+    @torch.no_grad()
+    def accumulate(self, clear_lp_grads: bool = False) -> None:
+        """Stands in for DeepSpeed's method, after each backward: add the bf16 gradients to the fp32 sums.
+
+        DeepSpeed's makes an fp32 copy of every gradient first, adds it to zeros, and keeps the bf16 gradient for the
+        next backward to be added to after it is zeroed. Here the first micro-batch is written, the others are added,
+        and the bf16 gradients are let go: four passes over all gradients less, and their memory.
+        """
+        outer = self.optimizer
+        rows = zip(outer.bf16_groups, outer.fp32_groups_gradients, outer.fp32_groups_has_gradients, strict=True)
+        for params, sums, started in rows:
+            for i, (p, total) in enumerate(zip(params, sums, strict=True)):
+                if p.grad is None:
+                    if not started[i]:
+                        total.zero_()  # what the step before left there
+                    continue
+                gradient = p.grad.reshape(total.shape)
+                if started[i]:
+                    total.add_(gradient)
+                else:
+                    total.copy_(gradient)
+                started[i], p._hp_grad, p.grad = True, total, None
+
+    def pieces(self) -> Iterator[tuple[Tensor, Parameter]]:
+        for params, gradients in zip(self.optimizer.bf16_groups, self.optimizer.fp32_groups_gradients, strict=True):
+            for p, gradient in zip(params, gradients, strict=True):
+                yield gradient, p
+
+    def step(self, skip: bool) -> None:
+        outer = self.optimizer
+        if not skip:
+            # BF16_Optimizer.step would first compute a norm of its own (one more pass over all gradients).
+            for master, gradient in zip(
+                outer.fp32_groups_flat_partition, outer.fp32_groups_gradient_flat_partition, strict=True
+            ):
+                master.grad = gradient.to(master.dtype)
+            outer.optimizer.step()
+            outer._lazy_init_hp_params_optimizer_state()
+            outer.update_lp_params()
+        outer.fp32_groups_has_gradients = [[False] * len(params) for params in outer.bf16_groups]
+
+
+class ZeroGradients:
+    """ZeRO stages 1-3 (DeepSpeedZeroOptimizer and its stage 3 sibling): each data rank holds its partition."""
+
+    partitioned = True
+
+    def __init__(self, optimizer: Any, stage: int) -> None:
+        self.optimizer = optimizer
+        self.stage = stage
+
+    def pieces(self) -> Iterator[tuple[Tensor, Parameter]]:
+        groups = self.optimizer.fp16_groups if self.stage == 3 else self.optimizer.params_in_partition
+        for i, params in enumerate(groups):
+            gradients = self.optimizer.averaged_gradients.get(i) or []
+            real = [g for g in gradients if not getattr(g, "_zero_padding", False)]
+            # A rank whose partition holds no parameter keeps one zero buffer and no parameter.
+            yield from zip(real, params, strict=False)
+
+    def step(self, skip: bool) -> None:
+        if not skip:
+            self.optimizer.step()
+        else:
+            for i in list(self.optimizer.averaged_gradients):
+                self.optimizer.averaged_gradients[i] = None
+            if self.stage < 3:
+                self.optimizer._release_preflattened_grad_buffers()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def find_gradients(optimizer: Any, stage: int) -> Gradients:
+    """Those of an optimizer that DeepSpeed wrapped (or left as it is), at the ZeRO stage that runs."""
+    if type(optimizer).__name__ == "BF16_Optimizer":
+        return Bf16Gradients(optimizer)
+    return ZeroGradients(optimizer, stage) if stage >= 1 else PlainGradients(optimizer)
