@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.layers.carry import Carry
 from tests.distributed import run_distributed
 from tests.training import runs
 from tests.training.tiny import NEOX, Layout, build, step_batch, train
@@ -90,11 +91,11 @@ def size(rank: int, hidden: int, keys: dict[str, Any], seed: int) -> tuple[float
         engine.train_batch(step_batch(step, args, engine.state), lr(step))
     batch, layers = step_batch(9, args, engine.state), engine.module.sequential
     with torch.no_grad():
-        carry = (batch.tokens[0], batch.positions[0])
+        carry = Carry(batch.tokens[0], batch.positions[0])
         for layer in layers[: 1 + args.model.num_layers]:
             carry = layer(carry)
         logits = engine.module((batch.tokens[0], batch.positions[0]), then=lambda out: out.logits())
-    return float(carry[0].abs().mean()), float(logits.abs().mean())
+    return float(carry.hidden.abs().mean()), float(logits.abs().mean())
 
 
 def test_activations_keep_their_size_with_the_width_under_mup_only() -> None:
