@@ -113,7 +113,7 @@ def _one(x: Tensor, rows: slice) -> Tensor:
 
 
 def _bias(rows: slice, window: int, slopes: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What is added to a document's scores, [1, 1 or n, length, length]; None where causal says it all."""
+    """What is added to a document's scores, [1, 1 or n, length, length]; None where causal is the whole mask."""
     length = rows.stop - rows.start
     narrow = 0 <= window < length - 1
     if slopes is None and not narrow:
@@ -125,7 +125,7 @@ def _bias(rows: slice, window: int, slopes: Tensor | None, dtype: torch.dtype) -
 
 @cache
 def gpu_kernel() -> Callable[..., Tensor]:
-    """torch's `varlen_attn` (torch 2.10 or newer). Raises `UserError` where there is none."""
+    """torch's `varlen_attn` (torch 2.10 or newer). Raises `UserError` where it is missing."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:

@@ -46,7 +46,7 @@ class Carry(NamedTuple):
     def from_tensors(
         cls, tensors: Sequence[Tensor], fields: Sequence[str] = ("hidden", "positions", "documents")
     ) -> Carry:
-        """From the tensors at the border of a stage; `fields` says which they are, in order (the last may be missing).
+        """From the tensors at the border of a stage; `fields` names them, in order (the last may be missing).
         Documents come as their numbers [b, s]."""
         found: dict[str, Any] = dict(zip(fields, tensors, strict=False))
         if "documents" in found:

@@ -1,10 +1,10 @@
 """The packed documents of one micro-batch, in the forms that attention back-ends read.
 
-Legend: b batch, s sequence, t = b·s, N documents of the micro-batch (a document that goes on in the next row counts
+Legend: b batch, s sequence, t = b·s, N documents of the micro-batch (a document that continues in the next row counts
 again there).
 
 Every layer of a stage masks alike, so what follows from the document numbers is made once per micro-batch, before the
-first block and outside any compiled graph, and travels beside the hidden states in place of the numbers. Between
+first block and outside any compiled graph, and travels next to the hidden states in place of the numbers. Between
 pipeline stages only the numbers travel.
 """
 
@@ -69,7 +69,7 @@ def _starts(ids: Tensor) -> Tensor:
 
 
 def document_of_tokens(ids: Tensor) -> Tensor:
-    """ids [b, s] -> int64 [b·s]: documents numbered through the micro-batch from 0; one that goes on in the next row
+    """ids [b, s] -> int64 [b·s]: documents numbered through the micro-batch from 0; one that continues in the next row
     is another there. Does not wait for the device.
     """
     return _starts(ids).flatten().cumsum(0) - 1

@@ -7,7 +7,7 @@ the same column, and every later token of every row lands in the same next colum
 c - start[i] (`left_padded_positions`). Columns before `start` are never attended to and never enter a state, so pad
 tokens may have any valid id.
 
-Each layer makes its own entry (`new_cache(capacity, start)`), so kinds of layers can stand side by side.
+Each layer makes its own entry (`new_cache(capacity, start)`), so layers of different kinds can be mixed.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Legend: b batch, s sequence, L tokens of a chunk, n_h heads of p channels, g gro
     h[t] = exp(dt[t] A) h[t-1] + dt[t] x[t] ⊗ B[t]      A one number < 0 per head, h [p, n]
     y[t] = h[t] C[t]                                    (Dao & Gu 2024, section 6)
 
-Inside a chunk y is (C Bᵀ ∘ decay) x, between chunks a state is handed on. The decay from token j to token i is
+Inside a chunk y is (C Bᵀ ∘ decay) x, between chunks a state is passed on. The decay from token j to token i is
 exp(S[i] - S[j]) with S the running sum of dt A: only exponentials of numbers <= 0 are taken, so nothing overflows.
 """
 

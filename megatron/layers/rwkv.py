@@ -44,7 +44,7 @@ class Mixing(nn.Module):
         spec = ParamSpec(shape=(1, 1, self.hidden), init=fill, kind="vector", decay=False, sequence_reduced=True)
         return sharding.parameter(spec, self.state)
 
-    def entered(
+    def enter(
         self, x: Tensor, b: int, starts: Tensor | None, real: Tensor | None, before: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """x ([t, h], or [t/tp, h]) as [b, s, h], and the token before each: zeros at the start of a text."""
@@ -54,8 +54,8 @@ class Mixing(nn.Module):
         shifted = torch.cat((first, x[:, :-1]), dim=1)
         return x, shifted if starts is None else shifted.masked_fill(starts.unsqueeze(2), 0.0)
 
-    def mixed(self, x: Tensor, shifted: Tensor, mix: Tensor) -> Tensor:
-        """[b, s, h] -> [t, h]. Every rank goes on with columns of its own, so gradients of the vector add up."""
+    def blend(self, x: Tensor, shifted: Tensor, mix: Tensor) -> Tensor:
+        """[b, s, h] -> [t, h]. Every rank continues with columns of its own, so gradients of the vector add up."""
         return torch.lerp(shifted, x, sum_gradient(mix, self.state, "tensor")).reshape(-1, self.hidden)
 
 
@@ -94,11 +94,11 @@ class TimeMixing(Mixing):
         `starts` [b, s]: first tokens of packed documents; `real` [b, s, 1]: tokens that are not padding; `before`,
         `state`: what the last two were behind the tokens before.
         """
-        x, shifted = self.entered(x, b, starts, real, before)
+        x, shifted = self.enter(x, b, starts, real, before)
         s, wide = x.shape[1], torch.promote_types(x.dtype, torch.float32)
-        k = self.key(self.mixed(x, shifted, self.time_mix_key), entered=True).view(b, s, -1)
-        v = self.value(self.mixed(x, shifted, self.time_mix_value), entered=True).view(b, s, -1)
-        r = self.receptance(self.mixed(x, shifted, self.time_mix_receptance), entered=True).view(b, s, -1)
+        k = self.key(self.blend(x, shifted, self.time_mix_key), entered=True).view(b, s, -1)
+        v = self.value(self.blend(x, shifted, self.time_mix_value), entered=True).view(b, s, -1)
+        r = self.receptance(self.blend(x, shifted, self.time_mix_receptance), entered=True).view(b, s, -1)
         if real is not None:
             k, v = k.to(wide).masked_fill(~real, NOTHING), v.masked_fill(~real, 0.0)
         y, state = wkv(k, v, -self.time_decay.to(wide).exp(), self.time_first.to(wide), starts=starts, state=state)
@@ -123,7 +123,7 @@ class ChannelMixing(Mixing):
 
     def parts(self, x: Tensor, shifted: Tensor) -> tuple[Tensor, Tensor]:
         """What key and receptance are made from, [t, h] each."""
-        return self.mixed(x, shifted, self.time_mix_key), self.mixed(x, shifted, self.time_mix_receptance)
+        return self.blend(x, shifted, self.time_mix_key), self.blend(x, shifted, self.time_mix_receptance)
 
     def forward(
         self,
@@ -134,7 +134,7 @@ class ChannelMixing(Mixing):
         before: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As in `TimeMixing`: (the shape of x, last x [b, h])."""
-        x, shifted = self.entered(x, b, starts, real, before)
+        x, shifted = self.enter(x, b, starts, real, before)
         for_key, for_receptance = self.parts(x, shifted)
         partial = self.value(F.relu(self.key(for_key, entered=True)).square(), reduce=False)
         r = torch.sigmoid(self.receptance(for_receptance, entered=True))

@@ -77,7 +77,7 @@ class TimeMixing6(Mixing):
         return sharding.parameter(spec, self.state)
 
     def _whole(self, weight: Tensor) -> Tensor:
-        """A weight held whole: every rank goes on with heads of its own, so gradients add up."""
+        """A weight held whole: every rank continues with heads of its own, so gradients add up."""
         return sum_gradient(weight, self.state, "tensor")
 
     def forward(
@@ -90,7 +90,7 @@ class TimeMixing6(Mixing):
         state: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As in `rwkv.TimeMixing`; the state is [b, n/tp, d, d]."""
-        x, shifted = self.entered(x, b, starts, real, before)
+        x, shifted = self.enter(x, b, starts, real, before)
         s, wide = x.shape[1], torch.promote_types(x.dtype, torch.float32)
         inputs = self._inputs(x, shifted)  # of padding 0, and so are its keys
         fades = torch.tanh(inputs["w"] @ self._whole(self.time_decay_w1)) @ self.time_decay_w2
@@ -138,7 +138,7 @@ class ChannelMixing6(ChannelMixing):
         self.time_maa_r = self.vector(maa(left))
 
     def parts(self, x: Tensor, shifted: Tensor) -> tuple[Tensor, Tensor]:
-        return self.mixed(shifted, x, self.time_maa_k), self.mixed(shifted, x, self.time_maa_r)
+        return self.blend(shifted, x, self.time_maa_k), self.blend(shifted, x, self.time_maa_r)
 
 
 # -- how the vectors start (BlinkDL's RWKV-6, src/model.py) -----------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.layers.chunks import slices, wide_type
 
-# m before the first token of a text; a key of this value counts exactly 0 beside any other. Exact in every wide type.
+# m before the first token of a text; a key of this value counts exactly 0 next to any other. Exact in every wide type.
 NOTHING = -(2.0**99)
 CHUNK = 64
 

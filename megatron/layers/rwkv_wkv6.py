@@ -1,4 +1,4 @@
-"""RWKV-6's recurrence (WKV): linear attention whose memory fades, per channel, as each token says.
+"""RWKV-6's recurrence (WKV): linear attention whose memory fades, per channel, by each token's own decay.
 
 Legend: b batch, s sequence, n heads, d head size, L tokens of a chunk. Peng et al. 2024 (arXiv 2404.05892), section 4;
 per head, S [d, d] keys by values, 0 at the start of a text:

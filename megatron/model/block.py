@@ -33,7 +33,7 @@ from megatron.layers.kv_cache import CacheEntry, LayerCache
 from megatron.layers.measure import size_of
 from megatron.layers.norms import build_norm
 from megatron.layers.parts import MIXERS, MLPS, BlockSpec, adds_loss
-from megatron.model.recompute import Recompute, recomputed
+from megatron.model.recompute import Recompute, recompute_in_backward
 from megatron.mpu.collectives import enter_tensor_parallel, leave_tensor_parallel
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.block_sizes import BLOCK
@@ -68,11 +68,9 @@ class Block(nn.Module):
         """`cache`: what `new_cache` gave, with the earlier tokens (inference); it takes s more."""
         context = Context(carry.positions, carry.documents, cache)
         policy = self.recompute if cache is None else "none"
-        hidden, loss = recomputed(self.residual, policy, carry.hidden, context)
+        hidden, loss = recompute_in_backward(self.residual, policy, carry.hidden, context)
         if self.training and loss is not None and carry.balance is None:
-            raise UserError(
-                f"{type(self).__name__}: its feed-forward returns a loss; its `adds_loss(model)` denies that"
-            )
+            raise UserError("mlp_config: a feed-forward returned a loss that its adds_loss(model) does not announce")
         return carry.replace_hidden(hidden, loss)
 
     def residual(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:

@@ -18,7 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -83,7 +82,7 @@ def _keep_or_recompute(context: Any, operator: Any, *args: Any, **kwargs: Any) -
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def recomputed(function: Callable[..., Any], policy: str, *args: Tensor) -> Any:
+def recompute_in_backward(function: Callable[..., Any], policy: str, *args: Any) -> Any:
     """function(*args) under `policy`; a plain call where no gradient is recorded."""
     if policy == "none" or not torch.is_grad_enabled():
         return function(*args)

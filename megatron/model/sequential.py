@@ -21,7 +21,7 @@ from megatron.log import get_logger
 from megatron.model.block import Block
 from megatron.model.gpt import Layer, build_layer
 from megatron.model.head import LMOutput, Then
-from megatron.model.recompute import Recompute, recomputed
+from megatron.model.recompute import Recompute, recompute_in_backward
 from megatron.mpu.state import ParallelState
 
 logger = get_logger(__name__)
@@ -42,7 +42,7 @@ def run_layers(layers: Sequence[nn.Module], carry: Carry, recompute: Recompute, 
         if len(chunk) == 1:
             carry = chunk[0](carry)
         else:
-            carry = carry.replace_hidden(*recomputed(_run_chunk(chunk), recompute.policy, *carry))
+            carry = carry.replace_hidden(*recompute_in_backward(_run_chunk(chunk), recompute.policy, *carry))
     return carry
 
 
@@ -94,7 +94,7 @@ class SequentialModel(nn.Module):
 
     `layers` are built and initialised here from `seed` (None: zeros, a checkpoint follows). `objective` turns the
     head's output and the labels into a scalar. `after_build` is called with each layer before the next one is built:
-    under ZeRO-3 it hands the layer's parameters to their owners, so that the model is never whole.
+    under ZeRO-3 it gives the layer's parameters to their owners, so that the model is never whole.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ Legend: c tokens of a chunk, r real vocabulary rows of this rank.
 
 As single operations these read and write [c, r] some ten times, in fp32; a compiled kernel reads logits in their own
 type twice for the sums and once for the gradient, which it writes in that type. On a GPU that is most of the time of
-the loss beside its matrix products. The arithmetic is fp32 either way.
+the loss next to its matrix products. The arithmetic is fp32 either way.
 """
 
 from __future__ import annotations

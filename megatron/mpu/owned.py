@@ -25,7 +25,7 @@ def gather_experts(local: Tensor, spec: ParamSpec, state: ParallelState, needed:
     """The whole tensor-parallel part [experts/tp, ...] from the ranks of the group "expert". Collective over it.
 
     It comes rank by rank and is put together in the host's memory, so that a device holds another rank's experts
-    beside its own at most. A rank that says it is not `needed` gets its own back.
+    next to its own at most. A rank on which it is not `needed` gets its own back.
     """
     group = state.group("expert")
     if not spec.experts or group is None:

@@ -39,7 +39,7 @@ class Topology:
         return self.axes.get(axis, 1)
 
     def coord(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands on every axis. Raises `UserError` for a rank outside the world."""
+        """The coordinate of `rank` on every axis. Raises `UserError` for a rank outside the world."""
         if not 0 <= rank < self.world_size:
             raise UserError(f"rank {rank} does not exist: {self} has ranks 0 to {self.world_size - 1}")
         return {name: int(i) for name, i in zip(self.axes, np.unravel_index(rank, self._ranks.shape), strict=True)}
@@ -95,7 +95,7 @@ class Topology:
 
 
 class RankInfo(NamedTuple):
-    """What a launcher told this process: its rank, its rank on this machine, and the number of ranks."""
+    """What a launcher gave this process: its rank, its rank on this machine, and the number of ranks."""
 
     rank: int
     local_rank: int
@@ -103,7 +103,7 @@ class RankInfo(NamedTuple):
 
 
 # Per launcher: the variables for rank, local rank and world size. The first launcher whose rank variable is set wins.
-# MPI stands before SLURM because under `mpirun` in an allocation SLURM_PROCID belongs to the daemon that started us.
+# MPI comes before SLURM because under `mpirun` in an allocation SLURM_PROCID belongs to the daemon that started us.
 _LAUNCHERS: dict[str, tuple[str, str, str]] = {
     "torchrun": ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
     "OpenMPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),

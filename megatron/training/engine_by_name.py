@@ -62,7 +62,7 @@ class StateByName:
 
     def read(self, name: str, needed: bool = True) -> dict[str, Tensor]:
         """fp32 master weight and optimizer moments of a parameter: this rank's tensor-parallel part, experts of all
-        expert-parallel ranks. Collective over the data group; nothing comes back to who says it is not `needed`."""
+        expert-parallel ranks. Collective over the data group; empty on ranks on which it is not `needed`."""
         p, found = self._params[name], {}
         for key, value in self._optimizer_state.read(p).items():
             found[key] = gather_experts(value, spec_of(p), self.state, needed)

@@ -71,7 +71,7 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 def _steps_per_print(args: NeoXArgs) -> int | None:
-    """None, DeepSpeed says nothing, unless asked for; its timers divide by the number."""
+    """None (DeepSpeed prints nothing) unless asked for; its timers divide by the number."""
     asked = args.is_set("steps_per_print") or args.deepspeed.wall_clock_breakdown
     return args.deepspeed.steps_per_print if asked else None
 
@@ -88,7 +88,7 @@ def _fp16(args: NeoXArgs) -> dict[str, Any]:
 
 
 def _grad_accum_dtype(args: NeoXArgs) -> str:
-    """fp32 unless the user says otherwise: DeepSpeed's default is the model's dtype."""
+    """fp32 unless the user sets another: DeepSpeed's default is the model's dtype."""
     if chosen := (args.optimizer.data_types or {}).get("grad_accum_dtype"):
         return chosen
     # Below stage 2 DeepSpeed accumulates fp16 in fp16 only.

@@ -21,7 +21,7 @@ from megatron.mpu.state import ParallelState
 from megatron.training.engine import StepOut
 from megatron.training.engine_by_name import StateByName
 from megatron.training.engine_experts import expert_parallel
-from megatron.training.engine_fp32 import kept_in_fp32
+from megatron.training.engine_fp32 import keep_in_fp32
 from megatron.training.engine_gradients import ZeroGradients, find_gradients
 from megatron.training.engine_state import OptimizerState
 from megatron.training.engine_update import Update, clip_and_step
@@ -58,13 +58,13 @@ class DeepSpeedEngine(StateByName):
         self.pipelined = state.pp_size > 1
         self.before_update: Callable[[], None] | None = None
         extra = {} if self.pipelined or grid is None else {"mpu": grid}
-        kept = kept_in_fp32(model.parameters(), stage)
-        with kept, expert_parallel(model.parameters(), state) as experts_apart:
+        fp32 = keep_in_fp32(model.parameters(), stage)
+        with fp32, expert_parallel(model.parameters(), state) as has_experts:
             self.deepspeed, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False, **extra
             )
         # From here on DeepSpeed reduces the gradients of experts apart from the others.
-        self.deepspeed.has_moe_layers = experts_apart
+        self.deepspeed.has_moe_layers = has_experts
         self.module = self.deepspeed.module
         self.micro_batches = config["gradient_accumulation_steps"]
         masters = stage > 0 or precision != "fp32"

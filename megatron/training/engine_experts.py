@@ -1,4 +1,4 @@
-"""Expert parallelism in DeepSpeed: its own machinery for experts, told about ours.
+"""Expert parallelism in DeepSpeed: its own machinery for experts, applied to ours.
 
 DeepSpeed reduces the gradients of its own expert layers over the ranks that hold the same experts, divided by all
 data-parallel ranks (an expert's gradient holds the tokens of its whole group "expert" already), and its bf16 optimizer
@@ -24,8 +24,8 @@ from megatron.mpu.state import ParallelState
 _NAME = "experts"
 
 
-def experts_apart(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Optimizer groups in which experts stand in groups of their own, marked as DeepSpeed wants it."""
+def split_expert_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Optimizer groups in which experts have groups of their own, marked as DeepSpeed wants it."""
     found: list[dict[str, Any]] = []
     for group in groups:
         others = [p for p in group["params"] if not spec_of(p).experts]

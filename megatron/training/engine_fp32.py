@@ -18,7 +18,7 @@ from megatron.mpu.sharding import spec_of
 
 
 @contextmanager
-def kept_in_fp32(params: Iterable[Parameter], stage: int) -> Iterator[None]:
+def keep_in_fp32(params: Iterable[Parameter], stage: int) -> Iterator[None]:
     """While DeepSpeed's engine is built: those of `params` that are to be kept keep their type."""
     kept = [p for p in params if spec_of(p).keep_fp32] if stage < 3 else []
     if not kept:

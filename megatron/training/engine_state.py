@@ -151,7 +151,7 @@ class OptimizerState:
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _flat_parameters(self) -> list[list[Tensor]] | None:
-        """Stage 3 hands the inner optimizer one sub-group at a time; list them all, by parameter group."""
+        """Stage 3 gives the inner optimizer one sub-group at a time; list them all, by parameter group."""
         if self.stage != 3:
             return None
         zero = self.engine.optimizer

@@ -28,7 +28,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.compile import compile_blocks, wants_compile
 from megatron.training.engine_config import deepspeed_config, effective_zero_stage
 from megatron.training.engine_deepspeed import DeepSpeedEngine
-from megatron.training.engine_experts import experts_apart
+from megatron.training.engine_experts import split_expert_groups
 from megatron.training.rendezvous import share_config
 from megatron.training.setup_deepspeed import grid_of, layer_partitioner, quiet_stdout
 from megatron.training.setup_distributed import find_rank, init_distributed, leave_job, open_store, pick_device
@@ -120,7 +120,7 @@ def build_engine(process: Process, model: torch.nn.Module) -> DeepSpeedEngine:
     mult = 1.0 / args.model.mup_width_mult if args.model.use_mup else 1.0
     groups = parameter_groups(model.parameters(), weight_decay=optimizer_args.weight_decay, matrix_lr_mult=mult)
     if state.ep_size > 1:
-        groups = experts_apart(groups)
+        groups = split_expert_groups(groups)
     params = optimizer_params(optimizer_args.optimizer_type, optimizer_args.optimizer)
     optimizer = build_optimizer(optimizer_args.optimizer_type, groups, optimizer_args.lr, params)
     stage = effective_zero_stage(args)

@@ -26,7 +26,7 @@ from megatron.mpu.state import ParallelState
 class Dispatched(Protocol):
     """Tokens that have come to their experts.
 
-    * `rows` [r, h]: of this rank's experts, in their order; may go on behind the last group (`Groups`).
+    * `rows` [r, h]: of this rank's experts, in their order; may continue behind the last group (`Groups`).
     * `groups`: how many rows each of this rank's experts has.
     """
 
@@ -95,7 +95,7 @@ class ExchangedRows:
 
     def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
         back = self.exchange.from_experts(outputs)
-        # On a GPU the rows of this rank's tokens go on behind the last group (`Groups`); nobody reads those.
+        # On a GPU the rows of this rank's tokens continue behind the last group (`Groups`); nobody reads those.
         return self.own.combine(F.pad(back, (0, 0, 0, len(self.own.rows) - len(back))), weights)
 
 

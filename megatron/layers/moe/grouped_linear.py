@@ -23,7 +23,7 @@ class Groups:
     """How many consecutive rows each group has: `sizes` int64 [G], on the rows' device.
 
     `host` may be given by who knows the sizes already; else they are read from the device when somebody asks. The rows
-    may go on behind the last group: what stands there is nobody's, and what comes out there is undefined.
+    may continue behind the last group: those belong to nobody, and the result there is undefined.
     """
 
     def __init__(self, sizes: Tensor, host: list[int] | None = None) -> None:

@@ -4,7 +4,7 @@ Legend: b sequences, s tokens of each, t = b·s, h hidden, k experts per token, 
 
 y = Σ_j weight_j · expert_j(x) over a token's k experts (+ gate(x) · shared_expert(x)).
 
-The whole layer stands inside the tensor-parallel region: every rank has all tokens, works with its own experts (and its
+The whole layer is inside the tensor-parallel region: every rank has all tokens, works with its own experts (and its
 part of the shared one) and returns a partial sum, so it takes the same two crossings as a dense feed-forward, with and
 without sequence parallelism. Whatever all ranks compute alike there has a gradient that is summed over them.
 """

@@ -18,7 +18,7 @@ from megatron.layers.moe.grouped_linear import Groups
 
 @dataclass(frozen=True)
 class Order:
-    """Which assignment stands in which row.
+    """Which assignment is in which row.
 
     * `token` int64 [r]: the token of each row. `row` int64 [t, k]: the row of each assignment.
     * `choice` int64 [r]: the number of each row's assignment, token · k + j.
@@ -105,7 +105,7 @@ def _collect(rows: Tensor, order: Order, weights: Tensor | None) -> Tensor:
     for j in range(choices):
         part = rows.index_select(0, order.row[:, j])
         if order.present is not None:
-            # Not by a product with 0: behind the last group anything may stand.
+            # Not by a product with 0: behind the last group anything may be stored.
             part = part.masked_fill(~order.present[:, j].unsqueeze(1), 0.0)
         if weights is None:
             total += part

@@ -9,7 +9,7 @@ Legend: t tokens, h hidden, k experts per token (moe_top_k), E experts.
 |                 | of plain ones otherwise (GPT-NeoX)          | experts                                              |
 
 Scores are softmax or sigmoid (moe_router_score) of the logits, in fp32 whatever the type of the hidden states. The
-layer stands inside the tensor-parallel region: every rank routes all tokens and passes on the gradients of its own
+layer is inside the tensor-parallel region: every rank routes all tokens and passes on the gradients of its own
 experts' weights alone, so the router's weight is summed over ranks in the backward pass.
 """
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Routing(NamedTuple):
-    """What the router says.
+    """The router's output.
 
     * `experts` int64 [t, k] and `weights` fp32 [t, k] of each token. `logits` fp32 [t, E].
     * `shares` fp32 [t, E]: every token's scores, divided by their sum.
