@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from megatron.data.tokens.builder import IndexedDatasetBuilder
-from megatron.plan.text import size
+from megatron.plan.tables import size
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow, pytest.mark.timeout(240)]
 

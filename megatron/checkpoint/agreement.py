@@ -1,4 +1,4 @@
-"""All ranks go on or all ranks stop: errors are exchanged after each phase, so that none waits for a dead one."""
+"""All ranks continue or all stop: errors are exchanged after each phase, so that none waits for a dead one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def together(what: str, state: ParallelState) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:  # whatever it is, the other ranks must hear of it before it goes on
+    except Exception as caught:  # whatever it is, the other ranks must learn of it first
         error = caught
     failures = agree(error, state)
     if error is not None:

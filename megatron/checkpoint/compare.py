@@ -1,9 +1,9 @@
-"""What changed in the configuration since a checkpoint, and whether the run may go on with it.
+"""What changed in the configuration since a checkpoint, and whether the run may be resumed with it.
 
-Architecture, tokenizer and data order decide what the saved numbers mean; changing them is refused unless asked for
-(`allow_config_changes: true`). Everything else (learning rate, batch size, layout, ...) may change and is printed.
-Which sources are mixed, and how, may change for the time to come: the record of the data order in the checkpoint
-(data/frozen) knows what is past.
+Architecture, tokenizer and data order decide what the saved numbers mean; changing them is refused unless
+`allow_config_changes: true`. Everything else (learning rate, batch size, layout, ...) may change and is logged.
+Sources and their weights may change for the steps to come: the record of the data order in the checkpoint
+(data/order/frozen) has the past.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ DATA_ORDER = (
     "dataset_impl",
 )
 OPTIMIZER = ("optimizer_type",)
-# These speak of this start alone, so a difference says nothing.
+# These are for this start only, so a difference means nothing.
 _OF_THE_START = (
     "load",
     "iteration",
@@ -93,9 +93,9 @@ _OF_THE_START = (
     "use_checkpoint_lr_scheduler",
     "git_hash",
     "save",
-    *("do_train", "do_valid", "do_test"),  # derived from what is said already
+    *("do_train", "do_valid", "do_test"),  # derived from other keys
 )
-_SAID_BY_OTHERS = ("mixture", "plugins", "plugin_sources")  # the keys that it fills in; plugins.source_changes
+_LOGGED_ELSEWHERE = ("mixture", "plugins", "plugin_sources")  # the keys that it fills in; plugins.source_changes
 _KINDS = {
     **dict.fromkeys(ARCHITECTURE, "architecture"),
     **dict.fromkeys(TOKENIZER, "tokenizer"),
@@ -124,7 +124,7 @@ def compare_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tup
     """
     breaking, others = [], []
     for key, now in current.items():
-        if key not in saved or key in _OF_THE_START or key in _SAID_BY_OTHERS:
+        if key not in saved or key in _OF_THE_START or key in _LOGGED_ELSEWHERE:
             continue
         before, now = _plain(saved[key]), _plain(now)
         if before != now:
@@ -145,10 +145,10 @@ def check_config(
     """Messages for every change since the checkpoint; raises `UserError` when one would break the run.
 
     Args:
-        allow: `allow_config_changes`: say it and go on.
+        allow: `allow_config_changes`: log it and continue.
         finetune: a new run on old weights, for which only the architecture must agree.
         load_optim: whether optimizer state is loaded, so that the optimizer must agree.
-        load_data: whether the order of the samples goes on, so that what it is made of must agree.
+        load_data: whether the order of the samples is continued, so that its data keys must agree.
     """
     breaking, others = compare_configs(saved, current)
     matters = {"architecture"} if finetune else {"architecture", "tokenizer"}

@@ -37,7 +37,7 @@ class CheckpointFolder:
         self.files: dict[str, FileEntry] = {}
 
     def prepare(self) -> None:
-        """Make an empty temporary folder; clear what interrupted saves and deletions left behind."""
+        """Make an empty temporary folder; remove the leftovers of interrupted saves and deletions."""
         self.root.mkdir(parents=True, exist_ok=True)
         recover(self.root)
         self.path.mkdir()
@@ -100,7 +100,7 @@ def write_latest(root: Path, step: int, durable: bool = True) -> None:
 
 
 def recover(root: Path) -> None:
-    """Undo or finish what a killed process left: only for the one who may write in `root`.
+    """Undo or finish the leftovers of a killed process: only for the one who may write in `root`.
 
     A replaced checkpoint whose successor never got its name gets it back; half-written and half-deleted folders go.
     """

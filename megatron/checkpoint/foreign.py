@@ -1,8 +1,8 @@
 """Torch files that others wrote, read without running anything that is in them.
 
 GPT-NeoX's files hold more than tensors: states of NumPy's generator, settings of DeepSpeed. `weights_only` refuses
-those files as a whole. They are read again by an unpickler that makes tensors and plain values, and puts a stand-in in
-the place of everything else: no name in a file makes it import or call anything beyond the table here.
+those files as a whole. They are read again by an unpickler that makes tensors and plain values, and replaces
+everything else by a stand-in: no name in a file makes it import or call anything beyond the table here.
 """
 
 from __future__ import annotations

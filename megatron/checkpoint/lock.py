@@ -1,8 +1,8 @@
 """A lock in `save`: two jobs must not write the same checkpoints.
 
 `lock.json` names host, process and a token; a thread touches it every few seconds. A lock is stale when its process on
-this host is gone, or when nobody touched it while we watched (a job killed on another host). The watching compares what
-the file system says at two times, so the hosts' clocks need not agree.
+this host is gone, or when nobody touched it while we watched (a job killed on another host). Only times of the
+file system are compared, so the hosts' clocks need not agree.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SaveLock:
             if holder is None:
                 continue  # released in between
             if self._is_alive(holder):
-                raise UserError(_held_by(self.path, holder))
+                raise UserError(_describe_holder(self.path, holder))
             self._remove(holder)
         self._stop.clear()
         self._thread = threading.Thread(target=self._beat, name="save-lock", daemon=True)
@@ -105,18 +105,18 @@ class SaveLock:
     def _is_alive(self, holder: dict[str, Any]) -> bool:
         if holder.get("host") == socket.gethostname() and isinstance(holder.get("pid"), int):
             return _process_runs(holder["pid"], holder.get("started"))
-        before = self._touched()
+        before = self._last_touch()
         logger.info(f"{self.path} is held by {holder.get('host')}; watching for {self.patience:.0f} s if it is alive")
         deadline = time.monotonic() + self.patience
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self.patience / 10))
-            if self._touched() != before:
+            if self._last_touch() != before:
                 return self._read() is not None
         return False
 
-    def _touched(self) -> int | None:
+    def _last_touch(self) -> int | None:
         try:
-            with open(self.path, "rb") as file:  # opening asks a network server anew, stat may not
+            with open(self.path, "rb") as file:  # opening asks a network server again, stat may not
                 return os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:
             return None
@@ -156,10 +156,10 @@ def refuse_if_held(root: str | Path) -> None:
     holder = _parse(path)
     if holder and holder.get("host") == socket.gethostname() and isinstance(holder.get("pid"), int):
         if _process_runs(holder["pid"], holder.get("started")):
-            raise UserError(_held_by(path, holder))
+            raise UserError(_describe_holder(path, holder))
 
 
-def _held_by(path: Path, holder: dict[str, Any]) -> str:
+def _describe_holder(path: Path, holder: dict[str, Any]) -> str:
     return (
         f"{path.parent} is being written by another job: process {holder.get('pid')} on {holder.get('host')}, since "
         f"{holder.get('since')}. Wait for it, or choose another `save`. (If you are sure it is gone, delete {path}.)"

@@ -23,7 +23,7 @@ _PACKAGES = ("torch", "deepspeed", "numpy", "transformers")
 class ParameterEntry:
     """How one parameter is stored in the files: fields of `mpu.sharding.ParamSpec`.
 
-    `shape` is the full logical shape (vocabulary unpadded), `split_dim`, `blocks` and `padded` say how the
+    `shape` is the full logical shape (vocabulary unpadded), `split_dim`, `blocks` and `padded` are how the
     tensor-parallel files divide it, `dtype` is that of the weight files.
     """
 
@@ -44,7 +44,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint besides its tensors.
+    """Everything about a checkpoint except its tensors.
 
     Attributes:
         step: optimizer steps done (NeoX's `iteration`).

@@ -1,4 +1,4 @@
-"""Checkpoint folders that GPT-NeoX wrote: how they are recognised, and which files they must have. Imports no torch.
+"""Checkpoint folders written by GPT-NeoX: how they are recognised, and which files they must have. Imports no torch.
 
 | written with | weights | keys in them |
 |---|---|---|
@@ -6,7 +6,7 @@
 | pipe_parallel_size 0 | `mp_rank_TT_model_states.pt`, entry `module` | `sequential.2.attention.dense.weight` |
 | converters from Hugging Face | the same, entry `module` twice | `2.attention.dense.weight` |
 
-They have no manifest, and neither has a checkpoint of Deepy that lost it: what only Deepy writes tells that one apart.
+They have no manifest. A checkpoint of Deepy that lost its manifest is recognised by files that only Deepy writes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ZERO3 = re.compile(r"^zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt$")
 _OURS = ("optim_layer_*.pt", "rng_rank_*.pt", f"{layout.CONFIGS}/resolved.yml")
 
 WEIGHTS_ONLY = (
-    "GPT-NeoX's optimizer state, random states and order of samples are not read, only its weights, so its run cannot "
-    "go on; set finetune: true to start at step 0 with these weights"
+    "Only GPT-NeoX's weights are read, not its optimizer state, random states and order of samples, so its run cannot "
+    "be resumed; set finetune: true to start at step 0 with these weights"
 )
 
 
@@ -39,14 +39,14 @@ def is_neox_folder(folder: Path) -> bool:
 
 
 def _has_our_counters(state: Path) -> bool:
-    """Whether a state file has the entries that Deepy's have and GPT-NeoX's have not."""
+    """Whether a state file has the entries that only Deepy writes."""
     try:
         with zipfile.ZipFile(state) as archive:
             name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
             with archive.open(name) as file:
                 head = file.read(1 << 20)
     except (zipfile.BadZipFile, OSError, StopIteration):
-        return False  # the format of torch before 1.6, or damaged, which reading it will tell
+        return False  # the format of torch before 1.6, or damaged: reading it will fail
     return b"scalars" in head and b"client" in head
 
 
@@ -71,7 +71,7 @@ class NeoXFiles:
         if any(map(_ZERO3.match, names)):
             raise UserError(
                 f"{folder} was written by ZeRO stage 3, which scatters the weights over its optimizer files; gather "
-                "them first with the zero_to_fp32.py beside it"
+                "them first with the zero_to_fp32.py next to it"
             )
         layers = frozenset((int(m[1]), int(m[2])) for m in map(_LAYER.match, names) if m)
         ranks = {rank for _, rank in layers} or {int(m[1]) for m in map(_WHOLE.match, names) if m}
@@ -82,11 +82,11 @@ class NeoXFiles:
         return layout.weights_file(layer, tp_rank) if self.layers else layout.state_file(tp_rank)
 
     def check(self, layers: set[int], tp_size: int) -> None:
-        """Every file of these layers is there, for all ranks, and none of another layer. Raises `UserError`."""
+        """Every file of these layers exists, for all ranks. Raises `UserError`."""
         wanted = {self.name(layer, rank) for layer in layers for rank in range(max(tp_size, self.tp_size))}
         if missing := sorted(name for name in wanted if not (self.folder / name).is_file()):
             raise UserError(
-                f"{self.folder} is not complete: missing {_some(missing)} (num_layers asks for layers up to "
+                f"{self.folder} is not complete: missing {_some(missing)} (num_layers needs layers up to "
                 f"{max(layers)}, and the folder was written for {max(tp_size, self.tp_size)} tensor-parallel ranks)"
             )
 

@@ -1,14 +1,14 @@
-"""GPT-NeoX's own checkpoints, read as ours are: full weights by canonical name, one parameter at a time.
+"""Read GPT-NeoX's checkpoints like ours: full weights by canonical name, one parameter at a time.
 
-Their files say neither which parameters there are nor how they are divided, so the model's configuration does, and
-every name and shape in the files is held against it. Only weights are read. How the parts of the ranks are joined:
+Their files do not list the parameters or how they are divided, so both come from the model's configuration, and every
+name and shape in the files is compared with it. Only weights are read. How the shards of the ranks are joined:
 
 * biases of row-parallel projections (attention.dense, mlp.linear2): in the parallel form (gpt_j_residual) every rank
-  adds its copy before the sum over ranks, so the bias that acts is the sum of the copies; in the sequential form it is
-  added once, and all copies are the same;
+  adds its copy before the sum over ranks, so the effective bias is the sum of the copies; in the sequential form it is
+  added once, and all copies are equal;
 * norms and other replicated parameters: those of rank 0;
-* vocabulary: one rank after the other, without the padding behind the tokenizer's last token;
-* the rest as our own files (neox_layout.py).
+* vocabulary: one rank after the other, without the padding after the tokenizer's last token;
+* the rest like our own files (neox_layout.py).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def reader_of(checkpoint: Checkpoint, model: ModelConfig, vocab_size: int) -> Ch
 
 
 class NeoXReader(CheckpointReader):
-    """The weights of one folder that GPT-NeoX wrote, as those of the model that `model` describes.
+    """The weights of a checkpoint of GPT-NeoX, as those of the model that `model` describes.
 
     Raises `UserError` when files are missing or do not fit the model.
     """
@@ -84,8 +84,8 @@ class NeoXReader(CheckpointReader):
         if self._sum_biases and TRANSFORMER_ENGINE_MLP in self._layer(2, 0):
             logger.warning(
                 f"{self.folder}: GPT-NeoX with Transformer Engine sums twice over tensor-parallel ranks under "
-                "gpt_j_residual. A model trained so computes something else here; one that was converted to these "
-                "files does not"
+                "gpt_j_residual. A model trained that way gives other outputs here; one that was converted to "
+                "these files does not"
             )
         self.manifest = replace(
             checkpoint.manifest,
@@ -103,16 +103,16 @@ class NeoXReader(CheckpointReader):
         return load_foreign(self.folder / name)
 
     def _read_layer(self, number: int, wanted: dict[str, ParamSpec], model: ModelConfig) -> dict[str, ParameterEntry]:
-        """Find the parameters of one layer and hold their shapes, on all ranks, against what is wanted."""
+        """Find the parameters of one layer and check their shapes on all ranks."""
         stored = self._layer(number, 0)
         where = self._layout.name(number, 0)
         found, left_over = sources(stored, wanted)
         problems = [f"{where} lacks {number}.{name}" for name in wanted if name not in found]
-        problems += [f"{where} holds {number}.{name}, which this model has not" for name in left_over]
+        problems += [f"{where} holds {number}.{name}, which this model does not have" for name in left_over]
         if problems:
             raise UserError(
                 f"{self.folder} does not fit this model: {_some(problems)}. Check norm, activation, use_bias_in_mlp, "
-                "use_bias_in_attn_linear, gpt_j_tied, no_weight_tying and what else the run's config says."
+                "use_bias_in_attn_linear, gpt_j_tied, no_weight_tying and the other keys of the run's config."
             )
         self._check_readable(number, stored, wanted, model)
         entries = {}
@@ -147,21 +147,21 @@ class NeoXReader(CheckpointReader):
                 )
 
     def _check_readable(self, number: int, stored: Iterable[str], wanted: Iterable[str], model: ModelConfig) -> None:
-        """Refuse what cannot be joined, or whose order of rows nobody wrote down."""
+        """Refuse what cannot be joined, or whose row order is unknown."""
         if self.tp_size > 1 and "attention.q_norm.scale" in wanted and not model.qk_norm_per_head:
             raise UserError(
-                f"{self.folder}: layer {number} has norms over each rank's share of the queries, so at "
-                f"model_parallel_size {self.tp_size} it computes what no other layout does (use_separate_qk_norms)"
+                f"{self.folder}: layer {number} has norms over each rank's share of the queries, so its "
+                f"outputs at model_parallel_size {self.tp_size} differ from any other layout's (use_separate_qk_norms)"
             )
         if self.tp_size > 1 and "mixer.x_proj.weight" in wanted:
             raise UserError(
                 f"{self.folder}: layer {number} is a Mamba of GPT-NeoX's, where at model_parallel_size {self.tp_size} "
-                "each rank has step sizes, B and C from its own channels only: no other layout computes that"
+                "each rank has step sizes, B and C from its own channels only: other layouts cannot compute that"
             )
         if TRANSFORMER_ENGINE_MLP in stored and is_gated(model.activation):
             raise UserError(
                 f"{self.folder}: layer {number} has a gated feed-forward under Transformer Engine's names, whose rows "
-                f"are gate and up in an order that the files do not tell (activation: {model.activation})"
+                f"are gate and up in an order that the files do not record (activation: {model.activation})"
             )
 
     def _check_depth(self, layers: set[int]) -> None:
@@ -171,11 +171,11 @@ class NeoXReader(CheckpointReader):
             stored = set(self._numbered[layout.state_file(0)])
         if more := sorted(number for number in stored - layers if number <= 1 or self._parameters_of(number)):
             raise UserError(
-                f"{self.folder} holds layers {more}, which num_layers and no_weight_tying leave no place for"
+                f"{self.folder} holds layers {more}, which do not exist with this num_layers and no_weight_tying"
             )
 
     def _parameters_of(self, number: int) -> list[str]:
-        """Names in a layer that this model has not, apart from a copy of the embedding."""
+        """Names in a layer that this model does not have, apart from a copy of the embedding."""
         return [name for name in self._layer(number, 0) if name != "word_embeddings.weight"]
 
     def _layer(self, number: int, tp_rank: int) -> dict[str, Any]:
@@ -196,14 +196,14 @@ class NeoXReader(CheckpointReader):
         return self._files[name]
 
     def _part(self, name: str, tp_rank: int) -> Tensor:
-        """One rank's part as it is stored."""
+        """One rank's shard as it is stored."""
         number, _ = layout.split_name(name)
         stored = self._layer(number, tp_rank)
         parts = []
         for key in self._sources[name]:
             value = stored.get(key)
             if not isinstance(value, Tensor):
-                what = "lacks" if value is None else "keeps, as something else than a tensor,"
+                what = "lacks" if value is None else "has no tensor for"
                 raise UserError(f"{self.folder / self._layout.name(number, tp_rank)} {what} {number}.{key}")
             parts.append(value)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -214,7 +214,7 @@ class NeoXReader(CheckpointReader):
         return self._part(name, tp_rank)
 
     def local_weight(self, name: str, spec: ParamSpec, tp_rank: int, tp_size: int) -> Tensor:
-        # By way of the whole, which drops the rows of padding: GPT-NeoX's are not zero.
+        # Cut from the whole, which drops the rows of padding: GPT-NeoX's are not zero.
         return shard(self.weight(name), spec, tp_rank, tp_size).clone()
 
 
@@ -235,7 +235,7 @@ def _numbers(content: Mapping[str, Any], path: Path) -> dict[int, dict[str, Any]
     while isinstance(module, Mapping) and isinstance(module.get("module"), Mapping):
         module = module["module"]
     if not isinstance(module, Mapping) or not module:
-        raise UserError(f"{path} has no weights (its entry `module` is empty), and there are no layer files beside it")
+        raise UserError(f"{path} has no weights (its entry `module` is empty), and there are no layer files next to it")
     layers: dict[int, dict[str, Any]] = {}
     for key, value in module.items():
         number, _, local = str(key).removeprefix("module.").removeprefix("sequential.").partition(".")
@@ -246,7 +246,7 @@ def _numbers(content: Mapping[str, Any], path: Path) -> dict[int, dict[str, Any]
 
 
 def _check_args(folder: Path, written: Mapping[str, Any], model: ModelConfig, vocab_size: int) -> None:
-    """What GPT-NeoX noted of its configuration is that of this model. Raises `UserError` naming the key."""
+    """The config keys that GPT-NeoX saved agree with this model. Raises `UserError` naming the key."""
     wrong = [
         f"{key}: {written[key]} in the checkpoint, {getattr(model, key)} in the config"
         for key in _MUST_AGREE
@@ -257,8 +257,8 @@ def _check_args(folder: Path, written: Mapping[str, Any], model: ModelConfig, vo
     longest = written.get("max_position_embeddings")
     if longest is not None and longest != model.max_position_embeddings:
         logger.warning(
-            f"max_position_embeddings: {longest} in {folder}, now {model.max_position_embeddings}: positions beyond "
-            "what it was trained on mean nothing to it yet"
+            f"max_position_embeddings: {longest} in {folder}, now {model.max_position_embeddings}: later positions "
+            "were never trained"
         )
     padded, multiple = written.get("padded_vocab_size"), written.get("make_vocab_size_divisible_by")
     if isinstance(padded, int) and isinstance(multiple, int):

@@ -1,6 +1,6 @@
 """The plain values of a state file (counters, what callbacks left), read without importing torch.
 
-A file of `torch.save` is a zip archive with one pickle, which says what there is, and the numbers of the tensors in
+A file of `torch.save` is a zip archive with one pickle, with the structure, and the numbers of the tensors in
 files of their own. Only the pickle is read; a tensor comes back as `LEFT_OUT`.
 """
 

@@ -39,7 +39,7 @@ logger = get_logger(__name__)
 
 
 class SaveError(DeepyError):
-    """A checkpoint could not be written. Nothing of it is left, and earlier ones are untouched."""
+    """A checkpoint could not be written. Its files are removed, and earlier checkpoints are untouched."""
 
 
 class SavingEngine(Protocol):
@@ -118,7 +118,7 @@ def save_checkpoint(
 
 
 class _Attempt:
-    """Runs pieces of work until one fails, then none: the rank goes on to take part in what is collective."""
+    """Runs pieces of work until one fails, then none: the rank still takes part in collective calls."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -127,7 +127,7 @@ class _Attempt:
         if self.error is None:
             try:
                 return work(*arguments)
-            except Exception as error:  # the other ranks must hear of it before anybody stops
+            except Exception as error:  # the other ranks must learn of it before anybody stops
                 self.error = error
         return None
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX's rule for the learning-rate schedule of a continued run: agree with the checkpoint, or say who wins."""
+"""GPT-NeoX's rule for the learning-rate schedule of a resumed run: equal to the checkpoint's, or a key decides."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron.errors import UserError
 SCHEDULE = ("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "warmup")
 
 
-def schedule_of_continued_run(
+def resume_schedule(
     saved: Mapping[str, Any], current: Mapping[str, Any], *, override: bool, use_checkpoint: bool
 ) -> dict[str, Any]:
-    """The values of `SCHEDULE` that a run goes on with.
+    """The values of `SCHEDULE` for a resumed run.
 
     Args:
-        saved, current: resolved flat configurations of the checkpoint and of this start. What an older or converted
-            checkpoint does not say is taken from `current`.
+        saved, current: resolved flat configurations of the checkpoint and of this start. A key that an older or
+            converted checkpoint lacks is taken from `current`.
         override: `override_lr_scheduler`: this config's values.
         use_checkpoint: `use_checkpoint_lr_scheduler`: the checkpoint's values.
 
@@ -36,7 +36,7 @@ def schedule_of_continued_run(
         raise UserError(
             f"the learning-rate schedule changed since the checkpoint:\n{lines}\n"
             "Set use_checkpoint_lr_scheduler: true to keep the checkpoint's (its length too, when train_iters grew), "
-            "or override_lr_scheduler: true to go on with the config's."
+            "or override_lr_scheduler: true to use the config's."
         )
     return here
 

@@ -1,7 +1,7 @@
 """A file that is written once from front to back with its CRC-32, and zip archives in it, each byte checked once.
 
 A zip archive wants the CRC-32 of every record, a manifest that of the whole file. The second is counted as the bytes
-pass (beside the write, in a thread); the first follows from it, because a CRC is linear: crc(A + B) is crc(A) moved
+pass (during the write, in a thread); the first follows from it, because a CRC is linear: crc(A + B) is crc(A) shifted
 over the length of B, xor crc(B). The format: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 _LARGE = 1 << 20  # bytes from which a thread pays
 _POLYNOMIAL = 0xEDB88320
 _VERSION = 45  # of the format: the first with 64-bit sizes
-_SIZES_FOLLOW = 0x0008  # flag: sizes and CRC stand behind the data
+_SIZES_FOLLOW = 0x0008  # flag: sizes and CRC follow the data
 _UTF8 = 0x0800
 _DATE = (1 << 5) | 1  # 1980-01-01, so that equal content makes equal files
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF  # "see the 64-bit field"
@@ -43,8 +43,8 @@ class CheckedFile(io.RawIOBase):
             self._file.write(view)
             self.crc32 = zlib.crc32(view, self.crc32)
         else:
-            with ThreadPoolExecutor(1) as beside:
-                counted = beside.submit(zlib.crc32, view, self.crc32)
+            with ThreadPoolExecutor(1) as thread:
+                counted = thread.submit(zlib.crc32, view, self.crc32)
                 self._file.write(view)
                 self.crc32 = counted.result()
         self.bytes += len(view)
@@ -93,12 +93,12 @@ class StoredZip:
         for piece in pieces:
             self._file.write(piece)
         size = self._file.bytes - start
-        crc = self._file.crc32 ^ moved(before, size)
+        crc = self._file.crc32 ^ shift_crc(before, size)
         self._file.write(struct.pack("<4sIQQ", b"PK\7\x08", crc, size, size))
         self._records.append(_Record(encoded, crc, size, offset))
 
     def finish(self) -> None:
-        """Write the directory of the records, which stands at the end."""
+        """Write the directory of the records, which is at the end."""
         start = self._file.bytes
         self._file.write(b"".join(map(_entry, self._records)))
         end = self._file.bytes
@@ -121,10 +121,10 @@ def _entry(record: _Record) -> bytes:
     return struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\1\2", *fields) + record.name + extra
 
 
-def moved(crc: int, length: int) -> int:
+def shift_crc(crc: int, length: int) -> int:
     """What CRC-32 `crc` of some bytes becomes when `length` zero bytes follow, apart from theirs: crc · x^(8·length).
 
-    So crc32(A + B) == moved(crc32(A), len(B)) ^ crc32(B).
+    So crc32(A + B) == shift_crc(crc32(A), len(B)) ^ crc32(B).
     """
     power = 1 << 23  # x^8; polynomials modulo the CRC's have their x^0 in the highest bit
     while length:

@@ -47,7 +47,7 @@ def save_weights(
         row_biases_once: leave the biases of row-parallel projections to rank 0 and give the others zeros. In the
             parallel form (gpt_j_residual) GPT-NeoX adds every rank's copy; Deepy reads rank 0's in any case.
 
-    Raises `UserError` when a parameter cannot be divided by `tp_size`; then nothing is left behind.
+    Raises `UserError` when a parameter cannot be divided by `tp_size`; then the folder is removed.
     """
     # Not durable: its source is still there, and the manifest's sizes tell a file that lost its end with the power.
     folder = CheckpointFolder(root, step, durable=False)

@@ -217,7 +217,7 @@ def _flag_overrides(known: argparse.Namespace) -> list[str]:
 
 
 def _config_paths(names: Sequence[str], folder: str | None) -> list[str]:
-    """Config names with folder and `.yml` added, as GPT-NeoX does; a file that is not there is a `UserError`."""
+    """Config names with folder and `.yml` added, as GPT-NeoX does; a missing file is a `UserError`."""
     paths = []
     for name in names:
         path = Path(folder, name) if folder else Path(name)

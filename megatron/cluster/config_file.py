@@ -14,7 +14,7 @@ def config_file(text: str, folder: Path | None = None) -> Iterator[Path]:
     """A file holding `text`, readable by its owner alone, removed at the end.
 
     `folder` (created if need be) is for jobs on several hosts, where a shared file system lets any rank 0 read it;
-    by default the file lies in the machine's temporary folder.
+    by default the file is in the machine's temporary folder.
     """
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

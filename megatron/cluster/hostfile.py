@@ -22,7 +22,7 @@ Resources = dict[str, list[int]]
 def find_hostfile(key: str | None, env: Mapping[str, str], default: str = DEFAULT_HOSTFILE) -> Path | None:
     """The hostfile in force: the config key, else `$DLTS_HOSTFILE`, else DeepSpeed's default if it exists.
 
-    A file that was named and is not there is a `UserError`: running on one machine instead would be a quiet surprise.
+    A file that was named and is missing is a `UserError`: running on one machine instead would be a quiet surprise.
     """
     for source, name in (("hostfile", key), ("DLTS_HOSTFILE", env.get("DLTS_HOSTFILE"))):
         if name:

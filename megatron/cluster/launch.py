@@ -24,9 +24,9 @@ from megatron.cluster.launchers import (
     MultiNodeJob,
     command_environment,
     expand_nodelist,
-    exported,
     find_launcher,
     parse_environment_file,
+    select_exports,
 )
 from megatron.cluster.local import LocalJob, run_local
 from megatron.cluster.node import node_job, with_library_on_path
@@ -145,7 +145,7 @@ def launch(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[
     with config_file(args.to_resolved(), None if placement.launcher == "pdsh" else shared) as resolved:
         address = _master_address(args, placement, env)
         job = _multi_node_job(user_script, args, placement, env, str(resolved), address)
-        _say_what_is_kept_back(placement, job, env)
+        _log_kept_back(placement, job, env)
         logger.info(f"starting {placement.describe()}")
         started = time.time()
         whole = LocalJob(
@@ -217,7 +217,7 @@ def _multi_node_job(
         folder=os.getcwd(),
         master_addr=address,
         master_port=given,
-        exports=exported(with_library_on_path(env), extra)[0],
+        exports=select_exports(with_library_on_path(env), extra)[0],
         log_folder=str(log_folder) if log_folder else None,
         comment=launcher.comment,
         account=launcher.account,
@@ -225,8 +225,8 @@ def _multi_node_job(
     )
 
 
-def _say_what_is_kept_back(placement: Placement, job: MultiNodeJob, env: Mapping[str, str]) -> None:
-    kept_back = [name for name in exported(env, {})[1] if name not in job.exports]
+def _log_kept_back(placement: Placement, job: MultiNodeJob, env: Mapping[str, str]) -> None:
+    kept_back = [name for name in select_exports(env, {})[1] if name not in job.exports]
     if kept_back and placement.launcher != "slurm":  # srun passes its own environment on, unseen
         logger.warning(
             f"not put on the command line for other hosts, where everybody can read it: {', '.join(kept_back)}. "

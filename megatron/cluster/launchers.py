@@ -51,7 +51,7 @@ class MultiNodeJob:
         return self.in_allocation or sum(len(slots) for slots in self.resources.values())
 
 
-def exported(env: Mapping[str, str], extra: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def select_exports(env: Mapping[str, str], extra: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """(variables that other hosts need, names kept back because they look like secrets).
 
     From `env` come those of the communication libraries, Python and the trackers; `extra` (the `.deepspeed_env` file)
@@ -150,7 +150,7 @@ class Launcher:
     """Whether it then waits for the ranks; if not, `stopped_code` is its exit code."""
     stopped_code: int | None = None
     failure_line: re.Pattern[bytes] | None = None
-    """What it prints about a host that failed while it goes on waiting for the others."""
+    """What it prints about a host that failed while it waits for the others."""
 
 
 LAUNCHERS: dict[str, Launcher] = {

@@ -50,7 +50,7 @@ class LocalJob:
     stopped_code: int | None = None
     """The exit code, besides 3, with which another launcher answers `stop_signal`."""
     failure_line: re.Pattern[bytes] | None = None
-    """A line in which another launcher reports a failure although it goes on waiting; group 1 is the exit code."""
+    """A line in which another launcher reports a failure although it keeps waiting; group 1 is the exit code."""
     settle: float = 1.0
     grace: float = 4.0
     launcher_fd: int | None = None
@@ -125,7 +125,7 @@ class JobEnd(NamedTuple):
 
 
 def run_local(job: LocalJob) -> JobEnd:
-    """Start the ranks, wait for them, and tell how the job ended."""
+    """Start the ranks, wait for them, and return how the job ended."""
     run = _Run(job)
     with _signals_to(run):
         try:
@@ -206,7 +206,7 @@ def _pump(selector: selectors.BaseSelector, timeout: float) -> None:
 
 
 def _poll_closed(fd: int | None) -> Callable[[], bool]:
-    """A function that tells whether the reader of pipe `fd` has gone (never, without a pipe)."""
+    """A function that returns whether the reader of pipe `fd` has gone (never, without a pipe)."""
     if fd is None:
         return lambda: False
     poller = select.poll()
@@ -336,7 +336,7 @@ def _blame(code: int) -> int:
 
 
 def _report(run: _Run, culprit: _Rank) -> str:
-    """Say which rank failed, how, and what it said last; returns the first two."""
+    """Log which rank failed, how, and its last output; returns the first two."""
     code = _code(culprit)
     how = f"exit code {code}"
     if code < 0:

@@ -86,7 +86,7 @@ def node_job(
 
 
 def with_library_on_path(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` with this library's folder at the end of PYTHONPATH, so that scripts may lie anywhere."""
+    """`env` with this library's folder at the end of PYTHONPATH, so that scripts may be anywhere."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {**env, "PYTHONPATH": os.pathsep.join([*paths, root] if root not in paths else paths)}

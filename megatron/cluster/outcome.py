@@ -1,4 +1,4 @@
-"""How a job ended: by the run's own `status.json`, where a launcher's exit code says too little."""
+"""How a job ended: by the run's own `status.json`, where a launcher's exit code is too coarse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = get_logger(__name__)
 def outcome(code: int, run_folder: Path | None, since: float) -> int:
     """The exit code of a job that another launcher ended with `code`: the run's own, if it wrote one.
 
-    mpirun, srun and torchrun turn most failures into 1; `status.json` keeps the code that says what to do next.
+    mpirun, srun and torchrun turn most failures into 1; `status.json` keeps the code of the table.
     """
     status = StatusFile(run_folder).read(since) if run_folder else None
     if code == 0 or status is None:

@@ -23,8 +23,8 @@ _CHAINED = ("During handling of the above exception", "The above exception was t
 class RankOutput:
     """The reading end of one rank's messages.
 
-    `straight`: bytes go on to our stderr as they come (progress bars work); otherwise whole lines go to `log_file` if
-    there is one, else to our stderr with the rank in front. The log file is opened at the first line.
+    `straight`: bytes go to our stderr as they come (progress bars work); else whole lines go to `log_file` if there is
+    one, else to our stderr with the rank in front. The log file is opened at the first line.
     A line that matches `failure_line` sets `reported` to the number in its first group.
     """
 
@@ -103,13 +103,13 @@ class RankOutput:
                 self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 os.write(self._log, f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
             os.write(self._log, line + b"\n")
-        except OSError as error:  # a full disk must not end the training run: say it and go on without the file
+        except OSError as error:  # a full disk must not end the training run: log it and continue without the file
             self._path = None
             self._console(f"cannot write the log of rank {self.rank}: {error}\n".encode())
 
     def _console(self, data: bytes) -> None:
         self.last_write = time.monotonic()
-        with contextlib.suppress(OSError):  # nobody reads our stderr any more; the job goes on
+        with contextlib.suppress(OSError):  # nobody reads our stderr any more; the job continues
             sys.stderr.flush()
             _write_all(2, data)
 

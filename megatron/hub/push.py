@@ -29,7 +29,7 @@ def check_hub(repo: str) -> str:
 
 
 def push_folder(folder: Path, repo: str, *, revision: str | None = None, private: bool = False) -> str:
-    """Upload all files of `folder`; the repository and the branch `revision` are made when they are not there.
+    """Upload all files of `folder`; the repository and the branch `revision` are made when they are missing.
 
     Files that are there already with the same content are not sent again. Returns the address. Raises `UserError`.
     """

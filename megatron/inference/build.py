@@ -78,7 +78,7 @@ def check_fits(reader: CheckpointReader, args: NeoXArgs, tokenizer: Tokenizer) -
     """The configuration and its tokenizer are those of the checkpoint. Raises `UserError` naming what differs.
 
     Another tokenizer type with a vocabulary of the same size may well have the same ids (a tokenizer.json made from
-    vocab.json and merges.txt), so that is said but not refused.
+    vocab.json and merges.txt), so that is a warning, not an error.
     """
     saved = reader.manifest.config
     for message in check_config(saved, args.to_dict(), finetune=True):

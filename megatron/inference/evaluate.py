@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-BOOTSTRAP = 10_000  # draws behind the standard errors, as GPT-NeoX takes
+BOOTSTRAP = 10_000  # draws for the standard errors, as GPT-NeoX takes
 
 # Takes metrics by name and the checkpoint's step.
 Report = Callable[[dict[str, float], int], None]
@@ -76,7 +76,7 @@ class Tasks:
         self.names = list(names)
         self.manager = self._manager()
         self.loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
-        for name in self._expanded():
+        for name in self._expand():
             for part, found in self._load(name).items():
                 self.loaded[part].update(found)
         for name, task in self.loaded["tasks"].items():
@@ -110,7 +110,7 @@ class Tasks:
             logger.info("reading the task files of lm-evaluation-harness")
         return TaskManager(include_path=folders or None, include_defaults=theirs)
 
-    def _expanded(self) -> list[str]:
+    def _expand(self) -> list[str]:
         """Names with folders and patterns replaced by what they hold or match."""
         from lm_eval.tasks import TaskManager
 

@@ -35,7 +35,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop: at `eod`, after `maximum_tokens`, when `ended` says so of the new tokens, at the last position."""
+    """When to stop: at `eod`, after `maximum_tokens`, when `ended` is true of the new tokens, at the last position."""
 
     maximum_tokens: int
     eod: int
@@ -130,7 +130,7 @@ def _run(
         positions = left_padded_positions(start, done, columns.shape[1] - done).clamp(max=stage.max_positions - 1)
         logits = stage.last_logits(columns[:, done:], positions, cache)
         uniform = None if draws is None or sampling.greedy else draws.next()[rows].to(device)
-        picked = next_tokens(logits, sampling, uniform) if logits is not None and stage.speaks else None
+        picked = next_tokens(logits, sampling, uniform) if logits is not None and stage.has_results else None
         picked = stage.share(picked, len(batch))
         columns = torch.cat((columns, picked[:, None]), dim=1)
         kept = logits if return_logits and logits is not None else [None] * len(batch)

@@ -16,18 +16,17 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.convert.tokenizer_files import token_ids
-from megatron.inference.batches import batches
 from megatron.inference.generate import Limits, generate
 from megatron.inference.sampling import Draws, Sampling
 from megatron.inference.scoring import Score, score
-from megatron.inference.stage import Stage
+from megatron.inference.stage import Stage, batches
 from megatron.inference.team import Control, Team, Worker
 from megatron.log import Once, get_logger
 from megatron.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
 
-DEFAULT_NEW_TOKENS = 256  # the harness's own, for tasks that do not say
+DEFAULT_NEW_TOKENS = 256  # the harness's own, for tasks that set none
 _NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 # A token more than a stop sequence has bytes, and some for tokens of which several make one character.
 _LOOK_BACK = 4
@@ -112,7 +111,7 @@ class HarnessModel(TemplateLM):
     counted twice and no copy waits for another.
 
     Args:
-        info: what the results file says about the model.
+        info: the results file's entries about the model.
     """
 
     def __init__(self, team: Team, tokenizer: Tokenizer, info: Mapping[str, Any] | None = None) -> None:

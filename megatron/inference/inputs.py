@@ -69,7 +69,7 @@ def check_prompt_end(prompt_end: str) -> None:
 
 
 def output_path(options: GenerationConfig, output_is_set: bool) -> Path:
-    """Where the records go: `sample_output_file`, or beside the prompts when that is not set."""
+    """Where the records go: `sample_output_file`, or next to the prompts when that is not set."""
     if options.text_gen_type == "input-file" and not output_is_set and options.sample_input_file:
         return Path(options.sample_input_file + ".output.jsonl")
     return Path(options.sample_output_file or "samples.txt")

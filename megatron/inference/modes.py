@@ -15,12 +15,11 @@ from typing import Any, TextIO
 
 from megatron.checkpoint.find import Checkpoint
 from megatron.errors import UserError
-from megatron.inference.batches import batches
 from megatron.inference.build import build_stage
 from megatron.inference.generate import Completion, Limits, generate
 from megatron.inference.inputs import output_path, read_prompts, requested_checkpoint
 from megatron.inference.sampling import Draws, Sampling
-from megatron.inference.stage import Stage
+from megatron.inference.stage import Stage, batches
 from megatron.inference.team import Control, Team
 from megatron.log import get_logger, result
 from megatron.neox_arguments import NeoXArgs

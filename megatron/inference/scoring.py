@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
-from megatron.inference.batches import batches
-from megatron.inference.stage import Stage
+from megatron.inference.stage import Stage, batches
 from megatron.model.head import LMOutput
 
 CHUNK = 256  # logits rows [., v] in memory at a time
@@ -39,7 +38,7 @@ def score(stage: Stage, pairs: Sequence[Pair], batch: int, what: str = "") -> li
     """
     texts: dict[tuple[int, ...], list[int]] = {}
     for number, (context, continuation) in enumerate(pairs):
-        texts.setdefault(_fed(context, continuation, stage.max_positions), []).append(number)
+        texts.setdefault(_input_of(context, continuation, stage.max_positions), []).append(number)
     scores: list[Score] = [(0.0, True)] * len(pairs)
     fed = [text for text in texts if text]
     for numbers in batches(stage, [len(text) for text in fed], batch, what):
@@ -49,10 +48,10 @@ def score(stage: Stage, pairs: Sequence[Pair], batch: int, what: str = "") -> li
         if logprobs is not None:
             for (_, number), found in zip(wanted, logprobs, strict=True):
                 scores[number] = found
-    return scores if stage.speaks else []
+    return scores if stage.has_results else []
 
 
-def _fed(context: Sequence[int], continuation: Sequence[int], longest: int) -> tuple[int, ...]:
+def _input_of(context: Sequence[int], continuation: Sequence[int], longest: int) -> tuple[int, ...]:
     """The tokens that the network is fed: all but the last, which is only predicted; nothing if nothing is scored."""
     if not continuation:
         return ()

@@ -8,7 +8,7 @@ Shapes: `b` sequences, `s` new tokens (the whole prompt first, then one), `t` = 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.layers.carry import Carry
 from megatron.layers.kv_cache import KVCache
+from megatron.log import progress
 from megatron.model.head import LMOutput
 from megatron.model.recompute import Recompute
 from megatron.model.sequential import run_layers
@@ -30,7 +31,7 @@ class Stage:
         state: this rank's place in the layout; sequence parallelism must be off (a single token cannot be split).
         hidden_size, dtype: of the hidden states between stages.
         max_positions: the longest sequence that the model can take.
-        switch_length: beyond this length all positions of a text are rotated anew, and what a cache has is void.
+        switch_length: beyond this length all positions of a text are rotated again, and a cache is invalid.
     """
 
     def __init__(
@@ -82,14 +83,14 @@ class Stage:
         return self.state.dp_rank // self.state.ep_size, self.state.dp_size // self.state.ep_size
 
     @property
-    def speaks(self) -> bool:
+    def has_results(self) -> bool:
         """Whether this rank is the one of its copy that has the results: the last stage's first."""
         return self.state.is_last_stage and self.state.tp_rank == 0 and self.state.ep_rank == 0
 
     def share(self, tokens: Tensor | None, size: int) -> Tensor:
-        """Send the tokens [b] that the speaking rank picked to every rank of the copy, so that none can differ."""
+        """Send the tokens [b] of the rank that has the results to every rank of the copy, so that none differs."""
         state = self.state
-        if not self.speaks:
+        if not self.has_results:
             tokens = torch.empty(size, dtype=torch.int64, device=state.device)
         assert tokens is not None
         # First to the ranks that share its experts, then from each of these to all stages.
@@ -110,3 +111,12 @@ class Stage:
 
     def _send(self, hidden: Tensor) -> None:
         dist.send(hidden.contiguous(), dst=self._rank(pipe=self.state.pp_rank + 1))
+
+
+def batches(stage: Stage, lengths: Sequence[int], size: int, what: str = "") -> Iterable[list[int]]:
+    """Numbers of the texts with these lengths, `size` at a time: the longest first, so that texts of similar
+    length are padded little and a batch that does not fit into memory fails at once. Progress on rank 0 as `what`.
+    """
+    ordered = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    found = [ordered[first : first + size] for first in range(0, len(ordered), size)]
+    return progress(found, what=what, unit="batch") if what and stage.state.rank == 0 else found

@@ -46,7 +46,7 @@ class Control:
         return values or []
 
     def part(self) -> None:
-        """All ranks are here: whoever leaves now is missed by nobody who still reads what it said."""
+        """Wait for all ranks: nobody leaves while another still reads what it sent."""
         if self._group is not None:
             dist.barrier(group=self._group)
 
@@ -75,7 +75,7 @@ class Team:
     Args:
         stage: this rank's part of the model.
         workers: what can be asked for, by name; every rank of a copy calls it with the same items. Only the copy's
-            speaking rank need return answers.
+            rank with the results need return answers.
     """
 
     def __init__(self, control: Control, stage: Stage, workers: Mapping[str, Worker]) -> None:
@@ -109,7 +109,7 @@ class Team:
         mine = items[number::copies]
         self._broken = True
         answers = list(self.workers[name](mine, options)) if mine else []
-        parts = self.control.gather((number, answers) if self.stage.speaks else None)
+        parts = self.control.gather((number, answers) if self.stage.has_results else None)
         self._broken = False
         found: list[Any] = [None] * len(items)
         for copy, part in filter(None, parts):

@@ -30,7 +30,7 @@ examples:
   python tools/datasets/inspect.py steps run.yml --iterations 1201..1204
   python tools/datasets/inspect.py steps run.yml --find data/chats_messages_document:17
 
-`COMMAND --help` tells more. Results go to stdout, messages to stderr. Exit code 2: the input is wrong.
+`COMMAND --help` has more. Results go to stdout, messages to stderr. Exit code 2: the input is wrong.
 guide: documentation/looking_at_data.md
 """
 COMMANDS = ("documents", "sample", "steps")
@@ -77,13 +77,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 _ABOUT = {
     "documents": """\
-Show documents of a dataset (.bin/.idx, .npy, or a quoted pattern of several). Labels and rewards that lie beside it
-under the names that the tools of tools/datasets write are found, and so is the other side of a preference pair.
+Show documents of a dataset (.bin/.idx, .npy, or a quoted pattern of several). Labels and rewards next to it under the
+names that the tools of tools/datasets write are found, and so is the other side of a preference pair.
 Without --vocab-file or --tokenizer-type only ids are shown.""",
     "sample": """\
 Show training samples of a run as the loader hands them to the model, from its configuration alone: which documents
 they are made of, what is trained, padding, and with --ids the id, position and document number of every token. A run
-that goes on is seen in the order that the checkpoint in `save` keeps.
+that is resumed is seen in the order that the checkpoint in `save` keeps.
 
 With --json each sample is a line: tokens, targets, mask, positions, doc_ids, where it comes from, text.""",
     "steps": """\
@@ -103,7 +103,7 @@ def _of_documents(parser: argparse.ArgumentParser) -> None:
     add("--vocab-file", metavar="PATH", help="tokenizer.json, vocab.json, .model, ... or a folder")
     add("--merge-file", metavar="PATH", help="merges.txt of a BPE vocabulary")
     add("--tokenizer-type", metavar="TYPE", help="default: HFTokenizer; GPT2BPETokenizer with --merge-file")
-    add("--labels", metavar="PREFIX", help="labels, where they are not beside the data (`none`: do not look)")
+    add("--labels", metavar="PREFIX", help="labels, where they are not next to the data (`none`: do not look)")
     add("--npy-eod", type=int, metavar="ID", help="the id that ends a document in .npy files")
     add("--npy-dtype", metavar="TYPE", help="type of the ids in .npy files without header")
     add("--max-tokens", type=int, default=2000, metavar="N", help="show N tokens of each (default 2000; 0: all)")

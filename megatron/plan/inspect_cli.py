@@ -19,7 +19,7 @@ from megatron.data.view.terminal import Style, lines
 from megatron.errors import UserError
 from megatron.neox_arguments.load import load
 from megatron.plan.inspect_arguments import closed_range, parse, python_range
-from megatron.plan.run_data import RoleData, RunData, open_run
+from megatron.plan.inspect_run import RoleData, RunData, open_run
 from megatron.tokenizer import Tokenizer, create_tokenizer
 
 _PAGE_SAMPLES = 20
@@ -86,7 +86,7 @@ def _sample(known: argparse.Namespace, env: Mapping[str, str]) -> None:
     elif known.html and not (known.sample or known.steps or known.iterations):
         chosen = _spread(role, _PAGE_SAMPLES)
     else:
-        chosen = list(_chosen(known, role) or _spread(role, 1))
+        chosen = list(_choose(known, role) or _spread(role, 1))
     if known.json:
         _print_json(_of_sample(run, role, number) for number in chosen)
         return
@@ -115,7 +115,7 @@ def _of_sample(run: RunData, role: RoleData, number: int) -> dict[str, Any]:
 
 def _steps(known: argparse.Namespace, env: Mapping[str, str]) -> None:
     run, role = _run(known, env)
-    numbers: Iterable[int] | None = _chosen(known, role)
+    numbers: Iterable[int] | None = _choose(known, role)
     if known.find:
         file, colon, which = known.find.rpartition(":")
         if not colon:
@@ -123,7 +123,7 @@ def _steps(known: argparse.Namespace, env: Mapping[str, str]) -> None:
         everything = range(role.steps.known[0][1], role.count) if numbers is None else list(numbers)
         numbers = samples_with(role.plan, role.dataset, everything, file, closed_range(which, "--find"))
     if numbers is None:
-        raise UserError("say which: --steps A..B, --iterations A..B, --sample K or --find FILE:DOC")
+        raise UserError("choose one: --steps A..B, --iterations A..B, --sample K or --find FILE:DOC")
     if known.json:
         _print_json(_where(role, number, known.rank) for number in numbers)
         return
@@ -131,8 +131,8 @@ def _steps(known: argparse.Namespace, env: Mapping[str, str]) -> None:
 
 
 def _list_steps(run: RunData, role: RoleData, numbers: Iterable[int], rank: bool) -> None:
-    """A line per sample, under its step; a source tells its data path the first time."""
-    step, told = -1, set[str]()
+    """A line per sample, under its step; a source's data path is shown the first time."""
+    step, shown = -1, set[str]()
     for number in numbers:
         place, origin = role.place(number), role.origin(number)
         if place.step != step:
@@ -141,8 +141,8 @@ def _list_steps(run: RunData, role: RoleData, numbers: Iterable[int], rank: bool
             print(f"{run.when(role, step)}: samples {samples.start}..{samples.stop - 1} of {role.name}")
         held = [_piece(origin.prefix, piece) for piece in origin.pieces]
         reader = f", rank {place.rank}, micro-batch {place.micro_batch}" if rank else ""
-        named = origin.source if origin.source in told else origin.description
-        told.add(origin.source)
+        named = origin.source if origin.source in shown else origin.description
+        shown.add(origin.source)
         print(f"  {number} (row {place.row}{reader}) {named}: {' '.join(held) or 'padding'}")
     if step < 0:
         print("no sample of the run holds it")
@@ -172,7 +172,7 @@ def _run(known: argparse.Namespace, env: Mapping[str, str]) -> tuple[RunData, Ro
     return run, run.role(known.role)
 
 
-def _chosen(known: argparse.Namespace, role: RoleData) -> Iterable[int] | None:
+def _choose(known: argparse.Namespace, role: RoleData) -> Iterable[int] | None:
     """The samples that flags name; None without any."""
     given = [flag for flag in ("sample", "steps", "iterations") if getattr(known, flag)]
     if len(given) > 1:

@@ -65,16 +65,16 @@ def estimate(args: NeoXArgs, *, held: Held, stage: int, blocks: Sequence[int], p
     gradient_bytes = 4 if (optimizer.data_types or {}).get("grad_accum_dtype", "fp32") == "fp32" else 2
     state_bytes = 4 * moments(optimizer) + (4 if half else 0)
 
-    def divided(among: bool) -> float:
+    def per_rank(among: bool) -> float:
         """Parameters per rank of what ZeRO divides or not."""
         if not among:
             return held.parameters
         return (held.parameters - held.experts) / dp + held.experts / (dp / args.parallel.expert_parallel_size)
 
     return Memory(
-        weights=weight_bytes * divided(zero >= 3),
-        gradients=gradient_bytes * divided(zero >= 2),
-        optimizer=state_bytes * divided(zero >= 1),
+        weights=weight_bytes * per_rank(zero >= 3),
+        gradients=gradient_bytes * per_rank(zero >= 2),
+        optimizer=state_bytes * per_rank(zero >= 1),
         activations=_activations(args, stage=stage, blocks=blocks, padded_vocab_size=padded_vocab_size),
     )
 

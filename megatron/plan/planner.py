@@ -1,4 +1,4 @@
-"""The dry run: check what the real run would check, and tell what it would do. Starts no rank, allocates no tensor."""
+"""The dry run: check what the real run would check, and show what it would do. Starts no rank, allocates no tensor."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, derive
 from megatron.plan import sections
-from megatron.plan.checkpoints import save_plan
-from megatron.plan.data import checked_plan
 from megatron.plan.memory import estimate
 from megatron.plan.preflight import kind_of, preflight
+from megatron.plan.refusals import check_data_plan
+from megatron.plan.saves import saves_of
 from megatron.plan.stages import stage_sizes, topology
 from megatron.run.data import resolve_epochs
 
@@ -48,9 +48,9 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | 
         sections.memory(args, memory),
     ]
     if isinstance(found.start, Start):
-        plan = checked_plan(args, tokenizer, found.start)
-        begins = found.start.step if found.start.kind in ("load", "init") else 0  # behind steps of another folder
-        saves = save_plan(args, sum(stage.parameters or 0 for stage in stages), begins)
+        plan = check_data_plan(args, tokenizer, found.start)
+        begins = found.start.step if found.start.kind in ("load", "init") else 0  # after steps of another folder
+        saves = saves_of(args, sum(stage.parameters or 0 for stage in stages), begins)
         parts += [
             sections.steps(args, vocab_size),
             sections.callbacks(args),
@@ -58,13 +58,13 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | 
             sections.checkpoints(found.start, saves, args.checkpoint.save),
         ]
     else:
-        parts.append(sections.titled("checkpoint", [f"reads {found.start.path}"]))
+        parts.append(sections.with_title("checkpoint", [f"reads {found.start.path}"]))
     if kind == "train" and placement.gpus == 0:
         try:  # a plan may be made on another machine than the run's, so this alone is no reason to refuse it
             check_device(args, on_gpu=False)
         except UserError as error:
-            parts.append(sections.titled("not on this machine, which has no GPU", [str(error)]))
+            parts.append(sections.with_title("not on this machine, which has no GPU", [str(error)]))
     if command is not None:
-        parts.append(sections.titled("would run", [command]))
+        parts.append(sections.with_title("would run", [command]))
     parts.append(["Dry run: nothing was started."])
     return "\n\n".join("\n".join(part) for part in parts if part)

@@ -1,4 +1,4 @@
-"""What can be refused at once: tokenizer, data files and checkpoints that are not there.
+"""What can be refused at once: missing tokenizer, data files and checkpoints.
 
 Ranks need seconds to import torch before they find out; this takes a few tenths.
 """

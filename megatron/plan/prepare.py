@@ -17,10 +17,9 @@ from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
 from megatron.plan import sections
-from megatron.plan.data import checked_plan, warn_of_unknown_ranks
 from megatron.plan.preflight import data_paths, kind_of
-from megatron.plan.refusals import check_fit
-from megatron.plan.text import size, table
+from megatron.plan.refusals import check_data_plan, check_fit, warn_of_unknown_ranks
+from megatron.plan.tables import size, table
 from megatron.run.data import resolve_epochs
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -28,12 +27,12 @@ LOGGER = get_logger(__name__)
 
 
 def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
-    """Check the data, build what the run would build, and tell about it.
+    """Check the data, build what the run would build, and report it.
 
     Args:
         args: the loaded config.
-        ranks: how many a hostfile gives the run, None to take what the config says. They need not be here; only the
-            batch size depends on them.
+        ranks: how many a hostfile gives the run, None for the config's. They need not be on this machine;
+            only the batch size depends on them.
 
     Raises the `UserError` that the real run would end with, and one for every dataset that is not whole.
     """
@@ -54,7 +53,7 @@ def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
     args = resolve_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)
     start = decide_start(args.checkpoint)
     check_fit(args, start)
-    plan = checked_plan(args, tokenizer, start)
+    plan = check_data_plan(args, tokenizer, start)
     for row in plan.table():
         LOGGER.info(f"{row.role}: {row.documents:,} documents, {row.tokens:,} tokens in {row.prefix}")
     plan.caches.announce = LOGGER.info
@@ -65,9 +64,9 @@ def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
         f"{training.train_iters or 0:,} steps, samples of {args.model.seq_length} tokens"
     )
     parts = [
-        sections.titled("run", [batch, start.message]),
+        sections.with_title("run", [batch, start.message]),
         sections.data(plan.table()),
-        sections.titled("documents left out, cut or padded", notes) if (notes := plan.notes()) else [],
+        sections.with_title("documents left out, cut or padded", notes) if (notes := plan.notes()) else [],
         _index_section([*checked.entries, *plan.caches.entries]),
         ["Prepared: the run finds its data as it is here and builds nothing."],
     ]
@@ -103,4 +102,4 @@ def _index_section(entries: Sequence[Entry]) -> list[str]:
             f"the sample index of {unwritten[0]} could not be kept: its folder cannot be written. "
             "Set data_cache_path to a folder that this node and the run's can use."
         )
-    return sections.titled("sample index", table(("", "size", "time", "entry"), rows))
+    return sections.with_title("sample index", table(("", "size", "time", "entry"), rows))

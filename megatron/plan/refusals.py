@@ -1,5 +1,5 @@
-"""What training would refuse once its ranks have started, found without them: damaged or foreign data, a checkpoint of
-another model, a folder that another job writes. Opens files and reads headers; changes nothing.
+"""Errors that training would raise after its ranks have started, found without them: damaged or foreign data, a
+checkpoint of another model, a folder that another job writes. Opens files and reads headers; changes nothing.
 """
 
 from __future__ import annotations
@@ -9,23 +9,26 @@ from collections.abc import Iterable
 from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.init_from import check_init
 from megatron.checkpoint.lock import refuse_if_held
-from megatron.checkpoint.schedule import schedule_of_continued_run
+from megatron.checkpoint.schedule import resume_schedule
 from megatron.checkpoint.start import Start
+from megatron.data.order.datasets import DataPlan
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.manifest import check_tokenizer, read_manifest
 from megatron.data.tokens.token_files import find_files
-from megatron.log import only_errors
+from megatron.log import get_logger, only_errors
 from megatron.neox_arguments import NeoXArgs
 from megatron.run.data import check_saved_tokenizer, open_data, resume_order
 from megatron.tokenizer import Tokenizer
+
+logger = get_logger(__name__)
 
 _QUICKLY_COUNTED = 100_000_000  # documents: their lengths are summed and hashed at about 1 GB/s
 
 
 def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer, start: Start) -> None:
-    """Every pair of files is whole, was made with this tokenizer as far as a manifest tells (else the run scans the
-    ids), all of them together are enough, and they are what a checkpoint to go on from was trained on. The last two
-    are not asked where counting would take seconds (.npy files)."""
+    """Every pair of files is whole and, where it has a manifest, was made with this tokenizer (else the run scans the
+    ids); the data is enough, and is what the checkpoint to resume was trained on. The last two are not checked where
+    counting would take seconds (.npy files)."""
     documents = 0
     check_saved_tokenizer(start, tokenizer, args.checkpoint.allow_config_changes)
     with only_errors():
@@ -73,9 +76,31 @@ def check_fit(args: NeoXArgs, start: Start) -> None:
         )
     # Without train_iters the length is not known yet, or there is nothing to train.
     if start.resumes and load_optim and args.training.train_iters:
-        schedule_of_continued_run(
+        resume_schedule(
             saved,
             args.to_dict(),
             override=args.schedule.override_lr_scheduler,
             use_checkpoint=args.schedule.use_checkpoint_lr_scheduler,
         )
+
+
+def warn_of_unknown_ranks(args: NeoXArgs, ranks: int | None, decides: str) -> None:
+    """Warn when neither a loaded config nor a hostfile (`ranks`) sets the number of ranks, and with it the batch size,
+    which decides what `decides` names."""
+    sizes = ("global_num_gpus", "num_gpus", "train_batch_size")
+    if ranks is None and not any(args.is_set(name) for name in sizes):
+        logger.warning(
+            f"the config does not set how many ranks the run has, which decides its batch size and with it {decides}"
+            ": set global_num_gpus or train_batch_size"
+        )
+
+
+def check_data_plan(args: NeoXArgs, tokenizer: Tokenizer, start: Start) -> DataPlan:
+    """The data plan of a derived config, for a run with this start.
+
+    Raises `UserError` for missing, foreign or too little data, and for a tokenizer or data of past steps that changed.
+    """
+    check_saved_tokenizer(start, tokenizer, args.checkpoint.allow_config_changes)
+    plan = open_data(args, tokenizer, *resume_order(start))
+    plan.check_tokenizer(tokenizer)
+    return plan

@@ -18,16 +18,16 @@ from megatron.neox_arguments.differences import differences_for
 from megatron.neox_arguments.formulas import flops_per_token, neox_flops_per_token, parameter_count
 from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.schema_model import ModelConfig
-from megatron.plan.checkpoints import SavePlan
 from megatron.plan.memory import Memory
+from megatron.plan.saves import Saves
 from megatron.plan.stages import Held
-from megatron.plan.text import count, shortened, size, table
+from megatron.plan.tables import count, shorten, size, table
 from megatron.run.data_table import HEAD, data_cells, phase_lines
 
 _MOST_RANKS = 32
 
 
-def titled(title: str, lines: Sequence[str]) -> list[str]:
+def with_title(title: str, lines: Sequence[str]) -> list[str]:
     """A section: its title, its lines indented."""
     return [f"== {title}", *(f"  {line}".rstrip() for line in lines)]
 
@@ -39,7 +39,7 @@ def config(args: NeoXArgs) -> list[str]:
         value, source = args.get(name), args.source(name)
         if source != "default" and (args.is_set(name) or value != info.default):
             rows.append((name, _short(value), source))
-    return titled("config (keys that were set or derived)", table(("key", "value", "source"), rows))
+    return with_title("config (keys that were set or derived)", table(("key", "value", "source"), rows))
 
 
 def _short(value: object) -> str:
@@ -49,14 +49,14 @@ def _short(value: object) -> str:
 
 def differences(args: NeoXArgs) -> list[str]:
     """What is not as in GPT-NeoX for this config, and what reading it brought up."""
-    lines = titled("differences from GPT-NeoX for this config", differences_for(args))
-    return lines + (["", *titled("notes", args.notes)] if args.notes else [])
+    lines = with_title("differences from GPT-NeoX for this config", differences_for(args))
+    return lines + (["", *with_title("notes", args.notes)] if args.notes else [])
 
 
 def plugins(args: NeoXArgs) -> list[str]:
     """Each plugin with what it registered; no section without any."""
     rows = plugin_key.describe(args.launcher.plugins)
-    return titled("plugins", table(("plugin", "sha256", "registers"), rows)) if rows else []
+    return with_title("plugins", table(("plugin", "sha256", "registers"), rows)) if rows else []
 
 
 def callbacks(args: NeoXArgs) -> list[str]:
@@ -68,7 +68,7 @@ def callbacks(args: NeoXArgs) -> list[str]:
         rows.append((one.name, one.phase, ", ".join(shown)))
     off = [name for name, value in by_name(args.logging.callbacks).items() if value is False]
     lines = table(("callback", "phase", "settings"), rows)
-    return titled("callbacks", lines + ([f"off: {', '.join(off)}"] if off else []))
+    return with_title("callbacks", lines + ([f"off: {', '.join(off)}"] if off else []))
 
 
 def ranks(topology: Topology, placement: Placement) -> list[str]:
@@ -85,7 +85,7 @@ def ranks(topology: Topology, placement: Placement) -> list[str]:
         rows.append((rank, hosts[rank] if hosts else "(allocation)", *topology.coord(rank).values()))
     shape = " x ".join(f"{name} {width}" for name, width in topology.axes.items())
     lines = [placement.describe(), shape, *table(("rank", "host", *topology.axes), rows)]
-    return titled("ranks", lines)
+    return with_title("ranks", lines)
 
 
 def model(args: NeoXArgs, tokenizer: str, vocab_size: int) -> list[str]:
@@ -109,7 +109,7 @@ def model(args: NeoXArgs, tokenizer: str, vocab_size: int) -> list[str]:
     if "moe" in m.layer_mlps:
         rows.insert(2, _experts(m))
         rows.append(f"of which a token uses {total.active:,} ({count(total.active)})")
-    return titled("model", rows)
+    return with_title("model", rows)
 
 
 def _experts(m: ModelConfig) -> str:
@@ -131,7 +131,7 @@ def stages(rows: Sequence[StageRow], held: Sequence[Held]) -> list[str]:
         parts = [f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}"]
         parts = (["embedding"] if "Embedding" in names else []) + parts + (["norm", "head"] if "Head" in names else [])
         body.append((row.stage, len(blocks), f"{row.parameters:,}", f"{one.parameters:,}", " + ".join(parts)))
-    return titled("stages", table(("stage", "blocks", "parameters", "held per rank", "layers"), body))
+    return with_title("stages", table(("stage", "blocks", "parameters", "held per rank", "layers"), body))
 
 
 def memory(args: NeoXArgs, estimates: Sequence[Memory]) -> list[str]:
@@ -142,7 +142,7 @@ def memory(args: NeoXArgs, estimates: Sequence[Memory]) -> list[str]:
     ]
     lines = table(("stage", "weights", "gradients", "optimizer", "activations", "sum"), body)
     kind = f"{args.optimizer.precision}, ZeRO {args.optimizer.zero_stage}, {args.optimizer.optimizer_type}"
-    return titled(f"memory per rank, estimated ({kind}; formula: megatron/plan/memory.py)", lines)
+    return with_title(f"memory per rank, estimated ({kind}; formula: megatron/plan/memory.py)", lines)
 
 
 def steps(args: NeoXArgs, vocab_size: int) -> list[str]:
@@ -156,7 +156,7 @@ def steps(args: NeoXArgs, vocab_size: int) -> list[str]:
     besides = f"; without what {', '.join(silent)} does beside matrix products" if silent else ""
     recompute = args.model.checkpoint_policy == "full" or args.model.checkpoint_activations
     s = args.schedule
-    return titled(
+    return with_title(
         "steps",
         [
             f"train_batch_size {t.train_batch_size} = micro {t.train_micro_batch_size_per_gpu} x accumulation "
@@ -172,19 +172,19 @@ def steps(args: NeoXArgs, vocab_size: int) -> list[str]:
 
 def data(found: Sequence[SourceRow], notes: Sequence[str] = ()) -> list[str]:
     """What each source has, what the run takes of it, and what its packing leaves out, cuts or pads."""
-    return titled("data", [*table(HEAD, data_cells(found)), *phase_lines(found), *notes])
+    return with_title("data", [*table(HEAD, data_cells(found)), *phase_lines(found), *notes])
 
 
-def checkpoints(start: Start, saves: SavePlan | None, folder: str | None) -> list[str]:
+def checkpoints(start: Start, saves: Saves | None, folder: str | None) -> list[str]:
     """Where the run starts and which steps it saves."""
     lines = [start.message]
     if saves is None:
         lines.append("nothing is saved: `save` is not set")
     else:
-        lines.append(f"saves to {folder} after steps {shortened(saves.steps)} ({len(saves.steps)} checkpoints)")
+        lines.append(f"saves to {folder} after steps {shorten(saves.steps)} ({len(saves.steps)} checkpoints)")
         needed = saves.kept * saves.bytes_each
         free = f"; {size(saves.free)} are free" if saves.free is not None else ""
         lines.append(f"about {size(saves.bytes_each)} each, {saves.kept} kept: {size(needed)}{free}")
         if saves.free is not None and saves.free < needed:
             lines.append("WARNING: the disk is too small for that: set keep_last_n_checkpoints, or save elsewhere")
-    return titled("checkpoints", lines)
+    return with_title("checkpoints", lines)

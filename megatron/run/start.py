@@ -16,7 +16,7 @@ from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.neox_layout import Heads
-from megatron.checkpoint.schedule import schedule_of_continued_run
+from megatron.checkpoint.schedule import resume_schedule
 from megatron.checkpoint.start import Start, decide_start
 from megatron.cluster.status import StatusFile, run_folder
 from megatron.log import get_logger
@@ -154,7 +154,7 @@ def _with_schedule(args: NeoXArgs, saved: dict[str, Any], start: Start) -> NeoXA
     if not start.resumes or args.checkpoint.no_load_optim or not args.training.train_iters:
         return args
     options = args.schedule
-    values = schedule_of_continued_run(
+    values = resume_schedule(
         saved,
         args.to_dict(),
         override=options.override_lr_scheduler,

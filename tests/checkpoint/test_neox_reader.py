@@ -102,7 +102,7 @@ def test_norms_behind_the_branches_and_on_all_queries_together(tmp_path, form):
     folder = write_neox(tmp_path / "global_step9", tensors, keys, form=form)
     assert largest_difference(folder, model, theirs) < 1e-5
     folder = write_neox(tmp_path / "two" / "global_step9", tensors, keys, form=form, tp=2)
-    with pytest.raises(UserError, match="computes what no other layout does .use_separate_qk_norms"):
+    with pytest.raises(UserError, match="layer 2 .* model_parallel_size 2 .*use_separate_qk_norms"):
         NeoXReader(open_checkpoint(folder), model, VOCAB)
 
 
@@ -136,9 +136,9 @@ def test_the_files_of_torch_before_1_6_are_read(tmp_path):
         ({"hidden_size": 64}, "hidden_size: 32 in the checkpoint, 64 in the config"),
         ({"num_attention_heads": 2}, "num_attention_heads: 4 in the checkpoint, 2 in the config"),
         ({"intermediate_size": 64}, r"2.mlp.linear1.weight of .* 0 has shape \[48, 32\], this model wants \[32, 32\]"),
-        ({"use_bias_in_mlp": False}, "holds 2.mlp.linear1.bias, which this model has not"),
-        ({"no_weight_tying": False}, r"holds layers \[6\], which num_layers and no_weight_tying leave no place for"),
-        ({"norm": "rmsnorm"}, "holds 2.input_layernorm.bias, which this model has not"),
+        ({"use_bias_in_mlp": False}, "holds 2.mlp.linear1.bias,"),
+        ({"no_weight_tying": False}, r"holds layers \[6\],.* num_layers and no_weight_tying"),
+        ({"norm": "rmsnorm"}, "holds 2.input_layernorm.bias,"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("form", ["pipe", "whole"])
@@ -193,7 +193,7 @@ def test_weights_over_zero_3_files_and_gated_transformer_engine_are_refused(tmp_
         NeoXReader(open_checkpoint(folder), model, VOCAB)
     model, _, tensors = model_of(LLAMA, "llama")
     folder = write_neox(tmp_path / "llama" / "global_step9", tensors, LLAMA, names="te")
-    with pytest.raises(UserError, match="gate and up in an order that the files do not tell"):
+    with pytest.raises(UserError, match=r"layer 2 .*\(activation: "):
         NeoXReader(open_checkpoint(folder), model, VOCAB)
 
 
@@ -226,9 +226,7 @@ def test_training_starts_from_their_weights_alone(base, tmp_path):
     start = decide(tmp_path / "save", base, finetune=True)
     assert (start.kind, start.step, start.checkpoint.path) == ("finetune", 0, base / "global_step9")
     assert "written by GPT-NeoX" in start.message and "optimizer is new" in start.message
-    with pytest.raises(
-        UserError, match=r"optimizer state.* not read.*set finetune: true.*init_from: .*optimizer: reset"
-    ):
+    with pytest.raises(UserError, match=r"load: .*global_step9 .*set finetune: true.*init_from: .*optimizer: reset"):
         decide(tmp_path / "save", base)
     with pytest.raises(UserError, match="init_from.optimizer=reset and init_from.data=restart"):
         decide(None, None, init_from={"path": str(base)})

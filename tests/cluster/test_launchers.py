@@ -15,9 +15,9 @@ from megatron.cluster.launchers import (
     command_environment,
     decode,
     expand_nodelist,
-    exported,
     find_launcher,
     parse_environment_file,
+    select_exports,
 )
 from megatron.errors import UserError
 
@@ -135,7 +135,7 @@ def test_exports_carry_library_settings_but_no_secrets() -> None:
         "PYTHONPATH": "/p",
         "RANK": "1",
     }
-    exports, kept_back = exported(env, {"MY_FLAG": "1"})
+    exports, kept_back = select_exports(env, {"MY_FLAG": "1"})
     assert exports == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/p", "MY_FLAG": "1"}
     assert kept_back == ["HF_TOKEN", "WANDB_API_KEY"]
 

@@ -9,7 +9,7 @@ import pytest
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.load import load
-from megatron.plan import text
+from megatron.plan import tables
 from megatron.plan.memory import Memory, estimate
 from megatron.plan.stages import Held, stage_sizes, topology
 
@@ -146,9 +146,9 @@ def test_activations_follow_recomputation_layout_and_micro_batches(tmp_path: Pat
 
 
 def test_numbers_for_people() -> None:
-    assert [text.count(n) for n in (12, 9999, 12345, 1.5e9, 2e12, 999_999)] == [
+    assert [tables.count(n) for n in (12, 9999, 12345, 1.5e9, 2e12, 999_999)] == [
         *("12", "9999", "12.3K", "1.5B", "2T", "1000K")
     ]
-    assert [text.size(n) for n in (10, 1536, 3 * 2**30)] == ["10 B", "1.5 KiB", "3.0 GiB"]
-    assert text.shortened(range(20), 6) == "0, 1, 2, 3, ..., 18, 19"
-    assert text.table(("a", "n"), [("x", 1), ("yy", 100)]) == ["a     n", "x     1", "yy  100"]
+    assert [tables.size(n) for n in (10, 1536, 3 * 2**30)] == ["10 B", "1.5 KiB", "3.0 GiB"]
+    assert tables.shorten(range(20), 6) == "0, 1, 2, 3, ..., 18, 19"
+    assert tables.table(("a", "n"), [("x", 1), ("yy", 100)]) == ["a     n", "x     1", "yy  100"]

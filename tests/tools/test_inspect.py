@@ -210,7 +210,7 @@ def test_a_run_that_goes_on_is_seen_in_its_own_order(tmp_path: Path) -> None:
     after = (f"save={tmp_path / 'other'}", f"init_from.path={tmp_path / 'save'}", "train_iters=40")
     out = run(TOOL, "sample", config, "--samples", "2", "--json", *after).stdout.splitlines()
     assert [json.loads(line)["sample"] for line in out] == [4, 79]
-    assert "began at step 2" in run(TOOL, "steps", config, "--step", "1", *after, check=2).stderr
+    assert "started at step 2" in run(TOOL, "steps", config, "--step", "1", *after, check=2).stderr
 
 
 # ---- wrong input
@@ -226,7 +226,7 @@ def test_a_run_that_goes_on_is_seen_in_its_own_order(tmp_path: Path) -> None:
         (("sample", "{}/run.yml", "--role", "valid"), "no data called 'valid', but train"),
         (("sample", "{}/nothing.yml"), "nothing.yml"),
         (("sample", "{}/run.yml", "train_itres=3"), "train_itres"),
-        (("steps", "{}/run.yml"), "say which: --steps A..B"),
+        (("steps", "{}/run.yml"), "--steps A..B"),
         (("steps", "{}/run.yml", "--steps", "0..3"), "step 3: the run has steps 0..2 of train"),
         (("steps", "{}/run.yml", "--iterations", "0"), "the log counts from 1"),
         (("steps", "{}/run.yml", "--find", "c_messages_document"), "give FILE:DOC"),

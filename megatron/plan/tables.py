@@ -43,7 +43,7 @@ def _is_number(text: str) -> bool:
     return text[:1].isdigit() or text[:2].lstrip("-")[:1].isdigit() or text == "-"
 
 
-def shortened(items: Sequence[object], most: int = 12) -> str:
+def shorten(items: Sequence[object], most: int = 12) -> str:
     """`1, 2, 3, ..., 99, 100` for long lists."""
     texts = [str(item) for item in items]
     if len(texts) > most:

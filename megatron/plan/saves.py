@@ -12,7 +12,7 @@ from megatron.plan.memory import moments
 
 
 @dataclass(frozen=True)
-class SavePlan:
+class Saves:
     """`bytes_each` is what one checkpoint takes, `free` what the file system of `save` has."""
 
     steps: list[int]
@@ -21,7 +21,7 @@ class SavePlan:
     free: int | None
 
 
-def save_plan(args: NeoXArgs, parameters: int, first: int = 0) -> SavePlan | None:
+def saves_of(args: NeoXArgs, parameters: int, first: int = 0) -> Saves | None:
     """The checkpoints of the whole run, which begins at step `first`; None when `save` is not set.
 
     One checkpoint holds the weights in the run's precision and, with optimizer state, fp32 masters and
@@ -42,7 +42,7 @@ def save_plan(args: NeoXArgs, parameters: int, first: int = 0) -> SavePlan | Non
     kept = min(len(saved), keep + extra) if keep and keep > 0 else len(saved)
     weight = 4 if args.optimizer.precision == "fp32" else 2
     each = parameters * (weight + (0 if checkpoint.no_save_optim else 4 + 4 * moments(args.optimizer)))
-    return SavePlan(saved, kept, each, _free(Path(checkpoint.save)))
+    return Saves(saved, kept, each, _free(Path(checkpoint.save)))
 
 
 def _free(path: Path) -> int | None:

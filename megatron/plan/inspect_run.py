@@ -1,6 +1,6 @@
 """The data of a run, opened from its configuration alone, to be looked at: any sample, any step, on any machine.
 
-Plans as `--prepare` and the run itself do, so a run that goes on is seen in the order that its checkpoint keeps.
+Plans as `--prepare` and the run itself do, so a resumed run is seen in the order that its checkpoint keeps.
 Imports no torch.
 """
 
@@ -22,7 +22,7 @@ from megatron.errors import UserError, nearest
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
-from megatron.plan.data import checked_plan, warn_of_unknown_ranks
+from megatron.plan.refusals import check_data_plan, warn_of_unknown_ranks
 from megatron.run.data import collate_rules, resolve_epochs
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -32,13 +32,13 @@ LOGGER = get_logger(__name__)
 @dataclass(frozen=True)
 class Steps:
     """Which samples a step takes. `known` are (step, samples consumed before it), ascending from where the run
-    began; behind the last of them every step takes `batch`."""
+    started; after the last of them every step takes `batch`."""
 
     batch: int
     known: tuple[tuple[int, int], ...] = ((0, 0),)
 
     def samples(self, step: int) -> range:
-        """The samples of a step. Raises `UserError` where the batch changed at a step that no checkpoint tells."""
+        """The samples of a step. Raises `UserError` where the batch size changed at an unknown step."""
         first, consumed, batch = self._piece(bisect_right([at for at, _ in self.known], step) - 1, f"step {step}")
         begin = consumed + (step - first) * batch
         return range(begin, begin + batch)
@@ -52,8 +52,8 @@ class Steps:
         if i < 0:
             step, samples = self.known[0]
             raise UserError(
-                f"{asked}: this run began at step {step}, behind {samples} samples (init_from); what was before is of "
-                "the run that it began from."
+                f"{asked}: this run started at step {step}, after {samples} samples (init_from); earlier steps "
+                "belong to the run that it started from."
             )
         (first, consumed), batch = self.known[i], self.batch
         if i + 1 < len(self.known):
@@ -62,7 +62,7 @@ class Steps:
             if rest:
                 raise UserError(
                     f"between the checkpoints of steps {first} and {end} the batch size changed "
-                    f"({after - consumed} samples in {end - first} steps), and nothing says at which step. "
+                    f"({after - consumed} samples in {end - first} steps), at a step that is not recorded. "
                     "Ask by sample number instead."
                 )
         return first, consumed, max(batch, 1)
@@ -70,7 +70,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a sample stands: `step` counts from 0 (for validation data: the batch), `row` in the global batch.
+    """Where a sample is: `step` counts from 0 (for validation data: the batch), `row` in the global batch.
 
     `rank` and `micro_batch`: the data-parallel rank that reads it, and in which of its micro-batches.
     """
@@ -165,10 +165,10 @@ class RunData:
 
 
 def open_run(args: NeoXArgs, ranks: int | None) -> RunData:
-    """Open the data of a loaded config, and build its sample index where it is not there yet.
+    """Open the data of a loaded config, and build its sample index where it is missing.
 
     Args:
-        ranks: how many a hostfile gives the run, None to take what the config says.
+        ranks: how many a hostfile gives the run, None for the config's.
 
     Raises the `UserError` that the run would end with.
     """
@@ -179,8 +179,8 @@ def open_run(args: NeoXArgs, ranks: int | None) -> RunData:
     args = resolve_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)
     options, training = args.checkpoint, args.training
     start = decide_start(options, to_write=False)  # people also look at the runs of others
-    plan = checked_plan(args, tokenizer, start)
-    train = Steps(training.train_batch_size, _known(start, options.save, plan.start))
+    plan = check_data_plan(args, tokenizer, start)
+    train = Steps(training.train_batch_size, _known_steps(start, options.save, plan.start))
     micro = training.train_micro_batch_size_per_gpu
     per_rank = micro * training.gradient_accumulation_steps
     roles = {}
@@ -194,8 +194,8 @@ def open_run(args: NeoXArgs, ranks: int | None) -> RunData:
     return RunData(args, tokenizer, plan, roles, rules, training.eval_iters or 0, start.message)
 
 
-def _known(start: Start, save: str | None, begun: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-    """What the checkpoints of the run say about its past: steps, and samples consumed before them."""
+def _known_steps(start: Start, save: str | None, begun: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    """Steps of the run's checkpoints, and samples consumed before them."""
     if start.checkpoint is None or not start.resumes:
         return (begun,)
     saved = [start.checkpoint]
