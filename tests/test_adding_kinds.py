@@ -17,10 +17,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.plan.tables import size
+from tests.plugins.helpers import save_starcoder2, write_family
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -205,7 +208,8 @@ RUN = {
 def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the library with one more file of each kind, a config that names them all, and data."""
     folder = tmp_path_factory.mktemp("house")
-    shutil.copytree(ROOT / "megatron", folder / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    for part in ("megatron", "huggingface", "tools"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     for script in ("deepy.py", "train.py"):
         shutil.copy(ROOT / script, folder)
     keys: dict[str, Any] = dict(RUN)
@@ -223,10 +227,13 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def deepy(house: Path, *argv: str, code: int = 0) -> str:
+    return python(house, "deepy.py", "train.py", "run.yml", *argv, code=code)
+
+
+def python(house: Path, *argv: str, code: int = 0) -> str:
     drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
     env = {k: v for k, v in os.environ.items() if k not in drop} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(house)}
-    command = [sys.executable, "deepy.py", "train.py", "run.yml", *argv]
-    done = subprocess.run(command, cwd=house, env=env, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, *argv], cwd=house, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -259,3 +266,17 @@ def test_new_kinds_train(house: Path) -> None:
     assert [record["train/lm_loss"] for record in steps] == [pytest.approx(7.0)] * 2
     assert [record["train/learning_rate"] for record in steps] == [pytest.approx(0.005)] * 2
     assert [record["mine/steps"] for record in steps] == [10, 20]
+
+
+def test_a_new_family_converts_both_ways(house: Path) -> None:
+    """The guide's, as a file among Deepy's own; every command is a process of its own."""
+    write_family(house / "megatron/convert/families")
+    save_starcoder2(house / "theirs")
+    python(house, "huggingface/convert_hf_to_neox.py", "--hf-model", "theirs", "--output-dir", "ours")
+    flags = ("--input_dir", "ours", "--output_dir", "again", "--no_save_tokenizer")
+    assert "Starcoder2ForCausalLM" in python(house, "tools/ckpts/convert_neox_to_hf.py", *flags)
+    before, after = (load_file(house / name / "model.safetensors") for name in ("theirs", "again"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    compared = python(house, "tools/ckpts/inspect_checkpoints.py", "theirs", "--diff", "ours")
+    fused = 2 * 2 * 2  # of two layers, q, k and v are one weight and one bias
+    assert "(starcoder2)" in compared and f"{len(after) - fused} parameters are equal" in compared
