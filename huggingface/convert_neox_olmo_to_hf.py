@@ -3,9 +3,8 @@
 python huggingface/convert_neox_olmo_to_hf.py --checkpoint-dir checkpoints/global_step100 \\
     --hf-model allenai/OLMo-2-1124-7B --output-dir hf/ --push-to-hub my-org/my-olmo
 
---hf-model is the published model that the run began from. Its tokenizer is written, and its network is
-taken for a folder of GPT-NeoX's; its weights are not read. tools/ckpts/convert_neox_to_hf.py does the same for every
-family.
+--hf-model is the published model that the run began from. Its tokenizer is written, and a folder of
+GPT-NeoX's is read as its network; its weights are not used. tools/ckpts/convert_neox_to_hf.py converts every family.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def add_import_flags(flags: argparse.ArgumentParser, model: str = "--hf-model") 
     flags.add_argument(model, dest="hf_model", required=True, metavar="PATH_OR_ID", help="a folder, or a Hub model")
     flags.add_argument("--revision", help="branch, tag or commit on the Hub")
     flags.add_argument("--output-dir", required=True, help="the folder to make, or one with other steps of the model")
-    flags.add_argument("--tp", type=int, default=1, help="cut the files for so many tensor-parallel ranks")
+    flags.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks to split the files for")
     flags.add_argument("--iteration", type=int, default=0, help="the step in the checkpoint's name")
     flags.add_argument(
         "--plugins",

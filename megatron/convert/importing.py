@@ -120,7 +120,7 @@ def import_from(
     """Write the checkpoint, its config and its tokenizer; `output` has passed `check_output`.
 
     Args:
-        tp: the tensor files are cut for so many ranks (any other number can load them too). pp: for the config file.
+        tp: the tensor files are split for so many ranks (any number can load them). pp: for the config file.
         iteration: the step in the checkpoint's name.
         precision: `auto` (as stored), `fp16`, `bf16` or `fp32`.
         check: compare logits with the source and refuse to publish when they differ.

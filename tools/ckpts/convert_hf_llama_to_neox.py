@@ -21,7 +21,7 @@ from megatron.errors import run_cli
 def main() -> int:
     """Convert with GPT-NeoX's flags."""
     flags = flags_for(__doc__)
-    flags.add_argument("--tp", type=int, default=1, help="cut the files for so many tensor-parallel ranks")
+    flags.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks to split the files for")
     flags.add_argument("--pp", type=int, default=0, help="pipe_parallel_size of the config file")
     flags.add_argument("--model", dest="hf_model", required=True, metavar="PATH_OR_ID", help="a folder, or a Hub model")
     flags.add_argument("--model_path", dest="output_dir", required=True, help="the folder to make")

@@ -25,7 +25,7 @@ def main() -> int:
     flags = flags_for(__doc__)
     flags.add_argument("--input_dir", required=True, help="a global_step<N> folder, or a save folder")
     flags.add_argument("--output_dir", required=True, help="the folder to make")
-    flags.add_argument("--num_output_shards", type=int, default=1, help="model-parallel ranks to cut the files for")
+    flags.add_argument("--num_output_shards", type=int, default=1, help="model-parallel ranks to split the files for")
     flags.add_argument("--iteration", type=int, help="which checkpoint of a save folder; default: its latest")
     flags.add_argument(
         "--config_file", nargs="+", metavar="YAML", default=(), help="of the run; needed by folders of GPT-NeoX"

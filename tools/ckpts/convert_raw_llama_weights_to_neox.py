@@ -32,14 +32,12 @@ def main() -> int:
         "Llama 3.1 and later need",
     )
     flags.add_argument("--output_dir", required=True, help="the folder to make, or one with other steps of the model")
-    flags.add_argument("--num_output_shards", type=int, default=1, help="tensor-parallel ranks to cut the files for")
+    flags.add_argument("--num_output_shards", type=int, default=1, help="tensor-parallel ranks to split the files for")
     flags.add_argument(
         "--pipeline_parallel", action="store_true", help="pipe_parallel_size 1 in the config file, not 0"
     )
     flags.add_argument("--iteration", type=int, default=0, help="the step in the checkpoint's name")
-    flags.add_argument(
-        "--max_position_embeddings", type=int, metavar="N", help="default: what the release was made for"
-    )
+    flags.add_argument("--max_position_embeddings", type=int, metavar="N", help="default: that of the release")
     add_precision(flags)
     add_safety(flags, "an existing iteration")
     given = flags.parse_args()

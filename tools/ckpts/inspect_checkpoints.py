@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="OTHER",
-        help="compare with OTHER, and name what differs only; without OTHER: with -c, leave equal parameters out",
+        help="compare with OTHER, and name only what differs; -c with -d alone: leave equal parameters out",
     )
     flags.add_argument(
         "--attributes", nargs="+", default=(), metavar="NAME", help="entries of the files; / goes inside"

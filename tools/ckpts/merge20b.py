@@ -1,11 +1,11 @@
-"""Join the tensor-parallel files of a checkpoint into files for one rank, or cut them for another number.
+"""Join the tensor-parallel files of a checkpoint into files for one rank, or split them for another number.
 
 python tools/ckpts/merge20b.py --input_dir 20B_checkpoints --output_dir 20B_checkpoints_merged
 
-is GPT-NeoX's command for the published 20B, whose files are for two ranks. Any checkpoint with any number of ranks will
-do, GPT-NeoX's (with the YAML files of its run as --config_file; the default is the 20B's) and Deepy's own. Deepy loads
-any checkpoint at any layout, so it needs no merging: this is for other programs, and for disks. Weights only; they are
-read back and must be equal, bit for bit.
+is GPT-NeoX's command for the published 20B, whose files are for two ranks. It takes any checkpoint of GPT-NeoX's (with
+the YAML files of its run as --config_file; the default is the 20B's) or of Deepy's. Deepy loads any checkpoint at any
+layout and does not need this; other programs may. Only weights are written; they are read back and must be equal bit
+for bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> int:
     flags = flags_for(__doc__)
     flags.add_argument("--input_dir", required=True, help="a global_step<N> folder, or a save folder")
     flags.add_argument("--output_dir", required=True, help="a save folder: global_step<N> is made in it")
-    flags.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks to cut the files for")
+    flags.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks to split the files for")
     flags.add_argument("--iteration", type=int, help="which checkpoint of a save folder; default: its latest")
     flags.add_argument(
         "--config_file", nargs="+", metavar="YAML", help="of the run of GPT-NeoX; default: its configs/, or 20B.yml"

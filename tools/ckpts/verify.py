@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="YAML",
         default=(),
-        help="of a run of GPT-NeoX's, whose folders keep no config; without it they take that of the other side",
+        help="of a run of GPT-NeoX's, whose folders keep no config; default: the other side's",
     )
     flags.add_argument("--iteration", type=int, help="which checkpoint of a save folder; default: its latest")
     flags.add_argument("--revision", help="branch, tag or commit of a model of the Hub")

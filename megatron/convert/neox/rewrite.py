@@ -39,7 +39,7 @@ def rewrite(
     precision: str = "auto",
     overwrite: bool = False,
 ) -> Path:
-    """Write the weights of `source` as `<output>/global_step<N>`, cut for `tp` ranks. Returns that folder.
+    """Write the weights of `source` as `<output>/global_step<N>`, split for `tp` ranks. Returns that folder.
 
     Args:
         source: a `global_step<N>` folder, or a save folder (`iteration`, or its latest).

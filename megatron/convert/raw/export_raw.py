@@ -28,7 +28,7 @@ from megatron.neox_arguments.schema_model import ModelConfig
 
 logger = get_logger(__name__)
 
-LLAMA3_BASE = 500_000  # from this rotary base on it is a Llama 3, whose embedding is cut by rows
+LLAMA3_BASE = 500_000  # from this rotary base on it is a Llama 3, whose embedding is split by rows
 
 
 @dataclass(frozen=True)

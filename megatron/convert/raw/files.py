@@ -1,11 +1,11 @@
 """LLaMA and Mistral as their authors publish them: params.json, and consolidated.XX.pth of each model-parallel rank.
 
-    tok_embeddings.weight                    cut by columns (LLaMA 1 and 2) or by rows (Llama 3)
-    layers.N.attention.{wq,wk,wv}.weight     cut by rows; a head's rows are pairs that are rotated together
-    layers.N.attention.wo.weight             cut by columns
-    layers.N.feed_forward.{w1,w3}.weight     gate and up, cut by rows; w2 back, cut by columns
+    tok_embeddings.weight                    split by columns (LLaMA 1 and 2) or by rows (Llama 3)
+    layers.N.attention.{wq,wk,wv}.weight     split by rows; a head's rows are pairs that are rotated together
+    layers.N.attention.wo.weight             split by columns
+    layers.N.feed_forward.{w1,w3}.weight     gate and up, split by rows; w2 back, split by columns
     layers.N.{attention,ffn}_norm.weight, norm.weight    whole in every file
-    output.weight                            cut by rows
+    output.weight                            split by rows
 
 Ours rotates the first half of a head with the second half, so rows change places. Sources: the public reference code of
 LLaMA (github.com/meta-llama/llama) and Mistral (github.com/mistralai/mistral-inference).
@@ -46,7 +46,7 @@ def shard_file(rank: int) -> str:
 
 
 def split_dim(name: str, embedding_dim: int) -> int | None:
-    """The dimension along which a tensor is cut; None when every file has all of it."""
+    """The dimension along which a tensor is split; None when every file has all of it."""
     if name == EMBEDDING:
         return embedding_dim
     if name.endswith(_BY_ROWS):
