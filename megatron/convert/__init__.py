@@ -1,1 +1,1 @@
-"""Conversion to Hugging Face: one table of names and transforms per model family, streamed and checked."""
+"""Conversion of models, both ways: one file per family (`families`), streamed, and compared before it is published."""
