@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from megatron.checkpoint import layout
 from megatron.checkpoint.folder import CheckpointFolder
 
@@ -55,3 +57,19 @@ def write_state_file(
         "args": {key: config[key] for key in _NEOX_ARGS if key in config},
     }
     folder.write_object(layout.state_file(model_rank), {**ours, **theirs})
+
+
+def check_readable(value: Any, where: str = "") -> None:
+    """Raise `TypeError` for anything that `torch.load(weights_only=True)` would refuse."""
+    if value is None or isinstance(value, (str, bool, int, float, Tensor)):
+        if type(value) not in (type(None), str, bool, int, float) and not isinstance(value, Tensor):
+            raise TypeError(f"checkpoint state {where} is a {type(value).__name__}; use a plain value")
+        return
+    if type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            check_readable(item, f"{where}[{index}]")
+    elif type(value) is dict:
+        for key, item in value.items():
+            check_readable(item, f"{where}.{key}" if where else str(key))
+    else:
+        raise TypeError(f"checkpoint state {where} is a {type(value).__name__}; use plain values and tensors")

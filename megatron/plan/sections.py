@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron.checkpoint.start import Start
 from megatron.cluster.launch import Placement
-from megatron.data.order.datasets import SourceRow
+from megatron.data.order.table import SourceRow
 from megatron.model.partition import StageRow
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs, plugin_key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.data.order.datasets import SourceRow
+from megatron.data.order.table import SourceRow
 
 HEAD = ("role", "source", "documents", "tokens", "weight", "samples", "epochs", "file")
 _NUMBERS = range(2, 7)

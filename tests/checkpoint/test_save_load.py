@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from megatron.checkpoint import layout
+from megatron.checkpoint.attempt import SaveError
 from megatron.checkpoint.find import list_checkpoints, open_checkpoint
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.save import SaveError, save_checkpoint
+from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.tensor_file import CheckedFile
 from megatron.errors import UserError
 from megatron.mpu.state import ParallelState
@@ -276,7 +277,7 @@ def test_failure_while_publishing(tmp_path, monkeypatch, broken):
 
 def test_too_little_space_is_known_before_writing(tmp_path, monkeypatch):
     save(tmp_path, engine(), 1)
-    monkeypatch.setattr("megatron.checkpoint.save._free", lambda root: 1000)
+    monkeypatch.setattr("megatron.checkpoint.attempt.free_bytes", lambda root: 1000)
     with pytest.raises(SaveError, match=r"not enough space: \d{4,} bytes needed, 1000 free"):
         save(tmp_path, engine(), 2)
     assert sorted(os.listdir(tmp_path)) == ["global_step1", "latest"]

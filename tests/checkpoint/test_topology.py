@@ -6,9 +6,10 @@ import os
 import pytest
 import torch
 
+from megatron.checkpoint.attempt import SaveError
 from megatron.checkpoint.find import list_checkpoints, open_checkpoint
 from megatron.checkpoint.load import load_checkpoint
-from megatron.checkpoint.save import SaveError, save_checkpoint
+from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.tensor_file import CheckedFile
 from megatron.errors import UserError
 from megatron.mpu.sharding import unshard

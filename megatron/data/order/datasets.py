@@ -19,6 +19,7 @@ from megatron.data.order.role_order import OrderBuilder, RoleOrder, packing_of
 from megatron.data.order.saved_order import SavedOrder
 from megatron.data.order.sources import find_sources
 from megatron.data.order.splits import NAMES
+from megatron.data.order.table import SourceRow, source_rows
 from megatron.data.sample import SampleDataset
 from megatron.data.tokens.cache import IndexCaches, content_key
 from megatron.data.tokens.manifest import check_tokenizer
@@ -27,30 +28,6 @@ from megatron.neox_arguments.schema_data import DataConfig
 from megatron.tokenizer.base import Tokenizer
 
 SET = "valid/"  # before the name of a validation set, where roles have names
-
-
-@dataclass(frozen=True)
-class SourceRow:
-    """A row of the table at start.
-
-    Attributes:
-        role: train, valid, test, or `valid/` and the name of a validation set.
-        samples, epochs: what the run draws from the source.
-        weight: over the whole run; `weights`: in each phase, which begin at `steps`.
-        unreached: the first steps of phases after the end of the run.
-    """
-
-    role: str
-    name: str
-    prefix: str
-    documents: int
-    tokens: int
-    weight: float
-    weights: tuple[float, ...]
-    steps: tuple[int, ...]
-    samples: int
-    epochs: float
-    unreached: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,26 +89,7 @@ class DataPlan:
 
     def table(self) -> list[SourceRow]:
         """One row per role and source."""
-        rows = []
-        for name, role in self.roles.items():
-            for planned, drawn in zip(role.sources, role.count_draws(), strict=True):
-                source = planned.source
-                rows.append(
-                    SourceRow(
-                        role=name,
-                        name=source.name,
-                        prefix=source.data.prefix,
-                        documents=source.num_documents,
-                        tokens=source.tokens,
-                        weight=drawn.weight,
-                        weights=drawn.weights,
-                        steps=tuple(phase.step for phase in role.reached),
-                        samples=drawn.samples,
-                        epochs=drawn.epochs,
-                        unreached=tuple(phase.step for phase in role.phases if phase.first >= role.samples),
-                    )
-                )
-        return rows
+        return [row for name, role in self.roles.items() for row in source_rows(name, role)]
 
     def notes(self) -> list[str]:
         """Lines for the log about documents that are left out, cut or padded."""
