@@ -99,7 +99,7 @@ def _run(name: str, files: Files, overrides: dict[str, Any]) -> None:
         raise UserError(f"{script}: no such script; install Deepy from its checkout with `pip install -e .`")
     code = start(str(script), config_for(load(_paths(files), overrides), name))
     if code:
-        raise _ERRORS.get(code, DeepyError)(f"{name} ended with exit code {code}; its own messages say why")
+        raise _ERRORS.get(code, DeepyError)(f"{name} ended with exit code {code}; its messages above name the cause")
 
 
 def _paths(files: Files) -> list[str]:

@@ -3,7 +3,7 @@
 | code | class           | meaning                                                                   |
 |------|-----------------|---------------------------------------------------------------------------|
 | 0    | -               | done                                                                      |
-| 1    | any other error | a fault of ours: the traceback is shown                                   |
+| 1    | any other error | a bug: the traceback is shown                                   |
 | 2    | `UserError`     | the input is wrong: one message naming file, line or key and the fix      |
 | 3    | `StopRequested` | stopped on request with everything saved: start me again                  |
 | 4    | `NumericsError` | the numbers went bad: do not restart blindly                              |
@@ -24,7 +24,7 @@ class DeepyError(Exception):
 
 
 class UserError(DeepyError):
-    """The user's input is wrong. The message names where (file, line or key) and how to mend it."""
+    """The user's input is wrong. The message names where (file, line or key) and how to fix it."""
 
     exit_code = 2
 
@@ -36,7 +36,7 @@ class StopRequested(DeepyError):
 
 
 class NumericsError(DeepyError):
-    """Loss or gradients are no longer finite and the policy says stop."""
+    """Loss or gradients are no longer finite and the policy is to stop."""
 
     exit_code = 4
 

@@ -84,7 +84,7 @@ def load_plugins(names: Sequence[str], where: Callable[[str], str]) -> list[Plug
     return [_load(name, where(name)) for name in names]
 
 
-def loaded(names: Iterable[str]) -> list[Plugin]:
+def find_loaded(names: Iterable[str]) -> list[Plugin]:
     """The plugins of these names that were imported, without repetition."""
     found = {id(plugin): plugin for name in names if (plugin := _LOADED.get(_key(name))) is not None}
     return list(found.values())
@@ -92,7 +92,7 @@ def loaded(names: Iterable[str]) -> list[Plugin]:
 
 def sources(names: Iterable[str]) -> dict[str, str]:
     """Name -> SHA-256 of the source of each of these plugins that was imported."""
-    return {plugin.name: plugin.sha256 for plugin in loaded(names)}
+    return {plugin.name: plugin.sha256 for plugin in find_loaded(names)}
 
 
 def source_changes(before: Mapping[str, str] | None, now: Mapping[str, str] | None) -> list[str]:
@@ -180,13 +180,13 @@ def _find_module(name: str, where: str) -> str:
     except Exception as error:  # of the parent package's own code
         raise _failure(parent or name, where, error) from error
     if spec is None:
-        raise UserError(f"{where}: plugins: there is no module {name!r}; {_looked_for(name, where)}")
+        raise UserError(f"{where}: plugins: there is no module {name!r}; {_describe_search(name, where)}")
     if spec.origin is None or not os.path.isfile(spec.origin) or not spec.origin.endswith(".py"):
         raise UserError(f"{where}: plugins: {name!r} is not a module of Python source ({spec.origin})")
     return spec.origin
 
 
-def _looked_for(name: str, where: str) -> str:
+def _describe_search(name: str, where: str) -> str:
     folders = [path or os.getcwd() for path in sys.path if os.path.isdir(path or ".")]
     own = [folder for folder in folders if not folder.startswith((sys.prefix, sys.base_prefix))]
     text = f"looked for in {', '.join([*dict.fromkeys(own), 'the installed packages'])}"

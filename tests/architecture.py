@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from megatron.neox_arguments.groups import GROUPS, all_keys
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -238,6 +240,21 @@ def whole_config(sources: list[Source]) -> Iterator[Violation]:
                 yield Violation(source.at(imported.line), f"{source.package} takes a config group, not NeoXArgs")
 
 
+def flat_reading(sources: list[Source]) -> Iterator[Violation]:
+    """`args.hidden_size` is for tools outside; the library reads `args.model.hidden_size`, which mypy knows."""
+    flat = set(all_keys()) - set(GROUPS)
+    for source in library(sources):
+        if not any(imported.target.endswith(".NeoXArgs") for imported in source.imports):
+            continue
+        for node in ast.walk(source.tree):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in flat
+                and ast.unparse(node.value) in ("args", "process.args")
+            ):
+                yield Violation(source.at(node.lineno), f"{ast.unparse(node)} without its group")
+
+
 # ---- constructs
 
 
@@ -335,6 +352,7 @@ RULES: tuple[Callable[[list[Source]], Iterator[Violation]], ...] = (
     torch_free,
     optional_packages,
     whole_config,
+    flat_reading,
     environment,
     global_statements,
     bare_excepts,

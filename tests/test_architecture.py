@@ -179,6 +179,15 @@ BROKEN = {
         },
         ["megatron/layers/a.py:1: layers takes a config group"],
     ),
+    "flat reading": (
+        "flat_reading",
+        {
+            "megatron/run/a.py": "from megatron.neox_arguments import NeoXArgs\n"
+            "def f(process, args: NeoXArgs):\n    return args.model.hidden_size, args.optimizer, process.args.seed\n",
+            "megatron/data/b.py": "def f(args):\n    return args.seed\n",
+        },
+        ["megatron/run/a.py:3: process.args.seed"],
+    ),
     "environment": (
         "environment",
         {

@@ -66,7 +66,7 @@ def test_explain_shows_value_source_default_and_meaning(folder: Path) -> None:
     [
         (("ranks.py", "run", "train_itres=3"), "Did you mean 'train_iters'?"),
         (("ranks.py", "run", "num_layers=many"), "num_layers"),
-        (("ranks.py", "run", "model_parallel_size=2", "num_gpus=3"), "cannot be dealt"),
+        (("ranks.py", "run", "model_parallel_size=2", "num_gpus=3"), "nearest 2 or 4"),
         (("ranks.py", "run", "model_parallel_size=2", "num_gpus=4", "train_batch_size=7"), "7"),
         (("ranks.py", "runs"), "runs.yml: no such config file"),
         (("ranks.py", "run", "--hostfile", "/nowhere/hosts"), "/nowhere/hosts"),

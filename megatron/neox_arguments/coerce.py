@@ -33,7 +33,7 @@ def coerce_type(value: Any, annotation: Any) -> Any:
     for member in members:  # an exact fit first: `int | float` keeps 3 an int and 0.5 a float
         if isinstance(member, type) and type(value) is member and not _infinite(value):
             return value
-    problem = WrongValue(f"{describe(value)} was given, {wanted(annotation)} is wanted")
+    problem = WrongValue(f"{describe(value)} was given, {type_name(annotation)} is wanted")
     for member in members:
         try:
             return _coerce_member(value, member)
@@ -68,7 +68,7 @@ def _coerce_member(value: Any, member: Any) -> Any:
         return _coerce_choice(value, member)
     elif member is Any:
         return value
-    raise WrongValue(f"{describe(value)} was given, {wanted(member)} is wanted" + _advice(value, member))
+    raise WrongValue(f"{describe(value)} was given, {type_name(member)} is wanted" + _advice(value, member))
 
 
 def _coerce_number(value: Any, kind: type) -> int | float:
@@ -79,13 +79,13 @@ def _coerce_number(value: Any, kind: type) -> int | float:
         except ValueError:
             number = None
     if number is None or isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise WrongValue(f"{describe(value)} was given, {wanted(kind)} is wanted")
+        raise WrongValue(f"{describe(value)} was given, {type_name(kind)} is wanted")
     if not math.isfinite(number):
         raise WrongValue(f"{describe(value)} was given, a finite number is wanted")
     if kind is float:
         return float(number)
     if number != int(number):
-        raise WrongValue(f"{describe(value)} was given, {wanted(int)} is wanted")
+        raise WrongValue(f"{describe(value)} was given, {type_name(int)} is wanted")
     return int(number)
 
 
@@ -132,7 +132,7 @@ def thaw(value: Any) -> Any:
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping {key: value}"}
 
 
-def wanted(annotation: Any) -> str:
+def type_name(annotation: Any) -> str:
     """A type in words: `float | None` is 'a number'."""
     words = []
     for member in union_members(annotation):
@@ -140,7 +140,9 @@ def wanted(annotation: Any) -> str:
             continue
         origin = get_origin(member)
         if origin is tuple:
-            items = dict.fromkeys(wanted(item).removeprefix("a ") for item in get_args(member) if item is not Ellipsis)
+            items = dict.fromkeys(
+                type_name(item).removeprefix("a ") for item in get_args(member) if item is not Ellipsis
+            )
             item = _plural(next(iter(items)))
             if len(items) > 1:  # the parts of a tuple of fixed length differ
                 words.append(f"[{', '.join(items)}]")

@@ -9,13 +9,13 @@ from megatron.neox_arguments.arguments import NeoXArgs
 
 
 def never(args: NeoXArgs) -> bool:
-    """For a difference that concerns no run, only tools or faults that a user may have got used to."""
+    """For a difference that concerns no run, only tools or bugs that users may rely on."""
     return False
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference. `line` is printed at start when `applies(args)` (a derived config) says that it matters."""
+    """One difference. `line` is printed at start when `applies(args)` (a derived config) holds."""
 
     topic: str
     neox: str

@@ -71,8 +71,8 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
     Difference(
         "gradient accumulation type",
-        "bf16 accumulates in bf16 unless data_types.grad_accum_dtype says fp32",
-        "fp32 unless data_types.grad_accum_dtype says otherwise",
+        "bf16 accumulates in bf16 unless data_types.grad_accum_dtype is fp32",
+        "fp32 unless data_types.grad_accum_dtype is set",
         lambda args: args.optimizer.precision == "bfloat16" and args.training.gradient_accumulation_steps != 1,
     ),
     Difference(
@@ -180,7 +180,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "skipped steps (overflow, NaN)",
         "the schedule waits",
-        "the schedule goes on with the iteration, whose samples count as consumed; NaN is skipped in every precision",
+        "the schedule advances with the iteration, whose samples count as consumed; NaN is skipped in every precision",
         lambda args: args.optimizer.precision == "fp16",
     ),
     *DATA,
@@ -188,7 +188,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "load without a checkpoint",
         "a warning, then random weights",
-        "an error, unless load equals save: then a fresh start, said aloud",
+        "an error, unless load equals save: then a fresh start, which is logged",
         lambda args: args.checkpoint.load is not None,
         "Runs and checkpoints",
     ),

@@ -63,7 +63,7 @@ DATA: tuple[_Difference, ...] = (
     Difference(
         "data of another tokenizer",
         "trained on as it is",
-        "refused by the fingerprint beside the data; without one, a warning and a check of the ids",
+        "refused by the fingerprint next to the data; without one, a warning and a check of the ids",
     ),
     Difference(
         "end-of-document token",
@@ -121,7 +121,7 @@ DATA: tuple[_Difference, ...] = (
     ),
     Difference(
         "a run made longer",
-        "everything is shuffled anew",
+        "everything is shuffled again",
         "the past stays as it was; what is missing is appended",
     ),
     Difference(
@@ -165,9 +165,9 @@ DATA: tuple[_Difference, ...] = (
         "every key has its own text and labels; the delimiter may be a string; texts without it are counted",
     ),
     Difference(
-        "labels beside the data that the config does not name",
+        "labels next to the data that the config does not name",
         "ignored silently",
-        "said at start",
+        "logged at start",
     ),
     Difference(
         "merge_datasets",

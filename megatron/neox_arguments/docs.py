@@ -13,7 +13,7 @@ from itertools import groupby
 
 from megatron.log import configure, get_logger
 from megatron.neox_arguments.callback_key import keys_of
-from megatron.neox_arguments.coerce import thaw, wanted
+from megatron.neox_arguments.coerce import thaw, type_name
 from megatron.neox_arguments.differences import differences_markdown
 from megatron.neox_arguments.groups import GROUPS, all_keys
 from megatron.neox_arguments.keys import KeyInfo
@@ -92,7 +92,7 @@ def _entries(kind: str) -> Iterator[tuple[str, str]]:
 
 
 def _type(info: KeyInfo) -> str:
-    return wanted(info.accepts(info.own_choices)) + (", or a plugin's" if info.registry is not None else "")
+    return type_name(info.accepts(info.own_choices)) + (", or a plugin's" if info.registry is not None else "")
 
 
 def _default(info: KeyInfo) -> str:

@@ -20,7 +20,7 @@ _SHIPPED = os.path.join("configs", "mixtures")
 
 
 def read_named(entry: Entry, conf_dir: str | None = None) -> Entry:
-    """An entry whose value is the name of a mixture file, as the entry in that file; others as they are.
+    """An entry whose value is the name of a mixture file, as the entry in that file; others unchanged.
 
     Sources and sets are written out as mappings, so that an override can reach into each. Raises `UserError`.
     """
@@ -28,11 +28,11 @@ def read_named(entry: Entry, conf_dir: str | None = None) -> Entry:
         entry = _read(entry.value, entry.where, conf_dir, ())
     if not isinstance(entry.value, Mapping) or "interpolate" in entry.value:
         return entry
-    return Entry(parsed(entry).to_value(), entry.where, entry.inside)
+    return Entry(parse_entry(entry).to_value(), entry.where, entry.inside)
 
 
 def resolve(entry: Entry, conf_dir: str | None = None) -> Entry:
-    """An entry with `interpolate`, as the mixture that it comes to; others as they are."""
+    """An entry with `interpolate`, as the mixture that results; others unchanged."""
     return _resolve(entry, conf_dir, ())
 
 
@@ -58,7 +58,7 @@ def _resolve(entry: Entry, conf_dir: str | None, below: tuple[str, ...]) -> Entr
     shares = entry.value["interpolate"]
     if len(entry.value) > 1:
         others = [str(key) for key in entry.value if key != "interpolate"]
-        raise UserError(f"{where}: mixture: interpolate stands alone, without {', '.join(others)}")
+        raise UserError(f"{where}: mixture: interpolate is used alone; remove {', '.join(others)}")
     if not isinstance(shares, Mapping) or not shares:
         raise UserError(f"{where}: mixture.interpolate: {describe(shares)} was given, {{mixture: share}} is wanted")
     parts = []
@@ -67,14 +67,14 @@ def _resolve(entry: Entry, conf_dir: str | None, below: tuple[str, ...]) -> Entr
             number = coerce_type(share, float)
         except WrongValue as error:
             raise UserError(f"{where}: mixture.interpolate.{name}: {error}") from error
-        parts.append((parsed(_read(str(name), where, conf_dir, below)), number))
+        parts.append((parse_entry(_read(str(name), where, conf_dir, below)), number))
     try:
         return Entry(interpolate(parts).to_value(), where, {})
     except MixtureFault as fault:
         raise UserError(f"{where}: mixture.interpolate: {fault}") from fault
 
 
-def parsed(entry: Entry) -> NamedMixture:
+def parse_entry(entry: Entry) -> NamedMixture:
     """The mixture of an entry. Raises `UserError` naming file and line."""
     try:
         return parse(entry.value)
@@ -92,9 +92,9 @@ def fault_at(fault: MixtureFault, inside: Mapping[str, Any], where: str) -> str:
 
 
 def _find(name: str, where: str, conf_dir: str | None) -> str:
-    """The file of a mixture: beside the file that names it, in `mixtures` there, or among those that are shipped."""
-    beside = os.path.dirname(where.rpartition(":")[0]) if ".y" in where or ".json" in where else ""
-    folders = [beside, conf_dir or "", ""]
+    """The file of a mixture: next to the file that names it, in `mixtures` there, or among those that are shipped."""
+    folder = os.path.dirname(where.rpartition(":")[0]) if ".y" in where or ".json" in where else ""
+    folders = [folder, conf_dir or "", ""]
     tried = []
     for folder in [*folders, *(os.path.join(folder, "mixtures") for folder in folders), _SHIPPED]:
         for suffix in ("",) if name.endswith(_SUFFIXES) else _SUFFIXES:

@@ -66,7 +66,7 @@ class NamedMixture:
         value = {"sources": self.sources, "weights": weights, "valid_sets": self.valid_sets}
         return {name: thaw(part) for name, part in value.items() if part}
 
-    def normalised(self, step: int) -> dict[str, float]:
+    def shares_at(self, step: int) -> dict[str, float]:
         """The weights at a step, adding up to 1."""
         weights = next(weights for start, weights in reversed(self.phases) if start <= step)
         total = math.fsum(weights.values())
@@ -180,7 +180,7 @@ def interpolate(parts: Sequence[tuple[NamedMixture, float]]) -> NamedMixture:
                     raise MixtureFault("interpolate", f"{name} is {merged[name]} in one mixture, {found} in another")
     phases = []
     for step in sorted({step for mixture, _ in parts for step, _ in mixture.phases}):
-        now = [(mixture.normalised(step), share) for mixture, share in parts]
+        now = [(mixture.shares_at(step), share) for mixture, share in parts]
         weights = {name: math.fsum(share * found.get(name, 0.0) for found, share in now) for name in sources}
         phases.append((step, weights))
     return NamedMixture(sources, phases, sets)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.errors import UserError
 from megatron.neox_arguments.keys import Entry
-from megatron.plugins import Plugin, absolute, load_plugins, loaded, sources
+from megatron.plugins import Plugin, absolute, find_loaded, load_plugins, sources
 
 KEY = "plugins"
 
@@ -61,10 +61,10 @@ def import_named(names: Sequence[str], where: str) -> list[str]:
 
 def describe(names: Iterable[str]) -> list[tuple[str, str, str]]:
     """(plugin, first digits of its SHA-256, what it registered) of imported plugins, for people."""
-    return [(plugin.name, plugin.sha256[:12], _registered(plugin)) for plugin in loaded(names)]
+    return [(plugin.name, plugin.sha256[:12], _list_registered(plugin)) for plugin in find_loaded(names)]
 
 
-def _registered(plugin: Plugin) -> str:
+def _list_registered(plugin: Plugin) -> str:
     return ", ".join(map(str, plugin.registered)) or "nothing"
 
 

@@ -38,9 +38,9 @@ def layer_mlps(draft: Draft) -> None:
     elif given is None:
         wanted = [plain[layer] if layer % interval else "moe" for layer in range(layers)]
     else:
-        if _changed(draft, "moe_expert_interval"):
+        if _is_changed(draft, "moe_expert_interval"):
             draft.fail("moe_layers", "moe_expert_interval is set too; keep one of the two")
-        listed = zip(_listed(draft, given, layers), plain, strict=True)
+        listed = zip(_list_layers(draft, given, layers), plain, strict=True)
         wanted = [mlp if mlp == "moe" else other for mlp, other in listed]
     mlps = ["none" if without_mlp(mixer) else mlp for mixer, mlp in zip(mixers, wanted, strict=True)]
     if given is not None:
@@ -73,12 +73,12 @@ def _plain(draft: Draft, layers: int) -> tuple[str, ...]:
     return kinds
 
 
-def _changed(draft: Draft, name: str) -> bool:
+def _is_changed(draft: Draft, name: str) -> bool:
     """Whether the user wants something else than the default; a resolved config names every key."""
     return draft.is_set(name) and draft[name] != all_keys()[name].default
 
 
-def _listed(draft: Draft, given: tuple[Any, ...], layers: int) -> list[str]:
+def _list_layers(draft: Draft, given: tuple[Any, ...], layers: int) -> list[str]:
     if all(isinstance(one, int) and not isinstance(one, bool) for one in given):
         if wrong := [one for one in given if not 0 <= one < layers]:
             draft.fail("moe_layers", f"there is no layer {wrong[0]}; layers are numbered from 0 to {layers - 1}")
@@ -99,7 +99,7 @@ def mixture_of_experts(draft: Draft) -> None:
     """Sizes of the experts, and their division over tensor-parallel ranks."""
     if "moe" not in draft["layer_mlps"]:
         for name in _NEEDS_EXPERTS:
-            if _changed(draft, name):
+            if _is_changed(draft, name):
                 draft.fail(name, "no layer is a mixture of experts; set moe_num_experts above 1, or leave it out")
         return
     draft.positive("moe_top_k", "moe_intermediate_size", "moe_capacity_factor", "moe_routed_scaling")
@@ -112,7 +112,7 @@ def mixture_of_experts(draft: Draft) -> None:
     if experts % tensor:
         draft.fail(
             "model_parallel_size",
-            f"{experts} experts (moe_num_experts) cannot be dealt to {tensor} tensor-parallel ranks; a rank holds whole"
+            f"{experts} experts (moe_num_experts) do not divide over {tensor} tensor-parallel ranks; a rank holds whole"
             " experts",
         )
     width = draft.given("moe_intermediate_size") or draft["ffn_width"]
@@ -130,7 +130,7 @@ def router(draft: Draft) -> None:
         return
     if draft["moe_router_type"] == "sinkhorn":
         for name, why in _TOPK_ONLY.items():
-            if _changed(draft, name):
+            if _is_changed(draft, name):
                 source = "set" if draft.is_set("moe_router_type") else "the default, as in GPT-NeoX"
                 draft.fail(name, f"does not go with moe_router_type: sinkhorn ({source}): {why}; use topk")
     jitter = draft["moe_jitter_eps"]

@@ -19,7 +19,7 @@ def layout(draft: Draft) -> None:
     ranks, origin = _ranks(draft, copy * max(draft["expert_parallel_size"], 1))
     if ranks % copy:
         raise UserError(
-            f"{ranks} ranks ({origin}) cannot be dealt to pipe_parallel_size {pipe} x model_parallel_size {tensor} ="
+            f"{ranks} ranks ({origin}) do not divide into pipe_parallel_size {pipe} x model_parallel_size {tensor} ="
             f" {copy}; nearest {nearest_multiples(ranks, copy)}"
         )
     draft.set("world_size", ranks, origin)

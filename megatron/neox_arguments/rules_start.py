@@ -1,4 +1,4 @@
-"""Rules about where a run begins."""
+"""Rules about where a run starts from."""
 
 from __future__ import annotations
 

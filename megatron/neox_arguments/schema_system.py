@@ -26,7 +26,7 @@ class ParallelConfig:
     model_parallel_size: int = key(1, "Tensor-parallel ranks that share each layer.")
     sequence_parallel: bool = key(False, "Split norms and dropout over the tensor-parallel ranks too (saves memory).")
     pipe_partition_method: str = key(
-        "type:transformer|mlp", "How layers are dealt to stages: type:REGEX, uniform or parameters."
+        "type:transformer|mlp", "How layers are assigned to stages: type:REGEX, uniform or parameters."
     )
     expert_parallel_size: int = key(
         1, "Consecutive data-parallel ranks that share the experts of mixture-of-experts layers.", new=True

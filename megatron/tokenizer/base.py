@@ -81,7 +81,7 @@ class Tokenizer(ABC):
         self._reserved = size
 
     def fingerprint(self) -> Fingerprint:
-        """The fingerprint of the id map, to be stored beside data and in checkpoints."""
+        """The fingerprint of the id map, to be stored next to data and in checkpoints."""
         return self._fingerprint
 
     def covers(self, other: Fingerprint) -> bool:
@@ -93,7 +93,7 @@ class Tokenizer(ABC):
         if self.eod is None:
             raise UserError(
                 f"{purpose} needs an end-of-document token, and {self.describe()} names none. Give it one: an added "
-                'token "<|endoftext|>" in tokenizer.json (or an "eos_token" in the tokenizer_config.json beside it), '
+                'token "<|endoftext|>" in tokenizer.json (or an "eos_token" in the tokenizer_config.json next to it), '
                 "or a vocabulary with such a token."
             )
         return self.eod

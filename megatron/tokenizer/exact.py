@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 
 
 class ProvenEncoder:
-    """A fast encoder that stood the test, and stands it again on a piece of text every `AUDIT_EVERY` characters.
+    """A fast encoder that passed the test, and is tested again on a piece of text every `AUDIT_EVERY` characters.
 
     Raises `DeepyError` when it gives other ids after all: what it made of earlier texts cannot be trusted either.
     """
@@ -96,7 +96,7 @@ def difference(texts: Sequence[str], right: Ragged, given: Ragged) -> str | None
     for text, one, other in zip(texts, right.rows(), given.rows()):
         if not np.array_equal(one, other):
             return _show(text, one, other)
-    return "gave more ids than it said"
+    return "gave more ids than it announced"
 
 
 def _show(text: str, right: np.ndarray, given: np.ndarray) -> str:

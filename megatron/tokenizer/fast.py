@@ -30,7 +30,7 @@ Own = Callable[[Sequence[str]], Ragged]
 
 
 class UnsuitableError(Exception):
-    """This tokenizer.json has something that an encoder cannot do; the message says what."""
+    """This tokenizer.json has something that an encoder cannot do; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Recipe:
     """What a fast encoder is made of.
 
     `tokenizer_json`: the content of such a file. `head` and `tail`: the ids that its template puts around every text
-    (added here, so that encoders need not know templates). `added`: the tokens it finds in a text as they stand.
+    (added here, so that encoders need not know templates). `added`: the tokens it finds in a text unchanged.
     """
 
     tokenizer_json: str
@@ -69,8 +69,8 @@ class FastEncoder(ABC):
             parts = rows.rows()
             for i, row in zip(left, whole):
                 parts[i] = row[head : len(row) - tail]
-            rows = Ragged.joined(parts)
-        return rows.framed(self.recipe.head, self.recipe.tail)
+            rows = Ragged.join(parts)
+        return rows.frame(self.recipe.head, self.recipe.tail)
 
     @abstractmethod
     def _load(self) -> None:
@@ -86,7 +86,7 @@ FAST: Registry[type[FastEncoder]] = Registry(
     wants="a subclass of megatron.tokenizer.fast.FastEncoder",
     fits=lambda entry: isinstance(entry, type) and issubclass(entry, FastEncoder),
 )
-"""Encoders beside the tokenizers library: subclasses of `FastEncoder` that give its very ids, or leave a text to it."""
+"""Encoders other than the tokenizers library: subclasses of `FastEncoder` that give its ids or leave a text to it."""
 
 
 @FAST.register("gigatoken")
@@ -122,7 +122,7 @@ class Gigatoken(FastEncoder):
         left: list[int] = []
         if self._young.may_occur_in(list(utf8.values())):
             left = [i for i in utf8 if self._young.occur_in(texts[i])]
-        ragged = Ragged.joined([encode(utf8.get(i, text)) for i, text in enumerate(texts)])
+        ragged = Ragged.join([encode(utf8.get(i, text)) for i, text in enumerate(texts)])
         self._characters += sum(map(len, texts))
         return ragged, left
 
@@ -160,7 +160,7 @@ class Fastokens(FastEncoder):
 
 @FAST.register("tiktoken")
 class Tiktoken(FastEncoder):
-    """tiktoken, for byte-level BPE whose merges stand in the order of their ids (as in every vocabulary trained)."""
+    """tiktoken, for byte-level BPE whose merges are in the order of their ids (as in every vocabulary trained)."""
 
     name = "tiktoken"
 
@@ -183,7 +183,7 @@ class Tiktoken(FastEncoder):
         )
 
     def _encode(self, texts: Sequence[str]) -> tuple[Ragged, list[int]]:
-        return Ragged.joined([self._encoder.encode_to_numpy(text, allowed_special="all") for text in texts]), []
+        return Ragged.join([self._encoder.encode_to_numpy(text, allowed_special="all") for text in texts]), []
 
 
 def _refuse_patterns(recipe: Recipe, unlike: str) -> None:
@@ -220,7 +220,7 @@ def _ranks(model: dict[str, Any], special: dict[str, int]) -> dict[bytes, int]:
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     made = [vocab.get(left + right, -1) for left, right in merges]
     if any(later <= earlier for earlier, later in itertools.pairwise(made)):
-        raise UnsuitableError("the merges do not stand in the order of their ids")
+        raise UnsuitableError("the merges are not in the order of their ids")
     try:
         return {bytes(bytes_of[char] for char in token): i for token, i in vocab.items()}
     except KeyError as error:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NEOX_EOD = "<|endoftext|>"
 KNOWN_EODS = ("</s>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<eos>", "<|eos|>", "[EOS]", "<EOS>")
 KNOWN_PADS = ("<|padding|>", "<pad>", "<|pad|>", "[PAD]", "<PAD>", "<|finetune_right_pad_id|>")
-# What describes a tokenizer beside tokenizer.json in a Hugging Face folder.
+# What describes a tokenizer, apart from tokenizer.json, in a Hugging Face folder.
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
 
 
@@ -142,9 +142,9 @@ def _from_path(name: str, path: Path) -> LibraryTokenizer:
         raise UserError(f"vocab_file: {path} holds neither tokenizer.json nor vocab.json and merges.txt.{hint}")
     backend = _load_json(whole)
     # Only a file that kept its usual name belongs to the files around it.
-    beside = whole.parent if whole.name == "tokenizer.json" else None
-    files = {"tokenizer.json": whole, **_companions(beside)}
-    return LibraryTokenizer(name, backend, files, _find_eod(backend, beside), _find_pad(backend, beside))
+    parent = whole.parent if whole.name == "tokenizer.json" else None
+    files = {"tokenizer.json": whole, **_companions(parent)}
+    return LibraryTokenizer(name, backend, files, _find_eod(backend, parent), _find_pad(backend, parent))
 
 
 def _from_vocab_and_merges(name: str, vocab: Path, merges: Path) -> LibraryTokenizer:
@@ -189,7 +189,7 @@ def _companions(folder: Path | None) -> dict[str, Path]:
 
 
 def _find_eod(backend: tokenizers.Tokenizer, folder: Path | None) -> int | None:
-    declared = _declared(folder, "eos_token")
+    declared = _read_roles(folder, "eos_token")
     token_ids = (backend.token_to_id(token) for token in (NEOX_EOD, *declared))
     found = next((i for i in token_ids if i is not None), None)
     if found is None:
@@ -198,7 +198,7 @@ def _find_eod(backend: tokenizers.Tokenizer, folder: Path | None) -> int | None:
 
 
 def _find_pad(backend: tokenizers.Tokenizer, folder: Path | None) -> int | None:
-    token_ids = (backend.token_to_id(token) for token in ("<|padding|>", *_declared(folder, "pad_token")))
+    token_ids = (backend.token_to_id(token) for token in ("<|padding|>", *_read_roles(folder, "pad_token")))
     found = next((i for i in token_ids if i is not None), None)
     return found if found is not None else _first_special(backend, KNOWN_PADS)
 
@@ -209,7 +209,7 @@ def _first_special(backend: tokenizers.Tokenizer, names: Sequence[str]) -> int |
     return next((special[name] for name in names if name in special), None)
 
 
-def _declared(folder: Path | None, role: str) -> list[str]:
+def _read_roles(folder: Path | None, role: str) -> list[str]:
     """The token that the JSON files in `folder` give the role `eos_token` or `pad_token`, if any."""
     found = []
     for name in ("tokenizer_config.json", "special_tokens_map.json"):

@@ -41,7 +41,7 @@ def hostile_texts(
 ) -> list[str]:
     """Whitespace runs, contractions, scripts, marks, control characters, very long words, every kind of code point.
 
-    `added`: tokens found in text as they stand, tried in all surroundings. With `decode` and the `size` of the
+    `added`: tokens found in text unchanged, tried in all surroundings. With `decode` and the `size` of the
     vocabulary, also what runs of its tokens, in and out of order, spell.
     """
     texts = [*SCRIPTS, *map("".join, itertools.pairwise(SCRIPTS))]

@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Ragged:
-    """`ids [sum of lengths]`, unsigned 32-bit unless told otherwise, and `lengths [rows]` int64."""
+    """`ids [sum of lengths]`, unsigned 32-bit unless given otherwise, and `lengths [rows]` int64."""
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -23,7 +23,7 @@ class Ragged:
         return cls(np.fromiter(chain.from_iterable(rows), np.uint32, int(lengths.sum())), lengths)
 
     @classmethod
-    def joined(cls, rows: Sequence[np.ndarray]) -> Ragged:
+    def join(cls, rows: Sequence[np.ndarray]) -> Ragged:
         """From arrays of ids."""
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         return cls(np.concatenate(rows) if rows else np.empty(0, np.uint32), lengths)
@@ -33,7 +33,7 @@ class Ragged:
         ends = np.cumsum(self.lengths)
         return [self.ids[end - n : end] for end, n in zip(ends.tolist(), self.lengths.tolist())]
 
-    def framed(self, head: Sequence[int], tail: Sequence[int]) -> Ragged:
+    def frame(self, head: Sequence[int], tail: Sequence[int]) -> Ragged:
         """Every row with `head` before and `tail` after it. The type stays."""
         if not head and not tail:
             return self

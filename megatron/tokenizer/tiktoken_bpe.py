@@ -34,7 +34,7 @@ class TiktokenTokenizer(Tokenizer):
 
     def encode_exactly(self, texts: Sequence[str]) -> Ragged:
         """The ids of each text."""
-        return Ragged.joined([self.encoding.encode_to_numpy(text, allowed_special="all") for text in texts])
+        return Ragged.join([self.encoding.encode_to_numpy(text, allowed_special="all") for text in texts])
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of `ids`; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary are left out."""
@@ -55,7 +55,7 @@ class TiktokenTokenizer(Tokenizer):
 
 @TOKENIZERS.register("TiktokenTokenizer")
 def tiktoken_tokenizer(vocab_file: str | None, merge_file: str | None) -> Tokenizer:
-    """`vocab_file` is an encoding's name, or a .tiktoken file with a description `<file>.json` beside it.
+    """`vocab_file` is an encoding's name, or a .tiktoken file with a description `<file>.json` next to it.
 
     The description is `{"pat_str": <split pattern>, "special_tokens": {<token>: <id>}}`; a .tiktoken file holds
     neither, and a guessed pattern would give different ids without a word.
@@ -87,7 +87,7 @@ def _from_file(path: Path) -> TiktokenTokenizer:
     description = path.with_name(path.name + ".json")
     if not description.exists():
         raise UserError(
-            f"vocab_file: {path} needs {description.name} beside it, holding "
+            f"vocab_file: {path} needs {description.name} next to it, holding "
             '{"pat_str": <split pattern>, "special_tokens": {<token>: <id>}}'
         )
     try:

@@ -58,7 +58,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, output: Path, *, normalizer
 def write_companions(folder: Path) -> list[Path]:
     """Write what makes a folder with a `train_bpe` tokenizer.json one that `AutoTokenizer` opens: start, end, padding.
 
-    `<|endoftext|>` stands before and after a document, as in GPT-NeoX. Returns the files.
+    `<|endoftext|>` is before and after a document, as in GPT-NeoX. Returns the files.
     """
     end, padding = SPECIAL_TOKENS
     tokens = {"bos_token": end, "eos_token": end, "pad_token": padding}

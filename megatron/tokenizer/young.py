@@ -1,6 +1,6 @@
 """Characters so new to Unicode that libraries, built with tables of different versions, do not treat them alike.
 
-Found by comparing gigatoken 0.10 with tokenizers 0.23 on every code point, alone, doubled and beside combining marks.
+Found by comparing gigatoken 0.10 with tokenizers 0.23 on every code point, alone, doubled and next to combining marks.
 """
 
 from __future__ import annotations

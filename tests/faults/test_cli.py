@@ -105,7 +105,7 @@ CASES: dict[str, tuple[tuple[str, ...], Change, str]] = {
         replace("train_micro_batch_size_per_gpu: 1\n", ""),
         r"train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps",
     ),
-    "ranks": (("num_gpus=3", "model_parallel_size=2"), nothing, r"3 ranks .* cannot be dealt .*nearest 2 or 4"),
+    "ranks": (("num_gpus=3", "model_parallel_size=2"), nothing, r"3 ranks .*model_parallel_size 2.*nearest 2 or 4"),
     "heads over ranks": (("model_parallel_size=4",), nothing, r"num_attention_heads 2 cannot be split over 4"),
     "key/value heads over ranks": (
         ("model_parallel_size=2", "num_kv_heads=1"),

@@ -58,7 +58,7 @@ def test_gpt_neox_keys_of_a_dense_model_are_let_pass(tmp_path: Path) -> None:
         ({**TOPK, "moe_top_k": 9}, "moe_top_k: 9 experts per token, but there are 8 (moe_num_experts)"),
         (
             {**TOPK, "moe_num_experts": 6, "model_parallel_size": 4},
-            "model_parallel_size: 6 experts (moe_num_experts) cannot be dealt to 4 tensor-parallel ranks; a rank holds"
+            "model_parallel_size: 6 experts (moe_num_experts) do not divide over 4 tensor-parallel ranks; a rank holds"
             " whole experts",
         ),
         (

@@ -53,7 +53,7 @@ def test_keys_from_the_command_line(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_contradictions_are_refused_where_they_stand(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_contradictions_are_refused_with_their_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         derived(tmp_path, **changes)
     assert "a.yml:" in str(caught.value)

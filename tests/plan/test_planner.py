@@ -139,7 +139,7 @@ def test_differences_for_this_config_are_listed(run_config: Path) -> None:
         (("load=.", "iteration=7"), "iteration 7"),
         (("pipe_parallel_size=7",), "pipe_parallel_size"),
         (("pipe_partition_method=type:nonsense", "pipe_parallel_size=2"), "matches no layer"),
-        (("model_parallel_size=2", "num_gpus=3"), "cannot be dealt"),
+        (("model_parallel_size=2", "num_gpus=3"), "nearest 2 or 4"),
         (("train_batch_size=15",), "15"),
         (("split=98,1,1", "seq_length=300", "max_position_embeddings=300"), "(valid, 1 documents)"),
         (("seq_length=20000", "max_position_embeddings=20000", "eval_iters=0"), "20001"),

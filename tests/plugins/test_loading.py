@@ -29,7 +29,7 @@ def refused(*paths: str, overrides: tuple[str, ...] = ()) -> str:
 # ---- which
 
 
-def test_a_file_is_looked_for_beside_the_config_then_in_the_working_directory(tmp_path, monkeypatch) -> None:
+def test_a_file_is_looked_for_next_to_the_config_then_in_the_working_directory(tmp_path, monkeypatch) -> None:
     write_norm(tmp_path / "configs/near.py", "near")
     write_norm(tmp_path / "work/near.py", "far")
     write_norm(tmp_path / "work/sub/other.py", "other")
@@ -79,7 +79,7 @@ def test_a_module_in_a_package_with_its_registrations_spread_over_files(tmp_path
     (tmp_path / "plug_package/__init__.py").write_text("from plug_package import norms\n")
     monkeypatch.syspath_prepend(tmp_path)
     args = derive(load([write_config(tmp_path / "run.yml", plugins=["plug_package"], **SMALL)]))
-    [plugin] = plugins.loaded(args.launcher.plugins)
+    [plugin] = plugins.find_loaded(args.launcher.plugins)
     assert [str(addition) for addition in plugin.registered] == ["norm: packed"]
     before = args.launcher.plugin_sources
     (tmp_path / "plug_package/norms.py").write_text("changed = True\n")

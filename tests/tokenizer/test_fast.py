@@ -420,10 +420,10 @@ def test_a_recipe_knows_what_the_template_adds() -> None:
 def test_rows_are_framed(rows: list[list[int]], head: list[int], tail: list[int]) -> None:
     ragged = Ragged.of(rows)
     assert [row.tolist() for row in ragged.rows()] == rows
-    framed = ragged.framed(head, tail)
+    framed = ragged.frame(head, tail)
     assert [row.tolist() for row in framed.rows()] == [head + row + tail for row in rows]
     assert framed.ids.dtype == np.uint32
-    joined = Ragged.joined(framed.rows())
+    joined = Ragged.join(framed.rows())
     assert np.array_equal(joined.ids, framed.ids)
     assert np.array_equal(joined.lengths, framed.lengths)
 

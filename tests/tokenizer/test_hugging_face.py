@@ -108,8 +108,8 @@ EOD_CASES = {
 
 @pytest.mark.parametrize("case", EOD_CASES)
 def test_eod_comes_from_the_files(tmp_path: Path, case: str) -> None:
-    (special, beside), expected = EOD_CASES[case]
-    path = write_json(tmp_path / "tokenizer.json", byte_level(special), **beside)
+    (special, others), expected = EOD_CASES[case]
+    path = write_json(tmp_path / "tokenizer.json", byte_level(special), **others)
     for given in (path, tmp_path):  # the file or its folder
         ours = create_tokenizer("HFTokenizer", str(given))
         assert ours.eod == (None if expected is None else special.index(expected))
@@ -135,9 +135,9 @@ def test_a_needed_eod_that_is_not_there_is_explained(tmp_path: Path) -> None:
 
 
 def test_pad_is_found_or_none(tmp_path: Path) -> None:
-    def pad(*special: str, **beside: dict) -> int | None:
+    def pad(*special: str, **others: dict) -> int | None:
         return create_tokenizer(
-            "HFTokenizer", str(write_json(tmp_path / "tokenizer.json", byte_level(special), **beside))
+            "HFTokenizer", str(write_json(tmp_path / "tokenizer.json", byte_level(special), **others))
         ).pad
 
     assert pad("a", "<|padding|>") == 1

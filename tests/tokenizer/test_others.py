@@ -47,7 +47,7 @@ def test_tiktoken_gives_the_ids_of_the_same_vocabulary_as_tokenizer_json(tmp_pat
     [
         ("TiktokenTokenizer", None, "vocab_file is not set.*cl100k_base"),
         ("TiktokenTokenizer", "no_such_base", "neither a file nor an encoding"),
-        ("TiktokenTokenizer", "lonely.tiktoken", r"needs lonely\.tiktoken\.json beside it"),
+        ("TiktokenTokenizer", "lonely.tiktoken", r"lonely\.tiktoken\.json"),
         ("SPMTokenizer", None, "vocab_file is not set"),
         ("SPMTokenizer", "lonely.tiktoken", "is not a SentencePiece model"),
         ("SPMTokenizer", "absent.model", "vocab_file: no such file"),

@@ -53,11 +53,11 @@ def byte_level(special: Sequence[str] = ("<|endoftext|>", "<|padding|>"), added:
     return tokenizer
 
 
-def write_json(path: Path, tokenizer: Tokenizer | None = None, **beside: dict) -> Path:
-    """Save as tokenizer.json, with JSON files beside it (`tokenizer_config={...}`)."""
+def write_json(path: Path, tokenizer: Tokenizer | None = None, **others: dict) -> Path:
+    """Save as tokenizer.json, with JSON files next to it (`tokenizer_config={...}`)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     (tokenizer or byte_level()).save(str(path))
-    for name, content in beside.items():
+    for name, content in others.items():
         (path.parent / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
     return path
 

@@ -74,7 +74,7 @@ class TextEncoder:
             lengths = lengths[lengths > 0]
         rows = Ragged(rows.ids.astype(self.dtype, copy=False), lengths)
         if self.eod is not None:
-            rows = rows.framed((), (self.eod,))
+            rows = rows.frame((), (self.eod,))
         tally.text_bytes[index] += sum(len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts)
         tally.documents[index], tally.tokens[index] = len(texts), len(rows.ids)
         tally.empty[index] = given - len(texts)
