@@ -5,9 +5,11 @@ Shapes: b micro-batch, s sequence, gas micro-batches of a step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,32 +41,21 @@ class StepBatch:
     padding: int = 0
 
     @classmethod
-    def of(cls, arrays: StepArrays, step: int, consumed: int) -> StepBatch:
+    def from_arrays(cls, arrays: StepArrays, step: int, consumed: int) -> StepBatch:
         """Tensors sharing the memory of numpy arrays."""
-        doc_ids = None if arrays.doc_ids is None else torch.from_numpy(arrays.doc_ids)
-        return cls(
-            tokens=torch.from_numpy(arrays.tokens),
-            targets=torch.from_numpy(arrays.targets),
-            mask=torch.from_numpy(arrays.mask),
-            positions=torch.from_numpy(arrays.positions),
-            doc_ids=doc_ids,
-            step=step,
-            consumed=consumed,
-            padding=arrays.padding,
-        )
-
-    def _tensors(self) -> dict[str, Tensor]:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        named = {field.name: getattr(arrays, field.name) for field in fields(arrays)}
+        tensors: dict[str, Any] = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in named.items()}
+        return cls(**tensors, step=step, consumed=consumed)
 
     def pin_memory(self) -> StepBatch:
         """The same in page-locked memory, from which copies to a GPU need not wait."""
-        pinned: dict[str, Any] = {name: value.pin_memory() for name, value in self._tensors().items()}
-        return replace(self, **pinned)
+        return self._map(Tensor.pin_memory)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
         """The same on another device."""
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=non_blocking) for name, value in self._tensors().items()
-        }
-        return replace(self, **moved)
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> StepBatch:
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {n: change(x) for n, x in named.items() if isinstance(x, Tensor)}
+        return replace(self, **changed)

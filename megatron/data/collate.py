@@ -41,7 +41,7 @@ class CollateRules:
 class StepArrays:
     """The arrays of one rank and step, all `[gas, b, s]`: int64, but for the float32 `mask`.
 
-    `padding`: how many inputs are no tokens.
+    `padding`: how many inputs are padding.
     """
 
     tokens: np.ndarray
@@ -94,7 +94,7 @@ def mask_row(mask: np.ndarray, starts: np.ndarray | None, length: int) -> None:
     """No loss in a row of whole documents where the target is padding or the first token of a document.
 
     Position i predicts token i + 1, so the last token of every document predicts nothing. The same targets are trained
-    however documents are put together, and also when each stands alone.
+    however documents are packed, and also when each is alone.
 
     Args:
         mask: float32 `[s]`, changed in place.
@@ -110,9 +110,8 @@ def document_begins(sample: Sample, eod: int | None) -> np.ndarray:
     """bool `[s]`: which inputs are the first of a document (or of the sample).
 
     The dataset's own borders count, so data without end-of-document tokens works. In plain text the token after an
-    end-of-document begins a document as well, for data whose items hold several. Not where there are labels: chat
-    templates end every turn with that token, and the turns of a chat belong together. Padding is one document, also
-    where its id is that of end-of-document.
+    end-of-document also begins a document, for items of several documents. Not with labels: chat templates end every
+    turn with that token, and the turns of a chat belong together. Padding is one document, whatever its id.
     """
     inputs = sample.tokens[:-1]
     begins = np.zeros(len(inputs), dtype=bool)
@@ -130,6 +129,6 @@ def _check_range(tokens: np.ndarray, vocab_size: int) -> None:
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:
         raise UserError(
-            f"the data holds token id {high if high >= vocab_size else low}, but the vocabulary has {vocab_size} "
-            "entries: the data was made with another tokenizer."
+            f"the data has token id {high if high >= vocab_size else low}, but the vocabulary has {vocab_size} "
+            "entries: the data was made with another tokenizer. Set that tokenizer, or tokenise the data again."
         )

@@ -3,9 +3,8 @@
 The batch of a step is a pure function of the dataset and the samples consumed before it. Nothing is replayed on
 resume, and neither ranks, micro-batches nor workers change what a step holds.
 
-Workers are threads: reading is a copy out of a memory-mapped file, during which numpy lets the others run. Threads
-need no second import of torch, no copies between processes, and cannot die unnoticed: what fails in a worker is
-raised in the loop when its step is due.
+Workers are threads: reading is a copy out of a memory-mapped file, during which numpy releases the lock. Threads need
+no second import of torch and no copies between processes; an error in a worker is raised in the loop at its step.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class StepLoader:
         dp_rank, dp_size: this rank among the data-parallel ones.
         rules: how samples become arrays.
         num_workers: background threads; 0 reads when the step is asked for.
-        pin_memory: hand over page-locked memory.
+        pin_memory: return page-locked memory.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class StepLoader:
         return self.micro_batch * self.gas * self.dp_size
 
     def num_steps(self, consumed: int = 0) -> int:
-        """Whole steps left after `consumed` samples; an incomplete last one is never given."""
+        """Whole steps after `consumed` samples; an incomplete last one is dropped."""
         return max(0, len(self.dataset) - consumed) // self.train_batch_size
 
     def read(self, consumed: int, step: int) -> StepBatch:
@@ -70,24 +69,24 @@ class StepLoader:
         for micro, row_numbers in enumerate(numbers.tolist()):
             for row, number in enumerate(row_numbers):
                 fill(arrays, micro, row, self.dataset[number], self.rules)
-        batch = StepBatch.of(arrays, step, consumed)
+        batch = StepBatch.from_arrays(arrays, step, consumed)
         return batch.pin_memory() if self.pin_memory else batch
 
     def steps(self, consumed: int = 0, step: int | None = None) -> Iterator[StepBatch]:
-        """The steps from `consumed` samples on, until fewer samples than a step are left.
+        """The steps after `consumed` samples, while a whole step is left.
 
         `step` numbers the first one; by default as if all steps before had this size.
         """
         first = consumed // self.train_batch_size if step is None else step
-        wanted = ((consumed + k * self.train_batch_size, first + k) for k in range(self.num_steps(consumed)))
+        positions = ((consumed + k * self.train_batch_size, first + k) for k in range(self.num_steps(consumed)))
         if self.num_workers == 0:
-            for position in wanted:
+            for position in positions:
                 yield self.read(*position)
             return
         pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="loader")
         ahead: deque[Future[StepBatch]] = deque()
         try:
-            for position in wanted:
+            for position in positions:
                 ahead.append(pool.submit(self.read, *position))
                 if len(ahead) > self.num_workers + 1:
                     yield ahead.popleft().result()

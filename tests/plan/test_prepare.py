@@ -142,7 +142,7 @@ def test_what_is_wrong_is_one_message(run_config: Path, tokens: Callable[..., st
         file.write((7).to_bytes(8, "little"))
     done = deepy(run_config, f"data_path={prefix}", "--prepare")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "item 1 is said to begin at byte 7" in done.stderr
+    assert "item 1 begins at byte 7" in done.stderr
     assert not list(tmp_path.glob("index_cache/*"))
     assert deepy(run_config, "data_path=/no/such/data", "--prepare").returncode == 2
     with pytest.raises(UserError, match="eval.py does not use"):

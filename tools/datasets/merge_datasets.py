@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.data.tokenise.command import check_writable
 from megatron.data.tokenise.flags import start_command
 from megatron.data.tokens.merge import merge_groups
-from megatron.data.tokens.merge_groups import find_groups
+from megatron.data.tokens.merge_inputs import find_groups
 from megatron.errors import run_cli
 from megatron.log import ProgressBar
 

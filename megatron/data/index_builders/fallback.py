@@ -21,7 +21,7 @@ def sample_index(sizes: np.ndarray, doc_idx: np.ndarray, seq_length: int, out: n
             return
         lengths = sizes[doc_idx[first : first + CHUNK]]
         ends = np.cumsum(lengths, dtype=np.int64)
-        # Rows whose token lies in this piece: k * seq_length < start + ends[-1].
+        # Rows whose token is in this piece: k * seq_length < start + ends[-1].
         stop = min(len(out), -(-(start + int(ends[-1])) // seq_length))
         if stop > row:
             wanted = np.arange(row, stop, dtype=np.int64) * seq_length - start

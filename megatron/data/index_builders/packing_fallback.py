@@ -16,7 +16,7 @@ def overflow_pass(
     tokens = lengths[used].astype(np.int64)
     ends = np.cumsum(tokens)
     before = ends - tokens
-    # Where the row ends that begins at each entry: the first entry whose end lies beyond it.
+    # Where the row ends that begins at each entry: the first entry whose end is beyond it.
     jump = np.searchsorted(ends, before + capacity, side="right").tolist()
     at = 0 if running == 0 else int(np.searchsorted(ends, capacity - running, side="right"))
     starts: list[int] = []

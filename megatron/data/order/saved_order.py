@@ -137,7 +137,7 @@ def check_sources(saved: SavedRole, now: Sequence[SavedSource], progress: Progre
     faults = []
     for d, (old, place) in enumerate(zip(saved.sources, places, strict=True)):
         if not any(phase.weights[d] > 0 for phase in saved.phases if phase.step < progress.steps):
-            continue  # nothing of it was read
+            continue  # it was not read
         if place is None:
             others = [source for i, source in enumerate(now) if i not in places]
             faults.append(f"  {_describe_change(old, others, len(now))}")

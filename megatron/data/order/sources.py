@@ -32,10 +32,10 @@ class Source:
     """One token file in one role.
 
     Attributes:
-        name: what people call it.
+        name: for people.
         data: the tokens.
-        documents: half-open range of those that are used.
-        labels: what of them is trained.
+        documents: half-open range of the used ones.
+        labels: which tokens are trained.
         max_epochs: how often a run may read it; None: any number of times.
     """
 
@@ -84,12 +84,11 @@ def find_sources(
 ) -> FoundData:
     """The sources of each role in `names`, and of the validation sets if "valid" is among them.
 
-    A role for which there is no data gets no sources and a warning, as GPT-NeoX trains on without it; training itself
-    must have data (`UserError`).
+    A role without data gets no sources and a warning, as in GPT-NeoX; training itself must have data (`UserError`).
 
     Args:
-        seq_length: in which held-out samples are counted.
-        caches: keep what has to be found by reading whole token files.
+        seq_length: of the held-out samples.
+        caches: store what is found by reading whole token files.
     """
     files, asked = TokenFiles.of(data, caches), names
     if "valid" in names and "train" not in names and sets_in_training(data.train_data_weights, data.train_data_holdout):
@@ -106,12 +105,12 @@ def find_sources(
             raise UserError("no training data: set data_path, train_data_paths or mixture.")
     held: list[ValidSet] = []
     if "train" in roles:
-        roles["train"], held = _cut(data, roles["train"], seq_length)
+        roles["train"], held = _limit(data, roles["train"], seq_length)
     sets = [*_named_sets(data, files), *held] if "valid" in names else []
     _check_names(sets)
     for name, role in roles.items():
         if not role.sources and data.data_path is None and not (name in ("valid", "test") and sets):
-            LOGGER.warning(f"{name}_data_paths is not set, so there is no {name} loss (eval_iters: 0 says the same)")
+            LOGGER.warning(f"{name}_data_paths is not set, so there is no {name} loss (eval_iters: 0 means the same)")
     used = [source for role in roles.values() for source in role.sources] + [one.source for one in sets]
     for sentence in unused_labels((str(source.data.prefix), source.labels is not None) for source in used):
         LOGGER.warning(sentence)
@@ -145,11 +144,11 @@ def _split_sources(data: DataConfig, names: Sequence[str], files: TokenFiles) ->
         if end > first:
             found[name] = RoleSources((Source(called, dataset, (first, end)),), ((0, (1.0,)),))
             continue
-        said = f"split {data.split!r} gives {name} none of the {len(dataset)} documents of {dataset.prefix}"
+        fact = f"split {data.split!r} gives {name} none of the {len(dataset)} documents of {dataset.prefix}"
         if name == "train":
-            raise UserError(f"{said}: there is nothing to train on.")
+            raise UserError(f"{fact}: nothing to train on. Raise its share, or use more data.")
         if shares[i] > 0:
-            LOGGER.warning(f"{said}, so there is no {name} loss")
+            LOGGER.warning(f"{fact}, so there is no {name} loss")
         found[name] = RoleSources()
     return found
 
@@ -196,8 +195,8 @@ def _weights(data: DataConfig, name: str, sources: Sequence[Source]) -> tuple[tu
     return tuple((step, tuple(normalize_weights(weights, len(sources), key))) for step, weights in phases)
 
 
-def _cut(data: DataConfig, role: RoleSources, seq_length: int) -> tuple[RoleSources, list[ValidSet]]:
-    """What is left to train on: without held-out documents, within the caps. Held-out parts and sources that no phase
+def _limit(data: DataConfig, role: RoleSources, seq_length: int) -> tuple[RoleSources, list[ValidSet]]:
+    """The training sources without held-out documents and within the caps; held-out parts and sources that no phase
     draws from are validation sets."""
     sources, sets = [], []
     for d, source in enumerate(role.sources):
@@ -217,7 +216,7 @@ def _cut(data: DataConfig, role: RoleSources, seq_length: int) -> tuple[RoleSour
 
 
 def per_source(value: Any, d: int) -> Any:
-    """The value for source `d` of a key that has one for all or a list."""
+    """The value for source `d` of a key with one value for all or a list."""
     return value[d] if isinstance(value, tuple) else value
 
 
@@ -227,7 +226,7 @@ def _hold_out(source: Source, samples: int, seq_length: int) -> tuple[Source, So
     if border <= first:
         raise UserError(
             f"train_data_holdout: {source.name} ({source.data.prefix}) has {source.tokens} tokens in "
-            f"{source.num_documents} documents; holding out {samples} samples of {seq_length} leaves nothing to train."
+            f"{source.num_documents} documents; holding out {samples} samples of {seq_length} leaves none."
         )
     return replace(source, documents=(first, border)), replace(source, documents=(border, end))
 
@@ -259,6 +258,6 @@ def _check_names(sets: Sequence[ValidSet]) -> None:
     for name in names:
         if names.count(name) > 1 or name in tags:
             raise UserError(
-                f"two validation sets are called {name!r}: a set of valid_sets (or its tag), and a source of training "
+                f"two validation sets are named {name!r}: a set of valid_sets (or its tag), and a source of training "
                 "that is held out or has weight 0. Rename one (train_data_names, valid_sets)."
             )

@@ -15,7 +15,7 @@ def sample_counts(
 ) -> tuple[int, int, int]:
     """Samples for training, for all validations of the run, and for the test at its end.
 
-    As in GPT-NeoX: validation is reckoned at every multiple of `eval_interval` and once more at the end. An
+    As in GPT-NeoX: validation is counted at every multiple of `eval_interval` and once more at the end. An
     `eval_interval` of 0 or less leaves only that last one.
     """
     validations = (train_iters // eval_interval if eval_interval > 0 else 0) + 1
@@ -25,7 +25,7 @@ def sample_counts(
 
 def parse_split(split: str) -> tuple[float, float, float]:
     """The three shares, adding up to 1, of a string like `969, 30, 1` (separators `,` or `/`; missing ones are 0)."""
-    fault = UserError(f"split: {split!r} is not one to three non-negative numbers such as '969, 30, 1'.")
+    fault = UserError(f"split: {split!r} must be one to three non-negative numbers such as '969, 30, 1'.")
     try:
         parts = [float(part) for part in re.split(r"[,/]", str(split)) if part.strip()]
     except ValueError as error:
@@ -40,7 +40,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
 def split_bounds(split: str, documents: int) -> tuple[int, int, int, int]:
     """Document ranges of the three splits: split i is `[bounds[i], bounds[i + 1])`.
 
-    GPT-NeoX's rounding, which continued runs depend on, with two repairs: no bound lies before the one to its left
+    GPT-NeoX's rounding, which resumed runs depend on, with two repairs: no bound is before the one to its left
     (NeoX gives [0, -1, 1, 3] for "0,50,50" of 3 documents), and a first share of 0 gets no document.
     """
     shares = parse_split(split)

@@ -108,7 +108,7 @@ def best_fit_index(
     small = items + len(pieces.later_documents) <= INT32_MAX
     by_size = by_length(pieces.lengths, starts, np.int32 if small else np.int64)
     by_size += pieces.first
-    # What lies behind the documents of the range is a later part.
+    # Numbers after the documents of the range are later parts.
     by_size[by_size >= pieces.first + pieces.documents] += items - pieces.documents - pieces.first
     row_starts, rows = patterns.row_starts(), patterns.rows
     epochs, count = sum(segment.epochs for segment in segments), len(by_size)

@@ -24,7 +24,7 @@ CHUNK_PIECES = 1 << 20
 class Pieces:
     """Parts of documents, each at most as long as a sample.
 
-    Piece p is all of item `first + p`, or its first part. Behind those of all documents come the later parts of long
+    Piece p is all of item `first + p`, or its first part. After those of all documents follow the later parts of long
     ones, in the order of the documents.
 
     Attributes:
@@ -100,7 +100,7 @@ def drop_silent(pieces: Pieces, labels: IndexedDataset | None, cache: IndexCache
 
 
 def _find_trained(pieces: Pieces, labels: IndexedDataset, cache: IndexCache, name: str) -> np.ndarray:
-    # The files' sizes and times stand for their content here; the packing's own key holds what was found in them.
+    # Sizes and times of the files represent their content; the packing's own key depends on what was found in them.
     stats = [
         (path if (path := Path(f"{part.prefix}.bin")).exists() else Path(part.prefix)).stat() for part in labels.parts
     ]

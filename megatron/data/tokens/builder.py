@@ -18,7 +18,7 @@ from megatron.errors import UserError
 
 @dataclass(frozen=True)
 class Mark:
-    """How far a dataset was written: what lies beyond is cut off when the work is taken up again."""
+    """How far a dataset was written: what is beyond is cut off on resume."""
 
     items: int
     tokens: int
@@ -28,7 +28,7 @@ class IndexedDatasetBuilder:
     """Writes one `.bin`/`.idx` pair; nothing is visible under the final names before `finalize`.
 
     Until then the files are `<prefix>.bin.partial` and `<prefix>.idx.partial`, which one process at a time may hold;
-    what an earlier, killed one left there is overwritten. Lengths go to the file as well, so memory does not grow with
+    the files of a killed one are overwritten. Lengths go to the file as well, so memory does not grow with
     the data (only documents of several items are remembered).
 
     Used as a context manager it removes what it wrote when the block fails:
@@ -40,7 +40,7 @@ class IndexedDatasetBuilder:
     Args:
         prefix: path without `.bin`/`.idx`; missing folders are made.
         dtype: type of a stored token, one of `DTYPES`. A value beyond it raises `ValueError` when it is added.
-        resume: go on from a mark of an earlier builder whose files were kept (`keep`); one item per document only.
+        resume: continue from a mark of an earlier builder whose files were kept; one item per document only.
 
     Raises `UserError` when the files cannot be opened or another process holds them, `WriteError` when the disk is
     full.
@@ -119,9 +119,9 @@ class IndexedDatasetBuilder:
         self._end_documents(np.arange(self._items - len(lengths) + 1, self._items + 1))
 
     def append(self, prefix: str | Path, report: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Append another dataset, its documents included. `report` is told of every piece of its tokens, in bytes.
+        """Append another dataset, its documents included. `report` is called with the bytes of every block of tokens.
 
-        A dataset in which no document was ever ended counts as one document per item, as everywhere.
+        A dataset without ended documents counts as one document per item, as everywhere.
         Raises `UserError` when the types differ.
         """
         other = IndexedDataset(prefix)
@@ -140,9 +140,9 @@ class IndexedDatasetBuilder:
             self._end_documents(piece + first)
 
     def mark(self) -> Mark:
-        """Bring what was added to the disk and say how far that is. Only for documents of one item."""
+        """Flush to disk and return how far that is. Only for documents of one item."""
         if self._doc_idx is not None or self._documents != self._items:
-            raise ValueError(f"{self.prefix}: documents of several items cannot be taken up again")
+            raise ValueError(f"{self.prefix}: documents of several items cannot be resumed")
         with self._writing():
             for file in (self._bin, self._idx):
                 file.flush()
@@ -150,7 +150,7 @@ class IndexedDatasetBuilder:
         return Mark(self._items, self._tokens)
 
     def finish(self) -> None:
-        """Complete both files under their unfinished names; `finalize` does it where this was not called before."""
+        """Complete both files under their unfinished names; `finalize` calls it if needed."""
         if self._finished:
             return
         with self._writing():
@@ -164,11 +164,11 @@ class IndexedDatasetBuilder:
         """Write the index and move both files to their final names, replacing an older dataset of that name.
 
         `publish(index_path)` is called with the finished index while it still has its temporary name (the manifest
-        needs its checksum); the index appears last, so that whoever sees it sees everything.
+        needs its checksum); the index appears last, so a dataset with an index is complete.
         """
         self.finish()
         with self._writing():
-            # Without its index the old dataset is plainly incomplete; with it, it would be silently wrong for a moment.
+            # The old dataset without its index is incomplete; with it, it would be wrong for a moment.
             Path(f"{self.prefix}.idx").unlink(missing_ok=True)
             if publish is not None:
                 publish(self._idx_path)
@@ -177,7 +177,7 @@ class IndexedDatasetBuilder:
             self.close()
 
     def close(self) -> None:
-        """Let the files go and leave them, for a later builder that resumes."""
+        """Close the files and keep them, for a later builder that resumes."""
         for file in (self._bin, self._idx):
             with suppress(OSError):  # on a full disk what is still buffered fails again
                 file.close()
@@ -186,7 +186,7 @@ class IndexedDatasetBuilder:
         """Remove what was written so far; nothing to do after `finalize` or `close`."""
         if self._bin.closed:
             return
-        for path in (self._bin_path, self._idx_path):  # before they are let go, when another process may take them
+        for path in (self._bin_path, self._idx_path):  # before closing, when another process may take them
             Path(path).unlink(missing_ok=True)
         self.close()
 
@@ -196,7 +196,7 @@ class IndexedDatasetBuilder:
             yield
         except WriteError:
             raise
-        except OSError as error:  # a full disk is nobody's bug
+        except OSError as error:  # a full disk is not a bug
             raise WriteError(f"cannot write {self.prefix}: {error.strerror or error}.") from error
 
     def _write(self, values: np.ndarray) -> None:

@@ -1,9 +1,9 @@
 """Index arrays on disk: keyed by content, built by one process per file system, published by rename.
 
-The name of an entry is a hash of everything its arrays depend on, so a changed corpus, split or seed can never meet
-stale arrays. A lock only saves the other processes the work: entries appear whole under their final name, so without a
-working lock the result is the same, built more than once. GPT-NeoX's `*_indexmap_*.npy` files, whose names say less
-than their content depends on, are never read.
+The name of an entry is a hash of everything its arrays depend on, so a changed corpus, split or seed never gets
+stale arrays. A lock only saves the other processes the work: entries appear complete under their final name, so
+without a working lock the result is the same, built more than once. GPT-NeoX's `*_indexmap_*.npy` files, whose names
+do not cover all that they depend on, are never read.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.tokens.build_lock import build_lock
-from megatron.data.tokens.pieces import too_many_open
+from megatron.data.tokens.cache_lock import hold_lock
+from megatron.data.tokens.mapped_file import too_many_open
 from megatron.errors import UserError
 from megatron.log import Once, get_logger
 
 LOGGER = get_logger(__name__)
 _ONCE = Once(LOGGER)
 _NO_WRITING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
-_WORTH_SAYING = 5.0  # seconds of building
+_WORTH_LOGGING = 5.0  # seconds of building
 
 Arrays = dict[str, np.ndarray]
 
@@ -47,21 +47,20 @@ def content_key(description: dict[str, Any], *arrays: np.ndarray) -> str:
 
 
 def index_folder(prefix: str | Path, shared: bool = True, root: str | Path | None = None) -> Path:
-    """Where indices of the dataset at `prefix` are kept: `root` (`data_cache_path`), or else `index_cache` beside it.
+    """Where indices of the dataset at `prefix` are stored: `root` (`data_cache_path`), or `index_cache` next to it.
 
     With `shared` false (`use_shared_fs: false`) each node has its own folder, whatever the file system.
     """
-    beside = Path(prefix).resolve().parent
-    while glob.has_magic(str(beside)) and not beside.is_dir():  # the data path is a pattern over folders
-        beside = beside.parent
-    folder = Path(root).expanduser() if root is not None else beside / "index_cache"
+    parent = Path(prefix).resolve().parent
+    while glob.has_magic(str(parent)) and not parent.is_dir():  # the data path is a pattern over folders
+        parent = parent.parent
+    folder = Path(root).expanduser() if root is not None else parent / "index_cache"
     return folder if shared else folder.with_name(f"{folder.name}.{os.uname().nodename}")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry that was asked for: where it is (None: only in memory), whether it was built now, its size in bytes
-    and the seconds that took."""
+    """One requested entry: its path (None: only in memory), whether it was built now, its bytes and the seconds."""
 
     name: str
     path: Path | None
@@ -73,8 +72,8 @@ class Entry:
 class IndexCache:
     """Named arrays under one folder; without a folder, or where it cannot be written, they are built in memory.
 
-    `entries` lists what was asked for; caches that are given the same list share it. `announce` is told what is going
-    to be built.
+    `entries` lists the requested entries; several caches may share one list. `announce` gets a message before each
+    build.
     """
 
     def __init__(
@@ -90,13 +89,13 @@ class IndexCache:
     def arrays(self, name: str, key: str, build: Callable[[], Arrays]) -> Arrays:
         """The arrays of entry `key`, memory-mapped; `build` makes them when no process has yet.
 
-        `name` is for people who look into the folder. Raises `UserError` when an entry is damaged or the disk is full.
+        `name` makes the folder readable. Raises `UserError` when an entry is damaged or the disk is full.
         """
         start = time.monotonic()
         path, built, arrays = self._find_or_build(name, key, build)
         seconds, size = time.monotonic() - start, sum(array.nbytes for array in arrays.values())
         self.entries.append(Entry(name, path, built, size, seconds))
-        if built and seconds > _WORTH_SAYING:
+        if built and seconds > _WORTH_LOGGING:
             LOGGER.info(f"built {path or f'the index of {name} in memory'}: {size / 1e6:.0f} MB in {seconds:.1f} s")
         return arrays
 
@@ -104,15 +103,15 @@ class IndexCache:
         if self.folder is None:
             return None, True, build()
         entry = self.folder / f"{name}-{key[:32]}"
-        if _is_there(entry):
+        if _is_published(entry):
             return entry, False, _load(entry, key)
         if not _writable(self.folder):
             return None, True, self._in_memory(build)
         built = False
-        with build_lock(self.folder / f"{entry.name}.lock", entry.is_dir, str(entry)) as held:
+        with hold_lock(self.folder / f"{entry.name}.lock", entry.is_dir, str(entry)) as held:
             if held:
                 _remove_abandoned(entry)
-            if not _is_there(entry):
+            if not _is_published(entry):
                 self._announce(f"building {entry}")
                 arrays = build()
                 if not _publish(entry, key, arrays):
@@ -135,7 +134,7 @@ class IndexCaches:
         root: one folder for all (`data_cache_path`); by default each dataset's own.
         shared: see `index_folder`.
 
-    `announce` is told of every entry that is going to be built.
+    `announce` gets a message before each build; it may be changed at any time.
     """
 
     def __init__(self, root: str | Path | None = None, shared: bool = True) -> None:
@@ -149,8 +148,8 @@ class IndexCaches:
         return IndexCache(folder, self.entries, lambda message: self.announce(message))
 
 
-def _is_there(entry: Path) -> bool:
-    """Whether the entry is published. Reading the folder makes an NFS client forget that it was not there before."""
+def _is_published(entry: Path) -> bool:
+    """Whether the entry is published. Reading the folder refreshes an NFS client's memory of missing files."""
     if entry.is_dir():
         return True
     try:
@@ -166,12 +165,14 @@ def _writable(folder: Path) -> bool:
     except OSError as error:
         if error.errno in _NO_WRITING:
             return False
-        raise UserError(f"the folder {folder} for sample indices cannot be made: {_reason(error)}.") from error
+        raise UserError(
+            f"cannot make {folder} for sample indices: {_reason(error)}. data_cache_path names another folder."
+        ) from error
     return os.access(folder, os.W_OK | os.X_OK)
 
 
 def _remove_abandoned(entry: Path) -> None:
-    """Remove what builders of this entry that were killed left; only the holder of the lock may."""
+    """Remove the leftovers of killed builders of this entry; only the holder of the lock may."""
     for left in entry.parent.glob(f"{entry.name}.*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -198,7 +199,7 @@ def _publish(entry: Path, key: str, arrays: Arrays) -> bool:
             os.rename(temp, entry)
         except OSError:
             # Another process was first, with the same arrays; or NFS repeated a rename whose answer was lost.
-            if not _is_there(entry):
+            if not _is_published(entry):
                 raise
         _sync_folder(entry.parent)
     except OSError as error:
@@ -214,7 +215,7 @@ def _publish(entry: Path, key: str, arrays: Arrays) -> bool:
 
 
 def _sync_folder(folder: Path) -> None:
-    """What the folder lists survives a loss of power (not every file system can do that)."""
+    """Flush the folder's list of files to disk, where the file system can."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -232,11 +233,11 @@ def _load(entry: Path, key: str) -> Arrays:
             for name, array in arrays.items()
         )
     except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, OSError) and (told := too_many_open(entry, error)) is not None:
-            raise told from error
+        if isinstance(error, OSError) and (reason := too_many_open(entry, error)) is not None:
+            raise reason from error
         raise UserError(f"{entry} is damaged ({error}). Remove that folder; it will be built again.") from error
     if not right:
-        raise UserError(f"{entry} does not hold what its name says. Remove that folder; it will be built again.")
+        raise UserError(f"{entry} does not match its key. Remove that folder; it will be built again.")
     return arrays
 
 

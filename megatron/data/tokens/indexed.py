@@ -1,4 +1,4 @@
-"""Token datasets as `.bin`/`.idx` pairs: the `mmap` format of GPT-NeoX and Megatron (`indexed_builder` writes it).
+"""Token datasets as `.bin`/`.idx` pairs: the `mmap` format of GPT-NeoX and Megatron (`builder` writes it).
 
 `<prefix>.bin` holds the tokens of all items back to back. `<prefix>.idx`, little endian and without padding:
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.tokens.pieces import FilePieces, map_file
+from megatron.data.tokens.mapped_file import MappedFile, map_file
 from megatron.data.tokens.prefixes import find_prefix
 from megatron.errors import UserError
 
@@ -56,17 +56,13 @@ class IndexedDataset:
 
     Args:
         prefix: path without `.bin`/`.idx`; see `find_prefix` for what else is understood.
-        warmup: read the whole token file once, so that a slow file system is met at start and not in the loop
-            (`mmap_warmup`).
 
-    Raises `UserError` naming the file when one is missing, foreign, or not of the size its header promises.
+    Raises `UserError` naming the file when one is missing, of another format, or not of the size in its header.
     """
 
-    def __init__(self, prefix: str | Path, *, warmup: bool = False) -> None:
+    def __init__(self, prefix: str | Path) -> None:
         self.prefix = find_prefix(prefix)
         self._open()
-        if warmup:
-            self.warm_up()
 
     def _open(self) -> None:
         idx_path, bin_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
@@ -74,7 +70,7 @@ class IndexedDataset:
         expected, found = HEADER.size + 12 * items + 8 * docs, idx_path.stat().st_size
         if found != expected:
             raise UserError(
-                f"{idx_path}: the header promises {items} items and a document index of {docs}, "
+                f"{idx_path}: the header gives {items} items and a document index of {docs}, "
                 f"so {expected} bytes, but the file has {found}. It is incomplete or damaged: write the dataset again."
             )
         buffer = map_file(idx_path)
@@ -90,15 +86,15 @@ class IndexedDataset:
                 f"{bin_path}: the index {idx_path.name} describes {last} bytes of tokens, but the file has {found}. "
                 "It is incomplete, or the two files do not belong together."
             )
-        self._content = FilePieces(bin_path, size=last)
+        self._content = MappedFile(bin_path, size=last)
 
     @property
     def _bin(self) -> np.ndarray:
-        """The bytes of the tokens, to be read from begin to end."""
+        """The bytes of the tokens, to be read from start to end."""
         return self._content.whole()
 
     def warm_up(self) -> None:
-        """Read the whole token file once."""
+        """Read the whole token file once, so that a slow file system shows at start and not in the loop."""
         content, chunk = self._bin, 1 << 26
         for start in range(0, len(content), chunk):
             content[start : start + chunk : mmap.PAGESIZE].sum()
@@ -116,7 +112,7 @@ class IndexedDataset:
 
     @property
     def parts(self) -> list[IndexedDataset]:
-        """The datasets that this one is joined from: itself, unless a data path is a glob."""
+        """The datasets that this one joins: itself, unless a data path is a glob."""
         return [self]
 
     @property
@@ -131,7 +127,7 @@ class IndexedDataset:
 
     @property
     def tokens(self) -> np.ndarray:
-        """All tokens back to back, `[num_tokens]`: a read-only view of the file, to be read from begin to end."""
+        """All tokens back to back, `[num_tokens]`: a read-only view of the file, to be read from start to end."""
         return self._bin.view(self.dtype)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
@@ -154,7 +150,7 @@ class IndexedDataset:
 
 
 def _read_header(path: Path) -> tuple[int, int, int]:
-    """The type code, N and D of an index file. Raises `UserError` when it is not one of ours."""
+    """The type code, N and D of an index file. Raises `UserError` when it has another format."""
     with path.open("rb") as file:
         raw = file.read(HEADER.size)
     if raw.startswith(LEGACY_MAGIC):

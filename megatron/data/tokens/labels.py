@@ -16,33 +16,30 @@ ENDING = "_document"
 
 
 def unused_labels(trained: Iterable[tuple[str, bool]]) -> list[str]:
-    """A sentence for every dataset whose labels lie beside it while it is trained without.
+    """A warning for every dataset that is trained without the labels next to it.
 
     `trained`: prefix of each dataset (as `IndexedDataset.prefix`), and whether the run reads labels for it. Data that
-    was made to be trained whole (`--no-mask`) is passed over.
+    was made to be trained whole (`--no-mask`) is skipped.
     """
     found = []
     for prefix, labelled in dict.fromkeys(trained):
-        labels = None if labelled else labels_beside(prefix)
+        labels = None if labelled else find_labels(prefix)
         if labels is not None and not _trains_everything(labels):
             found.append(
-                f"{prefix}: every token of it is trained, prompts too, although {labels} beside it says which are to "
-                "be. Name it in train_label_data_paths (valid_, test_), in the place that its data has in "
-                "train_data_paths"
+                f"{prefix}: all tokens are trained, prompts too, but {labels} selects some. To use these labels, "
+                "add them to train_label_data_paths (valid_, test_), at the position of their data in train_data_paths"
             )
     return found
 
 
-def labels_beside(prefix: str) -> str | None:
-    """The prefix of the label dataset that the tools of tools/datasets write beside `prefix`, None without one."""
-    if not prefix.endswith(ENDING):
-        return None
-    stem = prefix.removesuffix(ENDING)
-    if stem.endswith("_label"):
+def find_labels(prefix: str) -> str | None:
+    """The prefix of the label dataset next to the dataset `prefix`, None without one or for labels themselves."""
+    base = prefix.removesuffix(ENDING)
+    if base.endswith("_label"):
         return None
     # preprocess_data_with_mask.py leaves the key "text" out of the name, as GPT-NeoX does.
-    stems = [stem] + ([stem.removesuffix("_text")] if stem.endswith("_text") else [])
-    return next((name for s in stems if exists(name := f"{s}_label{ENDING}")), None)
+    names = (f"{base}_label{ENDING}", f"{base.removesuffix('_text')}_label{ENDING}", f"{prefix}_label")
+    return next(filter(exists, names), None)
 
 
 def _trains_everything(labels: str) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.indexed import DTYPES, LEGACY_MAGIC, IndexedDataset, token_dtype
 from megatron.data.tokens.manifest import Manifest, finalize_with_manifest
-from megatron.data.tokens.pieces import FilePieces
+from megatron.data.tokens.mapped_file import MappedFile
 from megatron.data.tokens.token_files import TokenFiles
 from megatron.errors import UserError
 
@@ -35,7 +35,7 @@ class LegacyTokens(IndexedDataset):
         index, content = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
         words = np.fromfile(index, "<i8", offset=len(LEGACY_MAGIC))
         if len(words) < _NUMBERS:
-            raise UserError(f"{index} is cut off.")
+            raise UserError(f"{index} is truncated. Copy the file again.")
         version, code, width, items, dimensions, documents = words[:_NUMBERS].tolist()
         expected = _NUMBERS + 2 * (items + 1) + dimensions + documents
         if version != 1 or code not in DTYPES or DTYPES[code].itemsize != width or len(words) != expected:
@@ -48,11 +48,11 @@ class LegacyTokens(IndexedDataset):
         offsets, rest = words[at : at + items + 1], words[at + items + 1 :]
         self.sizes, self.doc_idx = rest[:items].astype(np.int32), rest[items:]
         if not content.is_file() or content.stat().st_size != int(offsets[-1]) * width:
-            raise UserError(f"{content} is missing or has not the {int(offsets[-1]) * width} bytes that {index} tells.")
+            raise UserError(f"{content} is missing or does not have {int(offsets[-1]) * width} bytes, as {index} says.")
         if not np.array_equal(np.diff(offsets), self.sizes):
-            raise UserError(f"{index}: its items do not lie one behind the other.")
+            raise UserError(f"{index}: its items are not stored one after the other.")
         self.dtype, self.pointers = DTYPES[code], offsets[:-1] * width
-        self._content = FilePieces(content)
+        self._content = MappedFile(content)
 
 
 def open_any(path: str, files: TokenFiles) -> IndexedDataset:
@@ -76,7 +76,7 @@ def convert(
 
     Args:
         dtype: type of a stored token; by default that of the data, for unsigned 32 bits and more by its largest id.
-        report: told of every piece, in tokens.
+        report: called with the tokens of every block.
     """
     kept = dtype or (data.dtype if data.dtype in DTYPES.values() and data.dtype.itemsize <= 4 else _fitting(data))
     with IndexedDatasetBuilder(prefix, kept) as builder:

@@ -1,6 +1,6 @@
-"""The manifest beside a dataset: `<prefix>.manifest.json` says what the tokens are and where they came from.
+"""The manifest next to a dataset: `<prefix>.manifest.json` says what the tokens are and where they came from.
 
-GPT-NeoX writes none, so data without one is accepted with a warning and a look at its ids.
+GPT-NeoX writes none, so data without one is accepted with a warning and a check of its ids.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Manifest:
 
 
 def manifest_path(prefix: str | Path) -> Path:
-    """Where the manifest of a dataset lies."""
+    """The path of a dataset's manifest."""
     return Path(f"{prefix}.manifest.json")
 
 
@@ -70,18 +70,13 @@ def finalize_with_manifest(
         source=source,
         extra=dict(extra or {}),
     )
-    # Written whole while an older dataset of that name is still untouched: from here on there are only renames.
+    # Written while an older dataset of that name is still untouched; only renames follow.
     temp = _write_temporary(builder.prefix, manifest)
     try:
         builder.finalize(lambda index: os.replace(temp, manifest_path(builder.prefix)))
     finally:
         temp.unlink(missing_ok=True)
     return manifest
-
-
-def write_manifest(prefix: str | Path, manifest: Manifest) -> None:
-    """Write the manifest of a dataset (temporary name, then rename)."""
-    os.replace(_write_temporary(prefix, manifest), manifest_path(prefix))
 
 
 def _write_temporary(prefix: str | Path, manifest: Manifest) -> Path:
@@ -95,7 +90,7 @@ def _write_temporary(prefix: str | Path, manifest: Manifest) -> Path:
 
 
 def read_manifest(prefix: str | Path) -> Manifest | None:
-    """The manifest of a dataset, None when it has none. Raises `UserError` when the file cannot be understood."""
+    """The manifest of a dataset, None when it has none. Raises `UserError` when the file is damaged."""
     path = manifest_path(prefix)
     if not path.is_file():
         return None
@@ -138,22 +133,20 @@ def check_tokenizer(data: IndexedDataset, tokenizer: Tokenizer, once: Once | Non
     """Refuse data that another tokenizer made.
 
     Accepted: data whose id map equals the run's or is contained in it (a base vocabulary under its instruct extension).
-    Without a fingerprint: one warning, and an error when an id lies outside the vocabulary.
+    Without a fingerprint: one warning, and an error when an id is outside the vocabulary.
     """
     once = once or Once(get_logger(__name__))
-    unknown = [part for part in data.parts if not _says_its_tokenizer(part.prefix, tokenizer, once)]
+    unknown = [part for part in data.parts if not _has_fingerprint(part.prefix, tokenizer, once)]
     if not unknown:
         return
-    which = data.prefix if len(data.parts) == 1 else f"{data.prefix} ({len(unknown)} files of it)"
-    once.warning(
-        f"{which} has no manifest, so nothing shows which tokenizer made it; only the range of its ids is checked"
-    )
+    which = data.prefix if len(data.parts) == 1 else f"{data.prefix} ({len(unknown)} of its files)"
+    once.warning(f"{which} has no manifest that names its tokenizer; only the range of its ids is checked")
     for part in unknown:
         check_id_range(part, tokenizer.vocab_size, SCAN_BYTES // len(unknown))
 
 
-def _says_its_tokenizer(prefix: str, tokenizer: Tokenizer, once: Once) -> bool:
-    """Whether a fingerprint is there; it has to fit the tokenizer."""
+def _has_fingerprint(prefix: str, tokenizer: Tokenizer, once: Once) -> bool:
+    """Whether the manifest has a fingerprint; raises `UserError` when it does not fit the tokenizer."""
     manifest = read_manifest(prefix)
     if manifest is None or manifest.tokenizer is None:
         return False
@@ -171,17 +164,17 @@ def _says_its_tokenizer(prefix: str, tokenizer: Tokenizer, once: Once) -> bool:
 
 
 def _compare_eod(prefix: str, manifest: Manifest, tokenizer: Tokenizer, once: Once) -> None:
-    """An extension may end its texts with another token than its base, whose data is still good to train on."""
+    """An extension may end its texts with another token than its base, whose data can still be trained on."""
     stored = manifest.extra.get("eod")
     if manifest.extra.get("append_eod") and stored != tokenizer.eod:
         once.warning(
-            f"{prefix}: documents end with id {stored}, but this run's tokenizer ends them with {tokenizer.eod}: their "
-            "borders are not seen by intra_document_masking and eod_mask_loss"
+            f"{prefix}: documents end with id {stored}, but this run's tokenizer ends them with {tokenizer.eod}: "
+            "intra_document_masking and eod_mask_loss do not find their borders"
         )
 
 
 def check_id_range(data: IndexedDataset, vocab_size: int, most: int | None = None) -> None:
-    """Raise `UserError` when an id lies outside `[0, vocab_size)`; large files are sampled evenly, `most` bytes."""
+    """Raise `UserError` when an id is outside `[0, vocab_size)`; large files are sampled evenly, `most` bytes."""
     if data.dtype.kind not in "iu":
         raise UserError(f"{data.prefix} holds {data.dtype} values, not token ids.")
     tokens, piece = data.tokens, 1 << 20

@@ -12,7 +12,7 @@ import numpy as np
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.manifest import Manifest, finalize_with_manifest, verify
-from megatron.data.tokens.merge_groups import COMPANIONS, Group
+from megatron.data.tokens.merge_inputs import COMPANIONS, Group
 from megatron.data.tokens.partial import WriteError
 from megatron.data.tokens.prefixes import SHARD_NAME
 from megatron.errors import UserError
@@ -20,26 +20,19 @@ from megatron.log import get_logger
 from megatron.tokenizer import Fingerprint
 
 SUMMED = ("empty_documents", "bad_records", "text_bytes")  # counts among a manifest's `extra`
-OPTIONS = ("append_eod", "eod", "ftfy")  # what datasets have to agree on, where they say it
+OPTIONS = ("append_eod", "eod", "ftfy")  # must be equal where a manifest has them
 
 logger = get_logger(__name__)
-
-
-def merge_datasets(
-    prefixes: Sequence[str], output: str, report: Callable[[int], None] = lambda nbytes: None
-) -> Manifest:
-    """`merge_groups` of one group of datasets that are no shards."""
-    return merge_groups([Group(output, tuple(prefixes))], report)[0]
 
 
 def merge_groups(groups: Sequence[Group], report: Callable[[int], None] = lambda nbytes: None) -> list[Manifest]:
     """Write the documents of each group's datasets, one dataset after the other, as its `output`.
 
     All results appear when all are complete, and memory does not grow with the data. A result has a tokenizer
-    fingerprint when all its parts have one. `report` is told of every piece of tokens copied, in bytes.
+    fingerprint when all its parts have one. `report` is called with the bytes of every block of tokens copied.
 
-    Raises `UserError`, before anything is written: a part is damaged or not what its manifest says; types, tokenizers
-    or options differ; shards are of different runs; labels or rewards do not fit the data.
+    Raises `UserError`, before anything is written: a part is damaged or differs from its manifest; types, tokenizers or
+    options differ; shards are of different runs; labels or rewards do not fit the data.
     """
     manifests = [[verify(prefix) for prefix in group.prefixes] for group in groups]
     for group, parts in zip(groups, manifests):
@@ -83,24 +76,24 @@ def _check(group: Group, parts: Sequence[Manifest | None]) -> None:
     if without:
         logger.warning(f"{without[0]} has no manifest, so the result will not say which tokenizer made it")
     for prefix, part in known:
-        beside, other = known[0]
+        base, other = known[0]
         if part.tokenizer and other.tokenizer and part.tokenizer != other.tokenizer:
-            raise UserError(f"{prefix} and {beside} were made with different tokenizers: they cannot be merged")
+            raise UserError(f"{prefix} and {base} were made with different tokenizers: they cannot be merged")
         for option in OPTIONS:
             if part.extra.get(option) != other.extra.get(option):
                 raise UserError(
-                    f"{prefix} and {beside} were made with different options ({option}: {part.extra.get(option)} and "
+                    f"{prefix} and {base} were made with different options ({option}: {part.extra.get(option)} and "
                     f"{other.extra.get(option)}): they cannot be merged"
                 )
         if group.shards:
-            _check_shard(prefix, part, beside, other)
+            _check_shard(prefix, part, base, other)
 
 
-def _check_shard(prefix: str, part: Manifest, beside: str, other: Manifest) -> None:
+def _check_shard(prefix: str, part: Manifest, base: str, other: Manifest) -> None:
     shard, reference = part.extra.get("shard") or {}, other.extra.get("shard") or {}
     if shard.get("run") != reference.get("run"):
         raise UserError(
-            f"{prefix} and {beside} are shards of different runs (other input files, options or tokenizer): make them "
+            f"{prefix} and {base} are shards of different runs (other input files, options or tokenizer): make them "
             "with one command"
         )
     name = SHARD_NAME.search(Path(prefix).name)
@@ -113,12 +106,12 @@ def _check_companions(groups: Sequence[Group]) -> None:
     for group in groups:
         for kind in COMPANIONS:
             main = by_output.get(group.output.removesuffix(kind) + "_document") if group.output.endswith(kind) else None
-            for prefix, beside in zip(group.prefixes, main.prefixes if main else ()):
-                mine, its = IndexedDataset(prefix), IndexedDataset(beside)
+            for prefix, data in zip(group.prefixes, main.prefixes if main else ()):
+                mine, its = IndexedDataset(prefix), IndexedDataset(data)
                 fits = len(mine) == len(its) if "reward" in kind else np.array_equal(mine.sizes, its.sizes)
                 if not fits:
                     raise UserError(
-                        f"{prefix} does not fit {beside}: {len(mine)} items of {mine.num_tokens} values beside "
+                        f"{prefix} does not fit {data}: {len(mine)} items of {mine.num_tokens} values, not "
                         f"{len(its)} of {its.num_tokens}"
                     )
 
@@ -141,7 +134,7 @@ def _source(group: Group, parts: Sequence[Manifest | None]) -> Any:
 
 
 def _extra(manifests: Sequence[Manifest | None]) -> dict[str, Any]:
-    """Counts added up; of the rest, what all parts agree on. Nothing when a part tells nothing."""
+    """Counts added up; of the rest, what is equal in all parts. Empty when a part has no manifest."""
     parts = [part for part in manifests if part is not None]
     if len(parts) < len(manifests):
         return {}

@@ -1,9 +1,9 @@
 """Token ids in `.npy` files, as OLMo-core and the Dolma toolkit write them.
 
-Most of these are raw little-endian ids without any header, in spite of their name; real `.npy` files with a header are
+Most of these are raw little-endian ids without any header, despite their name; real `.npy` files with a header are
 read as well. One file holds many documents, each ended by the end-of-document id. Where documents begin and end is
-taken from Dolma's `<name>.csv.gz` beside the file (start and end per line) when it is there, and else found by reading
-the file once; either result is kept in the index cache.
+taken from Dolma's `<name>.csv.gz` next to the file (start and end per line) if it exists, and else found by reading
+the file once; either result is stored in the index cache.
 
 OLMo-core's label masks, one boolean per token, become labels.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from megatron.data.sample import IGNORE
 from megatron.data.tokens.cache import Arrays, IndexCache, content_key
 from megatron.data.tokens.indexed import MAX_ITEM, IndexedDataset
-from megatron.data.tokens.pieces import FilePieces
+from megatron.data.tokens.mapped_file import MappedFile
 from megatron.errors import UserError
 from megatron.log import get_logger, progress
 
@@ -28,7 +28,7 @@ LOGGER = get_logger(__name__)
 MAGIC = b"\x93NUMPY"
 BORDERS_VERSION = 1
 _CHUNK = 1 << 24  # tokens that are searched at a time
-_PROBE = 1 << 16  # bytes at the begin, middle and end that tell the type, and one file from another
+_PROBE = 1 << 16  # bytes at the start, middle and end that show the type, and distinguish files
 _HIGHEST_HALF = 16  # ids of every vocabulary are below 2^20, so the upper halves of 32-bit ids are below this
 
 
@@ -37,12 +37,12 @@ class NpyTokens(IndexedDataset):
 
     Args:
         path: the file.
-        eod: the id that ends a document; not needed beside a `.csv.gz`. What follows the last one is a document too.
-        dtype: type of the ids in a file without header; found out by default.
+        eod: the id that ends a document; not needed with a `.csv.gz`. What follows the last one is a document too.
+        dtype: type of the ids in a file without header; detected by default.
         cache: keeps the document borders.
 
-    Raises `UserError` for a file that is empty, cut off or of another kind, and when the type or the document borders
-    cannot be told.
+    Raises `UserError` for a file that is empty, truncated or of another kind, and when the type or the document borders
+    cannot be found.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class NpyTokens(IndexedDataset):
         borders = path.with_suffix(".csv.gz")
         known = borders if borders.is_file() else None
         if known is None and self._eod is None:
-            raise UserError(f"{path}: which id ends a document? Set npy_eod (or put {borders.name} beside it).")
+            raise UserError(f"{path}: which id ends a document? Set npy_eod (or put {borders.name} next to it).")
         key = content_key(
             {
                 "kind": "npy documents",
@@ -87,16 +87,16 @@ class NpyTokens(IndexedDataset):
 
         def build() -> Arrays:
             if known is not None:
-                return _arrays(listed_ends(known, path, self.num_tokens), path, self.dtype)
+                return _arrays(read_ends(known, path, self.num_tokens), path, self.dtype)
             assert self._eod is not None
-            return _arrays(found_ends(self.tokens, self._eod, path.name), path, self.dtype)
+            return _arrays(find_ends(self.tokens, self._eod, path.name), path, self.dtype)
 
         arrays = self._cache.arrays(f"{path.stem}-documents", key, build)
         self.sizes, self.pointers = arrays["sizes"], arrays["pointers"]
         self.doc_idx = np.arange(len(self.sizes) + 1, dtype=np.int64)
         if known is None and len(self.sizes) == 1 and self.num_tokens > 1_000_000:
             LOGGER.warning(
-                f"{path}: the end-of-document id {self._eod} is nowhere in {self.num_tokens} tokens, so all of it is "
+                f"{path}: the end-of-document id {self._eod} does not occur in {self.num_tokens} tokens, so it is "
                 "one document. Was it made with another tokenizer? npy_eod sets the id."
             )
 
@@ -149,15 +149,15 @@ class MaskLabels(IndexedDataset):
     __getitem__ = get
 
 
-def read_npy(path: Path, dtype: str | None) -> tuple[FilePieces, np.dtype]:
+def read_npy(path: Path, dtype: str | None) -> tuple[MappedFile, np.dtype]:
     """The bytes of the values in a one-dimensional `.npy` file, and their type.
 
-    `dtype` is for files without header, None finds it out. Raises `UserError`.
+    `dtype` is for files without header, None detects it. Raises `UserError`.
     """
     size = path.stat().st_size
     if size == 0:
         raise UserError(f"{path} is empty.")
-    content = FilePieces(path)
+    content = MappedFile(path)
     if content.read(0, len(MAGIC)).tobytes() == MAGIC:
         try:
             values = np.load(path, mmap_mode="r")
@@ -165,17 +165,19 @@ def read_npy(path: Path, dtype: str | None) -> tuple[FilePieces, np.dtype]:
             raise UserError(f"{path}: not a whole .npy file ({error}).") from error
         if values.ndim != 1 or values.dtype.kind not in "iub" or values.dtype.byteorder == ">":
             raise UserError(f"{path} holds {values.dtype} of shape {values.shape}; expected a flat array of ids.")
-        return FilePieces(path, values.offset, values.nbytes), values.dtype  # type: ignore[attr-defined]
+        return MappedFile(path, values.offset, values.nbytes), values.dtype  # type: ignore[attr-defined]
     found = np.dtype(dtype).newbyteorder("<") if dtype is not None else raw_dtype(content, path)
     if size % found.itemsize:
-        raise UserError(f"{path}: {size} bytes are no whole number of {found.name} ids. It is cut off, or npy_dtype.")
+        raise UserError(
+            f"{path}: {size} bytes are not a whole number of {found.name} ids: it is truncated, or npy_dtype is wrong."
+        )
     return content, found
 
 
-def raw_dtype(content: FilePieces, path: Path) -> np.dtype:
+def raw_dtype(content: MappedFile, path: Path) -> np.dtype:
     """Whether raw ids have 16 or 32 bits. In 32-bit ids every second half is nearly zero; 16-bit ids are not like that.
 
-    Raises `UserError` when it cannot be told, as when all ids are small.
+    Raises `UserError` when it cannot be detected, as when all ids are small.
     """
     halves = np.concatenate([part[: len(part) // 4 * 4].view("<u2").reshape(-1, 2) for part in _probes(content)])
     lower, upper = halves.max(axis=0, initial=0).tolist()
@@ -183,11 +185,11 @@ def raw_dtype(content: FilePieces, path: Path) -> np.dtype:
         return np.dtype("<u2")
     if lower >= _HIGHEST_HALF and content.size % 4 == 0:
         return np.dtype("<u4")
-    raise UserError(f"{path}: its bytes do not tell how wide an id is. Set npy_dtype (uint16 or uint32).")
+    raise UserError(f"{path}: the width of an id cannot be detected. Set npy_dtype (uint16 or uint32).")
 
 
-def found_ends(tokens: np.ndarray, eod: int, what: str) -> np.ndarray:
-    """Where documents end, `[documents]` int64: behind every `eod`, and at the end of the file."""
+def find_ends(tokens: np.ndarray, eod: int, what: str) -> np.ndarray:
+    """Where documents end, `[documents]` int64: after every `eod`, and at the end of the file."""
     starts = range(0, len(tokens), _CHUNK)
     steps = progress(starts, what=f"documents of {what}", unit=f"x {_CHUNK >> 20}Mi tokens")
     ends = [np.flatnonzero(tokens[start : start + _CHUNK] == eod) + (start + 1) for start in steps]
@@ -197,7 +199,7 @@ def found_ends(tokens: np.ndarray, eod: int, what: str) -> np.ndarray:
     return joined
 
 
-def listed_ends(borders: Path, path: Path, tokens: int) -> np.ndarray:
+def read_ends(borders: Path, path: Path, tokens: int) -> np.ndarray:
     """Where documents end according to Dolma's list: `start,end,...` per line, without gaps, up to the end."""
     try:
         with gzip.open(borders, "rt", encoding="utf-8") as file:
@@ -235,7 +237,7 @@ def _identity(path: Path) -> list[object]:
     return [path.name, stat.st_size, stat.st_mtime_ns]
 
 
-def _probes(content: FilePieces) -> list[np.ndarray]:
-    """Bytes at the begin, in the middle and at the end, from multiples of 4 on."""
+def _probes(content: MappedFile) -> list[np.ndarray]:
+    """Bytes at the start, in the middle and at the end, from multiples of 4."""
     places = sorted({0, max(0, content.size // 8 * 4), max(0, (content.size - _PROBE) // 4 * 4)})
     return [content.read(at, min(_PROBE, content.size - at)) for at in places]

@@ -1,7 +1,7 @@
-"""Files being written: under a name that says so, held by one process at a time, left behind only to be taken up.
+"""Files being written: named `.partial`, locked by one process at a time, kept only for a resume.
 
-`<name>.partial` is what every unfinished file of a dataset is called. A lock of the operating system marks the ones in
-use; it ends with the process, however that ends, so what a killed one left can always be told from work in progress.
+Every unfinished file of a dataset is `<name>.partial`. A lock of the operating system marks the ones in use; it ends
+with the process, however that ends, so the files of a killed process can be distinguished from work in progress.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megatron.errors import DeepyError, UserError
 from megatron.log import get_logger
 
 PARTIAL = ".partial"
-PATIENCE = 5.0  # seconds: the workers of a killed process need a moment to notice, and may hold its files until then
+PATIENCE = 5.0  # seconds: workers of a killed process may hold its files for a moment
 
 logger = get_logger(__name__)
 
 
 class WriteError(DeepyError, OSError):
-    """The file system does not take what is written (disk full, quota, connection lost); one message, no traceback."""
+    """The file system cannot write (disk full, quota, connection lost); one message, no traceback."""
 
 
 def open_alone(path: str | Path, keep: int | None = None) -> IO[bytes]:
@@ -40,7 +40,7 @@ def open_alone(path: str | Path, keep: int | None = None) -> IO[bytes]:
         file.close()
         raise UserError(
             f"{path} has {found} bytes, but {keep} were written: it was changed. Remove it and all other {PARTIAL} "
-            "files of this dataset to begin anew."
+            "files of this dataset to start again."
         )
     file.truncate(keep or 0)
     file.seek(keep or 0)
@@ -53,7 +53,7 @@ def _open_locked(path: str | Path) -> IO[bytes]:
         file = os.fdopen(handle, "wb")  # of a handle: this does not empty the file
         try:
             _lock(handle, path)
-            # Between the opening and the locking, whoever held the file may have renamed or removed it.
+            # Between the opening and the locking, its earlier holder may have renamed or removed it.
             if os.path.exists(path) and os.path.samestat(os.fstat(handle), os.stat(path)):
                 return file
         except BaseException:

@@ -1,4 +1,4 @@
-"""Finding the dataset that a path in a config means."""
+"""The dataset that a path in a config means."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARD_NAME = re.compile(r"_shard_(?P<index>\d+)_of_(?P<count>\d+)")
 
 
 def exists(prefix: str | Path) -> bool:
-    """Whether both files of a dataset are there."""
+    """Whether both files of a dataset exist."""
     return Path(f"{prefix}.idx").is_file() and Path(f"{prefix}.bin").is_file()
 
 
@@ -28,7 +28,7 @@ def unfinished_files(prefix: str | Path) -> list[Path]:
 def find_prefix(path: str | Path) -> str:
     """The prefix of the dataset at `path`, which may carry `.bin`/`.idx`, or lack or have too much `_text_document`.
 
-    Raises `UserError`: one file of the pair missing, a comma-joined list, or nothing there (what is nearby is listed).
+    Raises `UserError`: half a dataset, a comma-joined list, or no dataset (those nearby are listed).
     """
     path = str(path)
     for prefix in _candidates(path):
@@ -37,12 +37,12 @@ def find_prefix(path: str | Path) -> str:
     for prefix in _candidates(path):
         for have, lack in ((".idx", ".bin"), (".bin", ".idx")):
             if Path(f"{prefix}{have}").is_file():
-                raise UserError(f"{prefix}{lack} is missing beside {prefix}{have}: the dataset is incomplete.")
+                raise UserError(f"{prefix}{lack} is missing next to {prefix}{have}: write the dataset again.")
     for prefix in _candidates(path):
         if (unfinished := next(iter(unfinished_files(prefix)), None)) is not None:
             raise UserError(
-                f"the dataset {prefix} is not finished ({unfinished}): what makes it is still at work; or it was "
-                "stopped, and goes on when the same command is run again."
+                f"the dataset {prefix} is not finished ({unfinished}): wait for the command that writes it, or "
+                "run that again if it was stopped."
             )
     if "," in path:
         listed = ", ".join(repr(part.strip()) for part in path.split(","))

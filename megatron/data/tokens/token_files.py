@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
 from megatron.data.tokens.cache import IndexCaches
 from megatron.data.tokens.indexed import IndexedDataset
-from megatron.data.tokens.joined import JoinedTokens
+from megatron.data.tokens.mapped_file import allow_open_files
 from megatron.data.tokens.npy import MaskLabels, NpyTokens
-from megatron.data.tokens.pieces import allow_open_files
 from megatron.data.tokens.prefixes import find_prefix
 from megatron.errors import UserError
 from megatron.neox_arguments.schema_data import DataConfig
@@ -24,7 +26,7 @@ class TokenFiles:
 
     Attributes:
         eod: the id that ends a document in `.npy` files (`npy_eod`).
-        dtype: type of the ids in `.npy` files without header (`npy_dtype`); None finds it out.
+        dtype: type of the ids in `.npy` files without header (`npy_dtype`); None detects it.
         caches: keep the document borders of `.npy` files.
     """
 
@@ -34,7 +36,7 @@ class TokenFiles:
 
     @staticmethod
     def of(data: DataConfig, caches: IndexCaches | None = None) -> TokenFiles:
-        """As the data keys say."""
+        """With the settings of the data keys."""
         caches = caches if caches is not None else IndexCaches(data.data_cache_path, data.use_shared_fs)
         return TokenFiles(data.npy_eod, data.npy_dtype, caches)
 
@@ -62,20 +64,66 @@ class TokenFiles:
         return IndexedDataset(path)
 
 
-def open_tokens(
-    path: str | Path, *, eod: int | None = None, dtype: str | None = None, caches: IndexCaches | None = None
-) -> IndexedDataset:
-    """The tokens at a data path of any kind; see `TokenFiles`."""
-    return TokenFiles(eod, dtype, caches if caches is not None else IndexCaches()).open(path)
-
-
 def with_eod(data: DataConfig, eod: int) -> DataConfig:
-    """The data keys of a run whose tokenizer ends documents with `eod`, which `npy_eod` overrules."""
+    """The data keys with `eod`, the tokenizer's end of a document, as `npy_eod` unless that is set."""
     return replace(data, npy_eod=eod) if data.npy_eod is None else data
 
 
+class JoinedTokens(IndexedDataset):
+    """Several token files as one: the items of `parts`, one after the other. `prefix` is the glob that found them.
+
+    `tokens` copies everything into memory; go through `parts` instead.
+    """
+
+    def __init__(self, parts: Sequence[IndexedDataset], prefix: str) -> None:
+        self._parts, self.prefix = list(parts), prefix
+        self._open()
+
+    def __getstate__(self) -> dict:
+        return {"parts": self._parts, "prefix": self.prefix}
+
+    def __setstate__(self, state: dict) -> None:
+        self.__init__(state["parts"], state["prefix"])  # type: ignore[misc]
+
+    def _open(self) -> None:
+        parts = self._parts
+        self.dtype = np.result_type(*(part.dtype for part in parts))
+        self.sizes = np.concatenate([part.sizes for part in parts])
+        self._first = np.cumsum([0, *(len(part) for part in parts)])
+        # Where each item is, counted in tokens of all parts: there is no one file for byte offsets.
+        self.pointers = np.cumsum(self.sizes, dtype=np.int64) - self.sizes
+        ends = [part.doc_idx[1:] + first for part, first in zip(parts, self._first[:-1], strict=True)]
+        self.doc_idx = np.concatenate([np.zeros(1, np.int64), *ends])
+
+    @property
+    def parts(self) -> list[IndexedDataset]:
+        return self._parts
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.num_tokens for part in self._parts)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return np.concatenate([part.tokens for part in self._parts])
+
+    def warm_up(self) -> None:
+        """Read all token files once."""
+        for part in self._parts:
+            part.warm_up()
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens `[offset, offset + length)` of item `index`, as the part that holds it gives them."""
+        if not 0 <= index < len(self.sizes):
+            raise IndexError(f"{self.prefix}: item {index} of {len(self.sizes)}")
+        which = int(np.searchsorted(self._first, index, side="right")) - 1
+        return self._parts[which].get(index - int(self._first[which]), offset, length)
+
+    __getitem__ = get
+
+
 def is_glob(path: str | Path) -> bool:
-    """Whether a data path means several files. A file whose name merely looks so means itself."""
+    """Whether a data path is a pattern of files; an existing file with such a name is not."""
     return glob.has_magic(str(path)) and not Path(path).exists() and not Path(f"{path}.idx").exists()
 
 
@@ -90,14 +138,14 @@ def find_files(path: str | Path) -> list[str]:
         index = pattern.removesuffix(".bin").removesuffix(".idx") + ".idx"
         found = [find_prefix(one) for one in glob.glob(index, recursive=True)]
     if not found:
-        raise UserError(f"data path: nothing fits {pattern!r}. A pattern names .npy files or .idx files.")
+        raise UserError(f"data path: no .npy or .idx file matches {pattern!r}.")
     return sorted(found)
 
 
 def _find_one(path: str) -> str:
     if path.endswith(".npy"):
         if not Path(path).is_file():
-            raise UserError(f"data path: there is no file {path}.")
+            raise UserError(f"data path: {path} does not exist.")
         return path
     if not Path(f"{path}.idx").exists() and Path(f"{path}.npy").is_file():
         return f"{path}.npy"

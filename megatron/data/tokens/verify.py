@@ -1,5 +1,5 @@
-"""Is a dataset whole? Sizes, pointers, document index, ids, checksums, labels: every fault is one line that names the
-file and what to do. Reads in pieces, so memory does not grow with the data.
+"""Checks of a dataset: sizes, pointers, document index, ids, checksums, labels. Every fault is one line that names the
+file and what to do. Reads in blocks, so memory does not grow with the data.
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ import numpy as np
 from megatron.data.sample import IGNORE
 from megatron.data.tokens import manifest as manifests
 from megatron.data.tokens.indexed import IndexedDataset
-from megatron.data.tokens.labels import check_labels
-from megatron.data.tokens.prefixes import exists
+from megatron.data.tokens.labels import check_labels, find_labels
 from megatron.data.tokens.token_files import TokenFiles, find_files
 from megatron.errors import UserError
 from megatron.log import progress
 
-_PIECE = 1 << 22  # items or tokens that are looked at together
-_SAMPLED = 1 << 26  # tokens that are looked at without `full`
+_PIECE = 1 << 22  # items or tokens that are checked together
+_SAMPLED = 1 << 26  # tokens that are checked without `full`
 _AGAIN = "write the dataset again"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found about one dataset; `faults` is empty when it is whole."""
+    """What was found about one dataset; `faults` is empty when it is complete."""
 
     path: str
     facts: str = ""
@@ -36,11 +35,11 @@ class Report:
 def verify_path(
     path: str | Path, *, full: bool = False, vocab_size: int | None = None, files: TokenFiles | None = None
 ) -> list[Report]:
-    """Look at every dataset that a data path means (a glob means several), and at the labels beside it.
+    """Check every dataset of a data path (a glob means several), and the labels next to it.
 
     Args:
-        full: look at every token, not at a sample of a few hundred megabytes.
-        vocab_size: ids must be below it; by default it is taken from the manifest.
+        full: check every token, not a sample of a few hundred megabytes.
+        vocab_size: ids must be below it; by default that of the manifest.
         files: how token files without an index are opened.
     """
     try:
@@ -68,29 +67,20 @@ def _verify_one(path: str, full: bool, vocab_size: int | None, files: TokenFiles
         whence = "the tokenizer that its manifest names has"
     pieces = _pieces(data.num_tokens, full)
     checks.append(lambda: _id_faults(data, pieces, vocabulary, whence))
-    labels = label_companion(data.prefix)
+    labels = find_labels(data.prefix)
     if labels is not None:
         checks.append(lambda: _label_faults(data, labels, pieces))
     for check in checks:
         faults.extend(check())
-    said = [f"{len(data)} items", f"{data.num_documents} documents", f"{data.num_tokens} tokens", data.dtype.name]
-    said.append("manifest" if manifest is not None else "no manifest")
-    said += ["labels"] if labels is not None else []
-    said += [] if full else [f"{100 * sum(map(len, pieces)) / max(1, data.num_tokens):.3g} % of the tokens looked at"]
-    return Report(data.prefix, ", ".join(said), faults)
-
-
-def label_companion(prefix: str) -> str | None:
-    """The prefix of the labels that lie beside a dataset, `x_text_label_document` for `x_text_document`."""
-    base = prefix.removesuffix("_document")
-    for candidate in (f"{base}_label_document", f"{prefix}_label"):
-        if not base.endswith("_label") and exists(candidate):
-            return candidate
-    return None
+    facts = [f"{len(data)} items", f"{data.num_documents} documents", f"{data.num_tokens} tokens", data.dtype.name]
+    facts.append("manifest" if manifest is not None else "no manifest")
+    facts += ["labels"] if labels is not None else []
+    facts += [] if full else [f"{100 * sum(map(len, pieces)) / max(1, data.num_tokens):.3g} % of the tokens checked"]
+    return Report(data.prefix, ", ".join(facts), faults)
 
 
 def _index_faults(data: IndexedDataset) -> Iterator[str]:
-    """Sizes are no less than 0, items lie back to back, documents follow one another up to the end."""
+    """Sizes are not negative, items are stored back to back, documents follow one another up to the end."""
     name, width, end = f"{data.prefix}.idx", data.dtype.itemsize, 0
     for first in range(0, len(data), _PIECE):
         sizes = data.sizes[first : first + _PIECE].astype(np.int64)
@@ -102,7 +92,7 @@ def _index_faults(data: IndexedDataset) -> Iterator[str]:
         if len(wrong):
             k = int(wrong[0])
             yield (
-                f"{name}: item {first + k} is said to begin at byte {int(data.pointers[first + k])}, but the items "
+                f"{name}: item {first + k} begins at byte {int(data.pointers[first + k])}, but the items "
                 f"before it end at {int(starts[k])}; {_AGAIN}."
             )
             return
@@ -120,7 +110,7 @@ def _index_faults(data: IndexedDataset) -> Iterator[str]:
 
 
 def _pieces(tokens: int, full: bool) -> list[range]:
-    """Ranges of tokens to look at: all of them, or evenly spread ones with the first and the last."""
+    """Ranges of tokens to check: all, or evenly spread ones with the first and the last."""
     starts = [*range(0, tokens, _PIECE)]
     if not full and tokens > _SAMPLED:
         starts = sorted({*starts[:: -(-tokens // _SAMPLED)], starts[-1]})

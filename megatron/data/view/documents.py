@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron.data.tokens.indexed import IndexedDataset
-from megatron.data.tokens.labels import ENDING, check_labels, labels_beside
+from megatron.data.tokens.labels import ENDING, check_labels, find_labels
 from megatron.data.tokens.manifest import check_tokenizer
 from megatron.data.tokens.prefixes import exists
 from megatron.data.tokens.token_files import TokenFiles
@@ -113,7 +113,7 @@ def open_documents(
 
 def _with_companions(files: TokenFiles, data: IndexedDataset, labels: str | None) -> Documents:
     prefix = str(data.prefix)
-    where = labels_beside(prefix) if labels is None else labels
+    where = find_labels(prefix) if labels is None else labels
     opened = None if where in (None, "none") else files.open_labels(str(where), data)
     if opened is not None:
         check_labels(data, opened)

@@ -17,7 +17,7 @@ from megatron.data.packing import usable as usable_module
 from megatron.data.packing import whole_documents as rows_module
 from megatron.data.packing.usable import fragment_pieces, scan_labels, whole_pieces
 from megatron.data.tokens.indexed import IndexedDataset
-from megatron.data.tokens.joined import JoinedTokens
+from megatron.data.tokens.token_files import JoinedTokens
 from tests.data.corpus import write
 from tests.data.packing_cases import WHOLE, cases, corpus, packing
 

@@ -20,7 +20,7 @@ from megatron.data.tokenise.shards import Shard, parse_shard
 from megatron.data.tokenise.texts import EncodeOptions, TextEncoder
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.merge import merge_groups
-from megatron.data.tokens.merge_groups import find_groups
+from megatron.data.tokens.merge_inputs import find_groups
 from megatron.errors import UserError
 from megatron.tokenizer import create_tokenizer
 

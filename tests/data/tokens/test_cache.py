@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.tokens import build_lock
 from megatron.data.tokens import cache as caches
+from megatron.data.tokens import cache_lock
 from megatron.data.tokens.cache import IndexCache, IndexCaches, content_key, index_folder
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError
@@ -32,7 +32,7 @@ def no_flock(*_: object) -> None:
 def build_slowly(folder: str, marks: str, locks: bool = True) -> list[int]:
     """Build (or wait for) one entry, leaving a mark when this process was the one that built."""
     if not locks:
-        build_lock.fcntl.flock = no_flock  # type: ignore[assignment]
+        cache_lock.fcntl.flock = no_flock  # type: ignore[assignment]
 
     def build() -> dict[str, np.ndarray]:
         (Path(marks) / str(os.getpid())).touch()
@@ -51,7 +51,7 @@ def build_packed(prefix: str, folder: str) -> str:
 def build_forever(folder: str, locks: bool) -> None:
     """Build one entry without an end, leaving half a temporary folder; `building` says when."""
     if not locks:
-        build_lock.fcntl.flock = no_flock  # type: ignore[assignment]
+        cache_lock.fcntl.flock = no_flock  # type: ignore[assignment]
 
     def build() -> dict[str, np.ndarray]:
         half = Path(folder) / f"race-{'k' * 32}.half.tmp"
@@ -92,8 +92,8 @@ def test_a_builder_killed_in_the_middle_hands_over(
         builder.kill()
         builder.join()
     if not locks:
-        monkeypatch.setattr(build_lock.fcntl, "flock", no_flock)
-        monkeypatch.setattr(build_lock, "SILENCE", 0.3)
+        monkeypatch.setattr(cache_lock.fcntl, "flock", no_flock)
+        monkeypatch.setattr(cache_lock, "SILENCE", 0.3)
     found = IndexCache(folder).arrays("race", "k" * 64, lambda: {"x": np.arange(4)})
     assert found["x"].tolist() == [0, 1, 2, 3]
     assert [path.name for path in folder.iterdir()] == [f"race-{'k' * 32}"]
@@ -102,15 +102,15 @@ def test_a_builder_killed_in_the_middle_hands_over(
 def test_without_flock_a_builder_is_dead_when_it_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence counts from touch to touch on the waiter's clock: however long a build takes, whatever the file says."""
     now = [0.0]
-    monkeypatch.setattr(build_lock.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(cache_lock.time, "monotonic", lambda: now[0])
     beat = tmp_path / "x.beat"
-    watch, other = build_lock._Watch(beat), build_lock._Watch(beat)
+    watch, other = cache_lock._Watch(beat), cache_lock._Watch(beat)
     assert watch.acquire() and not other.acquire()
     for k in range(10):  # touched, by a machine whose clock is years off
-        now[0] += build_lock.SILENCE - 1
+        now[0] += cache_lock.SILENCE - 1
         os.utime(beat, (k + 1, k + 1))
         assert not other.acquire()
-    now[0] += build_lock.SILENCE - 1
+    now[0] += cache_lock.SILENCE - 1
     assert not other.acquire()
     now[0] += 2
     assert not other.acquire()  # found dead and removed now
@@ -119,10 +119,10 @@ def test_without_flock_a_builder_is_dead_when_it_is_silent(tmp_path: Path, monke
 
 
 def test_without_flock_the_holder_touches_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_lock.fcntl, "flock", no_flock)
-    monkeypatch.setattr(build_lock, "BEAT", 0.01)
+    monkeypatch.setattr(cache_lock.fcntl, "flock", no_flock)
+    monkeypatch.setattr(cache_lock, "BEAT", 0.01)
     seen: set[int] = set()
-    with build_lock.build_lock(tmp_path / "x.lock", lambda: False, "x") as held:
+    with cache_lock.hold_lock(tmp_path / "x.lock", lambda: False, "x") as held:
         until = time.monotonic() + 60
         while len(seen) < 3 and time.monotonic() < until:
             seen.add((tmp_path / "x.beat").stat().st_mtime_ns)
@@ -167,7 +167,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (entry / "x.npy").write_bytes(whole)
     meta = json.loads((entry / "meta.json").read_text())
     (entry / "meta.json").write_text(json.dumps({**meta, "key": "b" * 64}))
-    with pytest.raises(UserError, match="does not hold what its name says"):
+    with pytest.raises(UserError, match="x-a{32} .*[Rr]emove"):
         cache.arrays("x", "a" * 64, dict)
 
 
@@ -198,7 +198,7 @@ def test_without_locks_the_result_is_the_same(tmp_path: Path, monkeypatch: pytes
     def unsupported(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(build_lock.fcntl, "flock", unsupported)
+    monkeypatch.setattr(cache_lock.fcntl, "flock", unsupported)
     assert IndexCache(tmp_path).arrays("x", "a" * 64, lambda: {"x": np.arange(3)})["x"].tolist() == [0, 1, 2]
     assert [path.name for path in tmp_path.iterdir()] == [f"x-{'a' * 32}"]
 

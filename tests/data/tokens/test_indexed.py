@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.indexed import IndexedDataset, token_dtype
-from megatron.data.tokens.pieces import FilePieces
+from megatron.data.tokens.mapped_file import MappedFile
 from megatron.data.tokens.prefixes import find_prefix
 from megatron.errors import UserError
 from tests.data.corpus import GOLDEN, write
@@ -168,7 +168,8 @@ def test_sparse_5_gb_file_reads_its_last_document(tmp_path: Path) -> None:
 
 
 def test_warm_up_reads_one_byte_of_every_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = IndexedDataset(write(tmp_path / "x", [[1] * 10_000]), warmup=True)
+    data = IndexedDataset(write(tmp_path / "x", [[1] * 10_000]))
+    data.warm_up()
 
     class Pages:
         seen: list[int] = []
@@ -180,7 +181,7 @@ def test_warm_up_reads_one_byte_of_every_page(tmp_path: Path, monkeypatch: pytes
             Pages.seen.extend(range(part.start, min(part.stop, 20_000), part.step))
             return np.zeros(1)
 
-    monkeypatch.setattr(FilePieces, "whole", lambda _: Pages())
+    monkeypatch.setattr(MappedFile, "whole", lambda _: Pages())
     data.warm_up()
     assert Pages.seen == list(range(0, 20_000, mmap.PAGESIZE))
 

@@ -1,13 +1,17 @@
-"""Labels that lie beside the data and are not used."""
+"""Label datasets: found next to their data, checked against it, reported when they are not used."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from megatron.data.tokens.labels import labels_beside, unused_labels
-from megatron.data.tokens.manifest import Manifest, write_manifest
+from megatron.data.tokens.builder import IndexedDatasetBuilder
+from megatron.data.tokens.indexed import IndexedDataset
+from megatron.data.tokens.labels import check_labels, find_labels, unused_labels
+from megatron.data.tokens.manifest import finalize_with_manifest
+from megatron.errors import UserError
 from tests.data.corpus import write
 
 pytestmark = pytest.mark.cpu
@@ -24,18 +28,31 @@ pytestmark = pytest.mark.cpu
 )
 def test_labels_are_found(tmp_path: Path, data: str, labels: str) -> None:
     prefix = write(tmp_path / data, [[1]])
-    assert labels_beside(prefix) is None
+    assert find_labels(prefix) is None
     write(tmp_path / labels, [[1]])
-    assert labels_beside(prefix) == str(tmp_path / labels)
-    assert labels_beside(str(tmp_path / labels)) is None
-    assert labels_beside(str(tmp_path / "other")) is None
+    assert find_labels(prefix) == str(tmp_path / labels)
+    assert find_labels(str(tmp_path / labels)) is None
+    assert find_labels(str(tmp_path / "other")) is None
     assert unused_labels([(prefix, True)]) == []
     (sentence,) = unused_labels([(prefix, False), (prefix, False)])
-    assert sentence.startswith(f"{prefix}: every token of it is trained, prompts too, although {tmp_path / labels} ")
+    assert sentence.startswith(f"{prefix}: ") and f" {tmp_path / labels} " in sentence
 
 
 def test_data_that_is_meant_to_be_trained_whole(tmp_path: Path) -> None:
-    prefix, labels = (write(tmp_path / name, [[1]]) for name in ("x_a_document", "x_a_label_document"))
+    prefix = write(tmp_path / "x_a_document", [[1]])
     for no_mask in (False, True):
-        write_manifest(labels, Manifest(1, 1, 1, "int32", "", extra={"no_mask": no_mask}))
+        with IndexedDatasetBuilder(tmp_path / "x_a_label_document", np.int32) as builder:
+            builder.add_document([1])
+            finalize_with_manifest(builder, tokenizer=None, source=None, extra={"no_mask": no_mask})
         assert bool(unused_labels([(prefix, False)])) == (not no_mask)
+
+
+def test_labels_that_do_not_fit(tmp_path: Path) -> None:
+    data = IndexedDataset(write(tmp_path / "x", [[1, 2], [3]]))
+    for number, documents, dtype, fault in (
+        (0, [[1, 2]], np.int32, "1 items of 2 .* 2 of 3"),
+        (1, [[1, 2], [3]], np.uint16, "uint16"),
+    ):
+        labels = IndexedDataset(write(tmp_path / f"l{number}", documents, dtype))
+        with pytest.raises(UserError, match=f"l{number}.*{fault}"):
+            check_labels(data, labels)

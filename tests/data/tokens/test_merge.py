@@ -13,9 +13,9 @@ from megatron.data.tokenise.formats import read_chunks
 from megatron.data.tokenise.texts import EncodeOptions, TextEncoder
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.indexed import IndexedDataset
-from megatron.data.tokens.manifest import manifest_path, read_manifest
-from megatron.data.tokens.merge import merge_datasets, merge_groups
-from megatron.data.tokens.merge_groups import find_groups
+from megatron.data.tokens.manifest import Manifest, manifest_path, read_manifest
+from megatron.data.tokens.merge import merge_groups
+from megatron.data.tokens.merge_inputs import Group, find_groups
 from megatron.errors import UserError
 from megatron.tokenizer import create_tokenizer
 from tests.data.corpus import write
@@ -34,6 +34,10 @@ def datasets_in(folder: Path, without: str) -> list[str]:
     return list(group.prefixes)
 
 
+def merge_one(prefixes: list[str], output: str) -> Manifest:
+    return merge_groups([Group(output, tuple(prefixes))])[0]
+
+
 def test_shards_joined_are_the_bytes_of_one_run(tmp_path: Path) -> None:
     files = []
     for i in range(11):
@@ -44,7 +48,7 @@ def test_shards_joined_are_the_bytes_of_one_run(tmp_path: Path) -> None:
     tokenise(files, tmp_path / "whole")
     prefixes = datasets_in(tmp_path / "shards", without="none")
     assert [Path(prefix).name for prefix in prefixes] == [f"s{i}_text_document" for i in range(11)]  # 10 after 9
-    merge_datasets(prefixes, str(tmp_path / "joined"))
+    merge_one(prefixes, str(tmp_path / "joined"))
     for suffix in (".bin", ".idx", ".manifest.json"):
         assert (tmp_path / f"joined{suffix}").read_bytes() == (tmp_path / f"whole_text_document{suffix}").read_bytes()
 
@@ -57,7 +61,7 @@ def test_documents_of_several_items_keep_their_borders(tmp_path: Path) -> None:
                     builder.add_item(item)
                 builder.end_document()
             builder.finalize()
-    merge_datasets(datasets_in(tmp_path / "in", without=""), str(tmp_path / "out"))
+    merge_one(datasets_in(tmp_path / "in", without=""), str(tmp_path / "out"))
     merged = IndexedDataset(tmp_path / "out")
     assert merged.doc_idx.tolist() == [0, 2, 3, 6]
     assert [merged.get(i).tolist() for i in range(6)] == [[1, 2], [3], [4], [5], [6], [7, 8]]
@@ -68,10 +72,10 @@ def test_different_tokenizers_or_types_are_refused(tmp_path: Path) -> None:
     tokenise([tmp_path / "a.jsonl"], tmp_path / "in" / "a")
     tokenise([tmp_path / "a.jsonl"], tmp_path / "in" / "b", "bytes")
     with pytest.raises(UserError, match="b_text_document and .*a_text_document were made with different tokenizers"):
-        merge_datasets(datasets_in(tmp_path / "in", without=""), str(tmp_path / "out"))
+        merge_one(datasets_in(tmp_path / "in", without=""), str(tmp_path / "out"))
     one, two = write(tmp_path / "x", [[1]], np.uint16), write(tmp_path / "y", [[1]], np.int32)
     with pytest.raises(UserError, match=r"y stores int32, but .*x uint16: they cannot be merged"):
-        merge_datasets([one, two], str(tmp_path / "out"))
+        merge_one([one, two], str(tmp_path / "out"))
     assert not list(tmp_path.glob("out*"))
 
 
@@ -80,7 +84,7 @@ def test_data_without_a_manifest_makes_a_result_without_a_fingerprint(tmp_path: 
     tokenise([tmp_path / "a.jsonl"], tmp_path / "in" / "a")
     write(tmp_path / "in" / "b", [[1, 2]])
     assert not manifest_path(tmp_path / "in" / "b").exists()
-    merge_datasets(datasets_in(tmp_path / "in", without=""), str(tmp_path / "out"))
+    merge_one(datasets_in(tmp_path / "in", without=""), str(tmp_path / "out"))
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
     assert (manifest.tokenizer, manifest.extra) == (None, {})
@@ -93,11 +97,11 @@ def test_the_result_may_lie_in_the_folder_of_the_parts(tmp_path: Path) -> None:
     write(tmp_path / "b", [[2]])
     for _ in range(2):  # the second time the result is there already, and is no part
         output = str(tmp_path / "all")
-        assert merge_datasets(datasets_in(tmp_path, without=output), output).tokens == 2
+        assert merge_one(datasets_in(tmp_path, without=output), output).tokens == 2
 
 
 def test_a_folder_without_whole_datasets_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="absent is not a folder, and there is no dataset"):
+    with pytest.raises(UserError, match="--input: .*absent"):
         datasets_in(tmp_path / "absent", without="")
     with pytest.raises(UserError, match="no .bin/.idx datasets"):
         datasets_in(tmp_path, without="")
@@ -148,7 +152,7 @@ def test_companions_of_other_datasets_are_joined(tmp_path: Path) -> None:
             assert IndexedDataset(tmp_path / name).sizes.tolist() == [2, 1, 2, 1]
     for file in tmp_path.glob("b_chat_label_document*"):
         file.unlink()
-    with pytest.raises(UserError, match="b_chat_label_document is missing beside its data"):
+    with pytest.raises(UserError, match="b_chat_label_document .*_label_document"):
         find_groups([str(tmp_path)], str(tmp_path / "all_document"))
 
 
@@ -173,7 +177,7 @@ def test_shards_that_are_not_a_whole_are_refused(tmp_path: Path) -> None:
     (folder / "c_shard_00002_of_00004.resume.partial").touch()
     refused("Not finished: 2")
     write(folder / "c_shard_3_of_4_text_document", [[1]])
-    refused("shard 3 of 4 is there twice")
+    refused("shard 3 of 4 .*c_shard_00003_of_00004.* .*c_shard_3_of_4")
     shard(folder, 0, 8, [[1]])
     refused("different numbers of them")
     write(folder / "d_shard_0_of_1_text_document", [[1]])

@@ -21,7 +21,7 @@ from megatron.data.order.saved_order import SavedOrder
 from megatron.data.tokens import npy
 from megatron.data.tokens.cache import IndexCaches
 from megatron.data.tokens.manifest import check_tokenizer
-from megatron.data.tokens.token_files import TokenFiles, open_tokens
+from megatron.data.tokens.token_files import TokenFiles
 from megatron.errors import UserError
 from megatron.neox_arguments.schema_data import DataConfig, TokenizerConfig
 from megatron.tokenizer import build_tokenizer
@@ -46,7 +46,7 @@ def content(data) -> list[list[int]]:
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 def test_raw_ids_are_cut_behind_each_end_of_document(tmp_path: Path, dtype: str) -> None:
-    data = open_tokens(raw(tmp_path / "part-0.npy", DOCUMENTS, dtype), eod=EOD)
+    data = TokenFiles(EOD).open(raw(tmp_path / "part-0.npy", DOCUMENTS, dtype))
     assert data.dtype == np.dtype(dtype)
     assert content(data) == DOCUMENTS
     assert data.sizes.tolist() == [4, 1, 3, 2] and data.sizes.dtype == np.int32
@@ -62,7 +62,7 @@ def test_raw_ids_are_cut_behind_each_end_of_document(tmp_path: Path, dtype: str)
 @pytest.mark.parametrize("dtype", ["<u2", "<i4", "<u4", "<i8"])
 def test_files_with_a_header_say_their_type(tmp_path: Path, dtype: str) -> None:
     np.save(tmp_path / "x.npy", np.asarray(TOKENS, dtype))
-    data = open_tokens(tmp_path / "x", eod=EOD)  # the suffix may be left out
+    data = TokenFiles(EOD).open(tmp_path / "x")  # the suffix may be left out
     assert data.dtype == np.dtype(dtype)
     assert content(data) == DOCUMENTS
 
@@ -72,7 +72,7 @@ def test_files_with_a_header_say_their_type(tmp_path: Path, dtype: str) -> None:
 def test_every_token_is_in_one_document(tokens: list[int], chunk: int) -> None:
     kept, npy._CHUNK = npy._CHUNK, chunk
     try:
-        ends = npy.found_ends(np.asarray(tokens, np.uint16), 3, "x").tolist()
+        ends = npy.find_ends(np.asarray(tokens, np.uint16), 3, "x").tolist()
     finally:
         npy._CHUNK = kept
     pieces = [tokens[a:b] for a, b in zip([0, *ends], ends, strict=False)]
@@ -85,33 +85,33 @@ def test_dolmas_list_of_documents_is_used(tmp_path: Path) -> None:
     path = raw(tmp_path / "part-0.npy", DOCUMENTS)
     with gzip.open(tmp_path / "part-0.csv.gz", "wt") as file:
         file.write("0,5,some-id,s3://a/b,1\n5,10,other,s3://a/b,2\n")
-    assert content(open_tokens(path)) == [[5, 6, 7, EOD, EOD], [30000, 2, EOD, 9, 8]]
+    assert content(TokenFiles().open(path)) == [[5, 6, 7, EOD, EOD], [30000, 2, EOD, 9, 8]]
     for wrong in ("0,5\n5,9\n", "0,5\n6,10\n", "a,b\n", ""):
         with gzip.open(tmp_path / "part-0.csv.gz", "wt") as file:
             file.write(wrong)
         with pytest.raises(UserError, match="part-0.csv.gz"):
-            open_tokens(path)
+            TokenFiles().open(path)
 
 
 def test_borders_are_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = raw(tmp_path / "x.npy", DOCUMENTS)
     caches = IndexCaches(tmp_path / "cache")
-    open_tokens(path, eod=EOD, caches=caches)
-    open_tokens(path, eod=EOD, caches=caches)
+    TokenFiles(EOD, caches=caches).open(path)
+    TokenFiles(EOD, caches=caches).open(path)
     assert [entry.built for entry in caches.entries] == [True, False]
-    open_tokens(path, eod=7, caches=caches)
+    TokenFiles(7, caches=caches).open(path)
     raw(path, [[1, 2, 60000], *DOCUMENTS])
-    assert content(open_tokens(path, eod=EOD, caches=caches))[0] == [1, 2, 60000, 5, 6, 7, EOD]
+    assert content(TokenFiles(EOD, caches=caches).open(path))[0] == [1, 2, 60000, 5, 6, 7, EOD]
     assert [entry.built for entry in caches.entries] == [True, False, True, True]
 
 
 def test_a_type_that_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
     path = raw(tmp_path / "x.npy", [[1, 2, 3, 0], [4, 0]])
     with pytest.raises(UserError, match=r"x.npy: .*npy_dtype"):
-        open_tokens(path, eod=0)
-    assert content(open_tokens(path, eod=0, dtype="uint16")) == [[1, 2, 3, 0], [4, 0]]
-    with pytest.raises(UserError, match="no whole number"):
-        open_tokens(raw(tmp_path / "y.npy", [[1, 2, 3]]), eod=0, dtype="uint32")
+        TokenFiles(0).open(path)
+    assert content(TokenFiles(0, "uint16").open(path)) == [[1, 2, 3, 0], [4, 0]]
+    with pytest.raises(UserError, match="y.npy: 6 bytes .*uint32"):
+        TokenFiles(0, "uint32").open(raw(tmp_path / "y.npy", [[1, 2, 3]]))
 
 
 @pytest.mark.parametrize("vocabulary", [300, 50257, 100_278, 262_144])
@@ -128,15 +128,15 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     np.save(tmp_path / "float.npy", np.zeros(2))
     np.save(tmp_path / "cut.npy", np.zeros(99, np.uint16))
     (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:-2])
-    faults = {"empty": "empty", "square": "shape", "float": "float64", "cut": "whole", "no": "no file"}
+    faults = {"empty": "empty", "square": "shape", "float": "float64", "cut": "whole", "no": "no.npy"}
     for name, said in faults.items():
         with pytest.raises(UserError, match=said) as error:
-            open_tokens(tmp_path / f"{name}.npy", eod=0)
+            TokenFiles(0).open(tmp_path / f"{name}.npy")
         assert f"{name}.npy" in str(error.value)
     with pytest.raises(UserError, match="npy_eod"):
-        open_tokens(raw(tmp_path / "x.npy", DOCUMENTS))
-    with pytest.raises(UserError, match="nothing fits"):
-        open_tokens(tmp_path / "z*.npy", eod=0)
+        TokenFiles().open(raw(tmp_path / "x.npy", DOCUMENTS))
+    with pytest.raises(UserError, match=r"z\*\.npy"):
+        TokenFiles(0).open(tmp_path / "z*.npy")
 
 
 def test_an_end_that_never_comes_is_said(
@@ -145,17 +145,17 @@ def test_an_end_that_never_comes_is_said(
     path = tmp_path / "x.npy"
     np.full(1_100_000, 777, "<u2").tofile(path)
     with caplog.at_level(logging.WARNING):
-        assert len(open_tokens(path, eod=EOD)) == 1
+        assert len(TokenFiles(EOD).open(path)) == 1
     assert "npy_eod" in caplog.text
     monkeypatch.setattr(npy, "MAX_ITEM", 1000)
     with pytest.raises(UserError, match="a document of 1100000 tokens"):
-        open_tokens(path, eod=EOD - 1)
+        TokenFiles(EOD - 1).open(path)
 
 
 def test_a_glob_joins_files_in_the_order_of_their_names(tmp_path: Path) -> None:
     raw(tmp_path / "part-1.npy", DOCUMENTS[2:])
     raw(tmp_path / "part-0.npy", DOCUMENTS[:2])
-    data = open_tokens(tmp_path / "part-*.npy", eod=EOD, dtype="uint16")
+    data = TokenFiles(EOD, "uint16").open(tmp_path / "part-*.npy")
     assert content(data) == DOCUMENTS and data.sizes.tolist() == [4, 1, 3, 2]
     assert data.tokens.tolist() == TOKENS and data.num_tokens == 10 and data.num_documents == 4
     assert [len(part) for part in data.parts] == [2, 2]
@@ -165,25 +165,25 @@ def test_a_glob_joins_files_in_the_order_of_their_names(tmp_path: Path) -> None:
     data.warm_up()
 
 
-def test_a_glob_without_manifests_is_one_warning_and_all_ids_are_looked_at(
+def test_a_glob_without_manifests_is_one_warning_and_all_ids_are_checked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for k in range(3):
         raw(tmp_path / f"{k}.npy", [[1, 2, 30 + k, 0]])
-    data = open_tokens(tmp_path / "*.npy", eod=0, dtype="uint16")
+    data = TokenFiles(0, "uint16").open(tmp_path / "*.npy")
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="CharLevelTokenizer"))
     with caplog.at_level(logging.WARNING):
         check_tokenizer(data, tokenizer)
-    assert [record.message.count("(3 files of it) has no manifest") for record in caplog.records] == [1]
+    assert [record.message.count("(3 of its files) has no manifest") for record in caplog.records] == [1]
     raw(tmp_path / "2.npy", [[1, 2, 60_000, 0]])
     with pytest.raises(UserError, match=r"2\.npy: token 2 has id 60000"):
-        check_tokenizer(open_tokens(tmp_path / "*.npy", eod=0, dtype="uint16"), tokenizer)
+        check_tokenizer(TokenFiles(0, "uint16").open(tmp_path / "*.npy"), tokenizer)
 
 
 def many_files(folder: str) -> int:
     """Open 60 files with room for 40."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (40, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    return len(open_tokens(f"{folder}/*.npy", eod=EOD, dtype="uint16"))
+    return len(TokenFiles(EOD, "uint16").open(f"{folder}/*.npy"))
 
 
 def test_more_files_than_the_limit_of_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,14 +197,14 @@ def test_more_files_than_the_limit_of_open_files(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr("megatron.data.tokens.cache.np.load", full)
     with pytest.raises(UserError, match="ulimit -n"):  # and not: the cache is damaged
-        open_tokens(tmp_path / "00.npy", eod=EOD, dtype="uint16")
+        TokenFiles(EOD, "uint16").open(tmp_path / "00.npy")
 
 
 def test_a_glob_of_indexed_datasets(tmp_path: Path) -> None:
     write(tmp_path / "b_document", GOLDEN[3:])
     write(tmp_path / "a_document", GOLDEN[:3])
     for pattern in ("*_document", "*_document.idx", "*.bin"):
-        data = open_tokens(tmp_path / pattern)
+        data = TokenFiles().open(tmp_path / pattern)
         assert content(data) == GOLDEN
         assert data.doc_idx.tolist() == [0, 1, 2, 3, 4, 5]
 

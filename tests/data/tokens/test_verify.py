@@ -15,9 +15,10 @@ import pytest
 from megatron.data.tokens import verify as verifying
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.indexed import HEADER
+from megatron.data.tokens.labels import find_labels
 from megatron.data.tokens.manifest import finalize_with_manifest
 from megatron.data.tokens.token_files import TokenFiles
-from megatron.data.tokens.verify import label_companion, verify_path
+from megatron.data.tokens.verify import verify_path
 from megatron.tokenizer.fingerprint import Fingerprint
 from tests.data.corpus import GOLDEN, write
 
@@ -56,9 +57,9 @@ def change(prefix: str, at: int, value: int, width: int) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[str], None], str]] = {
-    "pointer": (lambda p: change(p, HEADER.size + 4 * N + 8 * 2, 30, 8), "item 2 is said to begin at byte 30.*at 28"),
+    "pointer": (lambda p: change(p, HEADER.size + 4 * N + 8 * 2, 30, 8), "item 2 .* byte 30.*at 28"),
     "negative size": (lambda p: change(p, HEADER.size, -5, 4), "item 0 has -5 tokens"),
-    "sizes swapped": (lambda p: (change(p, HEADER.size, 9, 4), change(p, HEADER.size + 4, 5, 4))[0], "item 1 is said"),
+    "sizes swapped": (lambda p: (change(p, HEADER.size, 9, 4), change(p, HEADER.size + 4, 5, 4))[0], "item 1 .* byte"),
     "first document": (lambda p: change(p, HEADER.size + 12 * N, 1, 8), "does not begin with item 0"),
     "last document": (lambda p: change(p, HEADER.size + 12 * N + 8 * N, 4, 8), "ends at item 4 of 5"),
     "documents go back": (lambda p: change(p, HEADER.size + 12 * N + 8 * 2, 0, 8), "goes back after document [01]"),
@@ -106,10 +107,10 @@ def test_ids_beyond_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_labels_beside_the_data(tmp_path: Path) -> None:
     prefix = write(tmp_path / "x_text_document", GOLDEN)
-    assert label_companion(prefix) is None
+    assert find_labels(prefix) is None
     masked = [[-100 if token % 2 else token for token in document] for document in GOLDEN]
     labels = write(tmp_path / "x_text_label_document", masked, np.int32)
-    assert label_companion(prefix) == labels and label_companion(labels) is None
+    assert find_labels(prefix) == labels and find_labels(labels) is None
     (report,) = verify_path(prefix)
     assert report.faults == [] and "labels" in report.facts
     assert faults(labels) == []
@@ -141,7 +142,7 @@ def test_the_tool(tmp_path: Path) -> None:
     done = tool(good)
     assert (done.returncode, done.stdout.splitlines()) == (
         0,
-        [f"{good}: 5 items, 5 documents, 36 tokens, uint16, manifest, 100 % of the tokens looked at: whole"],
+        [f"{good}: 5 items, 5 documents, 36 tokens, uint16, manifest, 100 % of the tokens checked: whole"],
     )
     change(bad, HEADER.size + 4 * N + 8, 3, 8)
     done = tool(tmp_path / "*_document", "--full")

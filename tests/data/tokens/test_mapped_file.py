@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.tokens import pieces
+from megatron.data.tokens import mapped_file
 from megatron.data.tokens.indexed import IndexedDataset
-from megatron.data.tokens.pieces import FilePieces
+from megatron.data.tokens.mapped_file import MappedFile
 from megatron.errors import UserError
 from tests.data.corpus import write
 
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.cpu
 @pytest.mark.parametrize("at_once", [0, 1 << 30])
 @pytest.mark.parametrize("offset", [0, 5, 4096])
 def test_every_place_and_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, offset: int) -> None:
-    monkeypatch.setattr(pieces, "_AT_ONCE", at_once)
+    monkeypatch.setattr(mapped_file, "_AT_ONCE", at_once)
     content = np.random.default_rng(0).integers(0, 256, 3 * mmap.PAGESIZE + 17, dtype=np.uint8)
     content.tofile(tmp_path / "x")
     expected = content[offset:]
-    found = FilePieces(tmp_path / "x", offset)
+    found = MappedFile(tmp_path / "x", offset)
     assert np.array_equal(found.whole(), expected)
     for start in (0, 1, 4095, 4096, 4097, len(expected) - 1, len(expected)):
         for size in (0, 1, 100, 4096, len(expected)):
@@ -35,7 +35,7 @@ def test_every_place_and_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_nothing(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
-    found = FilePieces(tmp_path / "x")
+    found = MappedFile(tmp_path / "x")
     assert found.size == 0 and len(found.whole()) == 0 and len(found.read(0, 0)) == 0
 
 
@@ -48,7 +48,7 @@ def test_samples_are_read_without_reading_ahead(tmp_path: Path, monkeypatch: pyt
             advice.append(what)
             super().madvise(*what)
 
-    monkeypatch.setattr(pieces.mmap, "mmap", Watched)
+    monkeypatch.setattr(mapped_file.mmap, "mmap", Watched)
     data = IndexedDataset(write(tmp_path / "x", [[1] * 3000, [2] * 40_000, [3] * 100]))
     assert advice == [(mmap.MADV_RANDOM,)]
     assert data.get(0).sum() == 3000 and data.get(2).sum() == 300
@@ -62,6 +62,6 @@ def test_too_many_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(errno.EMFILE, "Too many open files")
 
     (tmp_path / "x").write_bytes(b"x")
-    monkeypatch.setattr(pieces.mmap, "mmap", full)
+    monkeypatch.setattr(mapped_file.mmap, "mmap", full)
     with pytest.raises(UserError, match="ulimit -n"):
-        FilePieces(tmp_path / "x")
+        MappedFile(tmp_path / "x")

@@ -1,9 +1,9 @@
-"""Reading small pieces from anywhere in a large file.
+"""A large file mapped for reading small pieces anywhere in it.
 
-Training reads a few kilobytes here and there. The system takes a read for the begin of a long one and reads ahead, on
+Training reads a few kilobytes here and there. The system assumes the start of a long read and reads ahead, on
 many machines 8 MiB and more per piece (measured: 8 ms for a cold piece of 2 KB, against 0.2 ms without; on a network
-file system it also eats the bandwidth of everyone else). So pieces come from a mapping that is never read ahead, and
-what is longer than a few pages is asked for at once before it is touched.
+file system it also costs everyone's bandwidth). So pieces come from a mapping without read-ahead, and longer ones are
+requested at once before they are touched.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 
 from megatron.errors import UserError
 
-_AT_ONCE = 4 * mmap.PAGESIZE  # bytes above which a piece is asked for before it is touched
+_AT_ONCE = 4 * mmap.PAGESIZE  # bytes above which a piece is requested before it is touched
 
 
-class FilePieces:
+class MappedFile:
     """`size` bytes of a file from `offset` on (to its end by default), mapped for reading."""
 
     def __init__(self, path: str | Path, offset: int = 0, size: int | None = None) -> None:
@@ -41,23 +41,23 @@ class FilePieces:
         return self._bytes[start : start + size]
 
     def whole(self) -> np.ndarray:
-        """All of it, uint8 `[size]`, for reading from begin to end: its own mapping, kept as long as the array."""
+        """All of it, uint8 `[size]`, for reading from start to end: its own mapping, kept as long as the array."""
         return _view(map_file(self.path) if self.size else None)[self.offset : self.offset + self.size]
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """A file that is not empty, mapped for reading."""
+    """Map a file that is not empty, for reading."""
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        if (told := too_many_open(path, error)) is not None:
-            raise told from error
+        if (reason := too_many_open(path, error)) is not None:
+            raise reason from error
         raise
 
 
 def too_many_open(path: Path, error: OSError) -> UserError | None:
-    """What to tell when a file cannot be opened because so many are; None when that is not the reason."""
+    """The error when a file cannot be opened because too many are; None when that is not the reason."""
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return None
     return UserError(f"{path}: this process has too many files open. Raise the limit: ulimit -n 65536.")

@@ -1,8 +1,8 @@
-"""A lock between processes that may sit on other machines and that kill -9 does not leave behind.
+"""A lock between processes, also of several machines, that kill -9 does not leave behind.
 
 `flock` where the file system has it: the system itself frees it when its holder dies. Elsewhere (Lustre mounted
-without `flock`, some NFS servers) a file that its holder touches every few seconds: who waits and sees it untouched for
-long enough removes it. Waiting is by the waiter's own clock, so clocks that differ between machines do no harm.
+without `flock`, some NFS servers) a file that its holder touches every few seconds: a waiting
+process that sees it untouched for long enough removes it. Each measures by its own clock, so clocks may differ.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from megatron.log import get_logger
 LOGGER = get_logger(__name__)
 
 BEAT = 2.0  # seconds between two touches by the holder
-SILENCE = 30.0  # seconds without a touch after which the holder is taken for dead
+SILENCE = 30.0  # seconds without a touch after which the holder counts as dead
 _POLL = 0.02
 
 
 @contextmanager
-def build_lock(path: Path, done: Callable[[], bool], what: str) -> Iterator[bool]:
+def hold_lock(path: Path, done: Callable[[], bool], what: str) -> Iterator[bool]:
     """Hold the lock file at `path`, or wait until `done()`; `what` is named while waiting.
 
-    Yields True when this process holds the lock, False when another was done first or when nothing here can be locked
-    at all (then every process does the work). The file is removed once `done()`.
+    Yields True when this process holds the lock, False when another was done first or when no lock can be made here
+    (then every process does the work). The file is removed once `done()`.
     """
     try:
         file = path.open("a")
@@ -41,11 +41,11 @@ def build_lock(path: Path, done: Callable[[], bool], what: str) -> Iterator[bool
         with suppress(OSError):  # no flock on this file system
             held = _wait(lambda: _flock(file.fileno()), done, what)
         if held is None:
-            with _beating(path.with_suffix(".beat"), done, what) as beating:
+            with _hold_by_touching(path.with_suffix(".beat"), done, what) as beating:
                 yield beating
         else:
             yield held
-        # Who still waits on a removed file finds the work done.
+        # Processes that still wait on the removed file find the work done.
         if done():
             path.unlink(missing_ok=True)
 
@@ -72,8 +72,8 @@ def _wait(acquire: Callable[[], bool], done: Callable[[], bool], what: str) -> b
 
 
 @contextmanager
-def _beating(path: Path, done: Callable[[], bool], what: str) -> Iterator[bool]:
-    """The lock without `flock`: the one who makes the file holds it for as long as the file is touched."""
+def _hold_by_touching(path: Path, done: Callable[[], bool], what: str) -> Iterator[bool]:
+    """The lock without `flock`: the process that creates the file holds it while it touches the file."""
     watch = _Watch(path)
     if not _wait(watch.acquire, done, what):
         yield False
@@ -96,7 +96,7 @@ def _beating(path: Path, done: Callable[[], bool], what: str) -> Iterator[bool]:
 
 
 class _Watch:
-    """Takes the file, or watches whether the one who has it still touches it."""
+    """Creates the file, or watches whether its owner still touches it."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._seen, self._since = path, -1, time.monotonic()
@@ -118,7 +118,7 @@ class _Watch:
         if touched != self._seen:
             self._seen, self._since = touched, now
         elif now - self._since > SILENCE:
-            # Of several who find it dead one renames it; the others then see no file, or the fresh one of a new holder.
+            # Of several that find it dead one renames it; the others then see no file, or the new one of a new holder.
             grave = self.path.with_name(f"{self.path.name}.{os.getpid()}")
             with suppress(FileNotFoundError):
                 os.rename(self.path, grave)

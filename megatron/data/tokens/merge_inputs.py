@@ -1,8 +1,8 @@
-"""Which datasets are joined into which: what `merge_datasets.py` makes of its `--input`.
+"""Which datasets are merged into which: the `--input` of `merge_datasets.py`.
 
-Shards of a run are grouped by what stands after the shard in their names (`_text_document`, `_messages_label_document`)
-and each group becomes one dataset. Other datasets become one, and beside it one of their labels and one of their
-rewards, if they have such companions.
+Shards of a run are grouped by what follows the shard in their names (`_text_document`, `_messages_label_document`)
+and each group becomes one dataset. Other datasets become one, and their labels and rewards, if they have such
+companions, one each.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def find_groups(inputs: Sequence[str], output: str) -> list[Group]:
     """The groups of what `inputs` name: folders, prefixes, globs.
 
     `output` is the name of the result: in full, or (shards only) without what follows the shard's number in theirs.
-    The result itself is never a part. Raises `UserError`: nothing there, half a dataset, shards missing, twice or of
-    different runs, shards beside other datasets, datasets without the companion that others have.
+    The result itself is never a part. Raises `UserError`: no dataset, half a dataset, shards missing, twice or of
+    different runs, shards and other datasets together, datasets without the companion that others have.
     """
     found = sorted({prefix for name in inputs for prefix in _datasets_in(name)}, key=_natural)
     shards = [prefix for prefix in found if SHARD_NAME.search(Path(prefix).name)]
@@ -44,8 +44,8 @@ def find_groups(inputs: Sequence[str], output: str) -> list[Group]:
     results = {os.path.abspath(group.output) for group in groups}
     if shards and (others := [prefix for prefix in found if prefix not in shards and _abs(prefix) not in results]):
         raise UserError(
-            f"--input: shards ({_some(shards[:1])}, ...) and other datasets ({_some(others)}) together; say which are "
-            f"meant, such as --input '{_around(shards[0])[0]}_shard_*'"
+            f"--input: shards ({_some(shards[:1])}, ...) and other datasets ({_some(others)}) together; name one kind, "
+            f"such as --input '{_around(shards[0])[0]}_shard_*'"
         )
     groups = [Group(g.output, tuple(p for p in g.prefixes if _abs(p) not in results), g.shards) for g in groups]
     groups = [group for group in groups if group.prefixes]
@@ -67,7 +67,7 @@ def _datasets_in(name: str) -> Iterable[str]:
         pattern = base if glob.has_magic(base) else glob.escape(base)
         files = [file for end in (".bin", ".idx") for file in glob.glob(pattern + end)]
         if not files:
-            raise UserError(f"--input: {name} is not a folder, and there is no dataset of that name")
+            raise UserError(f"--input: {name} is neither a folder nor a dataset")
     halves = {end: {file.removesuffix(end) for file in files if file.endswith(end)} for end in (".bin", ".idx")}
     for prefix in sorted(halves[".bin"] ^ halves[".idx"]):
         lacking = ".bin" if prefix in halves[".idx"] else ".idx"
@@ -82,7 +82,7 @@ def _of_shards(shards: Sequence[str], output: str) -> list[Group]:
         runs.setdefault(base, {}).setdefault(suffix, []).append(prefix)
     if len(runs) > 1:
         raise UserError(
-            f"--input: shards of several runs ({_some(list(runs))}); say which are meant, such as "
+            f"--input: shards of several runs ({_some(list(runs))}); name one run, such as "
             f"--input '{next(iter(runs))}_shard_*'"
         )
     (by_suffix,) = runs.values()
@@ -92,7 +92,7 @@ def _of_shards(shards: Sequence[str], output: str) -> list[Group]:
 
 
 def _complete(prefixes: Sequence[str]) -> tuple[str, ...]:
-    """The shards in order of their numbers. Raises `UserError` unless each is there once."""
+    """The shards in order of their numbers. Raises `UserError` unless each exists once."""
     by_index: dict[int, str] = {}
     first = prefixes[0]
     counts = {int(_numbers(prefix)["count"]): prefix for prefix in prefixes}
@@ -102,7 +102,7 @@ def _complete(prefixes: Sequence[str]) -> tuple[str, ...]:
     for prefix in prefixes:
         index = int(_numbers(prefix)["index"])
         if index in by_index:
-            raise UserError(f"shard {index} of {count} is there twice: {by_index[index]} and {prefix}")
+            raise UserError(f"shard {index} of {count} exists twice: {by_index[index]} and {prefix}")
         if index >= count:
             raise UserError(f"{prefix}: shards are counted from 0, so there is no shard {index} of {count}")
         by_index[index] = prefix
@@ -136,7 +136,7 @@ def _of_others(found: Sequence[str], output: str) -> list[Group]:
             wanted = [_companion(prefix, kind) for prefix in main]
             odd = sorted(set(wanted) ^ set(there))
             if odd:
-                whose = "is missing beside its data" if odd[0] in wanted else "has no data beside it"
+                whose = "is missing next to its data" if odd[0] in wanted else "has no data next to it"
                 raise UserError(f"{odd[0]} {whose}: either all datasets have a companion ...{kind}, or none")
             groups.append(Group(_companion(output, kind), tuple(wanted)))
     return groups
@@ -147,7 +147,7 @@ def _companion(prefix: str, kind: str) -> str:
 
 
 def _around(prefix: str) -> tuple[str, str]:
-    """What stands before and after the shard's number in a prefix."""
+    """The parts of a prefix before and after the shard's number."""
     name = Path(prefix).name
     match = _numbers(prefix)
     return str(Path(prefix).parent / name[: match.start()]), name[match.end() :]
