@@ -165,7 +165,7 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     for name in options.models:
         wanted = [row for row in SIZES[name].rows if not options.rows or row in options.rows]
-        results += list(measured(name, wanted, end, options.shrink))
+        results += list(measure(name, wanted, end, options.shrink))
     text = table(results)
     print(text)
     if options.results:
@@ -178,7 +178,7 @@ def main() -> int:
 # -- the parent: one process per model, and a new one after a row that broke it -------------------------------------
 
 
-def measured(model: str, rows: list[str], end: float, shrink: bool) -> Iterator[dict[str, Any]]:
+def measure(model: str, rows: list[str], end: float, shrink: bool) -> Iterator[dict[str, Any]]:
     """Results of the rows of one model; every row yields one, whatever happens."""
     left = list(rows)
     while left:
@@ -353,7 +353,7 @@ class Bench:
                 with torch.autocast(self.device.type, dtype=torch.bfloat16):
                     loss = model(tokens, targets) / pieces
                 loss.backward()
-            with self.timed(update):
+            with self.time(update):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -378,7 +378,7 @@ class Bench:
         shape = (1, self.batch, self.sequence)
         positions = torch.arange(self.sequence).expand(shape).contiguous()
         if row.packed:
-            positions = restarted(self.ids)[None]
+            positions = restart_positions(self.ids)[None]
         batch = StepBatch(
             tokens=self.tokens[None],
             targets=self.targets[None],
@@ -392,7 +392,7 @@ class Bench:
         take = type(engine)._take_model_step
 
         def timed_update(lr_kwargs: Any = None) -> None:
-            with self.timed(update):
+            with self.time(update):
                 take(engine, lr_kwargs)
 
         engine.deepspeed._take_model_step = timed_update
@@ -451,7 +451,7 @@ class Bench:
 
     # -- the device --
 
-    def timed(self, into: list[float]) -> Any:
+    def time(self, into: list[float]) -> Any:
         """A context that adds the ms of its block, device work included; nothing while whole steps are timed."""
         return Timed(self.wait, into) if self.timing else contextlib.nullcontext()
 
@@ -581,7 +581,7 @@ def document_lengths(ids: Any) -> Any:
     return (ids[:, :, None] == ids[:, None, :]).sum(-1)
 
 
-def restarted(ids: Any) -> Any:
+def restart_positions(ids: Any) -> Any:
     """Positions [b, s] that begin again at each document."""
     import torch
 

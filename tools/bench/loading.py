@@ -28,7 +28,7 @@ T = TypeVar("T")
 VOCABULARY = 50257
 
 
-def timed(call: Callable[[], T]) -> tuple[T, float, float]:
+def measure(call: Callable[[], T]) -> tuple[T, float, float]:
     """What a call gives, its wall and its CPU seconds."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = call()
@@ -59,8 +59,8 @@ def bench_packings(samples: int, seq: int) -> None:
                     taken = zip(range(steps), loader.steps(), strict=False)
                     return sum(batch.tokens.numel() for _, batch in taken)
 
-                tokens, wall, cpu = timed(run)
-                _, resumed, _ = timed(lambda loader=loader: next(loader.steps((loader.num_steps() - 1) * 32)))
+                tokens, wall, cpu = measure(run)
+                _, resumed, _ = measure(lambda loader=loader: next(loader.steps((loader.num_steps() - 1) * 32)))
                 what = f"{name}, {workers} workers{', intra_document_masking' if masking else ''}"
                 print(
                     f"  {what:52} {tokens / wall / 1e6:11.1f} {tokens / cpu / 1e6:10.1f} {tokens / wall / eaten:8.0f} "
@@ -100,9 +100,9 @@ def bench_resume(documents: int, tokens: int, seq: int) -> None:
             return StepLoader(found, micro_batch=8, gas=4, rules=CollateRules(seq, eod=1, vocab_size=VOCABULARY))
 
         for what, position in (("build, begin", 0), ("found, begin", 0), ("found, middle", 0.5), ("found, end", 1.0)):
-            loader, wall, cpu = timed(start)
+            loader, wall, cpu = measure(start)
             at = int(position * (loader.num_steps() - 1)) * 32
-            _, first, first_cpu = timed(lambda loader=loader, at=at: next(loader.steps(at)))
+            _, first, first_cpu = measure(lambda loader=loader, at=at: next(loader.steps(at)))
             print(
                 f"  {what:14} open {wall:7.2f} s ({cpu:6.2f} CPU)   first batch {first * 1e3:8.1f} ms "
                 f"({first_cpu * 1e3:6.1f} CPU)   most memory {resident_mb():7.0f} MB"
@@ -152,4 +152,4 @@ def model_speed(seq: int) -> float:
         optimizer.zero_grad()
 
     step()
-    return seq / min(timed(step)[1] for _ in range(3))
+    return seq / min(measure(step)[1] for _ in range(3))

@@ -136,7 +136,7 @@ def our_tasks(network: Any, inputs: Any, positions: Any, targets: Any) -> Tasks:
         after = torch.full((inputs.shape[0], 1), held["cache"].length)
         network((inputs[:, :1], after), cache=held["cache"], then=lambda out: out.last_logits())
 
-    return {"train": timed(train), "prefill": timed(prefill), "decode": timed(decode, 16)}
+    return {"train": timer_of(train), "prefill": timer_of(prefill), "decode": timer_of(decode, 16)}
 
 
 def their_tasks(model: Any, inputs: Any, targets: Any) -> Tasks:
@@ -158,10 +158,10 @@ def their_tasks(model: Any, inputs: Any, targets: Any) -> Tasks:
     def decode() -> None:
         model(inputs[:, :1], cache=held["cache"], use_cache=True)
 
-    return {"train": timed(train), "prefill": timed(prefill), "decode": timed(decode, 16)}
+    return {"train": timer_of(train), "prefill": timer_of(prefill), "decode": timer_of(decode, 16)}
 
 
-def timed(task: Callable[[], None], times: int = 1) -> Callable[[], float]:
+def timer_of(task: Callable[[], None], times: int = 1) -> Callable[[], float]:
     def run() -> float:
         begin = time.perf_counter()
         for _ in range(times):

@@ -105,7 +105,7 @@ class _Pipeline:
         results["output_dir"] = str(options.output_dir)
         needs_tokenizer = options.count_only or not (options.skip_count and options.skip_tokenize)
         if needs_tokenizer:
-            _ = self._chosen  # fail now, not after hours of loading
+            _ = self._tokenizer  # fail now, not after hours of loading
         logger.info(f"[1/5] LOAD {options.request.dataset}")
         records = self._load()
         logger.info(f"[2/5] DETECT {len(records.columns)} columns: {', '.join(records.columns)}")
@@ -131,7 +131,7 @@ class _Pipeline:
         return results | {"status": "completed"}
 
     @cached_property
-    def _chosen(self) -> tuple[Tokenizer, Path]:
+    def _tokenizer(self) -> tuple[Tokenizer, Path]:
         return TokenizerChoice(self.options.vocab_file, self.options.hf_tokenizer).resolve(self.backoff)
 
     # ---- stages
@@ -204,7 +204,7 @@ class _Pipeline:
         key = content_key("export", records.key, asdict(layout), self.options.skip_bad_lines)
         path = self.export_path
         found = self.results.done("export", key)
-        if found is not None and _unchanged(path, found):
+        if found is not None and _is_unchanged(path, found):
             logger.info(f"[4/5] EXPORT done already: {path}")
         else:
             logger.info(f"[4/5] EXPORT {path}")
@@ -255,7 +255,7 @@ class _Pipeline:
                 seconds=round(result.seconds, 3),
             )
         data, *labels = found["prefixes"]
-        self.results.values["vocab_file"] = self.options.vocab_file or str(self._chosen[1])
+        self.results.values["vocab_file"] = self.options.vocab_file or str(self._tokenizer[1])
         results = {"tokenized": True, "tokenize_time": found["seconds"], "tokens_written": found["tokens"]}
         results["documents_written"] = found["documents"]
         results |= {"data_path": data, "bin_path": f"{data}.bin", "idx_path": f"{data}.idx"}
@@ -269,7 +269,7 @@ class _Pipeline:
         return Renderer(records, layout, self.options.skip_bad_lines)
 
     def _encoding(self, layout: Layout) -> TextEncoding | ChatEncoding:
-        tokenizer, folder = self._chosen
+        tokenizer, folder = self._tokenizer
         if layout.key == "text":
             return TextEncoding(tokenizer)
         return ChatEncoding.of(tokenizer, folder, self.options.chat_template, self.options.skip_bad_lines)
@@ -296,7 +296,7 @@ def _first_lines(records: Records, layout: Layout) -> RenderedChunk:
     return RenderedChunk(lines, 0)
 
 
-def _unchanged(path: Path, found: dict[str, Any]) -> bool:
+def _is_unchanged(path: Path, found: dict[str, Any]) -> bool:
     """Whether a file is as it was written; its content is read only when its time differs."""
     if not path.is_file() or path.stat().st_size != found["size"]:
         return False

@@ -53,4 +53,4 @@ class TallyProgress:
         docs, tokens = max(now.documents), sum(now.tokens)
         text = f"{docs} docs ({(docs - max(earlier.documents)) / seconds:.0f} docs/s), "
         text += f"{(now.nbytes - earlier.nbytes) / seconds / 1e6:.1f} MB/s"
-        return text + (f", {(tokens - sum(earlier.tokens)) / seconds:.2e} tokens/s" if tokens else "")
+        return text + (f", {tokens} tokens ({(tokens - sum(earlier.tokens)) / seconds:.2e} tokens/s)" if tokens else "")

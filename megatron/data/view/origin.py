@@ -89,7 +89,7 @@ def samples_with(
 
     `file` may be the name of a source. Raises `UserError` when the role reads no such file.
     """
-    wanted = _wanted(role, file, documents)
+    wanted = _find_items(role, file, documents)
     likely = dataset.may_hold(wanted)
     asked = in_range(likely, numbers) if isinstance(numbers, range) else np.isin(likely, numbers)
     for index in likely[asked].tolist():
@@ -99,7 +99,7 @@ def samples_with(
             yield index
 
 
-def _wanted(role: RoleOrder, file: str, documents: range) -> dict[str, range]:
+def _find_items(role: RoleOrder, file: str, documents: range) -> dict[str, range]:
     """The documents as items of every data path that has the file."""
     wanted, known = {}, []
     for planned in role.sources:

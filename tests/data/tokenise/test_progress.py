@@ -39,8 +39,8 @@ def test_share_rates_and_time_left(clock: Clock, caplog: pytest.LogCaptureFixtur
         progress(tally(500, 10_000_000, 2_000_000))
         clock.now += 80
     assert caplog.messages == [
-        "tokenising: 25 %, ETA 0:30, 500 docs (50 docs/s), 1.0 MB/s, 2.00e+05 tokens/s",
-        "tokenising: done in 1:30, 500 docs (6 docs/s), 0.1 MB/s, 2.22e+04 tokens/s",
+        "tokenising: 25 %, ETA 0:30, 500 docs (50 docs/s), 1.0 MB/s, 2000000 tokens (2.00e+05 tokens/s)",
+        "tokenising: done in 1:30, 500 docs (6 docs/s), 0.1 MB/s, 2000000 tokens (2.22e+04 tokens/s)",
     ]
 
 
@@ -86,4 +86,4 @@ def test_a_terminal_gets_a_bar_with_speeds_and_time_left(clock: Clock, monkeypat
     assert "tokenising:  25%" in shown
     assert "10.0M/40.0M" in shown
     assert re.search(r"\[\d\d:\d\d<\d\d:\d\d,", shown)  # time gone < time left
-    assert "500 docs (50 docs/s), 1.0 MB/s, 2.00e+05 tokens/s" in shown
+    assert "500 docs (50 docs/s), 1.0 MB/s, 2000000 tokens (2.00e+05 tokens/s)" in shown
