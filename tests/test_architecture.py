@@ -148,7 +148,6 @@ BROKEN = {
             "megatron/layers/a.py": "def f():\n    from deepspeed.moe.layer import MoE\n",
             "megatron/training/engine_deepspeed.py": "import deepspeed\n",
             "train.py": "import deepspeed\n",
-            "deepy.py": "import deepspeed\n",
         },
         ["megatron/layers/a.py:2: deepspeed is imported", "train.py:1: deepspeed is imported"],
     ),
@@ -236,6 +235,14 @@ BROKEN = {
         "file_sizes",
         {"tools/a.py": "x = 1\n" * 800, "tools/b.py": "x = 1\n" * 799},
         ["tools/a.py:800: 800 lines"],
+    ),
+    "used by tests only": (
+        "used_by_tests_only",
+        {
+            "megatron/data/a.py": "LIMIT = 3\n\n\ndef used(): ...\n\n\n@NORMS.register('x')\nclass X: ...\n",
+            "megatron/data/b.py": "from megatron.data.a import used\n\n\ndef unused(): ...\n",
+        },
+        ["megatron/data/a.py:1: LIMIT is used nowhere", "megatron/data/b.py:4: unused is used nowhere"],
     ),
 }
 

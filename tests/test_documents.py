@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.architecture import LEVELS
+
 pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+# These are named in a sentence under the picture of documentation/architecture.md.
+BELOW_THE_CONFIG = ("plugins", "rows", "registry", "log", "errors")
 # what a run makes, and the user's own files
 MADE = re.compile(
     r"^(data|checkpoints|demo|ckpt|hf|global_step\S*|a\.\w+|b\.yml|run\.yml|your\.yml|.*\.jsonl?|resolved\.yml)(/|$)"
@@ -36,6 +40,25 @@ def test_files_named_in_the_text_exist(document: str) -> None:
         word for word in named if not MADE.match(word) and not any((folder / word).exists() for folder in folders)
     ]
     assert not missing
+
+
+def test_the_tour_is_numbered_and_short() -> None:
+    """A newcomer reads it in an evening."""
+    tour = (ROOT / "README.md").read_text().split("## Tour of the code")[1]
+    files = re.findall(r"\b(\d+)\. `([\w./]+\.py)`", tour)
+    assert [int(number) for number, _ in files] == list(range(1, len(files) + 1)) and len(files) > 15
+    assert sum((ROOT / path).read_text().count("\n") for _, path in files) < 3000
+
+
+def test_the_picture_of_the_layers_is_the_table_s() -> None:
+    """documentation/architecture.md draws the levels of CONTRIBUTING.md's table, highest first."""
+    picture = (ROOT / "documentation" / "architecture.md").read_text().split("```mermaid")[1].split("```")[0]
+    boxes = re.findall(r"direction LR\n(.*)\n", picture)
+    drawn = [set(re.findall(r"(\w+)\[", box)) for box in boxes]
+    levels = LEVELS["megatron"]
+    by_level = [{name for name, at in levels.items() if at == level} for level in range(max(levels.values()), -1, -1)]
+    assert drawn == by_level[: len(drawn)]
+    assert by_level[len(drawn) :] == [{name} for name in BELOW_THE_CONFIG]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
