@@ -35,7 +35,6 @@ guide: documentation/looking_at_data.md
 """
 COMMANDS = ("documents", "sample", "steps")
 _OVERRIDE = re.compile(r"^(--)?[A-Za-z_][A-Za-z0-9_.\-]*=")
-_RANGES = ("--sample", "--samples", "--step", "--steps", "--iteration", "--iterations", "--documents", "--rank")
 
 
 class _Parser(argparse.ArgumentParser):
