@@ -47,7 +47,9 @@ def mixture_of(phases: tuple[Phase, ...], samples: int) -> Mixture:
 
 @settings(max_examples=150, deadline=None)
 @given(phased())
-def test_every_phase_draws_its_share_and_every_source_goes_on_in_its_order(run: tuple[tuple[Phase, ...], int]) -> None:
+def test_every_phase_draws_its_share_and_every_source_continues_in_its_order(
+    run: tuple[tuple[Phase, ...], int],
+) -> None:
     phases, samples = run
     mixture = mixture_of(phases, samples)
     draws = [mixture.draw(i) for i in range(samples)]

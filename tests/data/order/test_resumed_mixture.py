@@ -183,7 +183,7 @@ def test_nothing_repeats_when_weights_change_or_sources_are_added(paths: dict[st
     assert sources(plan)[40:44].count("d") == 2  # at its rate at once
 
 
-def test_the_order_of_the_list_does_not_matter_to_a_run_that_goes_on(paths: dict[str, str]) -> None:
+def test_the_order_of_the_list_does_not_matter_on_resume(paths: dict[str, str]) -> None:
     first = plan_of(config(paths, "abc", CHANGING), 12)
     turned = tuple((step, weights[::-1]) for step, weights in CHANGING)
     again = plan_of(config(paths, "cba", turned), 12, saved(first), Progress(BATCH, 3, 12))

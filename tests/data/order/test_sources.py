@@ -167,7 +167,7 @@ def test_a_set_is_the_same_in_runs_of_any_length_and_batch(tmp_path: Path) -> No
     assert [short[i].tokens.tolist() for i in range(16)] == [long[i].tokens.tolist() for i in range(16)]
 
 
-def test_sources_without_labels_beside_some_with(tmp_path: Path) -> None:
+def test_sources_with_and_without_labels(tmp_path: Path) -> None:
     paths = (numbered(tmp_path / "a", 1), numbered(tmp_path / "b", 50))
     labels = write(tmp_path / "l", [[-100] * 10 for _ in range(30)], np.int32)
     data = DataConfig(train_data_paths=paths, train_label_data_paths=(None, labels))

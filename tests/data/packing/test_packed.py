@@ -144,7 +144,7 @@ def test_training_longer_appends_and_keeps_the_past(tmp_path: Path) -> None:
     assert any(not np.array_equal(rebuilt[i].tokens, short[i].tokens) for i in range(6))
 
 
-def test_labels_stay_beside_their_tokens(tmp_path: Path) -> None:
+def test_labels_stay_with_their_tokens(tmp_path: Path) -> None:
     masked = [[token if token % 2 else -100 for token in document] for document in GOLDEN]
     labels = IndexedDataset(write(tmp_path / "labels", masked, np.int32))
     dataset = golden(tmp_path, labels=labels)

@@ -186,7 +186,7 @@ def test_keys_tell_apart_what_orders_differ_by(tmp_path: Path, name: str) -> Non
         assert len({keys[0], *more}) == 4
 
 
-def test_what_is_left_out_is_counted_and_said(tmp_path: Path) -> None:
+def test_what_is_left_out_is_counted_and_reported(tmp_path: Path) -> None:
     documents = [[1] * 12, [2] * 4, [3], [], [4] * 9]
     data = IndexedDataset(write(tmp_path / "x", documents))
     assert packing("pack_until_overflow", data, 8, allow_chopped=False).notes() == [

@@ -253,7 +253,7 @@ def test_key_is_content() -> None:
     assert content_key({"a": 1, "b": 2}) == content_key({"b": 2, "a": 1})
 
 
-def test_folder_beside_the_data(tmp_path: Path) -> None:
+def test_folder_next_to_the_data(tmp_path: Path) -> None:
     assert index_folder(tmp_path / "x") == tmp_path / "index_cache"
     assert index_folder(tmp_path / "x", shared=False).name == f"index_cache.{os.uname().nodename}"
 

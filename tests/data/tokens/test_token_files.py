@@ -105,7 +105,7 @@ def test_borders_are_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [entry.built for entry in caches.entries] == [True, False, True, True]
 
 
-def test_a_type_that_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
+def test_a_type_that_cannot_be_detected_must_be_set(tmp_path: Path) -> None:
     path = raw(tmp_path / "x.npy", [[1, 2, 3, 0], [4, 0]])
     with pytest.raises(UserError, match=r"x.npy: .*npy_dtype"):
         TokenFiles(0).open(path)
@@ -115,7 +115,7 @@ def test_a_type_that_cannot_be_told_is_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [300, 50257, 100_278, 262_144])
-def test_the_type_is_told_for_common_vocabularies(tmp_path: Path, vocabulary: int) -> None:
+def test_the_type_is_detected_for_common_vocabularies(tmp_path: Path, vocabulary: int) -> None:
     tokens = np.random.default_rng(0).zipf(1.3, 200_000) % vocabulary
     for dtype in ("<u2", "<u4")[vocabulary > 65536 :]:
         tokens.astype(dtype).tofile(tmp_path / "x.npy")
@@ -139,7 +139,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         TokenFiles(0).open(tmp_path / "z*.npy")
 
 
-def test_an_end_that_never_comes_is_said(
+def test_a_missing_end_of_document_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "x.npy"

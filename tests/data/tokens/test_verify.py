@@ -105,7 +105,7 @@ def test_ids_beyond_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(faults(write(tmp_path / "end", [[1] * 39 + [99]]), vocab_size=50)) == 1
 
 
-def test_labels_beside_the_data(tmp_path: Path) -> None:
+def test_labels_next_to_the_data(tmp_path: Path) -> None:
     prefix = write(tmp_path / "x_text_document", GOLDEN)
     assert find_labels(prefix) is None
     masked = [[-100 if token % 2 else token for token in document] for document in GOLDEN]
