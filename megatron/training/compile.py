@@ -59,7 +59,7 @@ def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:
     blocks = whole + [block for block in parts if block.recompute == "none" and not block.chunking.active]
     for part in (part for block in parts for part in (block.attention, block.mlp) if not part.one_graph):
         # Not by a decorator on the class: naming it imports the compiler, a second of every command.
-        part.forward = torch.compiler.disable(part.forward)
+        part.forward = torch.compiler.disable(part.forward)  # type: ignore[method-assign]
     for block in blocks:
         block.compile(fullgraph=block.one_graph, backend=backend)
     for module in model.modules():
