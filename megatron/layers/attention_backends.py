@@ -8,7 +8,7 @@ from megatron.errors import UserError
 from megatron.layers import attention_kernels, attention_sdpa  # these fill the table
 from megatron.layers.attention_contract import ATTENTION_BACKENDS, Backend, Task
 
-assert attention_kernels and attention_sdpa
+PROVIDERS = (attention_kernels, attention_sdpa)  # importing them is what fills the registry
 
 # By device, best first; what can do everything everywhere ends each list: torch's SDPA, the formula for capped scores.
 PLAIN: dict[str, tuple[str, ...]] = {"cuda": ("torch",), "cpu": ("torch",)}

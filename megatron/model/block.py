@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from megatron.errors import UserError
-from megatron.layers import attention, mlp, moe  # noqa: F401 (they register parts)
+from megatron.layers import attention, mlp, moe
 from megatron.layers.carry import Carry, Context
 from megatron.layers.documents import Need
 from megatron.layers.dropout import hidden_dropout
@@ -41,6 +41,8 @@ from megatron.registry import Registry
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
+
+PROVIDERS = (attention, mlp, moe)  # importing them is what fills the registries of mixers and feed-forwards
 
 
 class Block(nn.Module):
