@@ -137,7 +137,7 @@ class DeepSpeedConfig:
     flops_profiler: dict[str, Any] | None = key(None, "DeepSpeed's FLOP profiler: {enabled, profile_step, ...}.")
     comms_logger: dict[str, Any] | None = key(None, "DeepSpeed's communication log: {enabled, ...}.")
     activation_checkpointing: dict[str, Any] | None = key(
-        None, "Handed to DeepSpeed; recomputation itself is set by checkpoint_activations and checkpoint_policy."
+        None, "Passed to DeepSpeed; recomputation itself is set by checkpoint_activations and checkpoint_policy."
     )
     tensorboard: dict[str, Any] | None = key(None, "DeepSpeed's own TensorBoard log.")
     wandb: dict[str, Any] | None = key(None, "DeepSpeed's own W&B log.")

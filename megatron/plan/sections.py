@@ -153,7 +153,7 @@ def steps(args: NeoXArgs, vocab_size: int) -> list[str]:
     flops = flops_per_token(args.model, vocab_size) * tokens
     neox = neox_flops_per_token(args.model, vocab_size, recompute=False) * tokens
     silent = without_flops(args.model)
-    besides = f"; without what {', '.join(silent)} does beside matrix products" if silent else ""
+    besides = f"; work of {', '.join(silent)} outside matrix products is not counted" if silent else ""
     recompute = args.model.checkpoint_policy == "full" or args.model.checkpoint_activations
     s = args.schedule
     return with_title(

@@ -200,8 +200,8 @@ def test_flops_of_a_mixer_are_its_products_and_what_it_says(tmp_path) -> None:
 def test_the_dry_run_names_mixers_that_do_not_say_their_flops(tmp_path) -> None:
     said = example(tmp_path)
     silent = loaded(tmp_path, attention_config=["global", "Halving", "global", "Halving"], train_batch_size=4)
-    assert "beside matrix products" not in "\n".join(sections.steps(said, VOCAB))
-    assert "without what Halving does beside matrix products" in "\n".join(sections.steps(silent, VOCAB))
+    assert "outside matrix products" not in "\n".join(sections.steps(said, VOCAB))
+    assert "work of Halving outside matrix products" in "\n".join(sections.steps(silent, VOCAB))
 
 
 def test_what_cannot_be_built_without_memory_says_what_to_do(tmp_path) -> None:
