@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
-from megatron.cluster.status import StatusFile, write_atomically
+from megatron.cluster.status import StatusFile
+from megatron.files import write_atomically
 from megatron.training.callback import Callback
 
 if TYPE_CHECKING:

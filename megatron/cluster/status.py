@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import DeepyError
+from megatron.files import write_atomically
 from megatron.neox_arguments import NeoXArgs
 
 STATUS_VERSION = 1
@@ -19,13 +20,6 @@ def run_folder(args: NeoXArgs) -> Path | None:
     """Where this run keeps its files; None when it neither saves nor logs to a directory."""
     chosen = args.checkpoint.save or args.logging.log_dir
     return Path(chosen) if chosen else None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old or the new content, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 class StatusFile:

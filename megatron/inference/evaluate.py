@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.find import Checkpoint
 from megatron.errors import UserError, nearest
+from megatron.files import write_atomically
 from megatron.inference.build import build_stage
 from megatron.inference.harness import HarnessModel, evaluation_team
 from megatron.inference.inputs import check_requests, requested_checkpoint
@@ -179,14 +179,11 @@ def write_results(results: dict[str, Any], prefix: str) -> Path:
 
     stamp = time.strftime("%m-%d-%Y-%H-%M-%S")
     path = Path(f"{prefix}_eval_results_{stamp}.json" if prefix else f"eval_results_{stamp}.json")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_atomically(path, text + "\n")
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"eval_results_prefix: {path} cannot be written: {error}") from error
     logger.info(f"results written to {path}")
     return path

@@ -6,7 +6,6 @@ Rank 0 asks, writes and shows; prompts are dealt to the data-parallel copies of 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any, TextIO
 
 from megatron.checkpoint.find import Checkpoint
 from megatron.errors import UserError
+from megatron.files import write_atomically
 from megatron.inference.build import build_stage
 from megatron.inference.generate import Completion, Limits, generate
 from megatron.inference.inputs import output_path, read_prompts, requested_checkpoint
@@ -172,14 +172,9 @@ def _short(text: str) -> str:
 
 def write_records(path: Path, records: Sequence[Record]) -> None:
     """One JSON object a line; the file appears complete or not at all. Raises `UserError` when it cannot be written."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            for record in records:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        temporary.replace(path)
+        write_atomically(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(f"sample_output_file: {path} cannot be written: {error}") from error
     logger.info(f"samples written to {path}: {len(records)}")

@@ -10,7 +10,9 @@ import os
 import sys
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 
+from megatron.files import write_atomically
 from megatron.log import configure, get_logger
 from megatron.neox_arguments.callback_key import keys_of
 from megatron.neox_arguments.coerce import thaw, type_name
@@ -122,11 +124,9 @@ def main(arguments: list[str]) -> None:
     folder = arguments[0] if arguments else "documentation"
     os.makedirs(folder, exist_ok=True)
     for name, text in documents().items():
-        path = os.path.join(folder, name)
-        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(f"{path}.tmp", path)
-        get_logger(__name__).info(path)
+        path = Path(folder, name)
+        write_atomically(path, text)
+        get_logger(__name__).info(str(path))
 
 
 if __name__ == "__main__":

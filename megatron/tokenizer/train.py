@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron.errors import UserError
+from megatron.files import write_atomically
 
 # The first two ids, as in GPT-NeoX: end of document and padding.
 SPECIAL_TOKENS = ("<|endoftext|>", "<|padding|>")
@@ -67,9 +68,7 @@ def write_companions(folder: Path) -> list[Path]:
     written = []
     for name, content in (("tokenizer_config.json", config), ("special_tokens_map.json", tokens)):
         written.append(folder / name)
-        temp = folder / f"{name}.{os.getpid()}.tmp"
-        temp.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(temp, written[-1])
+        write_atomically(written[-1], json.dumps(content, indent=2) + "\n")
     return written
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
+from megatron.files import write_atomically
 from megatron.log import get_logger
 
 NAME = "pipeline_results.json"
@@ -58,9 +58,7 @@ class Results:
             "stages": self.stages,
             "stamps": self.stamps,
         }
-        temp = self.path.with_name(f"{NAME}.{os.getpid()}.tmp")
-        temp.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(temp, self.path)
+        write_atomically(self.path, json.dumps(content, indent=2) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:

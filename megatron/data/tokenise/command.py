@@ -21,8 +21,8 @@ from megatron.data.tokenise.progress import TallyProgress
 from megatron.data.tokenise.shards import Shard
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.manifest import Manifest
-from megatron.data.tokens.partial import PARTIAL
 from megatron.errors import UserError
+from megatron.files import write_atomically
 from megatron.log import get_logger
 from megatron.tokenizer import Tokenizer
 
@@ -214,7 +214,5 @@ def write_metadata(prefix: str, arguments: Mapping[str, Any], result: Result) ->
         "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "output_files": [f"{name}{end}" for name in rows for end in (".bin", ".idx", ".manifest.json")],
     }
-    temp = path.with_name(f"{path.name}{PARTIAL}")
-    temp.write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
-    os.replace(temp, path)
+    write_atomically(path, json.dumps(metadata, indent=1) + "\n")
     return path
