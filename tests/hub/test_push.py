@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -49,7 +50,8 @@ def test_a_command_that_exports_pushes_too(tmp_path):
     # What would fail after the work fails before it.
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1", "HF_HOME": str(tmp_path / "home")}
     done = run(environment, "tools/ckpts/convert_neox_to_hf.py", *flags[:3], tmp_path / "other", "--push-to-hub", "a/b")
-    assert done.returncode == 2 and "cannot write to a/b on the Hub" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and re.search(r"--push-to-hub: .*\ba/b\b", done.stderr)
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "other").exists()
 
 
@@ -67,23 +69,22 @@ def test_the_folder_arrives_and_is_not_sent_twice(tmp_path, folder):
         assert hub.models["me/tiny"].branches["global_step7"] == made
 
 
-@pytest.mark.parametrize(
-    ("token", "message"), [(None, "nobody is logged in"), ("hf_wrong", "cannot write to lab/tiny on the Hub")]
-)
-def test_who_may_not_write_is_told(tmp_path, folder, token, message):
+@pytest.mark.parametrize(("token", "fact"), [(None, "hf auth login"), ("hf_wrong", r"lab/tiny\b")])
+def test_missing_write_access_is_an_error(tmp_path, folder, token, fact):
     with UploadHub() as hub:
         done = run(hub.environment(tmp_path / "home", token), UPLOAD, folder, "lab/tiny")
         assert not hub.models
-    assert done.returncode == 2 and "Traceback" not in done.stderr and message in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert re.search(f"--push-to-hub: .*{fact}", done.stderr)
 
 
-def test_without_network_it_is_told(tmp_path, folder):
+def test_a_missing_network_is_an_error(tmp_path, folder):
     done = run({"HF_HUB_OFFLINE": "1", "HF_TOKEN": "x", "HF_HOME": str(tmp_path)}, UPLOAD, folder, "lab/tiny")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "--push-to-hub: cannot write to lab/tiny on the Hub: HF_HUB_OFFLINE is set" in done.stderr
+    assert re.search(r"--push-to-hub: .*\blab/tiny\b.*HF_HUB_OFFLINE", done.stderr)
 
 
-def test_a_failed_upload_leaves_the_folder_and_says_how_to_go_on(tmp_path, folder):
+def test_a_failed_upload_leaves_the_folder_and_names_the_command_to_continue(tmp_path, folder):
     with UploadHub() as hub:
         hub._commit = lambda *_: (403, {"error": "Forbidden"})  # type: ignore[method-assign]
         done = run(hub.environment(tmp_path / "home"), UPLOAD, folder, "lab/tiny")

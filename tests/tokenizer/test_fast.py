@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import re
 import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
@@ -173,11 +174,11 @@ def test_a_class_of_characters_is_the_same_to_all(characters: str) -> None:
 
 @pytest.mark.parametrize("characters", [r"\w", r"\W", r"\b", "[[:alpha:]]", r"\p{Han}"])
 def test_patterns_that_libraries_read_differently_are_refused(characters: str) -> None:
-    tokenizer = bordered(characters)
-    with pytest.raises(UserError, match="not the same characters to every library"):
+    tokenizer, found = bordered(characters), re.escape(characters.removeprefix("[")[:2])
+    with pytest.raises(UserError, match=f"--encoder fastokens: .*{found}"):
         choose_encoder(tokenizer, "fastokens")
     if "Han" not in characters:
-        with pytest.raises(UserError, match="not the same characters to every library"):
+        with pytest.raises(UserError, match=f"--encoder tiktoken: .*{found}"):
             choose_encoder(tokenizer, "tiktoken")
 
 
@@ -213,7 +214,7 @@ def test_an_encoder_with_a_mistake_is_refused(mistake: str, monkeypatch: pytest.
             return super()._encode([spoil(text) for text in texts])
 
     monkeypatch.setitem(FAST._entries, "gigatoken", Careless)
-    with pytest.raises(UserError, match=r"--encoder gigatoken: it gives \[.* and not \["):
+    with pytest.raises(UserError, match=r"--encoder gigatoken: .*\[.*\] .*\[.*\] .*ids [0-9]+\b"):
         choose_encoder(tokenizer, "gigatoken")
     assert tokenizer.fast is None
     try:
@@ -230,7 +231,7 @@ def test_an_encoder_that_does_not_normalise_is_refused(monkeypatch: pytest.Monke
             super()._load()
 
     monkeypatch.setitem(FAST._entries, "gigatoken", Careless)
-    with pytest.raises(UserError, match=r"--encoder gigatoken: it gives \[.* and not \["):
+    with pytest.raises(UserError, match=r"--encoder gigatoken: .*\[.*\] .*\[.*\] .*ids [0-9]+\b"):
         choose_encoder(tokenizer_of("neox"), "gigatoken")
 
 
@@ -260,9 +261,8 @@ def test_a_mistake_that_only_the_input_shows_is_found_in_the_sample(
     assert choose_encoder(gpt2, sample=["a violin"]) == "gigatoken"
     with caplog.at_level("INFO", logger="deepy"):
         assert choose_encoder(gpt2, sample=["a violin", "a xylophone"]) == "fastokens"
-    assert "encoder: not gigatoken: it gives" in caplog.text
-    assert "of 'a xylophone'" in caplog.text
-    assert "encoder: fastokens, which gave the ids of tokenizers on" in caplog.text
+    assert re.search(r"encoder: not gigatoken: .*\[[0-9].*\[.*'a xylophone'", caplog.text)
+    assert re.search(r"encoder: fastokens, .*\btokenizers\b", caplog.text)
 
 
 def test_a_mistake_later_on_stops_the_run(gpt2: LibraryTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def test_a_mistake_later_on_stops_the_run(gpt2: LibraryTokenizer, monkeypatch: p
         gpt2.encode_batch([text])
     assert isinstance(gpt2.fast, ProvenEncoder)
     monkeypatch.setattr(gpt2.fast._encoder, "_encode", lambda texts: (Ragged.of([[1, 2]] * len(texts)), []))
-    with pytest.raises(DeepyError, match=r"gigatoken gives \[1, 2\] and not .* --encoder tokenizers"):
+    with pytest.raises(DeepyError, match=r"gigatoken .*\[1, 2\] .*--encoder tokenizers"):
         for _ in range(20):
             gpt2.encode_batch([text])
 
@@ -299,7 +299,7 @@ def test_without_the_packages_the_tokenizer_works_as_ever(
         assert choose_encoder(gpt2) == "tokenizers"
     assert "not installed: pip install -r requirements/requirements-fast-tokenizers.txt" in caplog.text
     assert gpt2.encode_batch(["a b"]).ids.tolist() == gpt2.tokenize("a b")
-    with pytest.raises(UserError, match="--encoder fastokens: it is not installed"):
+    with pytest.raises(UserError, match=r"--encoder fastokens: .*requirements-fast-tokenizers\.txt"):
         choose_encoder(gpt2, "fastokens")
 
 
@@ -310,11 +310,11 @@ def test_what_is_asked_for_is_used_or_refused(gpt2: LibraryTokenizer) -> None:
         assert gpt2.fast.name == name
     assert choose_encoder(gpt2, "tokenizers") == "tokenizers"
     assert gpt2.fast is None
-    with pytest.raises(UserError, match="--encoder tiktoken: the file has a normalizer"):
+    with pytest.raises(UserError, match=r"--encoder tiktoken: .*normalizer \(NFC\)"):
         choose_encoder(tokenizer_of("neox"), "tiktoken")
-    with pytest.raises(UserError, match="--encoder gigatokens: choose one of auto, tokenizers, gigatoken"):
+    with pytest.raises(UserError, match="--encoder gigatokens: .*auto, tokenizers, gigatoken"):
         choose_encoder(gpt2, "gigatokens")
-    with pytest.raises(UserError, match="--encoder fastokens works from a tokenizer.json; bytes has none"):
+    with pytest.raises(UserError, match=r"--encoder fastokens .*tokenizer\.json.*\bbytes\b"):
         choose_encoder(ByteTokenizer(), "fastokens")
     assert choose_encoder(ByteTokenizer(), "auto") == "tokenizers"
 

@@ -195,7 +195,7 @@ def test_what_is_wrong_names_the_key(
         create_tokenizer(kind, vocab, merges)
 
 
-def test_damaged_json_beside_is_named(tmp_path: Path) -> None:
+def test_damaged_json_in_the_same_folder_is_named(tmp_path: Path) -> None:
     path = write_json(tmp_path / "tokenizer.json", byte_level(("<s>",)))
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(UserError, match=r"tokenizer_config\.json: not valid JSON"):

@@ -113,7 +113,7 @@ def test_build_tokenizer_reads_the_config_group(tmp_path: Path) -> None:
     Group.vocab_size = 300  # a model with more rows than the tokenizer has tokens
     assert build_tokenizer(Group()).vocab_size == 300
     Group.vocab_size = 265
-    with pytest.raises(UserError, match="vocab_size: 265 is less than the 266 tokens of HFTokenizer"):
+    with pytest.raises(UserError, match=r"vocab_size: 265\b.*\b266\b.*HFTokenizer"):
         build_tokenizer(Group())
     Group.tokenizer_type = "GPT2BPETokenizer"
     with pytest.raises(UserError, match="merge_file is not set"):
@@ -150,5 +150,5 @@ def test_a_named_tiktoken_encoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         raise requests.ConnectionError("no route")
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
-    with pytest.raises(UserError, match=r"cannot download cl100k_base \(no route\). Give a .tiktoken file instead"):
+    with pytest.raises(UserError, match=r"vocab_file: .*cl100k_base \(no route\).*\.tiktoken\b"):
         create_tokenizer("TiktokenTokenizer", "cl100k_base")

@@ -83,7 +83,7 @@ def test_columns_are_recognised_in_every_format(tmp_path: Path, tokenizer: Path)
     for name in ("a.jsonl.gz", "b.parquet"):
         prefix = tmp_path / name[0] / "p"
         done = run(TOOL, "--input", tmp_path / name, "--output-prefix", prefix, "--tokenizer-path", tokenizer)
-        assert "chats: pairs 'chosen' over 'rejected' of the prompt 'prompt'" in done.stderr
+        assert re.search("chats: .*'chosen'.*'rejected'.*'prompt'", done.stderr)
     kinds = ("chosen", "chosen_label", "rejected", "rejected_label")
     assert names(tmp_path / "a") == sorted(f"p_{kind}_document.{end}" for kind in kinds for end in ("bin", "idx"))
     for name in names(tmp_path / "a"):
@@ -113,7 +113,7 @@ def test_bad_records_stop_or_are_counted(tmp_path: Path, tokenizer: Path) -> Non
     done = run(*command, "--skip-bad-lines")
     assert "c_messages_document: 1 documents" in done.stdout
     assert "in.jsonl:3: key 'messages': " in done.stderr
-    assert "left out: 2 empty documents, 1 unusable records" in done.stderr
+    assert re.search(r"\b2 empty\b.*\b1 unusable\b", done.stderr)
 
 
 def test_answers_without_an_end_are_warned_about(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_without_the_hub_an_earlier_command_is_resumed(
     online.environment["HF_HUB_OFFLINE"] = "1"
     before = len(hub.requests)
     done = online(*common)
-    assert "files of the earlier command" in done.stderr
+    assert re.search("me/corpus: .*earlier", done.stderr)
     assert len(hub.requests) == before
     assert len(IndexedDataset(tmp_path / "data" / "corpus_train" / "corpus_train_text_document")) == 60
     assert "cannot be loaded" in online(*common, "--split", "test", "--count-only", check=2).stderr
@@ -276,7 +276,7 @@ def test_too_many_requests_are_waited_for(hub: Hub, online: Command, fault: Faul
     hub.faults.append(fault)
     done = online("--dataset", "me/corpus", "--skip-count", "--skip-tokenize", "--num-proc", 1)
     assert fault.times == 0
-    assert "too many requests (try 1 of 10), waiting" in done.stderr
+    assert re.search(r"\(try 1 of 10\).*\b[0-9]+ s\b", done.stderr)
     assert "60 docs" in done.stderr
 
 
@@ -301,7 +301,7 @@ def test_a_tokenizer_of_the_hub(tmp_path: Path, tokenizer: Path, hub: Hub, onlin
     hub.models["me/tok"] = Repo({"tokenizer.json": tokenizer.read_bytes(), "model.safetensors": b"x" * 1000})
     hub.faults.append(Fault("/api/models/me/tok", 1, headers={"Retry-After": "1"}))
     done = online("--dataset", "me/corpus", "--hf-tokenizer", "me/tok", "--num-proc", 1)
-    assert "me/tok: too many requests (try 1 of 10), waiting 1 s" in done.stderr
+    assert re.search(r"me/tok: .*\(try 1 of 10\).*\b1 s\b", done.stderr)
     assert hub.count("model.safetensors") == 0
     data = IndexedDataset(tmp_path / "data" / "corpus_train" / "corpus_train_text_document")
     assert data.get(0).tolist()[-1] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,13 +28,13 @@ def flags(tmp_path: Path) -> list[object]:
 
 def test_the_log_says_which_encoder_was_taken_and_why_another_was_not(tmp_path: Path, flags: list[object]) -> None:
     outputs = set()
-    for encoder, taken in (("auto", "gigatoken"), ("fastokens", "fastokens"), ("tokenizers", "")):
+    for encoder, taken in (("auto", ["gigatoken"]), ("fastokens", ["fastokens"]), ("tokenizers", [])):
         done = run(TOOL, *flags, "--output-prefix", tmp_path / encoder, "--encoder", encoder, "--workers", 2)
-        assert (f"encoder: {taken}, which gave the ids of tokenizers on" in done.stderr) == bool(taken)
+        assert re.findall(r"encoder: (\w+), .*\btokenizers\b", done.stderr) == taken
         outputs.add((tmp_path / f"{encoder}_text_document.bin").read_bytes())
     assert len(outputs) == 1
     done = run(TOOL, *flags, "--output-prefix", tmp_path / "x", "--encoder", "tiktoken", check=2)
-    assert "--encoder tiktoken: the file has a normalizer (NFC)" in done.stderr
+    assert re.search(r"--encoder tiktoken: .*normalizer \(NFC\)", done.stderr)
     assert not list(tmp_path.glob("x*"))
 
 
@@ -48,9 +49,7 @@ def test_without_the_optional_packages_all_works(tmp_path: Path, flags: list[obj
         )
     )
     done = run("-c", hidden, *flags, "--output-prefix", tmp_path / "without")
-    assert (
-        "encoder: not gigatoken: it is not installed: pip install -r requirements/requirements-fast-tok" in done.stderr
-    )
+    assert re.search("encoder: not gigatoken: .*pip install -r requirements/requirements-fast-tok", done.stderr)
     run(TOOL, *flags, "--output-prefix", tmp_path / "with")
     for end in (".bin", ".idx", ".manifest.json"):
         one, other = (tmp_path / f"{name}_text_document{end}" for name in ("with", "without"))

@@ -114,8 +114,7 @@ def test_tasks_of_a_job_and_their_results_joined(tmp_path: Path) -> None:
     for path in (tmp_path / "shards").glob("c_shard_00001_of_00003_text*"):
         path.unlink()
     refused = run(MERGE, "--input", tmp_path / "shards", "--output-prefix", tmp_path / "other", check=2).stderr
-    assert "of 3 shards, 1 (counted from 0) is missing" in refused
-    assert "--shard 1/3" in refused
+    assert re.search(r"c_shard_\*_text_document: .*\b3 shards, 1 .*--shard 1/3\b", refused)
     assert not list(tmp_path.glob("other*"))
 
 
@@ -152,7 +151,7 @@ def test_a_disk_that_fills_up(tmp_path: Path, save_every: str) -> None:
         assert "Nothing was written." in said
         assert not left
     else:
-        assert "run the same command again" in said
+        assert "same command" in said
         assert left == {".partial"}
     run(*flags)
     run(*command(corpus, tmp_path / "straight"))

@@ -146,7 +146,10 @@ class _Pipeline:
         except UserError as error:
             if not results.hub_files or results.request != request or not isinstance(error.__cause__, ConnectionError):
                 raise
-            logger.warning(f"the Hub does not answer; using the files of the earlier command ({error.__cause__})")
+            logger.warning(
+                f"{options.request.dataset}: the Hub does not answer; using the files of the earlier "
+                f"command ({error.__cause__})"
+            )
             records = loader.load_cached(options.request, results.hub_files)
         results.request, results.hub_files = request, list(records.description.get("hub_files", []))
         results.stamps = {name: list(stamp) for name, stamp in stamps.seen.items()}

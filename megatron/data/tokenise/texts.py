@@ -68,7 +68,10 @@ class TextEncoder:
         rows = self.tokenizer.encode_batch(texts)
         lengths = rows.lengths
         if len(rows.ids) and int(rows.ids.max()) >= self.tokenizer.vocab_size:  # 16 bits would wrap it silently
-            raise DeepyError(f"{self.tokenizer.describe()}: id {rows.ids.max()} is outside its own vocabulary")
+            raise DeepyError(
+                f"{self.tokenizer.describe()}: id {rows.ids.max()} is outside its own vocabulary of "
+                f"{self.tokenizer.vocab_size} ids"
+            )
         if not lengths.all():  # nothing left of a text after the tokenizer's normalisation
             texts = [text for text, length in zip(texts, lengths) if length]
             lengths = lengths[lengths > 0]

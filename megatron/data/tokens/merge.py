@@ -78,7 +78,7 @@ def _check(group: Group, parts: Sequence[Manifest | None]) -> None:
     for prefix, part in known:
         base, other = known[0]
         if part.tokenizer and other.tokenizer and part.tokenizer != other.tokenizer:
-            raise UserError(f"{prefix} and {base} were made with different tokenizers: they cannot be merged")
+            raise UserError(f"{prefix} and {base} were made with different tokenizers: tokenise one of them again")
         for option in OPTIONS:
             if part.extra.get(option) != other.extra.get(option):
                 raise UserError(
@@ -98,7 +98,9 @@ def _check_shard(prefix: str, part: Manifest, base: str, other: Manifest) -> Non
         )
     name = SHARD_NAME.search(Path(prefix).name)
     if name and shard and (int(name["index"]), int(name["count"])) != (shard["index"], shard["count"]):
-        raise UserError(f"{prefix} holds shard {shard['index']} of {shard['count']}: it was renamed")
+        raise UserError(
+            f"{prefix} holds shard {shard['index']} of {shard['count']}: it was renamed. Give its files their old name."
+        )
 
 
 def _check_companions(groups: Sequence[Group]) -> None:

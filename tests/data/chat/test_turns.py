@@ -135,7 +135,7 @@ def test_calls_after_thoughts_that_the_template_drops() -> None:
     assert trained("tools", [*calling(None)[:1], thinking])[0] == f"{CALLED}<|im_end|>"
 
 
-def test_calls_whose_end_cannot_be_told_are_an_error() -> None:
+def test_calls_whose_end_is_ambiguous_are_an_error() -> None:
     """A template that knows its tools by name (so names cannot be marked), and ends no turn but with the calls."""
     head = "{%- if call.function %}{%- set call = call.function %}{%- endif %}"
     source = TOOLS_TEMPLATE.replace(head, head + "{%- if call.name != 'weather' %}{{- '?' }}{%- endif %}")

@@ -142,7 +142,9 @@ def test_chats_without_an_answer_are_left_out(tmp_path: Path, prepare: Prepare) 
     assert len(IndexedDataset(results["data_path"])) == len(CHATS)
 
 
-def test_no_template_is_said_before_anything_is_written(tmp_path: Path, tokenizer: Path, prepare: Prepare) -> None:
+def test_a_missing_template_is_an_error_before_anything_is_written(
+    tmp_path: Path, tokenizer: Path, prepare: Prepare
+) -> None:
     (tokenizer / "tokenizer_config.json").write_text("{}")
     with pytest.raises(UserError, match="no chat template"):
         prepare(write(".jsonl", tmp_path), skip_count=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -158,7 +159,7 @@ def test_data_that_changed_since_the_checkpoint_is_refused(tmp_path: Path) -> No
     state = reread(plan_datasets(config, **counts))
     with pytest.raises(UserError, match=r"b: .* 1 sources(.|\n)*weight 0 (.|\n)*finetune"):
         plan_datasets(DataConfig(train_data_paths=paths[:1]), saved=state, **counts)
-    with pytest.raises(UserError, match=r"steps 0 to 9: a 0.75 in the checkpoint, 0.5 now, b 0.25 .*, 0.5 now"):
+    with pytest.raises(UserError, match=r"train_data_weights: (.|\n)*0 to 9: a 0\.75 .*\b0\.5\b.* b 0\.25 .*\b0\.5\b"):
         plan_datasets(replace(config, train_data_weights=(1.0, 1.0)), saved=state, **counts)
     with pytest.raises(UserError, match="changed since the checkpoint"):
         plan_datasets(config, saved=state, **{**counts, "seq_length": 5})
@@ -183,12 +184,12 @@ def test_missing_and_unusable_data(tmp_path: Path, caplog: pytest.LogCaptureFixt
         plan_datasets(DataConfig(data_path=prefix, train_data_paths=(prefix,)), **counts)
     with pytest.raises(UserError, match="nothing to train on"):
         plan_datasets(DataConfig(data_path=prefix, split="0,1"), **counts)
-    with pytest.raises(UserError, match=r"x \(train, 7 documents\): 55 tokens are too few.*at least 65 tokens"):
+    with pytest.raises(UserError, match=r"x \(train, 7 documents\): 55 tokens .*\b65 tokens"):
         plan_datasets(DataConfig(data_path=prefix, split="1"), **{**counts, "seq_length": 64})
     with caplog.at_level(logging.WARNING):
         plan = plan_datasets(DataConfig(data_path=prefix, split="949,50,1"), valid_samples=5, **counts)
     assert list(plan.roles) == ["train"]
-    assert "valid none of the 7 documents" in caplog.text
+    assert re.search(rf"'949,50,1' .*\bvalid none .*\b7 documents of {re.escape(prefix)}\b", caplog.text)
 
 
 def test_a_damaged_source_stops_the_run(tmp_path: Path) -> None:

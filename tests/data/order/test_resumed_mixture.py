@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -195,10 +196,10 @@ def test_what_is_past_cannot_be_changed(paths: dict[str, str]) -> None:
     with pytest.raises(UserError) as caught:
         plan_of(config(paths, "abc", ((0, (3.0, 1.0, 0.0)), (4, (1.0, 1.0, 0.0)))), 12, SavedOrder.read(state), done)
     message = str(caught.value)
-    assert "steps 4 to 4: a 0.75 in the checkpoint, 0.5 now, b 0.25 in the checkpoint, 0.5 now" in message
+    assert re.search(r"steps 4 to 4: a 0\.75 .*\b0\.5\b.*, b 0\.25 .*\b0\.5\b", message)
     assert "steps 0" not in message and "steps 5" not in message and "c " not in message
     # What it tells to write is taken.
-    written = message.split("write ")[1].split(" (in the order")[0]
+    (written,) = re.findall(r"\[\[.*\]\]", message)
     phases = tuple((step, tuple(weights)) for step, weights in json.loads(written))
     assert [step for step, _ in phases] == [0, 5, 7]
     plan_of(config(paths, "abc", phases), 12, SavedOrder.read(state), done)

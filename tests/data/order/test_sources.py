@@ -112,7 +112,7 @@ def test_held_out_documents_are_a_validation_set(tmp_path: Path) -> None:
     trained = {int(token) for i in range(200) for token in datasets.train[i].tokens}
     held = {int(token) for i in range(7) for token in datasets.valid_sets["a"][i].tokens}
     assert held == {28, 29, 30} and trained == {*range(1, 28), *range(50, 80)}
-    with pytest.raises(UserError, match="train_data_holdout: a .*leaves nothing to train"):
+    with pytest.raises(UserError, match=r"train_data_holdout: a .*\b300 .*\b30 .*\b75\b"):
         plan_of(DataConfig(train_data_paths=paths, train_data_holdout=75))
     one = plan_of(DataConfig(data_path=paths[0], split="1", train_data_holdout=5))
     assert [(row.role, row.documents) for row in one.table()] == [("train", 27), ("valid/a", 3)]
@@ -125,9 +125,9 @@ def test_a_source_without_weight_is_validated_on(tmp_path: Path) -> None:
     plan = plan_of(data)
     assert [one.name for one in plan.sets] == ["b"]  # c comes in later
     assert epoch_samples(data, 4) == 74 + 74
-    with pytest.raises(UserError, match="two validation sets are called 'b'"):
+    with pytest.raises(UserError, match="'b'.*train_data_names, valid_sets"):
         plan_of(DataConfig(train_data_paths=paths, train_data_weights=weights, valid_sets={"b": {"path": paths[2]}}))
-    with pytest.raises(UserError, match="two validation sets are called 'b'"):
+    with pytest.raises(UserError, match="'b'.*train_data_names, valid_sets"):
         sets = {"x": {"path": paths[2], "tags": ["b"]}}
         plan_of(DataConfig(train_data_paths=paths, train_data_weights=weights, valid_sets=sets))
 

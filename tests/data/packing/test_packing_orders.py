@@ -123,7 +123,7 @@ def test_orders_are_those_of_neox(case: Any, seq: int, samples: int, seed: int, 
         for name in ("pack_until_overflow", "unpacked"):
             found = packing(name, tokens, seq, **options)
             if not used:
-                with pytest.raises(UserError, match=f"here: no document can be trained on with pack_impl {name}"):
+                with pytest.raises(UserError, match=rf"here: .*\bpack_impl {name}\b"):
                     found.segments(samples, seed, what="here")
                 assert found.samples_per_epoch() == 0
                 continue

@@ -124,7 +124,7 @@ def test_a_killed_worker_ends_the_job_and_leaves_nothing(tmp_path: Path) -> None
 def test_a_worker_s_error_is_the_caller_s(tmp_path: Path) -> None:
     bad = RowChunk("memory", 5, [{"text": 1}], 1)
     for workers in (1, 2):
-        with pytest.raises(UserError, match="memory, row 5: key 'text' holds a number, not a string.*--skip-bad-lines"):
+        with pytest.raises(UserError, match="memory, row 5: key 'text' .*number.*--skip-bad-lines"):
             write([*rows("a") * 10, bad, *rows("a") * 10], tmp_path / "out", workers=workers)
     assert not list(tmp_path.iterdir())
 

@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,11 +125,10 @@ def test_records_are_what_was_written(tmp_path: Path, name: str) -> None:
 def test_records_of_lines_leave_blank_ones_out_and_name_faults(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"m": [1]}\n \n[3]\n{"m": {"x": null}}')
-    assert [record for chunk in read_chunks([path]) for record in chunk.records()] == [
-        Record(f"{path}:1", {"m": [1]}),
-        Fault(f"{path}:3", "expected an object with keys, found a list"),
-        Record(f"{path}:4", {"m": {"x": None}}),
-    ]
+    first, fault, last = [record for chunk in read_chunks([path]) for record in chunk.records()]
+    assert (first, last) == (Record(f"{path}:1", {"m": [1]}), Record(f"{path}:4", {"m": {"x": None}}))
+    assert isinstance(fault, Fault) and fault.where == f"{path}:3"
+    assert re.search("object.* list", fault.reason)
 
 
 def test_a_large_row_group_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[4:2000] = bytes(1996)  # the index at the end is whole
     path.write_bytes(raw)
-    with pytest.raises(UserError, match=r"a\.parquet: row group 0 cannot be read"):
+    with pytest.raises(UserError, match=r"a\.parquet: row group 0\b"):
         [list(chunk.documents(["text"])) for chunk in read_chunks([path])]
 
 
@@ -174,14 +174,11 @@ def test_a_line_longer_than_a_block_is_one_document(tmp_path: Path, monkeypatch:
 def test_faults_name_line_and_reason(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n{"txt": "x"}\n{"text": 3}\n{"text": null}\n["text"]\n{"text": \n\xff\n')
-    assert [(where, reason[:30]) for where, reason in faults(path)] == [
-        ("a.jsonl:2", "no key 'text'. Did you mean 't"),
-        ("a.jsonl:3", "key 'text' holds a number, not"),
-        ("a.jsonl:4", "key 'text' holds null, not a s"),
-        ("a.jsonl:5", "expected an object with keys, "),
-        ("a.jsonl:6", "not valid JSON: Expecting valu"),
-        ("a.jsonl:7", "not UTF-8: invalid start byte "),
-    ]
+    found = faults(path)
+    assert [where for where, _ in found] == [f"a.jsonl:{line}" for line in range(2, 8)]
+    facts = ("'text'.*'txt'", "'text'.* number.*string", "'text'.* null.*string", "object.* list", "JSON: ", "UTF-8: ")
+    for (_, reason), fact in zip(found, facts, strict=True):
+        assert re.search(fact, reason)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32"])
@@ -218,7 +215,7 @@ def test_several_keys_each_have_their_own_text(tmp_path: Path) -> None:
 
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", b"")
-    with pytest.raises(UserError, match=r"a\.parquet: no column 'txt'\. Did you mean 'text'\? It has: text, n"):
+    with pytest.raises(UserError, match=r"a\.parquet: .*'txt'.*'text'.*: text, n"):
         documents(tmp_path / "a.parquet", ("txt",))
 
 

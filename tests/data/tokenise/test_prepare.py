@@ -131,9 +131,9 @@ def test_names(tmp_path: Path) -> None:
         "stackexchange ubuntu_irc youtube_subtitles c4 c4_openwebtext enwik8"
     )
     assert {*neox.split(), "stdlib"} == set(corpora.NAMES)
-    with pytest.raises(UserError, match="no corpus is called 'enwik'. Did you mean 'enwik8'"):
+    with pytest.raises(UserError, match="'enwik'.*'enwik8'.*: .*stdlib"):
         prepare("enwik", str(tmp_path))
-    with pytest.raises(UserError, match="books3: this part of the Pile was withdrawn"):
+    with pytest.raises(UserError, match="books3: .*withdrawn"):
         prepare("books3", str(tmp_path), tokenizer_type="bytes")
 
 

@@ -130,7 +130,7 @@ def test_a_shard_is_resumed(tmp_path: Path, shard: Shard) -> None:
     assert same(tmp_path / "out" / f"c{shard.name}", tmp_path / "whole" / f"c{shard.name}")
 
 
-def test_reading_goes_on_at_every_position(tmp_path: Path) -> None:
+def test_reading_resumes_at_every_position(tmp_path: Path) -> None:
     paths = write_mixture(tmp_path / "in")
     parts = [Part(path) for path in paths]
     cuts = list(read_parts(parts))
@@ -156,7 +156,7 @@ def test_what_was_written_after_the_last_save_is_written_again(tmp_path: Path) -
     assert same(tmp_path / "c", tmp_path / "whole")
 
 
-def test_a_run_killed_before_its_first_save_begins_anew(tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_save_starts_from_scratch(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(rows(400, 1)))
     (tmp_path / "c_text_document.bin.partial").write_bytes(b"of a killed run")
@@ -259,7 +259,7 @@ def test_damaged_leftovers_are_refused(tmp_path: Path) -> None:
     path.write_bytes(lines(rows(400, 1)))
     killed([path], tmp_path / "c", 3)
     (tmp_path / "c_text_document.bin.partial").write_bytes(b"short")
-    with pytest.raises(UserError, match="has 5 bytes, but [0-9]+ were written"):
+    with pytest.raises(UserError, match=r"c_text_document\.bin\.partial .*\b5 bytes.*\b[1-9][0-9]{2,} .*[Rr]emove"):
         tokenise([path], tmp_path / "c")
     (tmp_path / "c.resume.partial").write_text("{")
     with pytest.raises(UserError, match=r"c\.resume\.partial: .*--restart"):
@@ -272,7 +272,7 @@ def test_an_empty_result_leaves_nothing_even_of_an_earlier_run(tmp_path: Path) -
     path.parent.mkdir()
     path.write_bytes(b'{"text": "only this", "title": ""}\n' + b'{"text": " ", "title": ""}\n' * 1000)
     killed([path], tmp_path / "out" / "c", 2)
-    with pytest.raises(UserError, match="no document to write for key 'title'"):
+    with pytest.raises(UserError, match=r"'title'.*\b1001\b"):
         tokenise([path], tmp_path / "out" / "c")
     assert names(tmp_path / "out") == set()
 
@@ -302,7 +302,7 @@ def test_a_full_disk_keeps_what_can_be_resumed(tmp_path: Path, monkeypatch: pyte
     tokenise([path], tmp_path / "whole" / "c")
     with monkeypatch.context() as patched:
         full_disk(patched, 100_000)
-        with pytest.raises(WriteError, match=r"c_text_document: No space left on device\..*same command"):
+        with pytest.raises(WriteError, match=r"c_text_document: .*No space left.*same command"):
             tokenise([path], tmp_path / "out" / "c")
     assert all(name.endswith(".partial") for name in names(tmp_path / "out"))
     tokenise([path], tmp_path / "out" / "c")
@@ -313,7 +313,7 @@ def test_a_full_disk_at_the_index_publishes_nothing(tmp_path: Path, monkeypatch:
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines([{"text": "x", "title": "y"}] * 1000))
     full_disk(monkeypatch, 9000)  # the lengths fit, the offsets do not
-    with pytest.raises(WriteError, match=r"No space left on device\. Nothing was written\."):
+    with pytest.raises(WriteError, match=r"c_(text|title)_document: .*No space left"):
         tokenise([path], tmp_path / "out" / "c", save_every=0)
     assert names(tmp_path / "out") == set()
 

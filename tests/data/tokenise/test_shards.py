@@ -155,7 +155,7 @@ def test_a_shard_may_be_empty_but_not_all(tmp_path: Path) -> None:
     path.write_text("\n")
     for index in range(2):
         tokenise([path], tmp_path / "e" / "c", Shard(index, 2), keys=("text",))
-    with pytest.raises(UserError, match="no document in any part"):
+    with pytest.raises(UserError, match="no document.*joined"):
         merge_groups(find_groups([str(tmp_path / "e")], str(tmp_path / "joined")))
     assert not list(tmp_path.glob("joined*"))
 

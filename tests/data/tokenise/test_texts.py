@@ -194,7 +194,7 @@ class Wrapping(Tokenizer):
 
 def test_an_id_outside_the_vocabulary_is_never_wrapped_to_16_bits() -> None:
     encoder = TextEncoder(Wrapping(), EncodeOptions())
-    with pytest.raises(DeepyError, match="wrapping: id 65543 is outside its own vocabulary"):
+    with pytest.raises(DeepyError, match=r"wrapping: .*\b65543\b.*\b100\b"):
         encoder.encode(RowChunk("memory", 0, [{"text": "a"}], 1))
 
 

@@ -71,10 +71,10 @@ def test_different_tokenizers_or_types_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     tokenise([tmp_path / "a.jsonl"], tmp_path / "in" / "a")
     tokenise([tmp_path / "a.jsonl"], tmp_path / "in" / "b", "bytes")
-    with pytest.raises(UserError, match="b_text_document and .*a_text_document were made with different tokenizers"):
+    with pytest.raises(UserError, match="b_text_document .*a_text_document .*tokenizers"):
         merge_one(datasets_in(tmp_path / "in", without=""), str(tmp_path / "out"))
     one, two = write(tmp_path / "x", [[1]], np.uint16), write(tmp_path / "y", [[1]], np.int32)
-    with pytest.raises(UserError, match=r"y stores int32, but .*x uint16: they cannot be merged"):
+    with pytest.raises(UserError, match=r"y .*\bint32\b.*x .*\buint16\b"):
         merge_one([one, two], str(tmp_path / "out"))
     assert not list(tmp_path.glob("out*"))
 
@@ -159,7 +159,7 @@ def test_companions_of_other_datasets_are_joined(tmp_path: Path) -> None:
 def test_companions_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     shard(tmp_path / "in", 0, 1, [[1, 2, 3], [4]])
     shard(tmp_path / "in", 0, 1, [[1, 2], [3, 4]], "text_label_document")
-    with pytest.raises(UserError, match="text_label_document does not fit .*text_document: 2 items of 4 values"):
+    with pytest.raises(UserError, match=r"text_label_document .*text_document: 2\b.*\b4\b.*\b2\b.*\b4\b"):
         merge_groups(find_groups([str(tmp_path / "in")], str(tmp_path / "c")))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
@@ -217,7 +217,7 @@ def test_shards_of_different_runs_are_refused(tmp_path: Path) -> None:
         file.unlink()
     for file in list((tmp_path / "in").glob("*_00000_of_00002*")):
         (tmp_path / "in" / file.name.replace("_00000_of", "_00001_of")).write_bytes(file.read_bytes())
-    with pytest.raises(UserError, match="holds shard 0 of 2: it was renamed"):
+    with pytest.raises(UserError, match="_00001_of_00002_text_document .*shard 0 of 2"):
         merge_groups(find_groups([str(tmp_path / "in")], str(tmp_path / "c")))
     assert not list(tmp_path.glob("c_*"))
 
@@ -254,6 +254,6 @@ def test_a_full_disk_leaves_nothing_and_says_so(tmp_path: Path, monkeypatch: pyt
         shard(tmp_path / "in", index, 2, [[1] * 5000])
         shard(tmp_path / "in", index, 2, [[1] * 5000], "text_label_document")
     full_disk(monkeypatch, 15_000)
-    with pytest.raises(WriteError, match=r"No space left on device\. Nothing was written\."):
+    with pytest.raises(WriteError, match=r"c_text_document: .*No space left"):
         merge_groups(find_groups([str(tmp_path / "in")], str(tmp_path / "c")))
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
