@@ -194,7 +194,7 @@ def test_the_order_of_the_list_does_not_matter_on_resume(paths: dict[str, str]) 
 def test_what_is_past_cannot_be_changed(paths: dict[str, str]) -> None:
     state, done = saved(plan_of(config(paths, "abc", CHANGING), 12)), Progress(BATCH, 7, 28)
     with pytest.raises(UserError) as caught:
-        plan_of(config(paths, "abc", ((0, (3.0, 1.0, 0.0)), (4, (1.0, 1.0, 0.0)))), 12, SavedOrder.read(state), done)
+        plan_of(config(paths, "abc", ((0, (3.0, 1.0, 0.0)), (4, (1.0, 1.0, 0.0)))), 12, state, done)
     message = str(caught.value)
     assert re.search(r"steps 4 to 4: a 0\.75 .*\b0\.5\b.*, b 0\.25 .*\b0\.5\b", message)
     assert "steps 0" not in message and "steps 5" not in message and "c " not in message
@@ -202,14 +202,14 @@ def test_what_is_past_cannot_be_changed(paths: dict[str, str]) -> None:
     (written,) = re.findall(r"\[\[.*\]\]", message)
     phases = tuple((step, tuple(weights)) for step, weights in json.loads(written))
     assert [step for step, _ in phases] == [0, 5, 7]
-    plan_of(config(paths, "abc", phases), 12, SavedOrder.read(state), done)
+    plan_of(config(paths, "abc", phases), 12, state, done)
     with pytest.raises(
         UserError, match=r"mixture.weights: (.|\n)*write \[\[0, {a: 0.75, b: 0.25}\], \[5, {a: 0.5, b: 0.5}\]"
     ):
         named = replace(config(paths, "abc", (1.0, 1.0, 1.0)), mixture={"sources": {}})  # as rules_mixture leaves it
-        plan_of(named, 12, SavedOrder.read(state), done)
+        plan_of(named, 12, state, done)
     # The future is free.
-    plan_of(config(paths, "abc", (*CHANGING[:2], (7, (0.0, 0.0, 1.0)))), 12, SavedOrder.read(state), done)
+    plan_of(config(paths, "abc", (*CHANGING[:2], (7, (0.0, 0.0, 1.0)))), 12, state, done)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_what_was_read_must_be_there(
         labels = write(tmp_path / "l", [[-100] * int(size) for size in sizes], np.int32)
         data = replace(data, train_label_data_paths=(labels, None, None))
     with pytest.raises(UserError, match=message):
-        plan_of(replace(data, **change), 12, SavedOrder.read(state), done)
+        plan_of(replace(data, **change), 12, state, done)
 
 
 def test_a_source_that_was_never_read_may_go_or_change(paths: dict[str, str]) -> None:
