@@ -16,7 +16,6 @@ from megatron.cluster.launch import command_preview, place, ranks_of_hostfile
 from megatron.errors import UserError, run_cli
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
-from megatron.neox_arguments.load import load
 from megatron.plan.preflight import config_for
 
 __all__ = ["evaluate", "export_to_hf", "generate", "import_from_hf", "load_config", "train"]
@@ -26,7 +25,7 @@ def main() -> int:
     """Parse, check, then explain, plan or launch. Imports neither torch nor deepspeed: this has to be quick."""
     log.configure(level=os.environ.get("LOGLEVEL", "INFO"))
     line = parse_launcher_command_line(sys.argv[1:])
-    args = config_for(load(line.paths, line.overrides), line.user_script)
+    args = config_for(NeoXArgs.load(line.paths, line.overrides), line.user_script)
     if line.explain:
         print("\n".join(explain(args, key) for key in line.explain))
     elif line.prepare:

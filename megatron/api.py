@@ -19,7 +19,6 @@ from megatron import log
 from megatron.cluster.launch import launch, place
 from megatron.errors import DeepyError, LostRankError, NumericsError, StopRequested, UserError
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.load import load
 from megatron.plan.preflight import check_before_launch, config_for
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def _run(name: str, files: Files, overrides: dict[str, Any]) -> None:
     script = _SCRIPTS / name
     if not script.is_file():
         raise UserError(f"{script}: no such script; install Deepy from its checkout with `pip install -e .`")
-    code = start(str(script), config_for(load(_paths(files), overrides), name))
+    code = start(str(script), config_for(NeoXArgs.load(_paths(files), overrides), name))
     if code:
         raise _ERRORS.get(code, DeepyError)(f"{name} ended with exit code {code}; its messages above name the cause")
 

@@ -154,7 +154,7 @@ BROKEN = {
     "torch in the configuration, through another module": (
         "torch_free",
         {
-            "megatron/neox_arguments/load.py": "from megatron import registry\n",
+            "megatron/neox_arguments/merge.py": "from megatron import registry\n",
             "megatron/registry.py": "\nfrom torch import nn\n",
             "megatron/mpu/state.py": "import torch\n",
         },

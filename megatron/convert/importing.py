@@ -44,7 +44,6 @@ from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
-from megatron.neox_arguments.load import load
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.neox_arguments.yaml_files import CONFIG_DIR
 
@@ -180,7 +179,7 @@ def _resolve(config: Path, vocab_size: int, source: Path) -> NeoXArgs:
     Raises `UserError` naming the flag or `source`: the user cannot see the file, which is not published.
     """
     try:
-        return derive(load([str(config)]), Facts(vocab_size=vocab_size))
+        return derive(NeoXArgs.load([str(config)]), Facts(vocab_size=vocab_size))
     except UserError as error:
         place = re.match(rf"\S*{re.escape(CONFIG)}:\d+: (\w+): ", str(error))
         if place is None:

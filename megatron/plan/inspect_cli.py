@@ -17,7 +17,7 @@ from megatron.data.view.html import page, write_page
 from megatron.data.view.origin import OriginPiece, samples_with
 from megatron.data.view.terminal import Style, lines
 from megatron.errors import UserError
-from megatron.neox_arguments.load import load
+from megatron.neox_arguments import NeoXArgs
 from megatron.plan.inspect_arguments import closed_range, parse, python_range
 from megatron.plan.inspect_run import RoleData, RunData, open_run
 from megatron.tokenizer import Tokenizer, create_tokenizer
@@ -167,7 +167,7 @@ def _where(role: RoleData, number: int, rank: bool) -> dict[str, Any]:
 
 def _run(known: argparse.Namespace, env: Mapping[str, str]) -> tuple[RunData, RoleData]:
     hostfile = [f"hostfile={json.dumps(known.hostfile)}"] if known.hostfile else []
-    args = load(known.conf, [*known.overrides, *hostfile], known.conf_dir)
+    args = NeoXArgs.load(known.conf, [*known.overrides, *hostfile], known.conf_dir)
     run = open_run(args, ranks_of_hostfile(args, env))
     return run, run.role(known.role)
 

@@ -18,7 +18,6 @@ from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
-from megatron.neox_arguments.load import load
 from megatron.neox_arguments.optimizer_params import optimizer_params
 from megatron.objectives import OBJECTIVES
 from megatron.optim.groups import parameter_groups
@@ -68,7 +67,7 @@ def start_process(
     store = open_store(info)
 
     def read() -> str:
-        args = NeoXArgs.from_resolved(Path(resolved).read_text()) if resolved else load(paths, overrides)
+        args = NeoXArgs.from_resolved(Path(resolved).read_text()) if resolved else NeoXArgs.load(paths, overrides)
         return derive(prepare(args), Facts(num_devices=info.world_size)).to_resolved()
 
     config = share_config(store, info.rank, info.world_size, read, own_files=resolved is None)

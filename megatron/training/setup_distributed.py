@@ -12,7 +12,6 @@ from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.mpu.topology import RankInfo, ranks_from_environment
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.load import load
 from megatron.training.setup_deepspeed import init_deepspeed
 
 logger = get_logger(__name__)
@@ -27,7 +26,7 @@ def find_rank(paths: list[str], overrides: list[str]) -> RankInfo:
 def launcher_preference(paths: list[str], overrides: list[str]) -> str | None:
     """Whose variables name the rank, as far as the configuration decides it: "mpi", "slurm" or None."""
     try:
-        launcher = load(paths, overrides).launcher
+        launcher = NeoXArgs.load(paths, overrides).launcher
     except UserError:
         return None  # reported once the ranks have met, so that it is reported once
     return "mpi" if launcher.deepspeed_mpi else "slurm" if launcher.deepspeed_slurm else None

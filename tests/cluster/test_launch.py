@@ -15,7 +15,6 @@ from megatron.cluster import launch as launching
 from megatron.cluster.launch import Placement, place
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.load import load
 
 pytestmark = pytest.mark.cpu
 
@@ -38,7 +37,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def args(folder: Path, *overrides: str) -> NeoXArgs:
     (folder / "run.yml").write_text(CONFIG)
-    return load([str(folder / "run.yml")], list(overrides))
+    return NeoXArgs.load([str(folder / "run.yml")], list(overrides))
 
 
 def placed(folder: Path, *overrides: str, **env: str) -> Placement:

@@ -14,9 +14,9 @@ from megatron.layers.attention_contract import ATTENTION_BACKENDS
 from megatron.layers.init import INITS
 from megatron.layers.norms import NORMS
 from megatron.layers.positions import POSITIONS
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts
 from megatron.neox_arguments.groups import all_keys
-from megatron.neox_arguments.load import load
 from megatron.objectives import OBJECTIVES
 from megatron.plan.planner import plan
 from megatron.plan.preflight import check_before_launch
@@ -77,7 +77,7 @@ def test_any_value_of_any_key_is_planned_or_refused_with_a_sentence(
     env, planned = {"DS_ACCELERATOR": "cpu"}, 0
     for override in (f"{key}={value}" for key in all_keys() for value in VALUES):
         try:
-            args = load(["run.yml"], [override])
+            args = NeoXArgs.load(["run.yml"], [override])
             placement = place(args, env, default_hostfile="/no such file")
             text = plan(args, placement, "train.py")
             check_before_launch(args, placement, "train.py")

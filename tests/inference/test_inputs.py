@@ -13,7 +13,6 @@ from megatron.inference.modes import prompts_from
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.inference import DEFAULT_BATCH, for_inference
-from megatron.neox_arguments.load import load
 
 pytestmark = pytest.mark.cpu
 
@@ -39,7 +38,7 @@ seed: 99
 
 def prepared(tmp_path: Path, text: str, *overrides: str) -> NeoXArgs:
     (tmp_path / "run.yml").write_text(text)
-    return for_inference(load([str(tmp_path / "run.yml")], list(overrides)))
+    return for_inference(NeoXArgs.load([str(tmp_path / "run.yml")], list(overrides)))
 
 
 def test_a_model_alone_is_enough(tmp_path: Path):

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megatron.layers.moe.balancing import move_biases
+from megatron.layers.moe.expert_load import Load
 from megatron.layers.moe.layer import MixtureOfExperts
-from megatron.layers.moe.load import Load
 from megatron.layers.moe.losses import balance_loss, z_loss
 from megatron.layers.moe.router import Router, Routing
 from megatron.layers.moe.sinkhorn import ITERATIONS, sinkhorn

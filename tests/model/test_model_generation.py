@@ -17,9 +17,9 @@ from megatron.errors import UserError
 from megatron.inference.modes import write_texts
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.inference import for_inference
-from megatron.neox_arguments.load import load
 from megatron.training.setup import Process
 from tests.distributed import run_distributed
 from tests.inference.models import GPT_NEOX, VOCAB, Layout, Letters, make_checkpoint
@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generate_py(rank: int, world: int, run: Path, overrides: tuple[str, ...], typed: str = "") -> str:
     """What generate.py does on a rank; what rank 0 shows on stdout."""
-    args = for_inference(load([str(run / "run.yml"), TEXT_GENERATION], list(overrides)))
+    args = for_inference(NeoXArgs.load([str(run / "run.yml"), TEXT_GENERATION], list(overrides)))
     args = derive(args, Facts(vocab_size=VOCAB, num_devices=world))
     sizes = args.parallel
     topology = Topology(

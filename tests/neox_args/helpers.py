@@ -10,7 +10,6 @@ import yaml
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
-from megatron.neox_arguments.load import load
 
 SMALL: dict[str, Any] = {
     "num_layers": 4,
@@ -29,7 +28,7 @@ def load_text(folder: Path, *texts: str, overrides: Sequence[str] = ()) -> NeoXA
         path = folder / f"{name}.yml"
         path.write_text(text, encoding="utf-8")
         paths.append(str(path))
-    return load(paths, overrides)
+    return NeoXArgs.load(paths, overrides)
 
 
 def loaded(folder: Path, **changes: Any) -> NeoXArgs:

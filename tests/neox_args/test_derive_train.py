@@ -10,7 +10,6 @@ import yaml
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
-from megatron.neox_arguments.load import load
 from tests.neox_args.helpers import SMALL, derived, load_text, loaded
 
 pytestmark = pytest.mark.cpu
@@ -273,7 +272,7 @@ def test_deriving_twice_and_from_plain_data_changes_nothing(changes: dict, tmp_p
 def test_a_written_resolved_config_can_be_loaded(tmp_path: Path) -> None:
     args = derived(tmp_path, facts=Facts(vocab_size=259), activation="swiglu", precision="bf16", data_path="x")
     (tmp_path / "resolved.yml").write_text(yaml.safe_dump(args.to_dict()), encoding="utf-8")
-    again = derive(load([str(tmp_path / "resolved.yml")]), Facts(vocab_size=259))
+    again = derive(NeoXArgs.load([str(tmp_path / "resolved.yml")]), Facts(vocab_size=259))
     assert again == args and again.hash() == args.hash()
 
 

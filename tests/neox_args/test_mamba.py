@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts
 from megatron.neox_arguments.formulas import parameter_count
-from megatron.neox_arguments.load import load
 from tests.neox_args.helpers import derived
 
 pytestmark = pytest.mark.cpu
@@ -75,5 +75,5 @@ def test_published_sizes(name: str) -> None:
     from megatron.neox_arguments.derive import derive
 
     vocab, total = PUBLISHED[name]
-    model = derive(load([name], conf_dir=str(CONFIGS)), Facts(vocab_size=vocab)).model
+    model = derive(NeoXArgs.load([name], conf_dir=str(CONFIGS)), Facts(vocab_size=vocab)).model
     assert parameter_count(model, vocab).total == total

@@ -11,7 +11,6 @@ from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import derive
 from megatron.neox_arguments.inference import for_inference
-from megatron.neox_arguments.load import load
 from tests.neox_args.helpers import derived, loaded
 
 pytestmark = pytest.mark.cpu
@@ -30,7 +29,7 @@ def test_what_is_left_out_continues(tmp_path: Path) -> None:
 
 def test_keys_from_the_command_line(tmp_path: Path) -> None:
     loaded(tmp_path)
-    args = derive(load([str(tmp_path / "a.yml")], ["init_from.path=x", "init_from.data=restart"]))
+    args = derive(NeoXArgs.load([str(tmp_path / "a.yml")], ["init_from.path=x", "init_from.data=restart"]))
     assert args.checkpoint.init_from == {**WHOLE, "path": "x", "data": "restart"}
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from megatron.cluster.launch import place
 from megatron.errors import UserError
-from megatron.neox_arguments.load import load
+from megatron.neox_arguments import NeoXArgs
 from megatron.plan.preflight import check_before_launch
 from tests.training.runs import KEYS, corpus, run
 from tests.training.tiny import Layout
@@ -40,7 +40,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def checked(path: Path, keys: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump({**keys, "train_iters": 8, "override_lr_scheduler": True}))
-    args = load([str(path)])
+    args = NeoXArgs.load([str(path)])
     check_before_launch(args, place(args, ENV, default_hostfile="/no such file"), "train.py")
 
 

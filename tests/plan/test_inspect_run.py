@@ -16,7 +16,7 @@ from megatron.checkpoint.start import Start, decide_start
 from megatron.data.loader import StepLoader
 from megatron.data.view.origin import samples_with
 from megatron.errors import UserError
-from megatron.neox_arguments.load import load
+from megatron.neox_arguments import NeoXArgs
 from megatron.plan.inspect_run import RunData, Steps, _known_steps, open_run
 from megatron.run.data import collate_rules, open_data
 from tests.data.corpus import GOLDEN, write
@@ -51,7 +51,7 @@ def config(tmp_path: Path) -> Callable[..., Path]:
 
 
 def opened(path: Path, *overrides: str, ranks: int | None = None) -> RunData:
-    return open_run(load([str(path)], list(overrides)), ranks)
+    return open_run(NeoXArgs.load([str(path)], list(overrides)), ranks)
 
 
 def item(prefix: str, number: int) -> np.ndarray:
@@ -267,7 +267,7 @@ def test_the_run_of_another_user_can_be_looked_at(
     monkeypatch.setattr("megatron.checkpoint.start.os.access", lambda *asked: False)
     assert opened(path).role("train").count == 24
     with pytest.raises(UserError, match="may not be written"):
-        decide_start(load([str(path)]).checkpoint)
+        decide_start(NeoXArgs.load([str(path)]).checkpoint)
 
 
 def test_what_the_run_does_not_reach(config: Callable[..., Path], tmp_path: Path) -> None:

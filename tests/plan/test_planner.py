@@ -13,7 +13,7 @@ import yaml
 
 from megatron.cluster.launch import place
 from megatron.errors import UserError
-from megatron.neox_arguments.load import load
+from megatron.neox_arguments import NeoXArgs
 from megatron.plan.planner import plan
 
 pytestmark = pytest.mark.cpu
@@ -26,7 +26,7 @@ ADDED_TO_OTHERS = {"local_setup.yml", "slurm_local.yml", "text_generation.yml"}
 
 def dry_run(*given: str | Path, script: str = "train.py") -> str:
     paths = [str(item) for item in given if isinstance(item, Path)]
-    args = load(paths, [item for item in given if isinstance(item, str)])
+    args = NeoXArgs.load(paths, [item for item in given if isinstance(item, str)])
     return plan(args, place(args, {"DS_ACCELERATOR": "cpu"}, default_hostfile="/no such file"), script)
 
 

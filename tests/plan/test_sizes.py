@@ -8,7 +8,6 @@ import pytest
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
-from megatron.neox_arguments.load import load
 from megatron.plan import tables
 from megatron.plan.memory import Memory, estimate
 from megatron.plan.stages import Held, stage_sizes, topology
@@ -33,7 +32,7 @@ VOCAB = 99
 
 def derived(folder: Path, ranks: int, *overrides: str) -> NeoXArgs:
     (folder / "run.yml").write_text(NEOX)
-    return derive(load([str(folder / "run.yml")], list(overrides)), Facts(vocab_size=VOCAB, num_devices=ranks))
+    return derive(NeoXArgs.load([str(folder / "run.yml")], list(overrides)), Facts(vocab_size=VOCAB, num_devices=ranks))
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -25,7 +25,6 @@ from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import derive
-from megatron.neox_arguments.load import load
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.objectives import OBJECTIVES
 from tests.distributed import run_distributed
@@ -48,7 +47,7 @@ Outcome = tuple[float, Tensor, dict[str, Tensor]]
 def resolved(folder: Path, *overrides: str) -> dict[str, Any]:
     """The example's config as flat values, with a small model."""
     small = ("num_layers=2", "seq_length=16", "init_method_std=0.2", "no_weight_tying=true")
-    return derive(load([str(write_layers(folder))], [*small, *overrides])).to_dict()
+    return derive(NeoXArgs.load([str(write_layers(folder))], [*small, *overrides])).to_dict()
 
 
 def build(model: ModelConfig, state: ParallelState) -> SequentialModel:

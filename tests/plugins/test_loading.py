@@ -12,7 +12,6 @@ from megatron import plugins
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import derive
-from megatron.neox_arguments.load import load
 from megatron.registry import ADDITIONS, added
 from tests.neox_args.helpers import SMALL
 from tests.plugins.helpers import ROOT, write_config, write_norm
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.cpu
 
 def refused(*paths: str, overrides: tuple[str, ...] = ()) -> str:
     with pytest.raises(UserError) as error:
-        load(paths, overrides)
+        NeoXArgs.load(paths, overrides)
     return str(error.value)
 
 
@@ -36,7 +35,7 @@ def test_a_file_is_looked_for_next_to_the_config_then_in_the_working_directory(t
     (tmp_path / "work").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / "work")
     config = write_config(tmp_path / "configs/run.yml", plugins=["near.py", "sub/other.py"])
-    args = load([config])
+    args = NeoXArgs.load([config])
     assert args.launcher.plugins == (str(tmp_path / "configs/near.py"), str(tmp_path / "work/sub/other.py"))
     assert set(added("norm")) == {"near", "other"}
 
@@ -46,9 +45,9 @@ def test_the_command_line_replaces_the_list_and_looks_in_the_working_directory(t
     write_norm(tmp_path / "b.py", "of_the_command_line")
     monkeypatch.chdir(tmp_path)
     config = write_config(tmp_path / "configs/run.yml", plugins=["a.py"])
-    assert load([config], ["plugins=[b.py]"]).launcher.plugins == (str(tmp_path / "b.py"),)
+    assert NeoXArgs.load([config], ["plugins=[b.py]"]).launcher.plugins == (str(tmp_path / "b.py"),)
     assert set(added("norm")) == {"of_the_command_line"}
-    assert load([config], ["plugins=null"]).launcher.plugins == ()
+    assert NeoXArgs.load([config], ["plugins=null"]).launcher.plugins == ()
     assert "write the whole list" in refused(config, overrides=("plugins.0=b.py",))
 
 
@@ -58,11 +57,11 @@ def test_several_files_each_bring_their_own_and_one_named_twice_is_loaded_once(t
     model = write_config(tmp_path / "models/model.yml", plugins="one.py")
     base = write_config(tmp_path / "base.yml", plugins=["two.py"])
     child = write_config(tmp_path / "child.yml", extends="base.yml", plugins=["models/one.py"], norm="two")
-    args = load([model, child])
+    args = NeoXArgs.load([model, child])
     assert args.launcher.plugins == (str(first), str(second))
     assert args.model.norm == "two"
     assert len(ADDITIONS) == 2
-    assert load([base]).launcher.plugins == (str(second),)
+    assert NeoXArgs.load([base]).launcher.plugins == (str(second),)
 
 
 def test_a_module_and_its_file_are_one_plugin(tmp_path, monkeypatch) -> None:
@@ -70,7 +69,7 @@ def test_a_module_and_its_file_are_one_plugin(tmp_path, monkeypatch) -> None:
     (tmp_path / "link.py").symlink_to(file)
     monkeypatch.syspath_prepend(tmp_path)
     config = write_config(tmp_path / "run.yml", plugins=["plug_once", "plug_once.py", "link.py"])
-    load([config])
+    NeoXArgs.load([config])
     assert [str(addition) for addition in ADDITIONS] == ["norm: once"]
 
 
@@ -78,7 +77,7 @@ def test_a_module_in_a_package_with_its_registrations_spread_over_files(tmp_path
     write_norm(tmp_path / "plug_package/norms.py", "packed")
     (tmp_path / "plug_package/__init__.py").write_text("from plug_package import norms\n")
     monkeypatch.syspath_prepend(tmp_path)
-    args = derive(load([write_config(tmp_path / "run.yml", plugins=["plug_package"], **SMALL)]))
+    args = derive(NeoXArgs.load([write_config(tmp_path / "run.yml", plugins=["plug_package"], **SMALL)]))
     [plugin] = plugins.find_loaded(args.launcher.plugins)
     assert [str(addition) for addition in plugin.registered] == ["norm: packed"]
     before = args.launcher.plugin_sources
@@ -141,7 +140,7 @@ def test_what_a_failed_plugin_registered_is_taken_back(tmp_path) -> None:
         assert refused(config).endswith("RuntimeError: late")
         assert added("norm") == {}
     path.write_text(path.read_text().replace("raise RuntimeError('late')", ""))
-    load([config])
+    NeoXArgs.load([config])
     assert set(added("norm")) == {"half"}
 
 
@@ -167,7 +166,7 @@ def test_an_entry_of_the_wrong_kind_is_refused(tmp_path) -> None:
 def test_a_plugin_that_registers_nothing_is_mentioned(tmp_path) -> None:
     (tmp_path / "idle.py").write_text("x = 1\n")
     config = write_config(tmp_path / "run.yml", plugins=["idle.py"])
-    assert load([config]).notes == (f"{config}:2: plugin {tmp_path}/idle.py registers nothing",)
+    assert NeoXArgs.load([config]).notes == (f"{config}:2: plugin {tmp_path}/idle.py registers nothing",)
 
 
 @pytest.mark.parametrize("value", [3, [1], {"a": "b.py"}, ["a.py", None]])
@@ -180,7 +179,7 @@ def test_a_value_of_another_type_is_refused_as_any(value, tmp_path) -> None:
 
 def test_a_resolved_config_imports_its_plugins_and_notices_another_source(tmp_path) -> None:
     path = write_norm(tmp_path / "mine.py", "mine")
-    args = derive(load([write_config(tmp_path / "run.yml", plugins=["mine.py"], norm="mine", **SMALL)]))
+    args = derive(NeoXArgs.load([write_config(tmp_path / "run.yml", plugins=["mine.py"], norm="mine", **SMALL)]))
     text = args.to_resolved()
     assert args.launcher.plugin_sources == {str(path): plugins._digest(str(path), None)}
     code = f"""
@@ -216,7 +215,7 @@ def test_plugins_say_what_changed_since_a_checkpoint() -> None:
 
 def test_deriving_twice_changes_nothing(tmp_path) -> None:
     write_norm(tmp_path / "mine.py", "mine")
-    args = derive(load([write_config(tmp_path / "run.yml", plugins=["mine.py"], norm="mine", **SMALL)]))
+    args = derive(NeoXArgs.load([write_config(tmp_path / "run.yml", plugins=["mine.py"], norm="mine", **SMALL)]))
     again = derive(NeoXArgs.from_resolved(args.to_resolved()))
     assert again.to_dict() == args.to_dict() and again.hash() == args.hash()
 
@@ -231,8 +230,7 @@ def test_loading_stays_light_without_plugins_and_needs_what_they_need_with(tmp_p
     code = """
 import sys
 from megatron.neox_arguments.derive import derive
-from megatron.neox_arguments.load import load
-derive(load([sys.argv[1]]))
+derive(NeoXArgs.load([sys.argv[1]]))
 print(sorted({"torch", "deepspeed", "transformers"} & set(sys.modules)))
 """
     for config in (plain, plugged):

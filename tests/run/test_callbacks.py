@@ -14,7 +14,6 @@ from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.callback_key import PHASES, choose_callbacks
 from megatron.neox_arguments.derive import Facts, derive
-from megatron.neox_arguments.load import load
 from megatron.registry import added
 from megatron.rows import rows
 from tests.plugins.helpers import blocks, remembered, write_metric
@@ -62,7 +61,7 @@ def derived(folder: Path, callbacks: str, **keys: Any) -> NeoXArgs:
     flat = {**NEOX, "plugins": ["my_metric.py"], **keys}
     lines = [f"{name}: {json.dumps(value)}" for name, value in flat.items()]
     path.write_text("\n".join([f"callbacks: {callbacks}", *lines]))
-    return derive(load([str(path)]), Facts(vocab_size=64, num_devices=1))
+    return derive(NeoXArgs.load([str(path)]), Facts(vocab_size=64, num_devices=1))
 
 
 def test_settings_are_typed_and_have_defaults(tmp_path, plugin):

@@ -23,7 +23,6 @@ from megatron.log import progress
 from megatron.mpu.sharding import ParamSpec
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
-from megatron.neox_arguments.load import load
 
 _TOKENIZER_OF_20B = "20B_tokenizer.json"
 
@@ -88,9 +87,9 @@ def _open(
     kept = sorted(str(path) for path in (folder / layout.CONFIGS).glob("*.y*ml"))
     files = list(config_files) or kept or ([default_config] if default_config else [])
     tokenizer = folder.parent / _TOKENIZER_OF_20B
-    args = load(files, layouts)
+    args = NeoXArgs.load(files, layouts)
     if args.get("vocab_file") is None and tokenizer.is_file():
-        args = load(files, [*layouts, f"vocab_file={tokenizer}"])
+        args = NeoXArgs.load(files, [*layouts, f"vocab_file={tokenizer}"])
     vocab_size = args.get("vocab_size")
     if vocab_size is None:
         keys = (args.get(key) for key in ("tokenizer_type", "vocab_file", "merge_file"))

@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron.data.hub.dataset_loader import BUILDERS, Loader
 from megatron.data.hub.encoding import ChatEncoding, TextEncoding, TokenizerChoice
 from megatron.data.hub.layout import Layout, Unusable, detect
-from megatron.data.hub.load import BUILDERS, Loader
 from megatron.data.hub.records import Records, Request, Stamps, content_key, sha256_file
 from megatron.data.hub.results import Results
 from megatron.data.hub.retry import Backoff

@@ -10,7 +10,7 @@
 | experts.py        | the experts' weights and what they compute                                            |
 | grouped_linear.py | one matrix product with a matrix per group of rows                                    |
 | losses.py         | balance loss and z-loss                                                               |
-| load.py           | what is counted for metrics and bias balancing                                        |
+| expert_load.py    | what is counted for metrics and bias balancing                                        |
 """
 
 from megatron.layers.moe.layer import MixtureOfExperts

@@ -22,8 +22,8 @@ from megatron.layers.init import build_init
 from megatron.layers.mlp import DenseMLP
 from megatron.layers.moe.capacity import within_capacity
 from megatron.layers.moe.dispatch import build_dispatch
+from megatron.layers.moe.expert_load import Load
 from megatron.layers.moe.experts import Experts
-from megatron.layers.moe.load import Load
 from megatron.layers.moe.losses import balance_loss, z_loss
 from megatron.layers.moe.router import Router, Routing
 from megatron.layers.parts import MLPS, FeedForward

@@ -14,9 +14,9 @@ from megatron.convert.hf.export_hf import export
 from megatron.convert.hf.import_hf import import_model
 from megatron.convert.parts.family import TokenIds
 from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.formulas import parameter_count
-from megatron.neox_arguments.load import load
 from tests.convert.families import mamba_cases as mamba
 from tests.convert.families import rwkv_cases as rwkv
 from tests.convert.families.cases import FAMILY_CASES, OLMO
@@ -37,7 +37,7 @@ def test_a_published_config_is_the_shipped_one(name):
     config = deepcopy(PUBLISHED[name])  # transformers changes what it is given
     family, keys = read_config(config, "config.json")
     facts = Facts(vocab_size=config["vocab_size"])
-    shipped = derive(load([name], conf_dir=str(CONFIGS)), facts).model
+    shipped = derive(NeoXArgs.load([name], conf_dir=str(CONFIGS)), facts).model
     mine = resolved(**{**keys, "seq_length": shipped.seq_length, "train_micro_batch_size_per_gpu": 1}).model
     differing = {
         key: (value, getattr(mine, key)) for key, value in vars(shipped).items() if getattr(mine, key) != value
@@ -77,7 +77,7 @@ def test_a_shipped_config_has_as_many_parameters_as_transformers_builds(name):
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     facts = Facts(vocab_size=config["vocab_size"])
-    shipped = derive(load([name], conf_dir=str(CONFIGS)), facts).model
+    shipped = derive(NeoXArgs.load([name], conf_dir=str(CONFIGS)), facts).model
     assert parameter_count(shipped, config["vocab_size"]).total == sum(p.numel() for p in theirs.parameters())
 
 
