@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from megatron.layers.carry import Carry
 from megatron.layers.kv_cache import KVCache
-from megatron.layers.parts import Mixer
 from megatron.log import get_logger
-from megatron.model.block import Block
 from megatron.model.gpt import Layer, build_layer
 from megatron.model.head import LMOutput, Then
 from megatron.model.recompute import Recompute, recompute_in_backward
@@ -35,7 +33,7 @@ def run_layers(layers: Sequence[nn.Module], carry: Carry, recompute: Recompute, 
     if cache is not None:
         entries = iter(cache.layers)
         for layer in layers:
-            carry = layer(carry, next(entries)) if getattr(layer, "uses_cache", False) else layer(carry)
+            carry = layer(carry, next(entries)) if _is_block(layer) else layer(carry)
         return carry
     carry = carry.prepare_documents({need for block in _blocks(layers) for need in block.document_needs()})
     for chunk in _chunks(layers, recompute):
@@ -46,16 +44,21 @@ def run_layers(layers: Sequence[nn.Module], carry: Carry, recompute: Recompute, 
     return carry
 
 
-def _blocks(layers: Sequence[nn.Module]) -> list[Block]:
-    return [layer for layer in layers if isinstance(layer, Block)]
+def _is_block(layer: nn.Module) -> bool:
+    """Blocks alone keep what a cache needs; embedding, norm and head do not."""
+    return getattr(layer, "uses_cache", False)
+
+
+def _blocks(layers: Sequence[nn.Module]) -> list[Any]:
+    return [layer for layer in layers if _is_block(layer)]
 
 
 def _chunks(layers: Sequence[nn.Module], recompute: Recompute) -> list[list[nn.Module]]:
     """Consecutive blocks in groups of `recompute.every`; every other layer by itself."""
     chunks: list[list[nn.Module]] = []
     for layer in layers:
-        room = chunks and isinstance(chunks[-1][-1], Block) and len(chunks[-1]) < recompute.every
-        if room and recompute.active and isinstance(layer, Block):
+        room = chunks and _is_block(chunks[-1][-1]) and len(chunks[-1]) < recompute.every
+        if room and recompute.active and _is_block(layer):
             chunks[-1].append(layer)
         else:
             chunks.append([layer])
@@ -79,7 +82,7 @@ def log_backends(module: nn.Module, state: ParallelState) -> None:
     """Rank 0 logs which code its mixers use: attention back-ends, Mamba's kernels."""
     if state.rank != 0:
         return
-    found = {part.describe() for part in module.modules() if isinstance(part, Mixer)} - {None}
+    found = {part.describe() for part in module.modules() if hasattr(part, "describe")} - {None}
     for what, rows in groupby(sorted(found), key=itemgetter(0)):
         logger.info(f"{what}: {', '.join(name for _, name in rows)}")
 
