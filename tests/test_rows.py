@@ -15,6 +15,7 @@ from megatron.layers.activations import Activation
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.block_sizes import norm_parameters, position_parameters
 from megatron.neox_arguments.groups import all_keys
+from megatron.neox_arguments.optimizer_params import optimizer_params
 from megatron.optim.optimizers import build_optimizer
 from megatron.registry import Registry
 from megatron.rows import FOLDERS, read_rows, row, rows
@@ -72,7 +73,7 @@ def test_the_row_of_an_optimizer_counts_the_tensors_it_keeps(name: str) -> None:
     for momentum in (0.0, 0.9):
         weight = torch.nn.Parameter(torch.ones(3))
         groups = [{"params": [weight], "weight_decay": 0.0, "lr_mult": 1.0}]
-        optimizer = build_optimizer(name, groups, 0.1, {"momentum": momentum})
+        optimizer = build_optimizer(name, groups, 0.1, optimizer_params(name, {"params": {"momentum": momentum}}))
         weight.grad = torch.ones(3)
         optimizer.step()
         kept = [

@@ -38,7 +38,7 @@ Its row:
 def build_optimizer(kind: str, groups: Groups, lr: float, params: Mapping[str, Any]) -> Optimizer:
     """The optimizer called `kind` in YAML (case as in NeoX) over parameter groups.
 
-    `params`: what the user sets of the optimizer's own parameters.
+    `params`: the optimizer's own parameters, with defaults (`neox_arguments.optimizer_params`).
 
     Raises:
         UserError: unknown `kind`, or parameters without any group (a stage that trains nothing).
@@ -46,9 +46,7 @@ def build_optimizer(kind: str, groups: Groups, lr: float, params: Mapping[str, A
     if not groups:
         raise UserError("this pipeline stage has no parameters to train; use fewer stages (pipe_parallel_size)")
     name = kind if kind in OPTIMIZERS else kind.lower()
-    defaults = OPTIMIZERS.row(name).get("params", {})
-    own = {key: value for key, value in defaults.items() if not isinstance(value, type)}
-    return OPTIMIZERS[name](groups, lr, {**own, **params})
+    return OPTIMIZERS[name](groups, lr, dict(params))
 
 
 import_entries(__name__, __path__)
