@@ -45,10 +45,10 @@ def test_tiktoken_gives_the_ids_of_the_same_vocabulary_as_tokenizer_json(tmp_pat
 @pytest.mark.parametrize(
     ("kind", "vocab", "said"),
     [
-        ("TiktokenTokenizer", None, "vocab_file is not set.*cl100k_base"),
+        ("TiktokenTokenizer", None, "^vocab_file .*set: TiktokenTokenizer.*cl100k_base"),
         ("TiktokenTokenizer", "no_such_base", "neither a file nor an encoding"),
         ("TiktokenTokenizer", "lonely.tiktoken", r"lonely\.tiktoken\.json"),
-        ("SPMTokenizer", None, "vocab_file is not set"),
+        ("SPMTokenizer", None, "^vocab_file .*set: SPMTokenizer"),
         ("SPMTokenizer", "lonely.tiktoken", "is not a SentencePiece model"),
         ("SPMTokenizer", "absent.model", "vocab_file: no such file"),
     ],
@@ -116,7 +116,7 @@ def test_build_tokenizer_reads_the_config_group(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"vocab_size: 265\b.*\b266\b.*HFTokenizer"):
         build_tokenizer(Group())
     Group.tokenizer_type = "GPT2BPETokenizer"
-    with pytest.raises(UserError, match="merge_file is not set"):
+    with pytest.raises(UserError, match="^merge_file .*set: GPT2BPETokenizer"):
         build_tokenizer(Group())
 
 

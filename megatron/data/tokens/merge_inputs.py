@@ -38,7 +38,7 @@ def find_groups(inputs: Sequence[str], output: str) -> list[Group]:
     The result itself is never a part. Raises `UserError`: no dataset, half a dataset, shards missing, twice or of
     different runs, shards and other datasets together, datasets without the companion that others have.
     """
-    found = sorted({prefix for name in inputs for prefix in _datasets_in(name)}, key=_natural)
+    found = sorted(sorted({prefix for name in inputs for prefix in _datasets_in(name)}), key=_natural)  # 3 and 00003
     shards = [prefix for prefix in found if SHARD_NAME.search(Path(prefix).name)]
     groups = _of_shards(shards, output) if shards else _of_others(found, output)
     results = {os.path.abspath(group.output) for group in groups}

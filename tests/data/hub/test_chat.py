@@ -146,6 +146,6 @@ def test_a_missing_template_is_an_error_before_anything_is_written(
     tmp_path: Path, tokenizer: Path, prepare: Prepare
 ) -> None:
     (tokenizer / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(UserError, match="no chat template"):
+    with pytest.raises(UserError, match=rf"{tokenizer} .*chat_template\.jinja.*--chat-template FILE"):
         prepare(write(".jsonl", tmp_path), skip_count=True)
     assert not (tmp_path / "out").exists()

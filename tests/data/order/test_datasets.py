@@ -161,10 +161,10 @@ def test_data_that_changed_since_the_checkpoint_is_refused(tmp_path: Path) -> No
         plan_datasets(DataConfig(train_data_paths=paths[:1]), saved=state, **counts)
     with pytest.raises(UserError, match=r"train_data_weights: (.|\n)*0 to 9: a 0\.75 .*\b0\.5\b.* b 0\.25 .*\b0\.5\b"):
         plan_datasets(replace(config, train_data_weights=(1.0, 1.0)), saved=state, **counts)
-    with pytest.raises(UserError, match="changed since the checkpoint"):
+    with pytest.raises(UserError, match=r"/a: .*\bseq_length\b(.|\n)*/b: .*\bseq_length\b"):
         plan_datasets(config, saved=state, **{**counts, "seq_length": 5})
     numbered(tmp_path / "a", 1, 31)
-    with pytest.raises(UserError, match=r"a: documents, their range"):
+    with pytest.raises(UserError, match=r"/a: .*\bdocuments\b"):
         plan_datasets(config, saved=state, **counts)
 
 
@@ -178,11 +178,11 @@ def test_a_moved_dataset_continues(tmp_path: Path) -> None:
 def test_missing_and_unusable_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     prefix = numbered(tmp_path / "x", 1, 7)
     counts = {"seq_length": 4, "seed": 1, "train_samples": 10}
-    with pytest.raises(UserError, match="no training data"):
+    with pytest.raises(UserError, match="data_path, train_data_paths or mixture"):
         plan_datasets(DataConfig(), **counts)
-    with pytest.raises(UserError, match="both set"):
+    with pytest.raises(UserError, match="data_path and train_data_paths .*`split`"):
         plan_datasets(DataConfig(data_path=prefix, train_data_paths=(prefix,)), **counts)
-    with pytest.raises(UserError, match="nothing to train on"):
+    with pytest.raises(UserError, match=rf"'0,1' .*\btrain\b.* 7 documents of {re.escape(prefix)}\b"):
         plan_datasets(DataConfig(data_path=prefix, split="0,1"), **counts)
     with pytest.raises(UserError, match=r"x \(train, 7 documents\): 55 tokens .*\b65 tokens"):
         plan_datasets(DataConfig(data_path=prefix, split="1"), **{**counts, "seq_length": 64})

@@ -216,8 +216,8 @@ def test_what_is_past_cannot_be_changed(paths: dict[str, str]) -> None:
     ("change", "message"),
     [
         ({"names": "ac", "weights": ((0, (3.0, 0.0)), (5, (1.0, 0.0)))}, r"/b: .* 2 sources"),
-        ({"labels": True}, r"/a had no labels in the checkpoint, now some"),
-        ({"train_data_max_tokens": (300, None, None)}, r"/a: documents, their range"),
+        ({"labels": True}, r"/a .*\bno labels .*\bsome\b"),
+        ({"train_data_max_tokens": (300, None, None)}, r"/a: .*\bdocuments\b"),
     ],
 )
 def test_what_was_read_must_be_there(

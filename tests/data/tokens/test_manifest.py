@@ -97,7 +97,7 @@ def test_same_and_extended_vocabularies_are_accepted(tmp_path: Path, caplog: pyt
 @pytest.mark.parametrize("ids", [{0: "<eod>", 1: "a", 2: "b"}, BASE | {3: "z"}])
 def test_another_vocabulary_is_refused(tmp_path: Path, ids: dict[int, str]) -> None:
     data = IndexedDataset(made(tmp_path / "x"))
-    with pytest.raises(UserError, match="another tokenizer"):
+    with pytest.raises(UserError, match=rf"{data.prefix} .*tokenizer_type/vocab_file"):
         manifests.check_tokenizer(data, MapTokenizer(ids))
 
 

@@ -60,7 +60,7 @@ DAMAGE: dict[str, tuple[Callable[[str], None], str]] = {
     "pointer": (lambda p: change(p, HEADER.size + 4 * N + 8 * 2, 30, 8), "item 2 .* byte 30.*at 28"),
     "negative size": (lambda p: change(p, HEADER.size, -5, 4), "item 0 has -5 tokens"),
     "sizes swapped": (lambda p: (change(p, HEADER.size, 9, 4), change(p, HEADER.size + 4, 5, 4))[0], "item 1 .* byte"),
-    "first document": (lambda p: change(p, HEADER.size + 12 * N, 1, 8), "does not begin with item 0"),
+    "first document": (lambda p: change(p, HEADER.size + 12 * N, 1, 8), "begin.* item 0"),
     "last document": (lambda p: change(p, HEADER.size + 12 * N + 8 * N, 4, 8), "ends at item 4 of 5"),
     "documents go back": (lambda p: change(p, HEADER.size + 12 * N + 8 * 2, 0, 8), "goes back after document [01]"),
     "cut index": (lambda p: Path(f"{p}.idx").write_bytes(Path(f"{p}.idx").read_bytes()[:-1]), "incomplete or damaged"),
