@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -110,11 +111,11 @@ def test_a_killed_rank_ends_the_job_within_seconds(folder: Path) -> None:
     os.kill(victim, signal.SIGKILL)
     rc, text = finish(process)
     assert time.monotonic() - begin < 40
-    assert rc == 5 and "rank 1 of 2 failed: killed by SIGKILL" in text.splitlines()[-1]
+    assert rc == 5 and re.search(r"rank 1 of 2 .*SIGKILL", text.splitlines()[-1])
     assert status(folder / "run")["exit_code"] == 5 and "rank 1 of 2" in status(folder / "run")["reason"]
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(folder: Path) -> None:
+def test_ctrl_c_saves_and_the_same_command_resumes(folder: Path) -> None:
     process = start(folder, "num_gpus=2", "train_iters=100000")
     wait_for_step(folder / "run", 2, process)
     process.send_signal(signal.SIGINT)

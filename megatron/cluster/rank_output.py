@@ -104,8 +104,8 @@ class RankOutput:
                 os.write(self._log, f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')} ---\n".encode())
             os.write(self._log, line + b"\n")
         except OSError as error:  # a full disk must not end the training run: log it and continue without the file
-            self._path = None
-            self._console(f"cannot write the log of rank {self.rank}: {error}\n".encode())
+            path, self._path = self._path, None
+            self._console(f"cannot write {path}, the log of rank {self.rank}: {error}\n".encode())
 
     def _console(self, data: bytes) -> None:
         self.last_write = time.monotonic()

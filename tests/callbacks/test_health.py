@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -21,16 +23,15 @@ EMPTY = out(0.0, None, skipped=True, tokens=0)
 
 def test_a_streak_ends_the_run_with_code_4_and_says_what_was_last_good():
     trainer = trainer_of([SkippedSteps(3)], [out(2.25), BAD, out(1.5), BAD, BAD, BAD])
-    with pytest.raises(NumericsError) as error:
+    with pytest.raises(NumericsError, match=r"\b3 updates .*iteration 6\b") as error:
         trainer.run()
     assert error.value.exit_code == 4 and trainer.step == 6
-    assert "3 updates in a row were skipped, the last at iteration 6" in str(error.value)
     assert "Last finite loss: 1.5000" in str(error.value) and "loss scale" not in str(error.value)
 
 
 def test_the_message_names_the_loss_scale():
     scaled = out(2.0, float("inf"), skipped=True, loss_scale=1.0)
-    with pytest.raises(NumericsError, match=r"2 updates in a row were skipped at loss scale 1, .*none yet"):
+    with pytest.raises(NumericsError, match=r"\b2 updates .*loss scale 1, .*\bnone\b"):
         trainer_of([SkippedSteps(2)], [scaled, scaled]).run()
 
 
@@ -85,6 +86,6 @@ def check_replicas(rank, world, axis, name, interval):
 def test_replicas_that_differ_are_named(axis, name, interval, found):
     for message in run_distributed(check_replicas, 2, axis, name, interval):
         if found:
-            assert f"{axis}-parallel replicas differ at iteration 2 in 1 parameters, first {name}" in message
+            assert re.search(rf"{axis}-parallel .*iteration 2 in 1 parameters.* {re.escape(name)}:", message)
         else:
             assert message == ""

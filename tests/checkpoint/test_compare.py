@@ -1,5 +1,7 @@
 """Configuration changes since a checkpoint: which are refused, which are said."""
 
+import re
+
 import pytest
 
 from megatron.checkpoint.compare import check_config, compare_configs
@@ -40,12 +42,11 @@ def test_breaking_changes_are_refused_unless_allowed(key, value, kind):
     assert "allow_config_changes" in check_config(SAVED, now, allow=True)[0]
 
 
-def test_other_changes_are_said():
+def test_other_changes_are_listed():
     messages = check_config(SAVED, {**SAVED, "lr": 2e-3, "train_batch_size": 16})
-    assert messages == [
-        "changed since the checkpoint: lr: 0.001 in the checkpoint, now 0.002",
-        "changed since the checkpoint: train_batch_size: 8 in the checkpoint, now 16",
-    ]
+    assert len(messages) == 2
+    assert re.search(r"\blr: 0\.001 .*now 0\.002$", messages[0])
+    assert re.search(r"\btrain_batch_size: 8 .*now 16$", messages[1])
 
 
 def test_finetuning_takes_new_data_and_optimizer_but_not_another_architecture():

@@ -84,7 +84,7 @@ def test_resume_at_the_same_layout_is_bit_exact(tmp_path: Path, keys: dict[str, 
     assert resumed == [curve[BEFORE:] for curve in straight]
 
 
-def test_bfloat16_goes_on_in_fp32_without_expert_parallelism(tmp_path: Path) -> None:
+def test_bfloat16_resumes_in_fp32_without_expert_parallelism(tmp_path: Path) -> None:
     """The fp32 masters of all experts are in the checkpoint, whoever had them."""
     keys = MODELS["neox"]
     half = {**keys, "precision": "bfloat16"}

@@ -1,5 +1,7 @@
 """`init_from`: where a run starts, with which message, and what is refused without opening a tensor."""
 
+import re
+
 import pytest
 
 from megatron.checkpoint.compare import check_config
@@ -27,7 +29,7 @@ def test_the_latest_is_taken_or_the_one_asked_for(base):
     assert start_from(base, iteration=2).checkpoint.path == base / "global_step2"
     with pytest.raises(UserError, match=r"init_from: .*iteration 3 in .*: complete steps: \[2, 4\]"):
         start_from(base, iteration=3)
-    with pytest.raises(UserError, match="init_from: .*nothing: there is no folder"):
+    with pytest.raises(UserError, match="init_from: .*nothing: .*no folder"):
         start_from(base / "nothing")
 
 
@@ -44,7 +46,7 @@ def test_each_key_decides_one_thing(base, data, optimizer, step):
     assert ("data new, from sample 0" in start.message) != start.load_data
     assert ("optimizer kept" in start.message) == start.load_optim and "weights loaded" in start.message
     assert ("steps count from 0" in start.message) == (step == "restart")
-    assert f"schedule of this config, at its step {start.step} " in start.message
+    assert re.search(rf"schedule .*step {start.step}\b", start.message)
     assert "\n" not in start.message
 
 
@@ -56,9 +58,9 @@ def test_a_run_that_has_saved_is_resumed(base, tmp_path):
     assert f"init_from: {base})" in start.message and "note" not in start.message
     assert "note" not in start_from(f"{base}/", save).message
     other = start_from("elsewhere", save).message
-    assert f"note: this run started from {base}; to start from elsewhere" in other
+    assert re.search(rf"note: .* from {re.escape(str(base))}; .*elsewhere, .*`save`", other)
     put(save, 7)
-    assert "note: this run started without init_from" in start_from(base, save).message
+    assert re.search(rf"note: .*without init_from; .*{re.escape(str(base))}, .*`save`", start_from(base, save).message)
 
 
 def test_the_two_runs_have_two_folders(tmp_path):
@@ -77,11 +79,11 @@ def test_what_a_checkpoint_cannot_give(tmp_path):
             InitFrom("p", **init), manifest, train_iters=train_iters, use_checkpoint_lr_scheduler=checkpoint_schedule
         )
 
-    with pytest.raises(UserError, match=r"without optimizer state; set init_from\.optimizer=reset"):
+    with pytest.raises(UserError, match=r"step 4 in p .*init_from\.optimizer=reset"):
         check()
     check(optimizer="reset")
     for length in (3, 4):
-        with pytest.raises(UserError, match=f"train_iters: {length} is not beyond step 4.*init_from.step=restart"):
+        with pytest.raises(UserError, match=rf"train_iters: {length} .*step 4\b.*init_from\.step=restart"):
             check(length, optimizer="reset")
         check(length, optimizer="reset", step="restart")
     check(0, optimizer="reset")  # evaluates
@@ -97,7 +99,7 @@ def test_only_what_is_taken_must_agree():
     now = {**SAVED, "seed": 2, "optimizer_type": "sgd", "init_from": {"path": "p"}}
     said = check_config(SAVED, now, load_optim=False, load_data=False)
     assert len(said) == 2 and not any("init_from" in line for line in said)
-    with pytest.raises(UserError, match=r"data order: seed(.|\n)*start a new run with init_from\.data=restart \("):
+    with pytest.raises(UserError, match=r"data order: seed(.|\n)*init_from\.data=restart \("):
         check_config(SAVED, now, load_optim=False)
     with pytest.raises(UserError, match=r"init_from\.data=restart and init_from\.optimizer=reset"):
         check_config(SAVED, now)

@@ -22,7 +22,7 @@ def write_lock(root, **content):
     (root / LOCK).write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "token": "x", **content}))
 
 
-def test_a_second_job_is_refused_and_told_who_writes(tmp_path):
+def test_a_second_job_is_refused_and_the_writer_is_named(tmp_path):
     with SaveLock(tmp_path / "save"):
         with pytest.raises(UserError, match=f"process {os.getpid()} on {socket.gethostname()}"):
             SaveLock(tmp_path / "save").acquire()

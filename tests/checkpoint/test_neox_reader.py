@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def test_mamba(tmp_path, form, tied):
 def test_mamba_of_several_tensor_parallel_ranks_is_no_other_layouts_model(tmp_path):
     model, _, tensors = model_of(MAMBA, "mamba")
     folder = write_neox(tmp_path / "global_step9", tensors, MAMBA, tp=2)
-    with pytest.raises(UserError, match="layer 2 is a Mamba .* model_parallel_size 2 .* its own channels only"):
+    with pytest.raises(UserError, match="global_step9: layer 2 .*Mamba .* model_parallel_size 2 "):
         NeoXReader(open_checkpoint(folder), model, VOCAB)
 
 
@@ -153,7 +154,7 @@ def test_a_depth_that_no_argument_tells_is_refused(tmp_path):
     """A converter's file has no arguments: the layers themselves show that the model is deeper."""
     _, _, tensors = model_of({**PARALLEL, "num_layers": 3})
     folder = write_neox(tmp_path / "global_step9", tensors, {**PARALLEL, "num_layers": 3}, form="nested")
-    with pytest.raises(UserError, match="does not fit this model|holds layers"):
+    with pytest.raises(UserError, match=r"global_step9 .*layers.*num_layers"):
         NeoXReader(open_checkpoint(folder), resolved(**PARALLEL).model, VOCAB)
 
 
@@ -161,9 +162,7 @@ def test_a_depth_that_no_argument_tells_is_refused(tmp_path):
 def test_another_tokenizer_is_refused(tmp_path, vocab):
     model, _, tensors = model_of(PARALLEL)
     folder = write_neox(tmp_path / "global_step9", tensors, PARALLEL, tp=2)
-    with pytest.raises(
-        UserError, match=rf"trained with 65 to 80 tokens, the tokenizer has {vocab}; set tokenizer_type"
-    ):
+    with pytest.raises(UserError, match=rf"global_step9 .*\b65 to 80 tokens, .*\b{vocab}; .*tokenizer_type"):
         NeoXReader(open_checkpoint(folder), model, vocab)
 
 
@@ -212,7 +211,7 @@ def test_they_are_found_by_those_who_take_weights(base):
     assert list_checkpoints(base, neox=True).latest == 9
     listing = list_checkpoints(base)
     assert listing.latest is None and listing.incomplete == {"global_step9": "written by GPT-NeoX"}
-    with pytest.raises(UserError, match="no complete checkpoint of iteration 8"):
+    with pytest.raises(UserError, match=rf"iteration 8 in {re.escape(str(base))}: .*steps: \[9\]"):
         find_checkpoint(base, 8)
 
 
@@ -226,7 +225,7 @@ def test_training_starts_from_their_weights_alone(base, tmp_path):
     start = decide(tmp_path / "save", base, finetune=True)
     assert (start.kind, start.step, start.checkpoint.path) == ("finetune", 0, base / "global_step9")
     assert "written by GPT-NeoX" in start.message and "optimizer is new" in start.message
-    with pytest.raises(UserError, match=r"load: .*global_step9 .*set finetune: true.*init_from: .*optimizer: reset"):
+    with pytest.raises(UserError, match=r"load: .*global_step9 .*finetune: true.*init_from: .*optimizer: reset"):
         decide(tmp_path / "save", base)
     with pytest.raises(UserError, match="init_from.optimizer=reset and init_from.data=restart"):
         decide(None, None, init_from={"path": str(base)})
@@ -237,7 +236,7 @@ def test_training_starts_from_their_weights_alone(base, tmp_path):
 @pytest.mark.parametrize("load", [None, "same", "other"])
 def test_no_run_begins_among_them(base, load, tmp_path):
     where = {None: None, "same": base, "other": tmp_path / "other"}[load]
-    with pytest.raises(UserError, match=r"save: .* holds checkpoints of GPT-NeoX.*another one in `save`"):
+    with pytest.raises(UserError, match=rf"save: {re.escape(str(base))} .*GPT-NeoX.*finetune: true.*`load`.*`save`"):
         decide(base, where)
 
 

@@ -45,7 +45,7 @@ class Evil:
 def test_nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"a": Evil()}, "state.pt")
-    with pytest.raises(UserError, match=r"state.pt cannot be read: .*mkdir is no plain value"):
+    with pytest.raises(UserError, match=r"state\.pt .*\bmkdir\b"):
         read_plain("state.pt")
     assert not Path("evil").exists()
 

@@ -244,7 +244,7 @@ def test_disk_full_at_every_file(tmp_path, monkeypatch, k):
     later = engine(steps=2)
     with monkeypatch.context() as patch:
         Failing(patch, k)
-        with pytest.raises(SaveError, match=r"No space left.*needs \d+ bytes; \d+ bytes are free.*\[1\]") as raised:
+        with pytest.raises(SaveError, match=r"step 2 .*No space left.* \d+ bytes.* \d+ bytes.*\[1\]") as raised:
             save(tmp_path, later, 2, config_files={"a.yml": "x: 1"})
     assert raised.value.exit_code != 0
     listing = list_checkpoints(tmp_path)
@@ -278,7 +278,7 @@ def test_failure_while_publishing(tmp_path, monkeypatch, broken):
 def test_too_little_space_is_known_before_writing(tmp_path, monkeypatch):
     save(tmp_path, engine(), 1)
     monkeypatch.setattr("megatron.checkpoint.attempt.free_bytes", lambda root: 1000)
-    with pytest.raises(SaveError, match=r"not enough space: \d{4,} bytes needed, 1000 free"):
+    with pytest.raises(SaveError, match=r"space: \d{4,} bytes .*\b1000 free"):
         save(tmp_path, engine(), 2)
     assert sorted(os.listdir(tmp_path)) == ["global_step1", "latest"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_inside_a_slurm_job_the_allocation_is_used(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_placed_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="num_nodes=2 needs to know the hosts"):
+    with pytest.raises(UserError, match="num_nodes=2 .*hostfile=.*launcher=slurm"):
         placed(tmp_path, "num_nodes=2")
     with pytest.raises(UserError, match="global_num_gpus=5"):
         placed(tmp_path, hosts(tmp_path, "a slots=4\nb slots=4\n"), "global_num_gpus=5")
@@ -181,7 +182,7 @@ def test_pdsh_reaches_every_rank_with_config_and_variables_by_value(tmp_path: Pa
 
 def test_pdsh_ends_with_the_code_of_the_failing_rank(tmp_path: Path) -> None:
     rc, _, text = start(tmp_path, NCCL_FAIL="2")
-    assert rc == 4 and "rank 2 of 3 failed: exit code 4" in text
+    assert rc == 4 and re.search(r"rank 2 of 3 .*code 4\b", text)
 
 
 @pytest.mark.parametrize(("launcher", "caps"), [("openmpi", ()), ("slurm", ("num_gpus=1",))])

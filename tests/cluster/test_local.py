@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -90,7 +91,7 @@ def test_a_failing_rank_ends_the_job_within_seconds_its_traceback_last(tmp_path:
     rc, _, err = job.finish()
     assert rc == 1
     assert job.seconds < 10
-    assert "rank 1 of 3 failed: exit code 1" in err
+    assert re.search(r"rank 1 of 3 .*code 1\b", err)
     assert err.rstrip().endswith("ValueError: boom in rank 1")
     assert "Traceback (most recent call last)" in err.split("rank 1 of 3 failed")[1]
 
@@ -119,16 +120,16 @@ def test_the_considered_verdict_is_blamed_not_the_peer_that_lost_its_connection_
     code += "raise OSError('peer closed')"
     rc, _, err = run(tmp_path, code)
     assert rc == 4
-    assert "rank 1 of 2 failed: exit code 4" in err and err.rstrip().endswith("loss is nan")
+    assert re.search(r"rank 1 of 2 .*code 4\b", err) and err.rstrip().endswith("loss is nan")
 
 
 def test_a_crash_is_blamed_before_a_rank_that_reports_a_lost_peer(tmp_path: Path) -> None:
     code = "if rank == 1:\n  sys.exit(5)\ntime.sleep(0.2); os.kill(os.getpid(), 9)"
     rc, _, err = run(tmp_path, code)
-    assert rc == 5 and "rank 0 of 2 failed: killed by SIGKILL" in err
+    assert rc == 5 and re.search(r"rank 0 of 2 .*SIGKILL", err)
 
 
-def test_what_rank_0_said_last_is_not_said_twice(tmp_path: Path) -> None:
+def test_the_last_output_of_rank_0_is_not_repeated(tmp_path: Path) -> None:
     rc, _, err = run(tmp_path, "if rank == 0:\n  print('error: a.yml:3: bad key', file=sys.stderr); sys.exit(2)")
     assert rc == 2 and err.count("error: a.yml:3: bad key") == 1
 

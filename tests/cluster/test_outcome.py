@@ -53,10 +53,11 @@ def test_a_stopped_run_is_waited_for_until_it_says_how_it_ended(tmp_path: Path) 
 
 def test_what_only_the_launcher_knows_goes_into_the_status(tmp_path: Path) -> None:
     since = write(tmp_path, state="failed", step=3, reason="connection closed by peer", exit_code=1)
-    record_end(tmp_path, since, JobEnd(5, "rank 2 of 4 failed: killed by SIGKILL"))
+    end = JobEnd(5, "rank 2 of 4 failed: killed by SIGKILL")
+    record_end(tmp_path, since, end)
     status = StatusFile(tmp_path).read(since)
     assert status is not None and (status["exit_code"], status["step"]) == (5, 3)
-    assert status["reason"] == "rank 2 of 4 failed: killed by SIGKILL"
+    assert status["reason"] == end.reason
     since = write(tmp_path, state="failed", step=3, reason="NumericsError: nan", exit_code=4)
     record_end(tmp_path, since, JobEnd(4, "rank 0 of 4 failed: exit code 4"))
     record_end(tmp_path, since, JobEnd(0))

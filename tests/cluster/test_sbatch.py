@@ -62,7 +62,7 @@ def test_the_job_starts_one_rank_per_task_and_keeps_the_code(submit: Submit) -> 
     assert done.returncode == 3, done.stderr  # saved and stopped: start again
 
 
-def test_what_is_missing_is_said(submit: Submit, tmp_path: Path) -> None:
+def test_what_is_missing_is_reported(submit: Submit, tmp_path: Path) -> None:
     assert submit().returncode == 2
     done = submit("run.yml", DEEPY_PROFILE="elsewhere")
     assert done.returncode == 2 and "here.sh" in done.stderr

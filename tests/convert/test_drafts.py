@@ -37,7 +37,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path, monkeypatch):
         (lambda: export_raw(tmp_path / "ckpt", tmp_path / "out"), "--output_dir"),
         (lambda: import_model(str(tmp_path / "hf"), tmp_path / "out"), "--output-dir"),
     ):
-        with pytest.raises(UserError, match=f"{flag}: cannot write .*out: No space left on device. Nothing was publ"):
+        with pytest.raises(UserError, match=f"{flag}: .*/out: No space left on device"):
             convert()
         assert sorted(os.listdir(tmp_path)) == ["ckpt", "hf"]
 

@@ -1,6 +1,7 @@
 """The command lines, and the tokenizer next to the exported model."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -145,4 +146,4 @@ def test_difference_of_two_checkpoints(tmp_path):
     other = CheckpointReader(open_checkpoint(write_checkpoint(tmp_path / "other", args, changed, tp=2)))
     lines = list(difference(one, other))
     assert any(line.startswith("2.attention.dense.weight") and "0.25" in line for line in lines)
-    assert lines[-1] == f"{len(tensors) - 1} parameters are equal, 1 differ, 0 are in one alone"
+    assert re.fullmatch(rf"{len(tensors) - 1} .*equal, 1 differ, 0 .*alone", lines[-1])

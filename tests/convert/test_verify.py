@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import code
 import os
+import re
 import weakref
 
 import pytest
@@ -90,7 +91,7 @@ def test_ours_of_two_steps(tmp_path, models, call):  # noqa: F811
     code_, _, error = call(VERIFY, tmp_path / "neox", tmp_path / "ours", "--config_file", tmp_path / "run.yml")
     assert code_ == 0, error
     code_, _, error = call(VERIFY, tmp_path / "ours", tmp_path / "hf", "--iteration", 5)
-    assert code_ == 2 and "no complete checkpoint of iteration 5" in error and "[7]" in error
+    assert code_ == 2 and re.search(r"iteration 5 in .*\[7\]", error)
 
 
 @pytest.mark.parametrize(("one", "other"), [("ours", "hf"), ("hf", "neox"), ("neox", "ours"), ("hf", "hf")])
@@ -118,7 +119,7 @@ def test_what_differs_is_measured(tmp_path, models, call):  # noqa: F811
     norm = float(theirs["gpt_neox.layers.0.mlp.dense_h_to_4h.weight"].norm())
     assert len(lines) == 1 and lines[0].startswith(name) and "largest difference 0.25" in lines[0]
     assert float(lines[0].rsplit(" ", 1)[1]) == pytest.approx(0.25 / norm, rel=0.05)
-    assert out.splitlines()[-1] == f"{len(ours) - 1} parameters are equal, 1 differ, 0 are in one alone"
+    assert re.fullmatch(rf"{len(ours) - 1} .*equal, 1 differ, 0 .*alone", out.splitlines()[-1])
     code_, out, _ = call(INSPECT, "-c", f"{tmp_path}/changed,{tmp_path}/hf")
     assert out.count(" equal\n") == len(ours) - 1
     code_, out, _ = call(INSPECT, tmp_path / "hf16", "-d", tmp_path / "ours")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -164,7 +165,7 @@ def test_failure_shows_rank_traceback_and_locals() -> None:
     with pytest.raises(RankFailure) as failure:
         run_distributed(raise_on_rank_1, 2, "ab")
     text = str(failure.value)
-    assert "raise_on_rank_1, world_size=2): rank 1 raised ValueError: bad value abab" in text
+    assert re.search(r"raise_on_rank_1, world_size=2\).*rank 1 .*ValueError: bad value abab", text)
     assert "in raise_on_rank_1" in text and "culprit = 'abab'" in text and "rank 0" in text
     assert isinstance(failure.value.exceptions[1], ValueError)
     assert time.monotonic() - start < 50  # the waiting rank is not left until the timeout
@@ -204,7 +205,7 @@ def test_hang_is_killed_and_shows_the_stack() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         run_distributed(hang_on_rank_0, 2, timeout=2)
-    assert "rank 0 was still running after 2 s" in str(failure.value)
+    assert re.search(r"rank 0 .*\b2 s\b", str(failure.value))
     assert "named_for_the_stack" in str(failure.value) and "rank 1 had finished" in str(failure.value)
     assert time.monotonic() - start < 40
 
@@ -225,7 +226,7 @@ def test_dead_rank_is_named(how: str, expected: str) -> None:
         assert "in crash" in str(failure.value)
 
 
-def test_the_server_goes_on_after_failures() -> None:
+def test_the_server_continues_after_failures() -> None:
     run_distributed(identity, 1, 0)
     server = _SERVER._process
     with pytest.raises(RankFailure):
@@ -246,7 +247,7 @@ def test_backend_none_leaves_the_process_group_to_the_function() -> None:
 
 
 def test_a_function_that_cannot_be_sent_is_refused() -> None:
-    with pytest.raises(TypeError, match="top level of an importable module"):
+    with pytest.raises(TypeError, match="importable.*lambda"):
         run_distributed(lambda rank, world_size: None, 1)
 
 

@@ -51,7 +51,7 @@ def test_a_full_disk_ends_every_rank_and_leaves_the_previous_checkpoint(tmp_path
     assert list_checkpoints(tmp_path / "ckpt").latest == 4
 
 
-def test_a_job_killed_while_saving_goes_on_from_the_previous_checkpoint(tmp_path: Path) -> None:
+def test_a_job_killed_while_saving_resumes_from_the_previous_checkpoint(tmp_path: Path) -> None:
     """kill -9 of a rank between two files of its checkpoint: the job ends, the half-written folder does not count."""
     make_folder(tmp_path)
     (tmp_path / "train.py").write_text(

@@ -167,17 +167,17 @@ def test_a_folder_that_another_job_writes(tmp_path: Path, extra: tuple[str, ...]
         before = files(tmp_path)
         done = deepy(tmp_path, "save=ckpt", *extra)
         assert done.returncode == 2, done.stderr
-        assert f"ckpt is being written by another job: process {os.getpid()} on" in done.stderr
+        assert re.search(rf"ckpt .*process {os.getpid()} on .*`save`", done.stderr)
         assert "Traceback" not in done.stderr and not done.stdout
         assert files(tmp_path) == before
 
 
-def test_a_warning_is_said_once_by_the_dry_run(
+def test_the_dry_run_prints_a_warning_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     make_folder(tmp_path)
     code, _, err = deepy_here(monkeypatch, capfd, tmp_path, "eval_iters=2", "split=999,1", "--dry-run")
-    assert code == 0 and err.count("so there is no valid loss") == 1
+    assert code == 0 and err.count("no valid loss") == 1
 
 
 @pytest.mark.parametrize("given", ["precision=fp16", "attention_backend=flex"])
@@ -190,7 +190,7 @@ def test_what_a_cpu_cannot_do_is_refused_before_a_rank_starts(
     assert (code, out) == (2, "") and f"error: {given.replace('=', ': ')} " in err
     assert "rank 0" not in err
     code, out, _ = deepy_here(monkeypatch, capfd, tmp_path, given, "--dry-run")
-    assert code == 0 and f"not on this machine, which has no GPU\n  {given.replace('=', ': ')} " in out
+    assert code == 0 and f"no GPU\n  {given.replace('=', ': ')} " in out
     assert files(tmp_path) == before
 
 

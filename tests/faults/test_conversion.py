@@ -60,7 +60,7 @@ def test_the_copy_is_complete_and_computes_the_same(tmp_path: Path, architecture
 
 def test_more_ranks_than_key_value_heads_are_refused(tmp_path: Path) -> None:
     """1: 2 key/value heads over 4 ranks. A sentence, and no file."""
-    with pytest.raises(UserError, match="num_kv_heads 2 cannot be split over 4 tensor-parallel ranks"):
+    with pytest.raises(UserError, match="num_kv_heads 2 .*4 tensor-parallel"):
         derived(tmp_path, num_kv_heads=2, model_parallel_size=4, facts=Facts(num_devices=4))
     args = resolved(**LLAMA, num_kv_heads=2)
     tensors = full_tensors(args, "llama", hugging_face(args, "llama")[1])

@@ -130,9 +130,9 @@ def test_training_on_a_cpu_with_tensor_and_pipeline_parallel_needs_no_compiler(t
     assert done.returncode == 0, done.stderr
     assert "no GPU: distributed_backend nccl becomes gloo" in done.stderr
     assert "iteration       20/      20" in done.stdout
-    assert "tokenizer CharLevelTokenizer: 512 tokens, end of document 0\n" in done.stderr  # 75
-    assert "8 inputs and as many targets, the same shifted by one" in done.stderr  # 86
-    assert "attention crosses documents (intra_document_masking: true stops it)\n" in done.stderr  # 3
+    assert re.search(r"CharLevelTokenizer: 512 tokens, .*\b0\n", done.stderr)  # 75
+    # 86 and 3
+    assert re.search(r"\b8 inputs .*targets.* shifted by one .*crosses .*intra_document_masking: true", done.stderr)
     # 56: documents, tokens, weight, samples, epochs
     assert re.search(r"^train +x +20 +800 +1 +20 +0\.2  data/x$", done.stderr, re.MULTILINE)
     assert not (tmp_path / "compiled").exists(), (tmp_path / "compiled").read_text()

@@ -68,16 +68,16 @@ def test_another_vocabulary_is_refused_with_the_tokenizer_it_was_trained_with(fo
             return VOCAB - 1
 
     args = inference_args(GPT_NEOX, Layout(), VOCAB - 1)
-    with pytest.raises(UserError, match=r"trained with 67 tokens, letters has 66; .*CharLevelTokenizer"):
+    with pytest.raises(UserError, match=r"\b67 tokens, letters .*\b66; .*CharLevelTokenizer"):
         build_stage(args, ParallelState.single(), Smaller(), open_checkpoint(folder))
 
 
-def test_another_tokenizer_of_the_same_size_is_said(folder: Path, caplog: pytest.LogCaptureFixture):
+def test_another_tokenizer_of_the_same_size_is_reported(folder: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         build_stage(inference_args(GPT_NEOX, Layout()), ParallelState.single(), Letters(), open_checkpoint(folder))
-    assert "the checkpoint was trained with tokenizer_type: CharLevelTokenizer" in caplog.text
+    assert "trained with tokenizer_type: CharLevelTokenizer" in caplog.text
 
 
 def test_another_architecture_is_refused_by_its_keys(folder: Path):
-    with pytest.raises(UserError, match=r"norm: 'layernorm' in the checkpoint, now 'rmsnorm'"):
+    with pytest.raises(UserError, match=r"norm: 'layernorm' .*now 'rmsnorm'"):
         build_stage(inference_args(GPT_LLAMA, Layout()), ParallelState.single(), Letters(), open_checkpoint(folder))

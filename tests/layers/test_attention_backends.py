@@ -239,7 +239,7 @@ def test_capped_scores_go_where_they_can_be_capped(monkeypatch: pytest.MonkeyPat
     dropped = choose_backend(Task(GPU, softcap=True, dropout=True))
     assert dropped.name == "manual" and "FlexAttention" not in str(dropped)
     for name in ("torch", "varlen", "cudnn"):
-        with pytest.raises(UserError, match=r"cannot cap scores \(attn_logit_softcapping\); auto takes one that can"):
+        with pytest.raises(UserError, match=rf"attention_backend: {name} .*attn_logit_softcapping\); auto "):
             choose_backend(Task(GPU, softcap=True), name)
     monkeypatch.setattr("megatron.layers.attention_backends.CAPPED", {"cpu": ("foreign", "manual")})
     monkeypatch.setitem(ATTENTION_BACKENDS._entries, "foreign", lambda: Backend(lambda q, k, v, call: q))

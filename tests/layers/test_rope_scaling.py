@@ -126,6 +126,6 @@ def test_the_base_need_not_be_whole(tmp_path: Path) -> None:
 
 
 def test_only_rotary_positions_are_scaled(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="pos_emb is learned; it needs rotary"):
+    with pytest.raises(UserError, match="rope_scaling: pos_emb is learned; .*rotary"):
         derived(tmp_path, pos_emb="learned", rope_scaling=LINEAR)
     assert derived(tmp_path, pos_emb="rotary", rope_scaling=LINEAR).model.rope_scaling == LINEAR

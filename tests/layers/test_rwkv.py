@@ -110,7 +110,7 @@ def test_nothing_overflows(key: float) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("pieces", [[37], [1] * 37, [20, 1, 16], [16, 21]], ids=str)
-def test_a_state_goes_on_where_it_was(pieces: list[int]) -> None:
+def test_a_state_continues_where_it_was(pieces: list[int]) -> None:
     k, v, w, u = inputs()
     state, parts, done = None, [], 0
     for count in pieces:

@@ -56,7 +56,7 @@ def test_values_and_gradients_are_those_of_the_recurrence(chunk: int, packed: bo
 
 @torch.no_grad()
 @pytest.mark.parametrize("pieces", [[37], [1] * 37, [20, 1, 16], [16, 21]], ids=str)
-def test_a_state_goes_on_where_it_was(pieces: list[int]) -> None:
+def test_a_state_continues_where_it_was(pieces: list[int]) -> None:
     r, k, v, w, u = inputs()
     state, parts, done = None, [], 0
     for count in pieces:

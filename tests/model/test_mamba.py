@@ -58,7 +58,7 @@ def test_no_vector_of_the_state_decays_and_matrices_do() -> None:
     assert matrices == {"in_proj.weight", "x_proj.weight", "dt_proj.weight", "out_proj.weight"}
 
 
-def test_stages_count_blocks_of_every_kind_unless_told_otherwise() -> None:
+def test_stages_count_blocks_of_every_kind_unless_configured_otherwise() -> None:
     names = [row.name for row in layer_rows(tiny(**MAMBA_HYBRID))]
     assert names == [
         "Embedding", "MambaBlock", "TransformerBlock", "MambaBlock", "TransformerBlock", "FinalNorm", "Head"

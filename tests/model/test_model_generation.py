@@ -137,7 +137,7 @@ def test_a_prompt_that_is_too_long_says_so_and_the_others_are_completed(run: Pat
     assert fine["text"] and (fine["message"] is None or "positions" in fine["message"])
 
 
-def test_nothing_is_written_beside_the_records(run: Path):
+def test_nothing_is_written_next_to_the_records(run: Path):
     before = set(os.listdir(run / "checkpoints"))
     (run / "made").mkdir()
     generate_py(0, 1, run, (f"sample_output_file={run}/made/deep/out.jsonl", "num_samples=1", "maximum_tokens=2"))

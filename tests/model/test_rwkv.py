@@ -63,7 +63,7 @@ def test_the_embeddings_are_normalised_in_the_first_block_alone() -> None:
         assert names == (["2.pre_layernorm.weight", "2.pre_layernorm.bias"] if first else [])
 
 
-def test_stages_count_blocks_of_every_kind_unless_told_otherwise() -> None:
+def test_stages_count_blocks_of_every_kind_unless_configured_otherwise() -> None:
     names = [row.name for row in layer_rows(tiny(**RWKV_HYBRID))]
     assert names == [
         "Embedding", "RwkvBlock", "TransformerBlock", "RwkvBlock", "TransformerBlock", "FinalNorm", "Head"

@@ -110,7 +110,7 @@ def odd_tokens(rank: int, world_size: int) -> None:
 
 
 def test_tokens_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(RankFailure, match="splits the 7 tokens of a micro-batch over model_parallel_size=2") as failure:
+    with pytest.raises(RankFailure, match=r"sequence_parallel .*\b7 tokens .*model_parallel_size=2,") as failure:
         run_distributed(odd_tokens, 2)
     assert isinstance(failure.value.exceptions[0], UserError)
 

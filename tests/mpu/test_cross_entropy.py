@@ -315,7 +315,7 @@ def test_gradients_are_scaled_in_place_only_once() -> None:
     hidden, weight, targets, grad = case()
     total, _ = weighted_linear_cross_entropy(hidden.requires_grad_(), weight, targets, grad, PLAIN)
     (2 * total).backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="inplace operation"):
         total.backward()
 
 

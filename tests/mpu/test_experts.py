@@ -177,9 +177,9 @@ def test_one_rank_exchanges_nothing() -> None:
 
 
 def test_layouts_that_cannot_be() -> None:
-    with pytest.raises(UserError, match=r"expert_parallel_size: 3 does not divide the 4 data-parallel ranks"):
+    with pytest.raises(UserError, match=r"expert_parallel_size: 3 .*\b4 data-parallel"):
         state_of(0, 4, 1, 3)
-    with pytest.raises(UserError, match=r"6 experts cannot be split over model_parallel_size=1 x expert_parallel_size"):
+    with pytest.raises(UserError, match=r"\b6 experts .*model_parallel_size=1 x expert_parallel_size=4"):
         sharding.parameter(spec(shape=(6, 2)), state_of(0, 4, 1, 4))
     with pytest.raises(ValueError, match="along dimension 0"):
         spec(split_dim=1)

@@ -180,7 +180,7 @@ def test_linear_is_a_seam() -> None:
     x, w, bias = torch.randn(3, 4), torch.randn(2, 4), torch.randn(2)
     assert torch.equal(linear(x, w, bias), F.linear(x, w, bias))
     assert torch.equal(linear(x, w, bias, lambda x, w, b: F.linear(x, 2 * w, b)), F.linear(x, 2 * w, bias))
-    with pytest.raises(UserError, match="linear recipe: 'fp7' is not known"):
+    with pytest.raises(UserError, match="linear recipe: 'fp7'"):
         linear(x, w, recipe="fp7")
     assert "fp7" not in LINEAR_RECIPES
 

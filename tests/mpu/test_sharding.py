@@ -266,7 +266,7 @@ def test_wrong_declarations_are_refused() -> None:
         ParamSpec(shape=(8,), init=normal, padded=16)
     with pytest.raises(ValueError, match="kind 'tensor'"):
         ParamSpec(shape=(8,), init=normal, kind="tensor")
-    with pytest.raises(UserError, match="3 along dimension 0 cannot be split over model_parallel_size=2"):
+    with pytest.raises(UserError, match=r"shape \[7, 2\]: 3 along dimension 0 .*model_parallel_size=2\b"):
         ParamSpec(shape=(7, 2), init=normal, split_dim=0, blocks=(4, 3)).local_shape(2)
     with pytest.raises(UserError, match=r"expected the shape \[8\], got \[9\]"):
         shard(torch.zeros(9), ParamSpec(shape=(8,), init=normal), 0, 1)
@@ -278,12 +278,12 @@ def test_modules_with_foreign_or_doubled_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match="not made by mpu.sharding.parameter"):
         sharding.bind(nn.Linear(2, 2), 0)
     state = alone(0, 1)
-    with pytest.raises(ValueError, match="2.row.weight is also 3.row.weight, but is not declared tied"):
+    with pytest.raises(ValueError, match=r"2\.row\.weight .*3\.row\.weight, .*tied"):
         sharding.bind(nn.ModuleDict({"row": build(state, index=2).row}), 3)
     with pytest.raises(ValueError, match="no canonical name yet"):
         initial_weights.initialize(Layers(state), 1, state)
     twice = nn.ModuleList([tied_copy(state, 0), tied_copy(state, 9)])
-    with pytest.raises(ValueError, match="two parameters of this module are called 0.word_embeddings.weight"):
+    with pytest.raises(ValueError, match=r"two .* 0\.word_embeddings\.weight$"):
         list(sharding.named_parameters(twice))
 
 

@@ -66,7 +66,7 @@ def test_wrong_layouts_and_ranks_are_refused() -> None:
         Topology({"model": 2}).coord(2)
     with pytest.raises(ValueError, match="no axis 'modle'.*'model'"):
         Topology({"model": 2}).rank(modle=1)
-    with pytest.raises(ValueError, match="no coordinate for axis model"):
+    with pytest.raises(ValueError, match="axis model of "):
         Topology({"model": 2}).rank()
     with pytest.raises(ValueError, match="model=-1"):
         Topology({"model": 2}).rank(model=-1)

@@ -54,7 +54,7 @@ def test_feed_forward_width(changes: dict, width: int, tmp_path: Path) -> None:
     assert derived(tmp_path, **changes).model.ffn_width == width
 
 
-def test_the_two_meanings_are_said_when_it_matters(tmp_path: Path) -> None:
+def test_the_two_meanings_are_reported_when_it_matters(tmp_path: Path) -> None:
     (note,) = derived(tmp_path, activation="swiglu", intermediate_size=32768, mlp_multiple_of=256).notes
     assert "32768" in note and "11008" in note and "taken: 32768" in note
     for quiet in (
@@ -152,6 +152,6 @@ def test_mup_multiplier(tmp_path: Path) -> None:
 
 def test_names_of_registries_are_checked_in_phase_two(tmp_path: Path) -> None:
     args = derived(tmp_path, norm="rmsnorm")
-    with pytest.raises(UserError, match=r"a\.yml:\d+: norm: 'rmsnorm' is not known\. Did you mean 'rmsnorm_1p'\?"):
+    with pytest.raises(UserError, match=r"a\.yml:\d+: norm: 'rmsnorm' .*'rmsnorm_1p'"):
         derive(args, Facts(registries={"norm": ["layernorm", "rmsnorm_1p"]}))
     derive(args, Facts(registries={"norm": ["rmsnorm"], "attention_backend": ["torch"]}))  # "auto" names none

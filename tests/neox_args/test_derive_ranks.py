@@ -41,7 +41,7 @@ def test_ranks_that_do_not_divide(tmp_path: Path) -> None:
 
 
 def test_negative_stages(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"a\.yml:\d+: pipe_parallel_size: must be 0 or more, is -1"):
+    with pytest.raises(UserError, match=r"a\.yml:\d+: pipe_parallel_size: .*\b0 .*is -1$"):
         derived(tmp_path, pipe_parallel_size=-1)
 
 
@@ -111,13 +111,11 @@ def test_describe_does_the_arithmetic(tmp_path: Path) -> None:
 
 
 def test_more_stages_than_layers(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match="4 stages cannot share 2 layers: 2 stages would hold none; use at most 2 stages"
-    ):
+    with pytest.raises(UserError, match=r"pipe_parallel_size: 4 .*\b2 layers: .*at most 2\b"):
         derived(tmp_path, num_layers=2, pipe_parallel_size=4)
 
 
 def test_sequence_parallel_needs_divisible_samples(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="seq_length 30 is not a multiple of model_parallel_size 4; nearest 28 or 32"):
+    with pytest.raises(UserError, match="seq_length 30 .*model_parallel_size 4; .*28 or 32"):
         derived(tmp_path, sequence_parallel=True, model_parallel_size=4, seq_length=30)
     assert derived(tmp_path, sequence_parallel=True, model_parallel_size=4).parallel.sequence_parallel

@@ -57,7 +57,7 @@ def test_the_command_writes_them(tmp_path: Path) -> None:
         ({"use_bias_in_mlp": False}, "use_bias_in_mlp: false", "cosine"),
     ],
 )
-def test_only_what_matters_is_said(changes: dict, said: str, silent: str, tmp_path: Path) -> None:
+def test_only_what_matters_is_reported(changes: dict, said: str, silent: str, tmp_path: Path) -> None:
     text = "\n".join(differences_for(derived(tmp_path, facts=Facts(vocab_size=100), **changes)))
     assert said in text
     assert silent not in text

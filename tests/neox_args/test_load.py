@@ -47,7 +47,7 @@ def test_the_suffix_and_the_folder_may_be_left_out(tmp_path: Path) -> None:
 
 def test_a_missing_file_names_the_others(tmp_path: Path) -> None:
     (tmp_path / "tiny.yml").write_text("{}", encoding="utf-8")
-    with pytest.raises(UserError, match=r"tine\.yml: there is no such config file.*tiny\.yml"):
+    with pytest.raises(UserError, match=r"tine\.yml: .*no such.*tiny\.yml"):
         NeoXArgs.load(["tine"], conf_dir=str(tmp_path))
 
 
@@ -102,7 +102,7 @@ def test_unknown_key(key: str, near: str, tmp_path: Path) -> None:
 
 def test_unknown_inner_key(tmp_path: Path) -> None:
     text = "optimizer:\n  type: Adam\n  params:\n    lr: 1e-3\n    beta: [0.9, 0.95]\n"
-    with pytest.raises(UserError, match=r"a\.yml:5: unknown key 'beta' in optimizer\.params\. Did you mean 'betas'\?"):
+    with pytest.raises(UserError, match=r"a\.yml:5: .*'beta' .*optimizer\.params\b.*'betas'"):
         load_text(tmp_path, text)
 
 
@@ -182,7 +182,7 @@ def test_extends_in_a_circle(tmp_path: Path) -> None:
 
 
 def test_extends_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.yml: there is no such config file"):
+    with pytest.raises(UserError, match=r"nowhere\.yml: .*no such"):
         load_text(tmp_path, "extends: nowhere\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +65,12 @@ def test_weights_that_do_not_fit(tmp_path: Path, weights: Any, message: str) -> 
     assert "train_data_weights" in said and any(part in said for part in message.split("|")), said
 
 
-def test_a_phase_that_is_never_reached_is_said(tmp_path: Path) -> None:
+def test_a_phase_that_is_never_reached_is_reported(tmp_path: Path) -> None:
     late = {"train_data_weights": [[0, [1, 1]], [100, [1, 0]]], "train_iters": 100}
-    assert any("the phase from step 100 is never reached" in note for note in derived(tmp_path, **TWO, **late).notes)
+    assert any(
+        re.search(r"train_data_weights: .*step 100\b.*train_iters is 100\b", note)
+        for note in derived(tmp_path, **TWO, **late).notes
+    )
     assert not any("never reached" in note for note in derived(tmp_path, **TWO, **{**late, "train_iters": 101}).notes)
 
 
@@ -190,7 +194,7 @@ def test_interpolating_mixtures(tmp_path: Path) -> None:
     assert before == pytest.approx((0.4 * 0.75, 0.4 * 0.25 + 0.6 * 0.5, 0.6 * 0.5))
     assert after == pytest.approx((0.4, 0.3, 0.3))
     assert data.valid_sets == {"news": {"path": "n"}}
-    with pytest.raises(MixtureFault, match="web is .* in one mixture"):
+    with pytest.raises(MixtureFault, match="web is .*'x'.*'y'"):
         interpolate([(parse({"sources": {"web": "x"}}), 0.5), (parse({"sources": {"web": "y"}}), 0.5)])
 
 

@@ -192,7 +192,7 @@ def test_validation_sets_and_their_empty_samples(config: Callable[..., Path], tm
     valid = run.role("valid")
     assert valid.count == (6 // 3 + 1) * 2 * 4
     assert "batch 1 of validation 2" in run.view(valid, 23).title
-    with pytest.raises(UserError, match="no data called 'vaild', but train, valid"):
+    with pytest.raises(UserError, match=r"'vaild', .*train, valid, .*'valid'"):
         run.role("vaild")
 
 
@@ -227,7 +227,7 @@ def test_steps_where_checkpoints_know_of_other_batch_sizes() -> None:
     ]
     for step in range(30):
         assert {steps.step_of(sample) for sample in steps.samples(step)} == {step}
-    with pytest.raises(UserError, match="steps 0 and 10 the batch size changed"):
+    with pytest.raises(UserError, match=r"steps 0 and 10 .*\(44 samples in 10 steps\)"):
         Steps(8, ((0, 0), (10, 44))).samples(3)
 
 
@@ -254,7 +254,7 @@ def test_all_checkpoints_of_the_run_are_asked(tmp_path: Path) -> None:
 def test_what_was_before_is_of_another_run() -> None:
     steps = Steps(4, ((5, 50),))
     assert steps.samples(5) == range(50, 54) and steps.step_of(57) == 6
-    with pytest.raises(UserError, match="step 4: .* at step 5, after 50 samples"):
+    with pytest.raises(UserError, match=r"step 4: .*step 5\b.*\b50 samples"):
         steps.samples(4)
     with pytest.raises(UserError, match="sample 49: .* at step 5"):
         steps.step_of(49)
@@ -275,9 +275,9 @@ def test_what_the_run_does_not_reach(config: Callable[..., Path], tmp_path: Path
     train = run.role("train")
     assert list(train.samples_of(range(5, 6))) == [20, 21, 22, 23]
     for asked in (range(5, 7), range(6, 7)):
-        with pytest.raises(UserError, match=r"step 6: the run has steps 0\.\.5 of train"):
+        with pytest.raises(UserError, match=r"step 6: .* 0\.\.5 of train "):
             list(train.samples_of(asked))
-    with pytest.raises(UserError, match=r"sample 24: the run reads samples 0\.\.23 of train"):
+    with pytest.raises(UserError, match=r"sample 24: .* 0\.\.23 of train "):
         run.view(train, 24)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,17 +23,15 @@ MOE = (
 
 def test_experts_and_what_a_token_uses(run_config: Path) -> None:
     lines = section(dry_run(run_config, *MOE), "model")
-    assert (
-        "mixtures of experts in 5 of 6 layers: 8 experts of width 24 and a shared one of 16, 2 per token (topk, none"
-        " dropped)"
-    ) in lines
+    facts = re.compile(r".*\b5 of 6 layers: 8 experts .*\b24 .*\b16, 2 per token \(topk, none .*\)")
+    assert any(map(facts.fullmatch, lines))
     (parameters,) = (line for line in lines if line.startswith("parameters "))
     total = int(parameters.split()[1].replace(",", ""))
     (active,) = (line for line in lines if line.startswith("of which a token uses"))
     assert total - int(active.split()[5].replace(",", "")) == 5 * 6 * (2 * 24 * 32)  # 6 of 8 idle, two matrices each
 
 
-def test_capacity_is_said_and_a_dense_model_says_nothing(run_config: Path) -> None:
+def test_capacity_is_shown_and_a_dense_model_shows_none(run_config: Path) -> None:
     assert "capacity factor 1.25)" in dry_run(run_config, *MOE, "moe_capacity_factor=1.25")
     assert "experts" not in dry_run(run_config)
 

@@ -54,7 +54,7 @@ def test_ranks_stages_and_batch_of_a_3d_layout(run_config: Path) -> None:
     stage = rows(text, "stages", "stage")
     assert [row[:2] for row in stage] == [["0", "3"], ["1", "3"]]
     assert "train_batch_size 16 = micro 2 x accumulation 4 x data parallel 2" in section(text, "steps")
-    assert "256 tokens per step, 100 steps, 25.6K tokens in all" in section(text, "steps")
+    assert "256 tokens per step, 100 steps, 25.6K tokens" in "\n".join(section(text, "steps"))
 
 
 def test_callbacks_are_listed_with_their_keys(run_config: Path) -> None:
@@ -218,6 +218,6 @@ def test_the_command_is_quick_exits_0_or_2_and_imports_no_torch(run_config: Path
     assert refused.returncode == 2 and "error: " in refused.stderr and "Traceback" not in refused.stderr
 
 
-def test_what_a_packing_leaves_out_is_told(run_config: Path) -> None:
+def test_what_a_packing_leaves_out_is_reported(run_config: Path) -> None:
     run_config.write_text(run_config.read_text() + "pack_impl: best_fit\n")
     assert any("an epoch is" in line and "of them padding" in line for line in section(dry_run(run_config), "data"))

@@ -59,7 +59,7 @@ def test_the_run_builds_nothing_any_more(run_config: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_is_prepared_as_it_goes_on(run_config: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_prepared_from_where_it_resumes(run_config: Path, tmp_path: Path) -> None:
     """Longer than its data were planned for: the past is kept, what is added is built ahead."""
     options = [
         f"data_cache_path={tmp_path / 'cache'}",
@@ -99,7 +99,7 @@ def test_ranks_that_are_not_here(run_config: Path) -> None:
     assert "train_batch_size 8 on 4 ranks" in prepared(run_config, ranks=4)
 
 
-def test_an_unknown_number_of_ranks_is_said(run_config: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_number_of_ranks_is_reported(run_config: Path, caplog: pytest.LogCaptureFixture) -> None:
     prepared(run_config)
     assert "global_num_gpus" not in caplog.text  # the batch size is in the config
     run_config.write_text(run_config.read_text().replace("train_batch_size: 16\n", ""))
@@ -107,7 +107,7 @@ def test_an_unknown_number_of_ranks_is_said(run_config: Path, caplog: pytest.Log
     assert "set global_num_gpus or train_batch_size" in caplog.text
 
 
-def test_a_cache_per_node_is_said(run_config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_per_node_is_reported(run_config: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text = prepared(run_config, f"data_cache_path={tmp_path / 'cache'}", "use_shared_fs=false")
     assert f"prepares {os.uname().nodename} alone" in caplog.text
     assert f"{tmp_path}/cache.{os.uname().nodename}/" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_an_error_inside_a_plugin_is_shown_with_its_own_traceback(code, last, ho
     monkeypatch.syspath_prepend(tmp_path)
     name = "plug_bad" if how == "module" else "plug_bad.py"
     message = refused(write_config(tmp_path / "run.yml", plugins=[name]))
-    assert "run.yml:2: plugins: " in message and "failed while it was imported:" in message
+    assert re.search(f"run.yml:2: plugins: .*{name} ", message)
     assert message.splitlines()[-1] == last
     assert f'"{tmp_path}/plug_bad.py", line' in message
     assert "megatron/plugins.py" not in message and "importlib" not in message
@@ -153,7 +154,7 @@ def test_a_name_that_is_taken_names_both_places(tmp_path) -> None:
     assert set(added("norm")) == {"mine"}
     write_norm(tmp_path / "third.py", "rmsnorm")
     message = refused(write_config(tmp_path / "other.yml", plugins=["third.py"]))
-    assert "norm: 'rmsnorm' is registered twice: at " in message and "layers/norms/rmsnorm.py:" in message
+    assert re.search(r"norm: 'rmsnorm' .*layers/norms/rmsnorm\.py:\d+ .*third\.py:\d+", message)
 
 
 def test_an_entry_of_the_wrong_kind_is_refused(tmp_path) -> None:
@@ -199,17 +200,15 @@ run_cli(lambda: print(NeoXArgs.from_resolved({text!r}).model.norm))
     assert done.returncode == 2 and f"plugins: {path} " in done.stderr and "sha256" in done.stderr
     path.unlink()
     done = elsewhere()
-    assert done.returncode == 2 and f"plugins: there is no file {path} on this machine" in done.stderr
+    assert done.returncode == 2 and re.search(f"plugins: .*no file {re.escape(str(path))} ", done.stderr)
 
 
 def test_plugins_say_what_changed_since_a_checkpoint() -> None:
     then = {"/a/one.py": "1" * 64, "/a/two.py": "2" * 64, "package.three": "3" * 64}
     now = {"/b/one.py": "1" * 64, "/a/two.py": "4" * 64, "/a/four.py": "5" * 64}
-    assert plugins.source_changes(then, now) == [
-        "plugin /a/four.py is new",
-        "plugin /a/two.py has another source (sha256 222222222222, now 444444444444)",
-        "plugin package.three was loaded in the checkpoint's run, not in this one",
-    ]
+    new, changed, gone = plugins.source_changes(then, now)
+    assert "/a/four.py is new" in new and "package.three was loaded" in gone
+    assert re.search("/a/two.py .*sha256 2{12}, now 4{12}", changed)
     assert plugins.source_changes(None, None) == plugins.source_changes(then, then) == []
 
 

@@ -77,9 +77,7 @@ def test_values_that_the_names_make(tmp_path) -> None:
     assert args.model.layer_mlps == ("none", "narrow", "none", "narrow")
     assert [row.name for row in layer_rows(args.model)][1:3] == ["HalvingBlock", "TransformerBlock"]
     assert args.optimizer.optimizer_type == "SignDescent" and args.optimizer.optimizer["params"] == {"rho": 0.5}
-    with pytest.raises(
-        UserError, match=r"unknown key 'rh' in optimizer\.params\. Did you mean 'rho'\?|unknown key 'rh'"
-    ):
+    with pytest.raises(UserError, match=r"key 'rh' .*optimizer\.params\b.*'rho'"):
         loaded(tmp_path, optimizer={"type": "SignDescent", "params": {"rh": 0.5}})
     with pytest.raises(UserError, match="unknown key 'rho'"):
         loaded(tmp_path, optimizer={"type": "adam", "params": {"rho": 0.5}})
@@ -200,7 +198,7 @@ def test_the_dry_run_names_mixers_that_do_not_say_their_flops(tmp_path) -> None:
     said = example(tmp_path)
     silent = loaded(tmp_path, attention_config=["global", "Halving", "global", "Halving"], train_batch_size=4)
     assert "outside matrix products" not in "\n".join(sections.steps(said, VOCAB))
-    assert "work of Halving outside matrix products" in "\n".join(sections.steps(silent, VOCAB))
+    assert "Halving outside matrix products" in "\n".join(sections.steps(silent, VOCAB))
 
 
 def test_what_cannot_be_built_without_memory_says_what_to_do(tmp_path) -> None:
@@ -284,5 +282,5 @@ def test_two_families_may_not_read_one_model_type() -> None:
 def test_every_registry_lists_choices_and_the_nearest_name() -> None:
     table: Registry[int] = Registry("thing")
     table.register("alpha", "beta")(1)
-    with pytest.raises(UserError, match=r"^thing: 'alpa' is not known\. Did you mean 'alpha'\? Choices: alpha, beta$"):
+    with pytest.raises(UserError, match=r"^thing: 'alpa' .*'alpha'.*: alpha, beta$"):
         table["alpa"]

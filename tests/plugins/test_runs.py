@@ -86,7 +86,7 @@ def resume(folder: Path, name: str) -> str:
     return name
 
 
-def test_another_layout_goes_on_and_says_that_the_plugin_changed(trained: Path) -> None:
+def test_another_layout_resumes_and_reports_that_the_plugin_changed(trained: Path) -> None:
     straight, plugin = losses(trained / "run"), trained / "my_layers.py"
     assert list(straight) == [1, 2, 3, 4, 5, 6]
     source = plugin.read_text()
@@ -167,7 +167,7 @@ def test_the_family_goes_both_ways(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "ours/config.yml").read_text())["plugins"] == [str(plugin)]
 
     options = {"tokenizer": False}
-    with remembered(), pytest.raises(UserError, match=r"'starcodr2' is not known\. Did you mean 'starcoder2'\?"):
+    with remembered(), pytest.raises(UserError, match=r"'starcodr2' .*'starcoder2'"):
         export(tmp_path / "ours", tmp_path / "hf", architecture="starcodr2", **options)
     with remembered():
         done = export(tmp_path / "ours", tmp_path / "hf", **options)
@@ -178,7 +178,7 @@ def test_the_family_goes_both_ways(tmp_path: Path) -> None:
     # Its plugin has moved: a config that names it is enough.
     (tmp_path / "elsewhere").mkdir()
     plugin.rename(tmp_path / "elsewhere/my_family.py")
-    with pytest.raises(UserError, match=r"manifest\.json: plugins: there is no file"):
+    with pytest.raises(UserError, match=r"manifest\.json: plugins: .*no file .*my_family\.py"):
         export(tmp_path / "ours", tmp_path / "hf2", **options)
     moved = write_config(tmp_path / "elsewhere/moved.yml", plugins=["my_family.py"])
     export(tmp_path / "ours", tmp_path / "hf2", config_files=[moved], **options)
@@ -194,6 +194,6 @@ def test_code_inside_a_checkpoint_is_not_run_because_the_checkpoint_says_so(tmp_
 
     Reader.folder.mkdir(parents=True)
     (tmp_path / "ours/evil.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n")
-    with pytest.raises(UserError, match=r"evil\.py.*inside the checkpoint's folder"):
+    with pytest.raises(UserError, match=r"manifest\.json: .*evil\.py .*--config_file .*plugins: \[.*evil\.py\]"):
         read_settings(Reader(), ())
     assert not (tmp_path / "ours/ran").exists()

@@ -324,7 +324,7 @@ def balanced_run(folder: Path, layout: Layout, **more: Any) -> list[runs.Report]
     return reports
 
 
-def test_whole_runs_log_and_balance_alike_and_go_on_at_another_division(tmp_path: Path) -> None:
+def test_whole_runs_log_and_balance_alike_and_resume_at_another_division(tmp_path: Path) -> None:
     """Biases that balance are moved by the counts of all data ranks; norms in the log are of whole parameters."""
     one = balanced_run(tmp_path / "one", Layout(micro=4), expert_parallel_size=1)[0]
     assert any("expert_bias" in name for name in one.state)

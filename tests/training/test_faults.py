@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_a_streak_of_nan_gradients_ends_the_run_and_leaves_the_last_good_checkpo
     keys = {"data_path": data, "save": str(save), "checkpoint_factor": 1, "max_skipped_steps": 2}
     for report in run(keys, layout, Faults(nan_gradients=(4, 5))):
         assert report.exit_code == 4
-        assert "2 updates in a row were skipped, the last at iteration 5" in report.error
+        assert re.search(r"\b2 updates .*iteration 5\b", report.error)
         assert f"Last finite loss: {report.loss[2]:.4f}" in report.error
         assert report.skipped == [False, False, False, True, True]
         assert not math.isfinite(report.grad_norm[3])

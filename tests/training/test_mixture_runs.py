@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_the_past_is_not_changed(tmp_path, paths, capsys):
     changed = [[0, [1, 1, 0]], *PHASES[1:]]
     for report in run(keys(paths, save=save, train_data_weights=changed), Layout(dp=2)):
         assert report.exit_code == 2
-        assert "steps 0 to 1: a 0.6667 in the checkpoint, 0.5 now, b 0.3333 in the checkpoint, 0.5 now" in report.error
+        assert re.search(r"steps 0 to 1: a 0\.6667 .*\b0\.5 now, b 0\.3333 .*\b0\.5 now", report.error)
     gone = {"train_data_paths": [paths[0], paths[2]], "train_data_weights": [1, 0], "train_data_names": ["a", "c"]}
     assert " 2 sources" in run({**gone, "save": save})[0].error
     new_run = run({**gone, "load": save, "finetune": True})[0]

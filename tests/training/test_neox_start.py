@@ -64,7 +64,7 @@ def test_steps_are_counted_on_from_init_from_and_the_run_continues(made, tmp_pat
     assert not on.error and on.steps == [12]
 
 
-def test_a_run_of_theirs_does_not_go_on(made, tmp_path):
-    assert "set finetune: true to start at step 0" in start(made, "theirs", finetune=False).error
+def test_a_run_of_theirs_is_not_resumed(made, tmp_path):
+    assert "finetune: true" in start(made, "theirs", finetune=False).error
     error = start(made, "theirs", save=made["theirs"]).error
     assert "holds checkpoints of GPT-NeoX" in error and "another one in `save`" in error

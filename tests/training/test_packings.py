@@ -96,7 +96,7 @@ def test_the_loss_is_that_of_the_documents_alone(pack_impl, chats, dp):
 
 
 @pytest.mark.parametrize("pack_impl", PACKINGS)
-def test_stopped_and_gone_on_for_longer_is_the_same(tmp_path, chats, pack_impl):
+def test_stopped_and_resumed_for_longer_is_the_same(tmp_path, chats, pack_impl):
     """Six steps at once; three, then on to six; and on to nine, which needs more samples than were planned."""
     keys = {
         "train_data_paths": [chats[0]],

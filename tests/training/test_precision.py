@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from unittest import mock
 
 import pytest
@@ -153,7 +154,7 @@ def test_fp16_runs_resume_bit_for_bit(tmp_path):
 def test_fp16_at_the_smallest_scale_ends_with_code_4(tmp_path):
     keys = {**fp16_keys(initial_scale_power=1), "data_path": runs.corpus(tmp_path), "max_skipped_steps": 4}
     (report,) = run_fp16(keys, Layout(), runs.Faults(nan_gradients=(2, 3, 4, 5)))
-    assert report.exit_code == 4 and "4 updates in a row were skipped at loss scale 1," in report.error
+    assert report.exit_code == 4 and re.search(r"\b4 updates .*loss scale 1,", report.error)
 
 
 def test_fp16_on_a_cpu_is_refused(tmp_path):

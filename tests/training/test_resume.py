@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
@@ -109,7 +110,7 @@ def test_the_iteration_asked_for_is_loaded(tmp_path, data, straight):
     report = run(from_(folder, tmp_path, data, iteration=2))[0]
     assert report.steps == [3, 4, 5, 6] and report.loss == whole.loss[2:]
     missing = run(from_(folder, tmp_path / "other", data, iteration=1))[0]
-    assert missing.exit_code == 2 and "no complete checkpoint of iteration 1" in missing.error
+    assert missing.exit_code == 2 and re.search(r"iteration 1 in .*\[2, ", missing.error)
     assert "2, 3" in missing.error and missing.steps == []
 
 
@@ -142,7 +143,7 @@ def test_schedule_must_agree_with_the_checkpoint_or_say_who_wins(tmp_path, data,
     other = {"optimizer": {**KEYS["optimizer"], "params": {**KEYS["optimizer"]["params"], "lr": 2e-3}}}
     refused = run(from_(folder, tmp_path, data, **other))[0]
     assert refused.exit_code == 2 and refused.steps == []
-    assert "lr: 0.001 in the checkpoint, now 0.002" in refused.error
+    assert re.search(r"\blr: 0\.001 .*now 0\.002\b", refused.error)
     assert "use_checkpoint_lr_scheduler" in refused.error and "override_lr_scheduler" in refused.error
     kept = run(from_(folder, tmp_path / "kept", data, **other, use_checkpoint_lr_scheduler=True))[0]
     assert kept.lr == whole.lr[3:] and kept.loss == whole.loss[3:]

@@ -83,7 +83,7 @@ def test_compiling_is_for_gpus_unless_asked_for():
     assert not wants(None, "cuda", 3)
     assert not wants(None, "cuda", 1, tp=2, hidden_dropout=0.1) and wants(None, "cuda", 1, hidden_dropout=0.1)
     assert not wants(None, "cuda", 1, attention_backend="flash", intra_document_masking=True)
-    with pytest.raises(UserError, match="torch_compile: true does not go with zero_optimization.stage 3"):
+    with pytest.raises(UserError, match=r"torch_compile: true .*zero_optimization\.stage 3"):
         wants(True, "cuda", 3)
     with pytest.raises(UserError, match="hidden_dropout"):
         wants(True, "cpu", 1, tp=2, attention_dropout=0.1)
@@ -93,7 +93,7 @@ def test_more_ranks_than_gpus_are_refused_and_the_cpu_can_be_asked_for(monkeypat
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UserError, match="rank 3 of this machine has no GPU, there are 2"):
+    with pytest.raises(UserError, match=r"num_gpus: rank 3 .*\b2\. .*DS_ACCELERATOR=cpu"):
         pick_device(RankInfo(rank=3, local_rank=3, world_size=4))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert pick_device(RankInfo(rank=3, local_rank=3, world_size=4)) == torch.device("cpu")

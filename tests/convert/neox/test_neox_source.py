@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -72,7 +73,7 @@ def test_a_config_of_another_model_is_refused(source, tmp_path):
     folder, file, _ = source
     other = tmp_path / "other.yml"
     other.write_text(file.read_text().replace("num_layers: 2", "num_layers: 3"))
-    with pytest.raises(UserError, match="num_layers: 2 in the checkpoint, 3 in the config"):
+    with pytest.raises(UserError, match="num_layers: 2 .*checkpoint, 3 .*config"):
         export(folder, tmp_path / "hf", config_files=[str(other)])
     assert not (tmp_path / "hf").exists()
 
@@ -84,6 +85,6 @@ def test_it_can_be_inspected(source, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(tool), run_name="__main__")
     out = capsys.readouterr().out
-    assert not end.value.code and "step 9, 0 samples, saved at tp 2" in out
+    assert not end.value.code and re.search(r"step 9, 0 samples, .*tp 2\b", out)
     line = next(line for line in out.splitlines() if line.startswith("0.word_embeddings.weight"))
     assert "[512, 32]" in line and "split dim 0 padded to 512" in line
