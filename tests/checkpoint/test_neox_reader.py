@@ -133,10 +133,10 @@ def test_the_files_of_torch_before_1_6_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_layers": 3}, "num_layers: 2 in the checkpoint, 3 in the config"),
-        ({"hidden_size": 64}, "hidden_size: 32 in the checkpoint, 64 in the config"),
-        ({"num_attention_heads": 2}, "num_attention_heads: 4 in the checkpoint, 2 in the config"),
-        ({"intermediate_size": 64}, r"2.mlp.linear1.weight of .* 0 has shape \[48, 32\], this model wants \[32, 32\]"),
+        ({"num_layers": 3}, "num_layers: 2 .*checkpoint, 3 .*config"),
+        ({"hidden_size": 64}, "hidden_size: 32 .*checkpoint, 64 .*config"),
+        ({"num_attention_heads": 2}, "num_attention_heads: 4 .*checkpoint, 2 .*config"),
+        ({"intermediate_size": 64}, r"2\.mlp\.linear1\.weight .*\[48, 32\], this model .*\[32, 32\]"),
         ({"use_bias_in_mlp": False}, "holds 2.mlp.linear1.bias,"),
         ({"no_weight_tying": False}, r"holds layers \[6\],.* num_layers and no_weight_tying"),
         ({"norm": "rmsnorm"}, "holds 2.input_layernorm.bias,"),

@@ -134,7 +134,7 @@ def reshape(params):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (rename, "not in the checkpoint: 2.attention.dens.weight.*not in this model: 2.attention.dense.weight"),
+        (rename, r"checkpoint: 2\.attention\.dens\.weight.* model: 2\.attention\.dense\.weight"),
         (remove, "not in this model: 6.final_linear.weight"),
         (reshape, r"3.mlp.linear2.weight is \[16, 12\], this model wants \[8, 24\]"),
     ],

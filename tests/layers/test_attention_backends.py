@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import types
 from typing import Any
@@ -267,8 +268,8 @@ def _flash_attn(monkeypatch: pytest.MonkeyPatch, version: str) -> list[dict[str,
 @pytest.mark.parametrize(
     ("version", "options", "reason"),
     [
-        ("2.6.1", {}, "caps scores in both directions from 2.6.2 on, not in 2.6.1"),
-        ("2.6.2", {"dropout": True}, "no dropout of capped scores"),
+        ("2.6.1", {}, r"from 2\.6\.2 on, not in 2\.6\.1"),
+        ("2.6.2", {"dropout": True}, "dropout .*capped"),
         ("2.6.2.post1", {}, None),
         ("2.10.0", {"documents": True}, None),  # by flex, whose graph is the same for all lengths
     ],
@@ -280,7 +281,7 @@ def test_flash_attn_caps_from_the_version_that_can(
     task = Task(GPU, softcap=True, **options)
     choice = choose_backend(task)
     if reason is not None:
-        assert choice.name in ("flex", "manual") and reason in str(choice)
+        assert choice.name in ("flex", "manual") and re.search(reason, str(choice))
         return
     assert choice.name == ("flex" if options else "flash")
     if options:

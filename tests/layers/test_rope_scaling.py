@@ -101,17 +101,17 @@ def test_long_texts_are_rotated_as_transformers_does(more: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"factor": 2.0}, "rope_type None is not available; use linear, dynamic, llama3, yarn, longrope"),
+        ({"factor": 2.0}, "rope_type None .*linear, dynamic, llama3, yarn, longrope"),
         ({"rope_type": "proportional", "factor": 2.0}, "'proportional'"),
         ({"rope_type": "longrope", "factor": 2.0}, "longrope lacks long_factor, original_max_position"),
         ({**LONGROPE, "short_factor": [1.0] * 3}, "short_factor has 3 numbers; a head has"),
-        ({**LONGROPE, "long_factor": [1.0, -1.0]}, "long_factor must be a list of positive numbers"),
+        ({**LONGROPE, "long_factor": [1.0, -1.0]}, "long_factor .*positive"),
         ({"rope_type": "linear"}, "linear lacks factor"),
         ({"rope_type": "yarn", "factor": 2.0}, "yarn lacks original_max_position_embeddings"),
-        ({**YARN, "truncate": 1}, "truncate must be true or false"),
+        ({**YARN, "truncate": 1}, "truncate .*true or false"),
         ({**YARN, "beta_fast": True}, "beta_fast must be positive"),
         ({**LINEAR, "factor": 0}, "factor must be positive"),
-        ({**LINEAR, "facto": 1.0}, "linear has no facto; it has factor"),
+        ({**LINEAR, "facto": 1.0}, r"linear .*\bfacto; .*factor"),
         ({**LLAMA_3_1, "low_freq_factor": 4.0}, "low_freq_factor must be below high_freq_factor"),
     ],
 )

@@ -87,7 +87,7 @@ def test_the_heaviest_stage_is_as_light_as_any_split_allows(method: str) -> None
     ("layers", "stages", "method", "message"),
     [
         (2, 4, "type:transformer|mlp", "pipe_parallel_size: 4 stages for num_layers=2"),
-        (4, 2, "type:mamba", "matches no layer; layers are Embedding, TransformerBlock, FinalNorm, Head"),
+        (4, 2, "type:mamba", "Embedding, TransformerBlock, FinalNorm, Head"),
         (4, 2, "type:(", "not a regular expression"),
         (4, 2, "profile", "not known; use type:"),
         (4, 2, "explicit:3,2", "2 stages with 5 blocks"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -90,34 +91,34 @@ def test_attention_per_layer(config: list, window: int, kinds: str, windows: lis
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention_config": [[["globl"], 4]]}, "'globl' is not a kind of attention. Did you mean 'global'?"),
-        ({"attention_config": [[["sparse_fixed"], 4]]}, "'sparse_fixed' layers are not available: use 'local'"),
-        ({"attention_config": [[["amlp"], 4]]}, "'amlp' layers are not available: use 'global'"),
+        ({"attention_config": [[["globl"], 4]]}, "'globl' .*'global'"),
+        ({"attention_config": [[["sparse_fixed"], 4]]}, "'sparse_fixed' .*'local'"),
+        ({"attention_config": [[["amlp"], 4]]}, "'amlp' .*'global'"),
         ({"attention_config": [[["global"], 3]]}, "describes 3 layers, num_layers is 4"),
-        ({"attention_config": [["global", 4]]}, "is not [[kinds...], n]"),
-        ({"attention_config": [[["global"], "some"]]}, "'some' is not a number of repetitions or 'all'"),
-        ({"attention_config": [[["global"] * 3, "all"]]}, "a pattern of 3 kinds does not divide 4 layers"),
+        ({"attention_config": [["global", 4]]}, r"is not \[\[kinds\.\.\.\], n\]"),
+        ({"attention_config": [[["global"], "some"]]}, "'some' .*'all'"),
+        ({"attention_config": [[["global"] * 3, "all"]]}, r"\b3 kinds .*\b4 layers"),
         ({"attention_config": [[["local"], 4]]}, "'local' layers need sliding_window_width"),
-        ({"num_attention_heads": 7}, "7 heads do not divide hidden_size 64; nearest width 63 or 70"),
-        ({"num_kv_heads": 3}, "3 does not divide num_attention_heads 8; use 1 or 2 or 4 or 8"),
-        ({"num_kv_heads": 2, "model_parallel_size": 4}, "num_kv_heads 2 cannot be split over 4 tensor-parallel ranks"),
-        ({"model_parallel_size": 3}, "hidden_size 64 cannot be split over 3 ranks"),
+        ({"num_attention_heads": 7}, r"\b7 heads .*hidden_size 64; .*63 or 70"),
+        ({"num_kv_heads": 3}, "num_kv_heads: 3 .*num_attention_heads 8; .*1 or 2 or 4 or 8"),
+        ({"num_kv_heads": 2, "model_parallel_size": 4}, "num_kv_heads 2 .*4 tensor-parallel"),
+        ({"model_parallel_size": 3}, r"hidden_size 64 .*\b3 ranks"),
         (
             {"intermediate_size": 90, "model_parallel_size": 4},
-            "feed-forward width 90 cannot be split over 4 tensor-parallel ranks; mlp_multiple_of: 4 would round it to",
+            r"\b90 .*\b4 tensor-parallel.*mlp_multiple_of: 4 .* 92\b",
         ),
         ({"max_position_embeddings": 16}, "16 is below seq_length 32"),
         (
             {"max_position_embeddings": 32, "opt_pos_emb_offset": 2},
             "32 is below seq_length 32 plus opt_pos_emb_offset 2",
         ),
-        ({"pos_emb": "rotary", "rotary_pct": 0.125}, "1 of 8 dimensions would be rotated"),
-        ({"rotary_pct": 0}, "must be in (0, 1], is 0.0"),
-        ({"hidden_dropout": 1.0}, "must be in [0, 1), is 1.0"),
+        ({"pos_emb": "rotary", "rotary_pct": 0.125}, "rotary_pct: 1 of 8 dimensions"),
+        ({"rotary_pct": 0}, r"must be in \(0, 1\], is 0\.0"),
+        ({"hidden_dropout": 1.0}, r"must be in \[0, 1\), is 1\.0"),
         ({"use_mup": True}, "set mup_base_hidden_size"),
         ({"gpt_j_tied": True}, "needs gpt_j_residual: true"),
         ({"norm_placement": "olmo3", "gpt_j_residual": True}, "olmo3 blocks are sequential"),
-        ({"use_qk_layernorm": True, "use_separate_qk_norms": True}, "keep one of the two"),
+        ({"use_qk_layernorm": True, "use_separate_qk_norms": True}, "use_separate_qk_norms: use_qk_layernorm "),
         ({"checkpoint_policy": "full", "checkpoint_activations": False}, "checkpoint_activations is false"),
         ({"head_dim": 0}, "head_dim: must be above 0, is 0"),
         ({"qk_norm_per_head": True}, "needs use_separate_qk_norms: true"),
@@ -127,7 +128,7 @@ def test_attention_per_layer(config: list, window: int, kinds: str, windows: lis
 def test_mistakes(changes: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         derived(tmp_path, **changes)
-    assert message in str(error.value)
+    assert re.search(message, str(error.value))
     assert "a.yml:" in str(error.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -72,23 +73,23 @@ def test_batch_triangle(keys: dict, want: tuple, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({TOTAL: 12, MICRO: 4}, "train_batch_size: 12 is not a multiple of micro 4 x dp 2 = 8; nearest 8 or 16"),
-        ({TOTAL: 7}, "train_batch_size: 7 is not a multiple of accumulation 1 x dp 2 = 2; nearest 6 or 8"),
+        ({TOTAL: 12, MICRO: 4}, "train_batch_size: 12 .*micro 4 x dp 2 = 8; .*8 or 16"),
+        ({TOTAL: 7}, "train_batch_size: 7 .*accumulation 1 x dp 2 = 2; .*6 or 8"),
         ({TOTAL: 1, MICRO: 4}, "nearest 8"),
         ({}, "train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps"),
         ({GAS: 2}, "train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps"),
         ({MICRO: 0}, "train_micro_batch_size_per_gpu: must be above 0, is 0"),
         (
             {TOTAL: 64, MICRO: 4, GAS: 2},
-            "64 is not micro 4 x accumulation 2 x dp 2 = 16; one of these would fit: train_batch_size=16,"
-            " gradient_accumulation_steps=8 (or leave it out), 16 ranks (dp 8)",
+            r"\b64 .*micro 4 x accumulation 2 x dp 2 = 16; .*train_batch_size=16, gradient_accumulation_steps=8 .*"
+            r"\b16 ranks \(dp 8\)",
         ),
     ],
 )
 def test_batch_mistakes(keys: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         derived(tmp_path, num_gpus=4, model_parallel_size=2, **({MICRO: None} | keys))
-    assert message in str(error.value)
+    assert re.search(message, str(error.value))
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.sampled_from((TOTAL, MICRO, GAS)))

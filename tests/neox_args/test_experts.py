@@ -24,12 +24,12 @@ WAY_OUT = r"or expert_parallel_size: 1 \(model_parallel_size divides the experts
         (
             {"expert_parallel_size": 3},
             4,
-            "expert_parallel_size: 3 does not divide data_parallel_size 4; use 1 or 2 or 4$",
+            "expert_parallel_size: 3 .*data_parallel_size 4; use 1 or 2 or 4$",
         ),
         (
             {"expert_parallel_size": 4, "moe_num_experts": 6},
             4,
-            r"6 cannot be split over expert_parallel_size 4 x model_parallel_size 1 = 4 ranks; use 1 or 2$",
+            r"\b6 .*expert_parallel_size 4 x model_parallel_size 1 = 4 ranks; use 1 or 2$",
         ),
         (
             {"expert_parallel_size": 4, "model_parallel_size": 4},
@@ -39,27 +39,27 @@ WAY_OUT = r"or expert_parallel_size: 1 \(model_parallel_size divides the experts
         (
             {"expert_parallel_size": 2, "moe_num_experts": 1, "moe_router_type": None},
             4,
-            "expert_parallel_size: 2 ranks have no experts to share: moe_num_experts is 1; use 1$",
+            "expert_parallel_size: 2 .*moe_num_experts is 1; use 1$",
         ),
         (
             {"expert_parallel_size": 2, "zero_optimization": {"stage": 1}},
             4,
-            rf"optimization.stage: stage 1 does not work with expert_parallel_size 2 in fp32; use stage 0, {WAY_OUT}$",
+            rf"optimization.stage: stage 1 .*expert_parallel_size 2 .*fp32; use stage 0, {WAY_OUT}$",
         ),
         (
             {"expert_parallel_size": 2, "zero_stage": 2, "precision": "bfloat16"},
             4,
-            rf"zero_stage: stage 2 does not work with expert_parallel_size 2 in bfloat16; use stage 1, {WAY_OUT}$",
+            rf"zero_stage: stage 2 .*expert_parallel_size 2 .*bfloat16; use stage 1, {WAY_OUT}$",
         ),
         (
             {"expert_parallel_size": 2, "precision": "fp16"},
             4,
-            rf"expert_parallel_size: 2 does not work with fp16; use precision: bfloat16, {WAY_OUT}$",
+            rf"expert_parallel_size: 2 .*fp16; use precision: bfloat16, {WAY_OUT}$",
         ),
         (
             {"expert_parallel_size": 2, "precision": "bfloat16", "data_types": {"grad_accum_dtype": "bf16"}},
             4,
-            rf"data_types.grad_accum_dtype: bf16 does not work with expert_parallel_size 2; use fp32, {WAY_OUT}$",
+            rf"data_types.grad_accum_dtype: bf16 .*expert_parallel_size 2; use fp32, {WAY_OUT}$",
         ),
         (
             {
@@ -68,7 +68,7 @@ WAY_OUT = r"or expert_parallel_size: 1 \(model_parallel_size divides the experts
                 "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
             },
             4,
-            rf"offload_optimizer: does not work with expert_parallel_size 2; leave it out, {WAY_OUT}$",
+            rf"offload_optimizer: .*expert_parallel_size 2; .*{WAY_OUT}$",
         ),
     ],
 )

@@ -67,19 +67,19 @@ def test_the_same_file_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lr: 1\nseed: 3\nlr: 2\n", r"a\.yml:3: lr is already set at .*a\.yml:1"),
-        ("train-iters: 1\ntrain_iters: 1\n", r"a\.yml:2: train_iters is already set at .*a\.yml:1"),
+        ("lr: 1\nseed: 3\nlr: 2\n", r"a\.yml:3: lr .*a\.yml:1"),
+        ("train-iters: 1\ntrain_iters: 1\n", r"a\.yml:2: train_iters .*a\.yml:1"),
         (
             "model_parallel_size: 1\ntensor_model_parallel_size: 2\n",
             r"a\.yml:2: model_parallel_size \(as 'tensor_model",
         ),
         (
             "optimizer:\n  params:\n    lr: 0.1\n    eps: 1e-8\n    lr: 0.2\n",
-            r"a\.yml:5: optimizer\.params\.lr is already set at .*a\.yml:3",
+            r"a\.yml:5: optimizer\.params\.lr .*a\.yml:3",
         ),
         ("num_layers: 4\nseed: [1\n", r"a\.yml:\d+: not valid YAML"),
-        ("- 1\n- 2\n", r"a\.yml:1: a mapping of keys to values is wanted"),
-        ("[1, 2]: 3\n", r"a\.yml:1: a key must be a single word"),
+        ("- 1\n- 2\n", r"a\.yml:1: .*mapping"),
+        ("[1, 2]: 3\n", r"a\.yml:1: .*key .*single word"),
     ],
 )
 def test_mistakes_inside_one_file(text: str, message: str, tmp_path: Path) -> None:
@@ -232,11 +232,11 @@ def test_override_values_are_yaml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train_itres=3", r"command line: train_itres=3: unknown key 'train_itres'\. Did you mean 'train_iters'\?"),
+        ("train_itres=3", "train_itres=3: .*'train_itres'.*'train_iters'"),
         ("train_iters", "overrides are written key=value"),
         ("=3", "overrides are written key=value"),
         ("train_iters=[1", "not valid YAML"),
-        ("train_iters=ten", r"train_iters: the text 'ten' was given, a whole number is wanted"),
+        ("train_iters=ten", "train_iters: .*'ten' .*whole number"),
         ("seed.deep=1", "seed is not a mapping"),
         ("optimizer.type.name=1", "type is not a mapping"),
         ("optimizer.params.beta=1", r"unknown key 'beta' in optimizer\.params"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +43,22 @@ def test_heads_say_nothing_without_attention(tmp_path: Path, changes: dict[str, 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({**MIXED, "mamba_d_state": None}, "mamba_d_state: must be set when there are both"),
+        ({**MIXED, "mamba_d_state": None}, "mamba_d_state: .*set .*both"),
         ({**MAMBA, "mamba_d_state": 0}, "mamba_d_state: must be above 0"),
         ({**MAMBA, "mamba_dt_min": 0.2}, "mamba_dt_min: 0.2 is above mamba_dt_max 0.1"),
-        ({**MAMBA, "mamba_inner_func_fusion": True, "mamba_use_bias_in_linears": True}, "the kernel has no biases"),
+        ({**MAMBA, "mamba_inner_func_fusion": True, "mamba_use_bias_in_linears": True}, "inner_func_fusion: .*bias"),
         ({**MAMBA, "hidden_size": 51, "num_attention_heads": 3, "model_parallel_size": 4}, "cannot be split over 4"),
-        ({**MAMBA2, "mamba_head_dim": 48}, "48 does not divide mamba_expand x hidden_size = 128; nearest 96 or 144"),
-        ({**MAMBA2, "mamba_n_groups": 3, "mamba_head_dim": 32}, "3 does not divide the 4 heads of mamba2 layers"),
-        ({**MAMBA2, "model_parallel_size": 4}, "2 heads of mamba2 layers cannot be split over 4 ranks"),
-        ({**MAMBA, "use_mup": True, "mup_base_hidden_size": 32}, "use_mup: muP has no rule for Mamba layers"),
-        ({"attention_config": ["mambo"] * 4}, "Did you mean 'mamba'?"),
+        ({**MAMBA2, "mamba_head_dim": 48}, r"\b48 .*mamba_expand x hidden_size = 128; .*96 or 144"),
+        ({**MAMBA2, "mamba_n_groups": 3, "mamba_head_dim": 32}, r"\b3 .*\b4 heads .*mamba2"),
+        ({**MAMBA2, "model_parallel_size": 4}, r"\b2 heads .*mamba2 .*\b4 ranks"),
+        ({**MAMBA, "use_mup": True, "mup_base_hidden_size": 32}, "use_mup: .*Mamba"),
+        ({"attention_config": ["mambo"] * 4}, "'mambo'.*'mamba'"),
     ],
 )
 def test_mistakes(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
         derived(tmp_path, **changes)
-    assert message in str(error.value)
+    assert re.search(message, str(error.value))
 
 
 # Parameters of the published models (state-spaces' checkpoints; the embedding counted once).

@@ -46,23 +46,23 @@ def test_constant_weights_and_weights_by_phase(tmp_path: Path) -> None:
     ("weights", "message"),
     [
         ([1], "has 1 weights for 2 train_data_paths"),
-        ([[0, [1, 1]], [5, [1]]], "has 1 weights for 2 train_data_paths in the phase from step 5"),
+        ([[0, [1, 1]], [5, [1]]], r"1 weights for 2 .*step 5\b"),
         ([[1, [1, 1]]], "begins at step 0, not 1"),
         ([[0, [1, 1]], [5, [1, 0]], [5, [0, 1]]], "rising steps; 5 comes after 5"),
         ([[0, [1, 1]], [5, [1, 0]], [4, [0, 1]]], "rising steps; 4 comes after 5"),
-        ([[0, [0, 0]]], "not negative|not be negative and not all 0"),
+        ([[0, [0, 0]]], r"negative .*all 0, are \[0\.0, 0\.0\]"),
         (
             [[0, [1, 1]], [5, [2, -1]]],
-            "weights must not be negative and not all 0, are [2.0, -1.0] in the phase from step 5",
+            r"negative .*\[2\.0, -1\.0\] .*step 5\b",
         ),
-        ([[0, 1], [5, 2]], "has 1 weights for 2 train_data_paths in the phase from step 0"),
+        ([[0, 1], [5, 2]], r"1 weights for 2 .*step 0\b"),
         ([], "0 weights for 2"),
         (["x", 1], "a list of"),
     ],
 )
 def test_weights_that_do_not_fit(tmp_path: Path, weights: Any, message: str) -> None:
     said = failing(tmp_path, **TWO, train_data_weights=weights)
-    assert "train_data_weights" in said and any(part in said for part in message.split("|")), said
+    assert re.search(f"train_data_weights.*({message})", said), said
 
 
 def test_a_phase_that_is_never_reached_is_reported(tmp_path: Path) -> None:
@@ -82,20 +82,20 @@ def test_a_phase_that_is_never_reached_is_reported(tmp_path: Path) -> None:
         ({"train_data_max_tokens": [5, -1]}, "must be above 0, is -1"),
         ({"train_data_names": ["x"]}, "has 1 names for 2"),
         ({"train_data_names": ["x", "x"]}, "'x' is there twice"),
-        ({"train_data_on_cap": "redistribut"}, "did you mean|Did you mean"),
+        ({"train_data_on_cap": "redistribut"}, "'redistribut'.*'redistribute'"),
         ({"experiment_budget": 5}, "without target_budget"),
         ({"target_budget": 100, "train_data_max_epochs": 1}, "both cut the sources"),
         ({"target_budget": 1, "train_iters": 100}, "nothing to simulate"),
         ({"target_budget": 1000, "train_iters": None, "train_epochs": 1}, "needs experiment_budget"),
-        ({"valid_sets": {"x": 3}}, "valid_sets.x: the number 3 was given, a path or a mapping"),
+        ({"valid_sets": {"x": 3}}, r"valid_sets\.x: .*\b3 .*path or .*mapping"),
         ({"valid_sets": {"x": {"path": "a", "tag": "t"}}}, "valid_sets.x.tag: unknown key 'tag'"),
-        ({"valid_sets": {"x": {"path": "a", "tags": ["y"]}, "y": "b"}}, "the tag 'y' is the name of a set"),
+        ({"valid_sets": {"x": {"path": "a", "tags": ["y"]}, "y": "b"}}, r"valid_sets\.x.* 'y' "),
         ({"valid_sets": {"x y": "a"}}, "'x y' is not a name"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     said = failing(tmp_path, **{**TWO, **keys})
-    assert any(part in said for part in message.split("|")), said
+    assert re.search(message, said), said
     assert next(iter(keys)) in said
 
 
@@ -158,22 +158,22 @@ def test_a_named_mixture_is_found_next_to_the_config_and_overrides_reach_into_it
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mixture: {sources: {a: x}, weight: {a: 1}}", "run.yml:.*unknown key 'weight' in a mixture. Did you mean"),
+        ("mixture: {sources: {a: x}, weight: {a: 1}}", r"run\.yml:7: .*key 'weight' .*'weights'"),
         ("mixture: {weights: {a: 1}}", "needs sources"),
         ("mixture: {sources: {a: x}, weights: {b: 1}}", "mixture.weights.b: there is no source 'b'"),
         ("mixture: {sources: {a: {path: x, max_epoch: 1}}}", "unknown key 'max_epoch'. Did you mean"),
-        ("mixture: {sources: {a: {path: x, max_epochs: many}}}", "max_epochs: the text 'many' was given, a number"),
+        ("mixture: {sources: {a: {path: x, max_epochs: many}}}", "max_epochs: .*'many' .*number"),
         ("mixture: {sources: {a: x}, weights: [[1, {a: 1}]]}", "begins at step 0, not 1"),
-        ("mixture: {sources: {a: x}, weights: [[0, [1]]]}", r"is not \[step, {source: number}\]"),
+        ("mixture: {sources: {a: x}, weights: [[0, [1]]]}", r"run\.yml:7: .*\[step, {source: number}\]"),
         ("mixture: {sources: {a: x}, weights: {a: 0}}", "not all 0"),
-        ("mixture: nowhere", "run.yml:.*there is no file for 'nowhere'; looked for .*mixtures/nowhere.yml"),
-        ("mixture: 3", "the number 3|the text '3'|3 was given"),
+        ("mixture: nowhere", r"run\.yml:7: .*'nowhere'; .*mixtures/nowhere\.yml"),
+        ("mixture: 3", r"run\.yml:7: mixture: .*\b3 "),
         ("mixture: {sources: {a: x}}\ndata_path: y", "data_path: mixture is set too"),
         ("mixture: {sources: {a: x}}\ntrain_data_paths: [y]", "train_data_paths: mixture is set too"),
         ("mixture: {interpolate: {mine: 0.5}}", "add up to 1, not 0.5"),
         ("mixture: {interpolate: {mine: 1}, sources: {a: x}}", "mixture: interpolate .*sources"),
         ("mixture: circle", "leads back to itself"),
-        ("mixture: wrong", "wrong.yml: a mixture file has the one key `mixture`; there is lr"),
+        ("mixture: wrong", r"wrong\.yml.*: .*`mixture`; .*\blr"),
     ],
 )
 def test_faults_in_a_mixture_name_file_line_and_key(tmp_path: Path, text: str, message: str) -> None:

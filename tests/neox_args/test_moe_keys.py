@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -55,64 +54,62 @@ def test_gpt_neox_keys_of_a_dense_model_are_let_pass(tmp_path: Path) -> None:
     [
         ({"moe_num_experts": 0}, "moe_num_experts: must be above 0, is 0"),
         ({**TOPK, "moe_expert_interval": 0}, "moe_expert_interval: must be above 0, is 0"),
-        ({**TOPK, "moe_top_k": 9}, "moe_top_k: 9 experts per token, but there are 8 (moe_num_experts)"),
+        ({**TOPK, "moe_top_k": 9}, r"moe_top_k: 9 .*\b8 \(moe_num_experts\)"),
         (
             {**TOPK, "moe_num_experts": 6, "model_parallel_size": 4},
-            "model_parallel_size: 6 experts (moe_num_experts) do not divide over 4 tensor-parallel ranks; a rank holds"
-            " whole experts",
+            r"model_parallel_size: 6 experts \(moe_num_experts\) .*\b4 tensor-parallel",
         ),
         (
             {**TOPK, "moe_layers": [1], "moe_expert_interval": 2},
-            "moe_layers: moe_expert_interval is set too; keep one of the two",
+            "moe_layers: moe_expert_interval .*keep one",
         ),
-        ({**TOPK, "moe_layers": [1, 4]}, "moe_layers: there is no layer 4; layers are numbered from 0 to 3"),
+        ({**TOPK, "moe_layers": [1, 4]}, r"moe_layers: .*layer 4; .*0 to 3\b"),
         ({**TOPK, "moe_layers": ["moe", "dense"]}, "moe_layers: describes 2 layers, num_layers is 4"),
         ({**TOPK, "moe_layers": [[["dens", "moe"], 2]]}, "moe_layers: 'dens' is not dense or moe."),
-        ({**TOPK, "moe_layers": [[["dense"], "some"]]}, "moe_layers: 'some' is not a number of repetitions or 'all'"),
-        ({**TOPK, "moe_layers": ["dense"] * 4}, "moe_num_experts: 8 experts, but no layer is a mixture of experts"),
+        ({**TOPK, "moe_layers": [[["dense"], "some"]]}, "moe_layers: 'some' .*'all'"),
+        ({**TOPK, "moe_layers": ["dense"] * 4}, "moe_num_experts: 8 .*no layer"),
         (
             {**TOPK, "moe_layers": [0, 1], "attention_config": [[["mamba", "global"], 2]]},
-            "moe_layers: layer 0 is 'mamba', which has no feed-forward",
+            "moe_layers: layer 0 is 'mamba'",
         ),
         (
             {**TOPK, "moe_layers": [2], "attention_config": [[["mamba", "global"], 2]]},
-            "moe_layers: layer 2 is 'mamba', which has no feed-forward",
+            "moe_layers: layer 2 is 'mamba'",
         ),
         (
             {"moe_aux_loss_coeff": 0.1},
-            "moe_aux_loss_coeff: no layer is a mixture of experts; set moe_num_experts above 1, or leave it out",
+            "moe_aux_loss_coeff: no layer .*moe_num_experts above 1",
         ),
-        ({"moe_layers": [1]}, "moe_layers: no layer is a mixture of experts; set moe_num_experts above 1"),
+        ({"moe_layers": [1]}, "moe_layers: no layer .*moe_num_experts above 1"),
         ({**TOPK, "moe_capacity_factor": 0}, "moe_capacity_factor: must be above 0, is 0"),
-        ({**TOPK, "moe_z_loss_coeff": -1}, "moe_z_loss_coeff: must not be negative, is -1"),
-        ({**TOPK, "moe_jitter_eps": 1.5}, "moe_jitter_eps: must be in [0, 1), is 1.5"),
-        ({**TOPK, "moe_shared_expert_gate": True}, "moe_shared_expert_gate: there is no shared expert; set"),
+        ({**TOPK, "moe_z_loss_coeff": -1}, "moe_z_loss_coeff: .*negative, is -1"),
+        ({**TOPK, "moe_jitter_eps": 1.5}, r"moe_jitter_eps: must be in \[0, 1\), is 1\.5"),
+        ({**TOPK, "moe_shared_expert_gate": True}, "moe_shared_expert_gate: .*moe_shared_expert_size"),
         (
             {**TOPK, "moe_shared_expert_size": 31, "model_parallel_size": 2},
-            "moe_shared_expert_size: 31 cannot be split over 2 tensor-parallel ranks",
+            r"moe_shared_expert_size: 31 .*\b2 tensor-parallel",
         ),
         (
             {"moe_num_experts": 4, "moe_aux_loss_coeff": 0.1},
-            "moe_aux_loss_coeff: does not go with moe_router_type: sinkhorn (the default, as in GPT-NeoX): it balances"
-            " by itself; use topk",
+            r"moe_aux_loss_coeff: .*moe_router_type: sinkhorn \(.*default.*\): .*use topk",
         ),
         (
             {"moe_num_experts": 4, "moe_router_type": "sinkhorn", "moe_normalize_topk": True},
-            "moe_normalize_topk: does not go with moe_router_type: sinkhorn (set): it does not normalise; use topk",
+            r"moe_normalize_topk: .*moe_router_type: sinkhorn \(set\): .*use topk",
         ),
         (
             {"moe_num_experts": 4, "moe_router_score": "sigmoid"},
-            "moe_router_score: does not go with moe_router_type: sinkhorn",
+            "moe_router_score: .*moe_router_type: sinkhorn",
         ),
         (
             {**TOPK, "moe_bias_balancing_rate": 0.1, "zero_optimization": {"stage": 3}},
-            "moe_bias_balancing_rate: does not go with ZeRO stage 3; use stage 2, or moe_aux_loss_coeff",
+            "moe_bias_balancing_rate: .*ZeRO stage 3; use stage 2, or moe_aux_loss_coeff",
         ),
     ],
     ids=str,
 )
 def test_mistakes(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
+    with pytest.raises(UserError, match=message):
         derived(tmp_path, **changes)
 
 

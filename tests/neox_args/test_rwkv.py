@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,17 @@ def test_widths_are_resolved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({**BOTH}, "ffn_dim: must be set when there are both rwkv4 and rwkv layers"),
+        ({**BOTH}, "ffn_dim: .*set .*rwkv4 and rwkv"),
         ({**RWKV4, "dim_att": 0}, "dim_att: must be above 0"),
         ({**RWKV4, "dim_att": 50, "model_parallel_size": 4}, "dim_att: 50 cannot be split over 4"),
         ({**RWKV4, "ffn_dim": 50, "model_parallel_size": 4}, "ffn_dim: 50 cannot be split over 4"),
-        ({**RWKV6, "head_size": 48}, "head_size: 48 does not divide dim_att 64; nearest 48 or 96"),
-        ({**RWKV6, "head_size": 32, "model_parallel_size": 4}, "2 heads of rwkv layers cannot be split over 4 ranks"),
-        ({**RWKV4, "use_mup": True, "mup_base_hidden_size": 32}, "use_mup: muP has no rule for RWKV layers"),
-        ({"attention_config": ["rwvk4"] * 4}, "Did you mean 'rwkv4'?"),
+        ({**RWKV6, "head_size": 48}, "head_size: 48 .*dim_att 64; .*48 or 96"),
+        ({**RWKV6, "head_size": 32, "model_parallel_size": 4}, r"\b2 heads .*rwkv .*\b4 ranks"),
+        ({**RWKV4, "use_mup": True, "mup_base_hidden_size": 32}, "use_mup: .*RWKV"),
+        ({"attention_config": ["rwvk4"] * 4}, "'rwvk4'.*'rwkv4'"),
     ],
 )
 def test_mistakes(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
         derived(tmp_path, **changes)
-    assert message in str(error.value)
+    assert re.search(message, str(error.value))

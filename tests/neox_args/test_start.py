@@ -45,10 +45,10 @@ def test_keys_from_the_command_line(tmp_path: Path) -> None:
         ({"init_from": "a"}, "init_from: "),
         ({"init_from": WHOLE, "load": "b"}, "load: init_from is set too"),
         ({"init_from": WHOLE, "load": "a"}, "load: init_from is set too"),
-        ({"init_from": WHOLE, "finetune": True}, "finetune: init_from is set too.*optimizer: reset"),
+        ({"init_from": WHOLE, "finetune": True}, "finetune: init_from .*optimizer: reset"),
         ({"init_from": WHOLE, "no_load_optim": True}, "no_load_optim: init_from is set too.*init_from.optimizer=reset"),
         ({"init_from": WHOLE, "iteration": 0}, "iteration: init_from is set too.*init_from.iteration"),
-        ({"init_from": WHOLE, "save": "./a/"}, "save: is the folder of init_from.path"),
+        ({"init_from": WHOLE, "save": "./a/"}, r"save: .*init_from\.path"),
     ],
     ids=str,
 )

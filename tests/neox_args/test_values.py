@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,32 +43,32 @@ def test_accepted(text: str, key: str, value: object, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("num_layers: four", "num_layers: the text 'four' was given, a whole number is wanted"),
-        ("num_layers: 4.5", "num_layers: the number 4.5 was given, a whole number is wanted"),
-        ("num_layers: true", "num_layers: the truth value true was given, a whole number is wanted"),
-        ("num_layers: [4]", "num_layers: a list of 1 was given, a whole number is wanted"),
-        ("lr: fast", "lr: the text 'fast' was given, a number is wanted"),
-        ("lr: .nan", "lr: the number nan was given, a finite number is wanted"),
-        ("finetune: 'yes'", "finetune: the text 'yes' was given, true or false is wanted: write it without quotes"),
-        ("finetune: 1", "finetune: the number 1 was given, true or false is wanted: write it without quotes"),
-        ("comment: 12", 'comment: the number 12 was given, text is wanted: put quotes around it ("12")'),
-        ("optimizer: Adam", "optimizer: the text 'Adam' was given, a mapping {key: value} is wanted"),
+        ("num_layers: four", "num_layers: .*'four' .*whole number"),
+        ("num_layers: 4.5", r"num_layers: .*\b4\.5 .*whole number"),
+        ("num_layers: true", r"num_layers: .*\btrue .*whole number"),
+        ("num_layers: [4]", "num_layers: .*list of 1 .*whole number"),
+        ("lr: fast", "lr: .*'fast' .*a number"),
+        ("lr: .nan", r"lr: .*\bnan .*finite"),
+        ("finetune: 'yes'", "finetune: .*'yes' .*true or false .*quotes"),
+        ("finetune: 1", r"finetune: .*\b1 .*true or false "),
+        ("comment: 12", r'comment: .*\b12 .*text .*\("12"\)'),
+        ("optimizer: Adam", "optimizer: .*'Adam' .*{key: value}"),
         (
             "train_data_paths: 'a, b'",
-            "train_data_paths: the text 'a, b' was given, a list is wanted: did you mean [a, b]?",
+            r"train_data_paths: .*'a, b' .* list .*\[a, b\]",
         ),
-        ("extra_save_iters: [1, x]", "extra_save_iters: the text 'x' was given, a whole number is wanted"),
-        ("norm: rmsnrm", "norm: 'rmsnrm' is not one of: layernorm, "),
-        ("norm: rmsnrm", "Did you mean 'rmsnorm'?"),
+        ("extra_save_iters: [1, x]", "extra_save_iters: .*'x' .*whole number"),
+        ("norm: rmsnrm", "norm: 'rmsnrm' .*: layernorm, "),
+        ("norm: rmsnrm", "'rmsnrm'.*'rmsnorm'"),
         (
             "zero_optimization: {stage: one}",
-            "zero_optimization.stage: the text 'one' was given, a whole number is wanted",
+            r"zero_optimization\.stage: .*'one' .*whole number",
         ),
-        ("optimizer: {params: {betas: [0.9]}}", "optimizer.params.betas: a list of 1 was given, 2 values are wanted"),
+        ("optimizer: {params: {betas: [0.9]}}", r"optimizer\.params\.betas: .*list of 1 .*\b2 values"),
     ],
 )
 def test_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         load_text(tmp_path, text + "\n")
-    assert message in str(error.value)
+    assert re.search(message, str(error.value))
     assert "a.yml:1: " in str(error.value)

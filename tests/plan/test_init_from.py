@@ -107,8 +107,8 @@ def test_the_dry_run_counts_what_was_read(first: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("inner", "more", "message"),
     [
-        ({}, {"train_iters": 4}, "train_iters: 4 is not beyond step 4"),
-        ({"iteration": 2}, {}, "no complete checkpoint of iteration 2"),
+        ({}, {"train_iters": 4}, r"train_iters: 4 .*step 4\b"),
+        ({"iteration": 2}, {}, "iteration 2 in "),
         ({}, {"seed": 5}, r"data order: seed(.|\n)*init_from.data=restart"),
         (
             {},

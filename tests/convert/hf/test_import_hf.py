@@ -248,12 +248,12 @@ def changed(folder, **fields):
         ({"model_type": "t5"}, "model_type: 't5' is not known here. Known: .*gpt_neox"),
         ({"hidden_act": "quick_gelu"}, "hidden_act: 'quick_gelu' cannot be expressed"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rotary positions scaled as 'longrope'"),
-        ({"rope_scaling": {"type": "linear"}}, "scaled as .linear. cannot be expressed: linear lacks factor"),
+        ({"rope_scaling": {"type": "linear"}}, "'linear' .*linear lacks factor"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta": 1}}, "linear has no beta"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_hidden_layers": 3}, "missing: model.layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 1}, "not known: model.layers.1.input_layernorm.weight"),
-        ({"intermediate_size": 96}, r"up_proj.weight has shape \[80, 32\], its config describes \[96, 32\]"),
+        ({"intermediate_size": 96}, r"up_proj\.weight .*\[80, 32\], .*config .*\[96, 32\]"),
     ],
 )
 def test_what_is_unknown_or_does_not_fit_is_named_before_anything_is_written(tmp_path, fields, message):
@@ -314,8 +314,8 @@ def test_a_step_with_another_vocabulary_does_not_join_a_folder(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_act": "relu"}, "holds steps of another model: activation: 'gelu' there, 'relu' in the model"),
-        ({"layer_norm_eps": 0.5}, "holds steps of another model: layernorm_epsilon"),
+        ({"hidden_act": "relu"}, "activation: 'gelu' there, 'relu' "),
+        ({"layer_norm_eps": 0.5}, "another model: layernorm_epsilon"),
     ],
 )
 def test_a_step_of_another_model_does_not_join_a_folder(tmp_path, change, message):
@@ -352,8 +352,8 @@ def test_a_layout_that_does_not_fit_is_reported_with_its_flag(tmp_path, layout, 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_key_value_heads": 3}, r"hf: what its config describes cannot be built: num_kv_heads: 3 does not divide"),
-        ({"intermediate_size": "80"}, r"hf/config.json: transformers does not take it: .*intermediate_size"),
+        ({"num_key_value_heads": 3}, "/hf: .*num_kv_heads: 3 "),
+        ({"intermediate_size": "80"}, r"hf/config\.json: transformers .*intermediate_size"),
     ],
 )
 def test_a_config_that_cannot_be_built_is_reported_with_its_folder(tmp_path, fields, message):

@@ -68,13 +68,13 @@ def test_tables_of_older_files_are_skipped_whatever_their_type(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda raw: raw[:-1], r"it has \d+ bytes, its header describes \d+"),
-        (lambda raw: raw + b"x", r"it has \d+ bytes, its header describes \d+"),
+        (lambda raw: raw[:-1], r"it has \d+ bytes, .*header .*\d+"),
+        (lambda raw: raw + b"x", r"it has \d+ bytes, .*header .*\d+"),
         (lambda raw: raw[:20], "Unterminated string"),
         (lambda raw: b"", "Expecting value"),
         (lambda raw: b"\xff" * 8 + raw, "its header would have"),
         (lambda raw: raw.replace(b"[37,5]", b"[37,6]"), r"740 bytes for a tensor of \[37, 6\]"),
-        (lambda raw: raw.replace(b'"F64"', b'"I64"'), "holds I64 tensors; quantised models are not converted"),
+        (lambda raw: raw.replace(b'"F64"', b'"I64"'), "I64 tensors; quantised "),
         (lambda raw: raw.replace(b'"shape"', b'"shapo"'), "shape"),
     ],
 )

@@ -139,10 +139,10 @@ def test_safetensors_and_bfloat16(tmp_path):
     ("params", "message"),
     [
         ({"moe": {"num_experts": 8}}, "not known here.*moe"),
-        ({"n_layers": 3}, "does not hold the tensors of its params.json"),
-        ({"n_layers": 1}, "does not hold the tensors of its params.json"),
+        ({"n_layers": 3}, r"raw .*params\.json; .*layers\.2\."),
+        ({"n_layers": 1}, r"raw .*params\.json; .*layers\.1\."),
         ({"hidden_dim": 96}, "hidden_dim: 96, but w1 has 88 rows"),
-        ({"n_heads": 2, "n_kv_heads": 2, "head_dim": 8}, r"wq.weight has shape \[32, 32\], its config describes"),
+        ({"n_heads": 2, "n_kv_heads": 2, "head_dim": 8}, r"wq\.weight .*\[32, 32\], .*config "),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path, params, message):
@@ -172,7 +172,7 @@ def test_missing_and_unlike_files_are_named(tmp_path):
     [
         ({"activation": "geglu"}, 1, "activation: geglu"),
         ({"use_bias_in_mlp": True}, 1, "use_bias_in_mlp"),
-        ({"num_kv_heads": 2}, 4, "num_kv_heads 2, which cannot be divided over 4 files"),
+        ({"num_kv_heads": 2}, 4, r"num_kv_heads 2\b.*\b4 files"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 1, "rope_scaling: .*linear"),
     ],
 )
