@@ -166,6 +166,22 @@ OBJECTIVES.register("dpo")(Fixed())
         {"train_impl": "dpo"},  # known, and not available until such a file is there
     ),
     Added(
+        "data/packing/sparse.py",
+        """
+from megatron.data.packing import PACKINGS
+from megatron.data.packing.packed import Packed
+
+
+@PACKINGS.register("sparse")
+class Sparse(Packed):
+    \"\"\"Half of the samples of an epoch, so that more epochs are needed.\"\"\"
+
+    def samples_per_epoch(self, epochs=1):
+        return super().samples_per_epoch(epochs) // 2
+""",
+        {"pack_impl": "sparse"},
+    ),
+    Added(
         "callbacks/steps_seen.py",
         """
 from megatron.callbacks import CALLBACKS
