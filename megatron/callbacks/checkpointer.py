@@ -31,7 +31,7 @@ logger = get_logger(__name__)
     loses="no checkpoint is written, not even when the run stops",
 )
 class Checkpointer(Callback):
-    """Saves to `root` at the steps of `checkpoint_factor` and `extra_save_iters`, at the end, and when stopping.
+    """Saves to `save` at the steps of `checkpoint_factor` and `extra_save_iters`, at the end, and when stopping.
 
     Nothing is written while `trainer.save_blocked_by` is set, so that the last good checkpoint is not replaced.
 

@@ -68,9 +68,9 @@ def perplexity(loss: float) -> float:
     "evaluator", phase="evaluate", idle={"eval_iters": 0}, keys=("eval_interval",), loses="nothing is evaluated"
 )
 class Evaluator(Callback):
-    """Every `interval` steps runs `iterations` validation batches; at the end once more, and the test set.
+    """Every `eval_interval` steps runs `eval_iters` validation batches; at the end once more, and the test set.
 
-    Validation k reads the samples [k * iterations * batch, (k + 1) * iterations * batch) of the validation
+    Validation k reads the samples [k * eval_iters * batch, (k + 1) * eval_iters * batch) of the validation
     order, as GPT-NeoX does, so that a resumed run validates on the same samples as an uninterrupted one. Sets with
     names are evaluated along with it, each time on the same samples.
     """

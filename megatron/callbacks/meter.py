@@ -42,7 +42,8 @@ class Interval:
     "meter", phase="log", idle={"log_interval": 0}, keys=("peak_theoretical_tflops",), loses="nothing is logged"
 )
 class Meter(Callback):
-    """Computes the metrics of a log, adds those in `trainer.metrics`, and passes them to the hook `logged`.
+    """Every `log_interval` steps computes the metrics of a log: loss, learning rate, throughput and those of other
+    callbacks.
 
     Args:
         interval: steps between logs; <= 0 switches logging off.

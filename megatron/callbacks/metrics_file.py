@@ -16,7 +16,7 @@ from megatron.callbacks.tracker import Tracker
     "metrics_file", phase="report", idle={"save": None, "log_dir": None}, loses="metrics.jsonl is not written"
 )
 class MetricsFile(Tracker):
-    """`metrics.jsonl` of the run folder: one object a line with `step`, `time` and the metrics. Appended to.
+    """Appends to `metrics.jsonl` in `save` or `log_dir`: one object a line with `step`, `time` and the metrics.
 
     Strict JSON, which knows no NaN or infinity: such a value is null.
     """

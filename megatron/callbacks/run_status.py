@@ -33,11 +33,10 @@ HEARTBEAT_SECONDS = 5.0
     "run_status",
     phase="finish",
     idle={"save": None, "log_dir": None},
-    required_by=("save", "log_dir"),
-    loses="other tools read in status.json whether the run lives and how it ended",
+    loses="status.json is not written, so other tools cannot see how the run ended",
 )
 class RunStatus(Callback):
-    """Keeps `status.json` and `resolved.yml` (rank 0).
+    """Writes `status.json` and `resolved.yml` into `save`, or into `log_dir` when nothing is saved (rank 0).
 
     Args:
         folder: the run folder.

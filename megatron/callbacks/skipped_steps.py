@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     loses="skipped updates in a row do not end the run, and checkpoints are written among them",
 )
 class SkippedSteps(Callback):
-    """Ends the run with exit code 4 after `limit` skipped updates in a row (fp16 overflow, NaN gradients).
+    """Ends the run with exit code 4 after `max_skipped_steps` skipped updates in a row (fp16 overflow, NaN gradients).
 
     The rule for a skipped step: its samples count as consumed and the schedule moves on (both are functions
     of the iteration), the weights and moments stay. Nothing is saved during a streak.

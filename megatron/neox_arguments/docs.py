@@ -94,7 +94,8 @@ def _entries(kind: str) -> Iterator[tuple[str, str]]:
 
 
 def _type(info: KeyInfo) -> str:
-    return type_name(info.accepts(info.own_choices)) + (", or a plugin's" if info.registry is not None else "")
+    text = type_name(info.accepts(info.own_choices))
+    return text + (", or a plugin's" if info.registry is not None and text.startswith("one of") else "")
 
 
 def _default(info: KeyInfo) -> str:

@@ -22,6 +22,7 @@ from megatron.cluster.status import StatusFile, run_folder
 from megatron.log import get_logger
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs, plugin_key
+from megatron.neox_arguments.callback_key import choose_callbacks
 from megatron.neox_arguments.differences import differences_for
 from megatron.plugins import source_changes
 from megatron.run.data import check_identity
@@ -63,8 +64,10 @@ def save_lock(args: NeoXArgs, state: ParallelState) -> Iterator[None]:
 
 @contextlib.contextmanager
 def setup_status(args: NeoXArgs, rank: int) -> Iterator[None]:
-    """Write `status.json` (rank 0) until there is a trainer: the run starts, or why it failed."""
-    folder = run_folder(args) if rank == 0 else None
+    """Write `status.json` (rank 0), unless it is switched off, until there is a trainer: the run starts, or why it
+    failed."""
+    wanted = rank == 0 and any(one.name == "run_status" for one in choose_callbacks(args))
+    folder = run_folder(args) if wanted else None
     if folder is None:
         yield
         return

@@ -259,6 +259,7 @@ def test_families_of_plugins_are_tried_after_ours(tmp_path) -> None:
     config = write_config(tmp_path / "run.yml", plugins=["greedy.py"], **SMALL, **keys, use_bias_in_attn_linear=False)
     code = """
 import sys
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import derive
 args = derive(NeoXArgs.load([sys.argv[1]]))
 from megatron.convert.families import choose_family

@@ -92,7 +92,6 @@ def test_order_is_that_of_the_phases(tmp_path, plugin):
         ("{smooth_loss: 3}", r"run\.yml:1: callbacks\.smooth_loss: 3 "),
         ("{meter: {log_interval: 3}}", r"callbacks\.meter\.log_interval: .*its keys are: log_interval"),
         ("{tensorboard: true}", r"callbacks\.tensorboard: .*tensorboard_dir"),
-        ("{run_status: false}", r"run\.yml:1: callbacks\.run_status: .*save is .*status\.json"),
     ],
 )
 def test_what_is_wrong_is_refused_with_its_line(tmp_path, plugin, callbacks, message):
@@ -105,6 +104,19 @@ def test_what_a_run_loses_is_noted_where_it_had_something_to_do(tmp_path, plugin
     assert [note for note in args.notes if "callbacks.checkpointer is off" in note and "run.yml:1" in note]
     assert "checkpointer" not in [one.name for one in choose_callbacks(args)]
     assert not [note for note in derived(tmp_path, "{checkpointer: false}").notes if "callbacks" in note]
+    (note,) = [
+        note
+        for note in derived(tmp_path, "{run_status: false}", save=str(tmp_path / "save")).notes
+        if "callbacks.run_status is off" in note
+    ]
+    assert "run.yml:1" in note and "status.json" in note
+
+
+def test_a_run_without_run_status_writes_no_status(tmp_path):
+    keys = {"data_path": corpus(tmp_path / "data"), "save": str(tmp_path / "save")}
+    report = run({**keys, "callbacks": {"run_status": False}})[0]
+    assert report.exit_code == 0 and (tmp_path / "save" / "latest").is_file()
+    assert not (tmp_path / "save" / "status.json").exists()
 
 
 def test_experts_that_are_balanced_by_biases_cannot_be_switched_off(tmp_path, plugin):
