@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @CALLBACKS.register("replica_check", phase="check", idle={"replica_check_interval": 0})
 class ReplicaCheck(Callback):
-    """Every `replica_check_interval` steps, compares what must be equal: replicated parameters over the tensor-parallel group, all
-    but experts over the data-parallel group, experts over the ranks that hold the same ones. Catches silent corruption
-    and lost reductions.
+    """Every `replica_check_interval` steps, compares what must be equal: replicated parameters over the
+    tensor-parallel group, all but experts over the data-parallel group, experts over the ranks that hold the same
+    ones. Catches silent corruption and lost reductions.
     """
 
     def __init__(self, interval: int) -> None:
