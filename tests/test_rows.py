@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,9 @@ from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.block_sizes import norm_parameters, position_parameters
 from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.optimizer_params import optimizer_params
+from megatron.neox_arguments.schema_train import OptimizerConfig
 from megatron.optim.optimizers import build_optimizer
+from megatron.plan.memory import moments
 from megatron.registry import Registry
 from megatron.rows import FOLDERS, read_rows, row, rows
 from tests.model.networks import tiny
@@ -79,8 +83,25 @@ def test_the_row_of_an_optimizer_counts_the_tensors_it_keeps(name: str) -> None:
         kept = [
             value for value in optimizer.state[weight].values() if value is not None and value.shape == weight.shape
         ]
-        moments = row("optimizer.type", name)["moments"]
-        assert len(kept) == (moments if isinstance(moments, int) else moments["momentum"] * (momentum > 0))
+        stated = row("optimizer.type", name)["moments"]
+        assert len(kept) == (stated if isinstance(stated, int) else stated["momentum"] * (momentum > 0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "field", "count"),
+    [
+        ("norm", "rmsnorm", "vectors", lambda: norm_parameters(tiny(norm="rmsnorm"), 24)),
+        ("pos_emb", "rotary", "table", lambda: position_parameters(tiny(pos_emb="rotary"))),
+        ("optimizer.type", "lion", "moments", lambda: moments(OptimizerConfig(optimizer_type="lion"))),
+    ],
+)
+def test_a_row_of_ours_without_its_size_is_refused_with_its_line(monkeypatch, kind, name, field, count) -> None:
+    stated = rows(kind)[name]
+    count()
+    without = {key: value for key, value in stated.values.items() if key != field}
+    monkeypatch.setitem(rows(kind), name, replace(stated, values=without))
+    with pytest.raises(UserError, match=rf"{re.escape(stated.place)}: .*'{name}'.* {field}="):
+        count()
 
 
 def test_a_field_may_be_an_attribute_of_the_entry() -> None:

@@ -93,10 +93,17 @@ def norm_parameters(model: ModelConfig, width: int) -> int:
 
 def position_parameters(model: ModelConfig) -> int:
     """Parameters of the position scheme at the embedding."""
-    shape = row("pos_emb", model.pos_emb).get("table")
-    if shape is None:
-        return added_size("pos_emb", model.pos_emb, model).total if model.pos_emb in added("pos_emb") else 0
-    return math.prod(getattr(model, side) if isinstance(side, str) else side for side in shape)
+    name = model.pos_emb
+    found = row("pos_emb", name)
+    if "table" not in found and name in added("pos_emb"):
+        return added_size("pos_emb", name, model).total
+    if "table" not in found:
+        place = rows("pos_emb")[name].place
+        raise UserError(
+            f"{place}: pos_emb {name!r}: register it with table=, the shape of its parameter, or table=None"
+        )
+    shape = found["table"]
+    return 0 if shape is None else math.prod(getattr(model, one) if isinstance(one, str) else one for one in shape)
 
 
 def attention_size(model: ModelConfig) -> Size:

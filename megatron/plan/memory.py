@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.block_sizes import MAMBA, RWKV, is_gated
 from megatron.neox_arguments.formulas import loss_chunk
@@ -36,7 +37,8 @@ from megatron.neox_arguments.optimizer_params import optimizer_params
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.neox_arguments.schema_train import OptimizerConfig
 from megatron.plan.stages import Held
-from megatron.rows import row
+from megatron.registry import added
+from megatron.rows import row, rows
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,12 @@ def estimate(args: NeoXArgs, *, held: Held, stage: int, blocks: Sequence[int], p
 
 def moments(optimizer: OptimizerConfig) -> int:
     """Tensors of a parameter's size that the optimizer keeps; 2 for a plugin that does not state it."""
-    stated = row("optimizer.type", optimizer.optimizer_type).get("moments", 2)
+    kind, name = "optimizer.type", optimizer.optimizer_type
+    found = row(kind, name)
+    if "moments" not in found and name not in added(kind):
+        place = rows(kind)[name].place
+        raise UserError(f"{place}: {kind} {name!r}: register it with moments=, the number of tensors it keeps")
+    stated = found.get("moments", 2)
     if isinstance(stated, int):
         return stated
     params = optimizer_params(optimizer.optimizer_type, optimizer.optimizer)

@@ -49,8 +49,8 @@ POSITIONS: Registry[PositionScheme] = Registry(
 attention is one module for all layers and has no parameters; parameters of `at_embedding` are made by
 `mpu.sharding.parameter`. Their row:
 
-* `table=("max_position_embeddings", "hidden_size")`: the shape of that parameter, in model keys or numbers (a plugin
-  may leave it out, then its parameters are counted);
+* `table=("max_position_embeddings", "hidden_size")`: the shape of that parameter, in model keys or numbers;
+  None without one (a plugin may leave it out, then its parameters are counted);
 * `rotates=True`: attention keeps rotated copies of queries and keys (for the estimate of memory).
 """
 

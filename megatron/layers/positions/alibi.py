@@ -27,6 +27,6 @@ def _slopes(model: ModelConfig) -> Tensor:
     return torch.tensor(alibi_slopes(model.num_attention_heads), dtype=torch.float32)
 
 
-POSITIONS.register("alibi", doc="A slope per head on the distance, added to the attention scores.")(
+POSITIONS.register("alibi", table=None, doc="A slope per head on the distance, added to the attention scores.")(
     PositionScheme(slopes=_slopes)
 )

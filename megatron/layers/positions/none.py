@@ -2,4 +2,4 @@
 
 from megatron.layers.positions import POSITIONS, PositionScheme
 
-POSITIONS.register("none", doc="Nothing; the causal mask alone orders tokens.")(PositionScheme())
+POSITIONS.register("none", table=None, doc="Nothing; the causal mask alone orders tokens.")(PositionScheme())

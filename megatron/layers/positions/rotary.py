@@ -65,6 +65,6 @@ class Rotary(Table):
         return torch.where(last.gather(1, text) >= self.switch, positions + self.length, positions)
 
 
-POSITIONS.register("rotary", rotates=True, doc="Rotary embedding of queries and keys.")(
+POSITIONS.register("rotary", table=None, rotates=True, doc="Rotary embedding of queries and keys.")(
     PositionScheme(in_attention=Rotary.of)
 )

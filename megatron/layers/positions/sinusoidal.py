@@ -35,6 +35,6 @@ class SinusoidalPositions(Table):
         return self.table[mine + self.offset] * self.multiplier
 
 
-POSITIONS.register("sinusoidal", doc="Fixed sines and cosines, added to the word embeddings.")(
+POSITIONS.register("sinusoidal", table=None, doc="Fixed sines and cosines, added to the word embeddings.")(
     PositionScheme(at_embedding=SinusoidalPositions)
 )
