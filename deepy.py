@@ -25,7 +25,7 @@ def main() -> int:
     """Parse, check, then explain, plan or launch. Imports neither torch nor deepspeed: this has to be quick."""
     log.configure(level=os.environ.get("LOGLEVEL", "INFO"))
     line = parse_launcher_command_line(sys.argv[1:])
-    args = config_for(NeoXArgs.load(line.paths, line.overrides), line.user_script)
+    args = config_for(NeoXArgs.from_files(line.paths, line.overrides), line.user_script)
     if line.explain:
         print("\n".join(explain(args, key) for key in line.explain))
     elif line.prepare:

@@ -96,7 +96,7 @@ def _run(name: str, files: Files, overrides: dict[str, Any]) -> None:
     script = _SCRIPTS / name
     if not script.is_file():
         raise UserError(f"{script}: no such script; install Deepy from its checkout with `pip install -e .`")
-    code = start(str(script), config_for(NeoXArgs.load(_paths(files), overrides), name))
+    code = start(str(script), config_for(NeoXArgs.from_files(_paths(files), overrides), name))
     if code:
         raise _ERRORS.get(code, DeepyError)(f"{name} ended with exit code {code}; its messages above name the cause")
 

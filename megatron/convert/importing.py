@@ -179,7 +179,7 @@ def _resolve(config: Path, vocab_size: int, source: Path) -> NeoXArgs:
     Raises `UserError` naming the flag or `source`: the user cannot see the file, which is not published.
     """
     try:
-        return derive(NeoXArgs.load([str(config)]), Facts(vocab_size=vocab_size))
+        return derive(NeoXArgs.from_files([str(config)]), Facts(vocab_size=vocab_size))
     except UserError as error:
         place = re.match(rf"\S*{re.escape(CONFIG)}:\d+: (\w+): ", str(error))
         if place is None:

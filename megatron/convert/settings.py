@@ -129,7 +129,7 @@ def _open_neox(
         return NeoXReader(checkpoint, reference.model, reference.vocab_size), settings
     if not files:
         raise UserError(f"{folder} was written by GPT-NeoX and keeps no config; give --config_file with the run's YAML")
-    args = NeoXArgs.load(files)
+    args = NeoXArgs.from_files(files)
     keys = {name: args.get(name) for name in TOKENIZER_KEYS}
     vocab_size = args.get("vocab_size") or open_tokenizer(**keys, vocab_is_hf=vocab_is_hf).vocab_size
     model = derive(args, Facts(vocab_size=vocab_size)).model
@@ -169,7 +169,7 @@ def read_settings(reader: CheckpointReader, config_files: Sequence[str]) -> Sett
 
     Raises `UserError` when a file sets an architecture key that the checkpoint contradicts.
     """
-    given = NeoXArgs.load(list(config_files)) if config_files else None
+    given = NeoXArgs.from_files(list(config_files)) if config_files else None
     saved = saved_config(reader, given)
     tokenizer = {key: saved.get(key) for key in TOKENIZER_KEYS}
     if given is not None:
@@ -194,7 +194,7 @@ def check_same_network(keys: Mapping[str, Any], config_files: Sequence[str], pro
     begin = problem or f"--config: {', '.join(config_files)} describes another model"
     run = {"seq_length": keys["max_position_embeddings"], "train_micro_batch_size_per_gpu": 1}
     there = derive(NeoXArgs.from_saved({**run, **keys}), facts).model
-    given = NeoXArgs.load(list(config_files))
+    given = NeoXArgs.from_files(list(config_files))
     vocab_size = given.get("vocab_size")
     if vocab_size not in (None, keys["vocab_size"]):
         raise UserError(f"{begin}: vocab_size: {vocab_size} there, {keys['vocab_size']} in the model")

@@ -34,7 +34,7 @@ from megatron.neox_arguments.yaml_files import normalise
 
 @dataclass(frozen=True)
 class NeoXArgs:
-    """One resolved configuration, read by `load` and completed by `derive` (`from_ymls` does both); never changed."""
+    """One resolved configuration: `from_files` reads, `derive` completes, `from_ymls` does both. Never changed."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -64,7 +64,7 @@ class NeoXArgs:
         return cls(**groups, sources=dict(sources or {}), notes=notes)
 
     @classmethod
-    def load(cls, paths: Sequence[str], overrides: Overrides = (), conf_dir: str | None = None) -> NeoXArgs:
+    def from_files(cls, paths: Sequence[str], overrides: Overrides = (), conf_dir: str | None = None) -> NeoXArgs:
         """Config files, merged left to right, and overrides; the result still has to go through `derive`.
 
         Raises `UserError` naming file and line for everything that is wrong with files, keys or types of values.
@@ -81,7 +81,7 @@ class NeoXArgs:
         computed assumes the ranks that the config names (`global_num_gpus`, `num_gpus`), else those that one copy of
         the model needs; `facts` says more. Raises `UserError` naming file and line, or the key.
         """
-        return derive(cls.load(paths, overwrite_values), facts)
+        return derive(cls.from_files(paths, overwrite_values), facts)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, facts: Facts | None = None) -> NeoXArgs:

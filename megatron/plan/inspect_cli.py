@@ -167,7 +167,7 @@ def _where(role: RoleData, number: int, rank: bool) -> dict[str, Any]:
 
 def _run(known: argparse.Namespace, env: Mapping[str, str]) -> tuple[RunData, RoleData]:
     hostfile = [f"hostfile={json.dumps(known.hostfile)}"] if known.hostfile else []
-    args = NeoXArgs.load(known.conf, [*known.overrides, *hostfile], known.conf_dir)
+    args = NeoXArgs.from_files(known.conf, [*known.overrides, *hostfile], known.conf_dir)
     run = open_run(args, ranks_of_hostfile(args, env))
     return run, run.role(known.role)
 

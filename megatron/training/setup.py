@@ -67,7 +67,7 @@ def start_process(
     store = open_store(info)
 
     def read() -> str:
-        args = NeoXArgs.from_resolved(Path(resolved).read_text()) if resolved else NeoXArgs.load(paths, overrides)
+        args = NeoXArgs.from_resolved(Path(resolved).read_text()) if resolved else NeoXArgs.from_files(paths, overrides)
         return derive(prepare(args), Facts(num_devices=info.world_size)).to_resolved()
 
     config = share_config(store, info.rank, info.world_size, read, own_files=resolved is None)

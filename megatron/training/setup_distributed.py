@@ -26,7 +26,7 @@ def find_rank(paths: list[str], overrides: list[str]) -> RankInfo:
 def launcher_preference(paths: list[str], overrides: list[str]) -> str | None:
     """Whose variables name the rank, as far as the configuration decides it: "mpi", "slurm" or None."""
     try:
-        launcher = NeoXArgs.load(paths, overrides).launcher
+        launcher = NeoXArgs.from_files(paths, overrides).launcher
     except UserError:
         return None  # reported once the ranks have met, so that it is reported once
     return "mpi" if launcher.deepspeed_mpi else "slurm" if launcher.deepspeed_slurm else None

@@ -38,7 +38,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def args(folder: Path, *overrides: str) -> NeoXArgs:
     (folder / "run.yml").write_text(CONFIG)
-    return NeoXArgs.load([str(folder / "run.yml")], list(overrides))
+    return NeoXArgs.from_files([str(folder / "run.yml")], list(overrides))
 
 
 def placed(folder: Path, *overrides: str, **env: str) -> Placement:

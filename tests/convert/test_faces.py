@@ -85,7 +85,7 @@ def test_files_are_those_that_the_format_s_description_gives(tmp_path, call, fla
                 assert torch.equal(ours, neox)
             else:
                 assert torch.equal(made[file][name], tensor), name
-    args = derive(NeoXArgs.load([str(tmp_path / "out/config.yml")]), Facts(vocab_size=VOCAB))
+    args = derive(NeoXArgs.from_files([str(tmp_path / "out/config.yml")]), Facts(vocab_size=VOCAB))
     for reader in (
         CheckpointReader(open_checkpoint(tmp_path / "out/global_step9")),
         NeoXReader(open_checkpoint(tmp_path / "out/global_step9"), args.model, VOCAB),
@@ -161,7 +161,7 @@ def test_llama_with_the_flags_of_neox(tmp_path, call):
     given = ("--tp", 2, "--pp", 0, "--model", tmp_path / "hf", "--model_path", tmp_path / "out")
     code, out, error = call("tools/ckpts/convert_hf_llama_to_neox.py", *given)
     assert code == 0 and f"{tmp_path}/out/global_step0" in out, error
-    args = NeoXArgs.load([str(tmp_path / "out/config.yml")])
+    args = NeoXArgs.from_files([str(tmp_path / "out/config.yml")])
     assert (args.get("model_parallel_size"), args.get("pipe_parallel_size")) == (2, 0)
     code, _, error = call("tools/ckpts/convert_hf_llama_to_neox.py", *given[2:], "--tp", 4, "--overwrite")
     assert code == 2 and "num_kv_heads 2 cannot be split over 4" in error
@@ -178,7 +178,7 @@ def test_sequential_with_the_flags_of_neox(tmp_path, call):
     run.write_text(yaml.safe_dump(PARALLEL))
     code, out, error = call("tools/ckpts/convert_hf_to_sequential.py", *given, "--config", run, "--iteration", 143000)
     assert code == 0 and f"{tmp_path}/out/global_step143000" in out and "logit difference" in out, error
-    assert NeoXArgs.load([str(tmp_path / "out/config.yml")]).get("pipe_parallel_size") == 0
+    assert NeoXArgs.from_files([str(tmp_path / "out/config.yml")]).get("pipe_parallel_size") == 0
     code, _, error = call("tools/ckpts/convert_hf_to_sequential.py", "--output-dir", tmp_path / "x")
     assert code == 2 and "--hf-model-name or --hf-model" in error
 
@@ -199,7 +199,7 @@ def test_merging_the_files_of_two_ranks(tmp_path, call, monkeypatch, names, form
     for made, tp in (("merged", 1), ("cut", 4)):
         reader = CheckpointReader(open_checkpoint(tmp_path / made / "global_step9"))
         assert reader.tp_size == tp
-        args = derive(NeoXArgs.load([str(tmp_path / "20B.yml")]), Facts(vocab_size=512))
+        args = derive(NeoXArgs.from_files([str(tmp_path / "20B.yml")]), Facts(vocab_size=512))
         assert compare(reader, args.model, tmp_path / "hf", torch.float32).logits < 1e-5
     code, _, error = call("tools/ckpts/merge20b.py", *again)
     assert code == 2 and "--overwrite" in error
@@ -216,7 +216,7 @@ def test_a_folder_with_a_ready_config_can_be_moved(tmp_path, call, vocabulary, m
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out").rename(tmp_path / "elsewhere/new name")
     monkeypatch.chdir(tmp_path / "elsewhere")
-    args = NeoXArgs.load(["new name/config.yml"])
+    args = NeoXArgs.from_files(["new name/config.yml"])
     assert args.get("load") == f"{tmp_path}/elsewhere/new name"
     assert args.get("vocab_file") == f"{tmp_path}/elsewhere/new name/tokenizer"
     flags = ("--input_dir", "new name", "--output_dir", "hf")

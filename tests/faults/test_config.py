@@ -77,7 +77,7 @@ def test_any_value_of_any_key_is_planned_or_refused_with_a_sentence(
     env, planned = {"DS_ACCELERATOR": "cpu"}, 0
     for override in (f"{key}={value}" for key in all_keys() for value in VALUES):
         try:
-            args = NeoXArgs.load(["run.yml"], [override])
+            args = NeoXArgs.from_files(["run.yml"], [override])
             placement = place(args, env, default_hostfile="/no such file")
             text = plan(args, placement, "train.py")
             check_before_launch(args, placement, "train.py")

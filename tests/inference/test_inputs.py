@@ -38,7 +38,7 @@ seed: 99
 
 def prepared(tmp_path: Path, text: str, *overrides: str) -> NeoXArgs:
     (tmp_path / "run.yml").write_text(text)
-    return for_inference(NeoXArgs.load([str(tmp_path / "run.yml")], list(overrides)))
+    return for_inference(NeoXArgs.from_files([str(tmp_path / "run.yml")], list(overrides)))
 
 
 def test_a_model_alone_is_enough(tmp_path: Path):

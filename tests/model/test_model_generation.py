@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generate_py(rank: int, world: int, run: Path, overrides: tuple[str, ...], typed: str = "") -> str:
     """What generate.py does on a rank; what rank 0 shows on stdout."""
-    args = for_inference(NeoXArgs.load([str(run / "run.yml"), TEXT_GENERATION], list(overrides)))
+    args = for_inference(NeoXArgs.from_files([str(run / "run.yml"), TEXT_GENERATION], list(overrides)))
     args = derive(args, Facts(vocab_size=VOCAB, num_devices=world))
     sizes = args.parallel
     topology = Topology(

@@ -28,7 +28,7 @@ def load_text(folder: Path, *texts: str, overrides: Sequence[str] = ()) -> NeoXA
         path = folder / f"{name}.yml"
         path.write_text(text, encoding="utf-8")
         paths.append(str(path))
-    return NeoXArgs.load(paths, overrides)
+    return NeoXArgs.from_files(paths, overrides)
 
 
 def loaded(folder: Path, **changes: Any) -> NeoXArgs:

@@ -18,7 +18,7 @@ before = resource.getrusage(resource.RUSAGE_SELF)
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.differences import differences_for
-args = derive(NeoXArgs.load(["configs/20B.yml", "configs/local_setup.yml"], ["train_iters=100"]))
+args = derive(NeoXArgs.from_files(["configs/20B.yml", "configs/local_setup.yml"], ["train_iters=100"]))
 args = derive(args, Facts(vocab_size=50277))
 differences_for(args), args.describe(50277), args.hash()
 after = resource.getrusage(resource.RUSAGE_SELF)

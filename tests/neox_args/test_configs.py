@@ -20,14 +20,14 @@ SHIPPED = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yml
 
 
 def _model(name: str, vocab: int = 50304) -> NeoXArgs:
-    return derive(NeoXArgs.load([name], conf_dir=str(CONFIGS)), Facts(vocab_size=vocab))
+    return derive(NeoXArgs.from_files([name], conf_dir=str(CONFIGS)), Facts(vocab_size=vocab))
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_files_load_and_derive_without_complaint(name: str) -> None:
-    args = NeoXArgs.load([name], conf_dir=str(CONFIGS))
+    args = NeoXArgs.from_files([name], conf_dir=str(CONFIGS))
     if args.model.num_layers is None:  # local_setup, text_generation: merged with a model
-        args = NeoXArgs.load([name, "pythia/14M.yml"], conf_dir=str(CONFIGS))
+        args = NeoXArgs.from_files([name, "pythia/14M.yml"], conf_dir=str(CONFIGS))
     facts = Facts(vocab_size=50277)
     for given in (args, type(args).from_saved(args.to_dict())):
         done = derive(derive(given), facts)
@@ -38,13 +38,13 @@ def test_shipped_files_load_and_derive_without_complaint(name: str) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_resolved_config_is_a_config(name: str, tmp_path: Path) -> None:
     """What derivation wrote, as a run's resolved.yml holds it, is accepted by every rule and means the same."""
-    args = NeoXArgs.load([name], conf_dir=str(CONFIGS))
+    args = NeoXArgs.from_files([name], conf_dir=str(CONFIGS))
     if args.model.num_layers is None:
-        args = NeoXArgs.load([name, "pythia/14M.yml"], conf_dir=str(CONFIGS))
+        args = NeoXArgs.from_files([name, "pythia/14M.yml"], conf_dir=str(CONFIGS))
     facts = Facts(vocab_size=50277)
     args = derive(args, facts)
     (tmp_path / "resolved.yml").write_text(yaml.safe_dump(args.to_dict()), encoding="utf-8")
-    again = derive(NeoXArgs.load([str(tmp_path / "resolved.yml")]), facts)
+    again = derive(NeoXArgs.from_files([str(tmp_path / "resolved.yml")]), facts)
     assert again == args and again.hash() == args.hash() and again.notes == ()
 
 
@@ -54,9 +54,9 @@ def test_shipped_mixtures_are_used_in_three_ways(name: str, tmp_path: Path) -> N
     more = {"overrides": ["eval_iters=0"], "conf_dir": str(CONFIGS)}
     (tmp_path / "run.yml").write_text(f"extends: [{CONFIGS}/pythia/14M.yml, {CONFIGS}/mixtures/{name}.yml]")
     given = [
-        derive(NeoXArgs.load(["pythia/14M.yml", f"mixtures/{name}.yml"], **more)),
-        derive(NeoXArgs.load(["pythia/14M.yml"], **{**more, "overrides": [f"mixture={name}", "eval_iters=0"]})),
-        derive(NeoXArgs.load([str(tmp_path / "run.yml")], ["eval_iters=0"])),
+        derive(NeoXArgs.from_files(["pythia/14M.yml", f"mixtures/{name}.yml"], **more)),
+        derive(NeoXArgs.from_files(["pythia/14M.yml"], **{**more, "overrides": [f"mixture={name}", "eval_iters=0"]})),
+        derive(NeoXArgs.from_files([str(tmp_path / "run.yml")], ["eval_iters=0"])),
     ]
     given.append(derive(type(given[0]).from_dict(given[0].to_dict())))
     for args in given:
@@ -67,7 +67,7 @@ def test_shipped_mixtures_are_used_in_three_ways(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "/" in name or name[0].isdigit()])
 def test_every_model_can_be_merged_with_local_setup(name: str) -> None:
-    args = derive(NeoXArgs.load([name, "local_setup.yml"], conf_dir=str(CONFIGS)))
+    args = derive(NeoXArgs.from_files([name, "local_setup.yml"], conf_dir=str(CONFIGS)))
     check_trainable(args)
     assert args.checkpoint.save and args.training.do_train and args.training.do_valid
 
@@ -159,13 +159,13 @@ def test_published_shapes(name: str, layers: int, hidden: int, heads: int, lr: f
 
 def test_pythia_computes_the_same_on_any_number_of_ranks() -> None:
     for ranks, accumulation in ((1, 32), (8, 4), (32, 1)):
-        args = derive(NeoXArgs.load(["pythia/70M"], conf_dir=str(CONFIGS)), Facts(num_devices=ranks))
+        args = derive(NeoXArgs.from_files(["pythia/70M"], conf_dir=str(CONFIGS)), Facts(num_devices=ranks))
         assert args.training.train_batch_size == 1024
         assert args.training.gradient_accumulation_steps == accumulation
 
 
 def test_20b_on_its_96_ranks() -> None:
-    args = derive(NeoXArgs.load(["20B"], conf_dir=str(CONFIGS)), Facts(num_devices=96))
+    args = derive(NeoXArgs.from_files(["20B"], conf_dir=str(CONFIGS)), Facts(num_devices=96))
     assert args.parallel.data_parallel_size == 12 and args.training.gradient_accumulation_steps == 32
 
 

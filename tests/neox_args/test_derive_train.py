@@ -278,7 +278,7 @@ def test_deriving_twice_and_from_plain_data_changes_nothing(changes: dict, tmp_p
 def test_a_written_resolved_config_can_be_loaded(tmp_path: Path) -> None:
     args = derived(tmp_path, facts=Facts(vocab_size=259), activation="swiglu", precision="bf16", data_path="x")
     (tmp_path / "resolved.yml").write_text(yaml.safe_dump(args.to_dict()), encoding="utf-8")
-    again = derive(NeoXArgs.load([str(tmp_path / "resolved.yml")]), Facts(vocab_size=259))
+    again = derive(NeoXArgs.from_files([str(tmp_path / "resolved.yml")]), Facts(vocab_size=259))
     assert again == args and again.hash() == args.hash()
 
 

@@ -36,19 +36,19 @@ def test_block_and_flow_style_dashes_and_python_truth(tmp_path: Path) -> None:
 def test_json_with_tabs(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text('{\n\t"num_layers": 4,\n\t"lr": 1e-4\n}', encoding="utf-8")
-    assert NeoXArgs.load([str(path)]).optimizer.lr == 1e-4
+    assert NeoXArgs.from_files([str(path)]).optimizer.lr == 1e-4
 
 
 def test_the_suffix_and_the_folder_may_be_left_out(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "model.yml").write_text("num_layers: 3\n", encoding="utf-8")
-    assert NeoXArgs.load(["sub/model"], conf_dir=str(tmp_path)).model.num_layers == 3
+    assert NeoXArgs.from_files(["sub/model"], conf_dir=str(tmp_path)).model.num_layers == 3
 
 
 def test_a_missing_file_names_the_others(tmp_path: Path) -> None:
     (tmp_path / "tiny.yml").write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match=r"tine\.yml: .*no such.*tiny\.yml"):
-        NeoXArgs.load(["tine"], conf_dir=str(tmp_path))
+        NeoXArgs.from_files(["tine"], conf_dir=str(tmp_path))
 
 
 def test_same_key_in_two_files(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_the_same_file_twice(tmp_path: Path) -> None:
     path = tmp_path / "a.yml"
     path.write_text("train_iters: 1", encoding="utf-8")
     with pytest.raises(UserError, match="given twice"):
-        NeoXArgs.load([str(path), str(path)])
+        NeoXArgs.from_files([str(path), str(path)])
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_config_dir_is_the_folder_of_the_file_that_says_it(tmp_path: Path, monke
         "extends: base/a.yml\nsave: ${CONFIG_DIR}/runs\nvocab_file: '${CONFIG_DIR}/w.json'\n"
     )
     monkeypatch.chdir(tmp_path)
-    args = NeoXArgs.load(["b.yml"])
+    args = NeoXArgs.from_files(["b.yml"])
     assert args.get("load") == f"{tmp_path}/base" and args.get("save") == f"{tmp_path}/runs"
     assert args.get("vocab_file") == f"{tmp_path}/w.json"
     assert list(args.get("train_data_paths")) == [f"{tmp_path}/base/one", "/two"]
@@ -172,7 +172,7 @@ def test_extends_is_relative_to_its_file(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "base.yml").write_text("seed: 5\n", encoding="utf-8")
     (tmp_path / "sub" / "child.yml").write_text("extends: [../base.yml]\n", encoding="utf-8")
-    assert NeoXArgs.load([str(tmp_path / "sub" / "child")]).training.seed == 5
+    assert NeoXArgs.from_files([str(tmp_path / "sub" / "child")]).training.seed == 5
 
 
 def test_extends_in_a_circle(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_from_ymls_and_from_dict_are_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "a.yml"
     path.write_text(yaml.safe_dump(given), encoding="utf-8")
     changes = {"train-iters": 7, "optimizer.params.lr": 3e-4, "gas": 2}
-    line = derive(NeoXArgs.load([str(path)], ["train-iters=7", "optimizer.params.lr=3e-4", "gas=2"]))
+    line = derive(NeoXArgs.from_files([str(path)], ["train-iters=7", "optimizer.params.lr=3e-4", "gas=2"]))
     args = NeoXArgs.from_ymls([str(path)], overwrite_values=changes)
     assert args == line and args.source("train_iters") == "Python call" and args.train_batch_size == 8
     assert NeoXArgs.from_ymls([str(path)], facts=Facts(num_devices=4)).data_parallel_size == 4

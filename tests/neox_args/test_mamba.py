@@ -76,5 +76,5 @@ def test_published_sizes(name: str) -> None:
     from megatron.neox_arguments.derive import derive
 
     vocab, total = PUBLISHED[name]
-    model = derive(NeoXArgs.load([name], conf_dir=str(CONFIGS)), Facts(vocab_size=vocab)).model
+    model = derive(NeoXArgs.from_files([name], conf_dir=str(CONFIGS)), Facts(vocab_size=vocab)).model
     assert parameter_count(model, vocab).total == total

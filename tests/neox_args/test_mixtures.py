@@ -127,7 +127,7 @@ mixture:
 
 
 def test_a_mixture_fills_in_the_flat_keys(tmp_path: Path) -> None:
-    args = derive(NeoXArgs.load(write(tmp_path, run=MIXTURE + "valid_sets: {own: {path: o, tags: [t]}}\n")))
+    args = derive(NeoXArgs.from_files(write(tmp_path, run=MIXTURE + "valid_sets: {own: {path: o, tags: [t]}}\n")))
     data = args.data
     assert data.train_data_names == ("web", "code") and data.train_data_paths == ("w", "c")
     assert data.train_data_weights == ((0, (3.0, 1.0)), (7, (1.0, 0.0)))
@@ -141,15 +141,15 @@ def test_a_mixture_fills_in_the_flat_keys(tmp_path: Path) -> None:
 
 def test_a_named_mixture_is_found_next_to_the_config_and_overrides_reach_into_it(tmp_path: Path) -> None:
     paths = write(tmp_path, run="mixture: mine\n", mixtures__mine=MIXTURE)
-    args = derive(NeoXArgs.load(paths))
+    args = derive(NeoXArgs.from_files(paths))
     assert args.data.train_data_names == ("web", "code")
     assert args.sources["mixture"].startswith(str(tmp_path / "mixtures" / "mine.yml"))
-    args = derive(NeoXArgs.load(paths, ["mixture.sources.web.max_epochs=3", "mixture.weights={web: 1, code: 2}"]))
+    args = derive(NeoXArgs.from_files(paths, ["mixture.sources.web.max_epochs=3", "mixture.weights={web: 1, code: 2}"]))
     assert args.data.train_data_max_epochs == (3.0, 2.0) and args.data.train_data_weights == (1.0, 2.0)
     other = write(tmp_path, run="", mine=MIXTURE)
     assert (
         derive(
-            NeoXArgs.load(other, [f"mixture={tmp_path / 'mine'}", "mixture.sources.web.path=x"])
+            NeoXArgs.from_files(other, [f"mixture={tmp_path / 'mine'}", "mixture.sources.web.path=x"])
         ).data.train_data_paths[0]
         == "x"
     )
@@ -181,13 +181,13 @@ def test_faults_in_a_mixture_name_file_line_and_key(tmp_path: Path, text: str, m
         tmp_path, run=text + "\n", mine=MIXTURE, circle="mixture: {interpolate: {circle: 1}}", wrong="lr: 1\n" + MIXTURE
     )
     with pytest.raises(UserError, match=message):
-        derive(NeoXArgs.load(paths))
+        derive(NeoXArgs.from_files(paths))
 
 
 def test_interpolating_mixtures(tmp_path: Path) -> None:
     other = "mixture: {sources: {code: {path: c, labels: cl, max_epochs: 2, max_tokens: 1e6}, math: m}}"
     run = "mixture: {interpolate: {mine: 0.4, other: 0.6}}\n"
-    data = derive(NeoXArgs.load(write(tmp_path, run=run, mine=MIXTURE, mixtures__other=other))).data
+    data = derive(NeoXArgs.from_files(write(tmp_path, run=run, mine=MIXTURE, mixtures__other=other))).data
     assert data.train_data_names == ("web", "code", "math")
     (first, before), (second, after) = data.train_data_weights
     assert (first, second) == (0, 7)

@@ -29,7 +29,7 @@ def test_what_is_left_out_continues(tmp_path: Path) -> None:
 
 def test_keys_from_the_command_line(tmp_path: Path) -> None:
     loaded(tmp_path)
-    args = derive(NeoXArgs.load([str(tmp_path / "a.yml")], ["init_from.path=x", "init_from.data=restart"]))
+    args = derive(NeoXArgs.from_files([str(tmp_path / "a.yml")], ["init_from.path=x", "init_from.data=restart"]))
     assert args.checkpoint.init_from == {**WHOLE, "path": "x", "data": "restart"}
 
 

@@ -40,7 +40,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def checked(path: Path, keys: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump({**keys, "train_iters": 8, "override_lr_scheduler": True}))
-    args = NeoXArgs.load([str(path)])
+    args = NeoXArgs.from_files([str(path)])
     check_before_launch(args, place(args, ENV, default_hostfile="/no such file"), "train.py")
 
 

@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused_before_any_rank_starts(
         dry_run(written)
     if "data_path" not in more:
         with pytest.raises(UserError, match=message):
-            prepare(NeoXArgs.load([str(written)]), 1, "train.py")
+            prepare(NeoXArgs.from_files([str(written)]), 1, "train.py")
 
 
 def test_another_tokenizer_is_refused(first: Any, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_another_tokenizer_is_refused(first: Any, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="trained with another tokenizer"):
             dry_run(tmp_path / "two.yml")
         with pytest.raises(UserError, match="trained with another tokenizer"):
-            prepare(NeoXArgs.load([str(tmp_path / "two.yml")]), 1, "train.py")
+            prepare(NeoXArgs.from_files([str(tmp_path / "two.yml")]), 1, "train.py")
 
 
 def ids_below_three(folder: Path) -> str:
@@ -182,7 +182,7 @@ def test_what_is_prepared_is_what_the_run_reads(first: Any, tmp_path: Path, step
     begun = STEPS if step == "continue" else 0
     keys = {"init_from": init(first, step=step), "train_iters": begun + 200, "data_cache_path": str(tmp_path / "cache")}
     written = config(first, tmp_path / "run.yml", lr_decay_style="constant", **keys)
-    text = prepare(NeoXArgs.load([str(written)]), 1, "train.py")
+    text = prepare(NeoXArgs.from_files([str(written)]), 1, "train.py")
     assert "data continued after 32 samples" in text
     made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
     assert made
@@ -209,7 +209,7 @@ def test_inspect_shows_what_the_run_reads(first: Any, tmp_path: Path, step: str,
     for stop in (0, 2):
         if stop:
             assert run({**first[1], **keys, "exit_interval": begun + 2})[0].steps == [begun + 1, begun + 2]
-        train = open_run(NeoXArgs.load([str(written)]), 1).role("train")
+        train = open_run(NeoXArgs.from_files([str(written)]), 1).role("train")
         numbers = list(train.samples_of(range(begun, begun + 4)))
         inputs = [torch.tensor(train.dataset[number].tokens[:-1].astype("int64")) for number in numbers]
         assert [digest(one) for one in inputs] == [sample for step in whole.tokens for sample in step]

@@ -51,7 +51,7 @@ def config(tmp_path: Path) -> Callable[..., Path]:
 
 
 def opened(path: Path, *overrides: str, ranks: int | None = None) -> RunData:
-    return open_run(NeoXArgs.load([str(path)], list(overrides)), ranks)
+    return open_run(NeoXArgs.from_files([str(path)], list(overrides)), ranks)
 
 
 def item(prefix: str, number: int) -> np.ndarray:
@@ -267,7 +267,7 @@ def test_the_run_of_another_user_can_be_looked_at(
     monkeypatch.setattr("megatron.checkpoint.start.os.access", lambda *asked: False)
     assert opened(path).role("train").count == 24
     with pytest.raises(UserError, match="may not be written"):
-        decide_start(NeoXArgs.load([str(path)]).checkpoint)
+        decide_start(NeoXArgs.from_files([str(path)]).checkpoint)
 
 
 def test_what_the_run_does_not_reach(config: Callable[..., Path], tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ ADDED_TO_OTHERS = {"local_setup.yml", "slurm_local.yml", "text_generation.yml"}
 
 def dry_run(*given: str | Path, script: str = "train.py") -> str:
     paths = [str(item) for item in given if isinstance(item, Path)]
-    args = NeoXArgs.load(paths, [item for item in given if isinstance(item, str)])
+    args = NeoXArgs.from_files(paths, [item for item in given if isinstance(item, str)])
     return plan(args, place(args, {"DS_ACCELERATOR": "cpu"}, default_hostfile="/no such file"), script)
 
 

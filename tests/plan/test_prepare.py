@@ -35,7 +35,7 @@ def deepy(*arguments: str | Path, timeout: float = 120) -> subprocess.CompletedP
 
 
 def prepared(config: Path, *overrides: str, ranks: int | None = None) -> str:
-    return prepare(NeoXArgs.load([str(config)], list(overrides)), ranks, "train.py")
+    return prepare(NeoXArgs.from_files([str(config)], list(overrides)), ranks, "train.py")
 
 
 def entries(folder: Path) -> dict[str, int]:
@@ -146,7 +146,7 @@ def test_what_is_wrong_is_one_message(run_config: Path, tokens: Callable[..., st
     assert not list(tmp_path.glob("index_cache/*"))
     assert deepy(run_config, "data_path=/no/such/data", "--prepare").returncode == 2
     with pytest.raises(UserError, match="eval.py does not use"):
-        prepare(NeoXArgs.load([str(run_config)], []), None, "eval.py")
+        prepare(NeoXArgs.from_files([str(run_config)], []), None, "eval.py")
 
 
 def test_a_cache_that_cannot_be_kept_is_no_success(run_config: Path, tmp_path: Path) -> None:

@@ -32,7 +32,9 @@ VOCAB = 99
 
 def derived(folder: Path, ranks: int, *overrides: str) -> NeoXArgs:
     (folder / "run.yml").write_text(NEOX)
-    return derive(NeoXArgs.load([str(folder / "run.yml")], list(overrides)), Facts(vocab_size=VOCAB, num_devices=ranks))
+    return derive(
+        NeoXArgs.from_files([str(folder / "run.yml")], list(overrides)), Facts(vocab_size=VOCAB, num_devices=ranks)
+    )
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -47,7 +47,7 @@ Outcome = tuple[float, Tensor, dict[str, Tensor]]
 def resolved(folder: Path, *overrides: str) -> dict[str, Any]:
     """The example's config as flat values, with a small model."""
     small = ("num_layers=2", "seq_length=16", "init_method_std=0.2", "no_weight_tying=true")
-    return derive(NeoXArgs.load([str(write_layers(folder))], [*small, *overrides])).to_dict()
+    return derive(NeoXArgs.from_files([str(write_layers(folder))], [*small, *overrides])).to_dict()
 
 
 def build(model: ModelConfig, state: ParallelState) -> SequentialModel:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.cpu
 
 def refused(*paths: str, overrides: tuple[str, ...] = ()) -> str:
     with pytest.raises(UserError) as error:
-        NeoXArgs.load(paths, overrides)
+        NeoXArgs.from_files(paths, overrides)
     return str(error.value)
 
 
@@ -36,7 +36,7 @@ def test_a_file_is_looked_for_next_to_the_config_then_in_the_working_directory(t
     (tmp_path / "work").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / "work")
     config = write_config(tmp_path / "configs/run.yml", plugins=["near.py", "sub/other.py"])
-    args = NeoXArgs.load([config])
+    args = NeoXArgs.from_files([config])
     assert args.launcher.plugins == (str(tmp_path / "configs/near.py"), str(tmp_path / "work/sub/other.py"))
     assert set(added("norm")) == {"near", "other"}
 
@@ -46,9 +46,9 @@ def test_the_command_line_replaces_the_list_and_looks_in_the_working_directory(t
     write_norm(tmp_path / "b.py", "of_the_command_line")
     monkeypatch.chdir(tmp_path)
     config = write_config(tmp_path / "configs/run.yml", plugins=["a.py"])
-    assert NeoXArgs.load([config], ["plugins=[b.py]"]).launcher.plugins == (str(tmp_path / "b.py"),)
+    assert NeoXArgs.from_files([config], ["plugins=[b.py]"]).launcher.plugins == (str(tmp_path / "b.py"),)
     assert set(added("norm")) == {"of_the_command_line"}
-    assert NeoXArgs.load([config], ["plugins=null"]).launcher.plugins == ()
+    assert NeoXArgs.from_files([config], ["plugins=null"]).launcher.plugins == ()
     assert "write the whole list" in refused(config, overrides=("plugins.0=b.py",))
 
 
@@ -58,11 +58,11 @@ def test_several_files_each_bring_their_own_and_one_named_twice_is_loaded_once(t
     model = write_config(tmp_path / "models/model.yml", plugins="one.py")
     base = write_config(tmp_path / "base.yml", plugins=["two.py"])
     child = write_config(tmp_path / "child.yml", extends="base.yml", plugins=["models/one.py"], norm="two")
-    args = NeoXArgs.load([model, child])
+    args = NeoXArgs.from_files([model, child])
     assert args.launcher.plugins == (str(first), str(second))
     assert args.model.norm == "two"
     assert len(ADDITIONS) == 2
-    assert NeoXArgs.load([base]).launcher.plugins == (str(second),)
+    assert NeoXArgs.from_files([base]).launcher.plugins == (str(second),)
 
 
 def test_a_module_and_its_file_are_one_plugin(tmp_path, monkeypatch) -> None:
@@ -70,7 +70,7 @@ def test_a_module_and_its_file_are_one_plugin(tmp_path, monkeypatch) -> None:
     (tmp_path / "link.py").symlink_to(file)
     monkeypatch.syspath_prepend(tmp_path)
     config = write_config(tmp_path / "run.yml", plugins=["plug_once", "plug_once.py", "link.py"])
-    NeoXArgs.load([config])
+    NeoXArgs.from_files([config])
     assert [str(addition) for addition in ADDITIONS] == ["norm: once"]
 
 
@@ -78,7 +78,7 @@ def test_a_module_in_a_package_with_its_registrations_spread_over_files(tmp_path
     write_norm(tmp_path / "plug_package/norms.py", "packed")
     (tmp_path / "plug_package/__init__.py").write_text("from plug_package import norms\n")
     monkeypatch.syspath_prepend(tmp_path)
-    args = derive(NeoXArgs.load([write_config(tmp_path / "run.yml", plugins=["plug_package"], **SMALL)]))
+    args = derive(NeoXArgs.from_files([write_config(tmp_path / "run.yml", plugins=["plug_package"], **SMALL)]))
     [plugin] = plugins.find_loaded(args.launcher.plugins)
     assert [str(addition) for addition in plugin.registered] == ["norm: packed"]
     before = args.launcher.plugin_sources
@@ -141,7 +141,7 @@ def test_what_a_failed_plugin_registered_is_taken_back(tmp_path) -> None:
         assert refused(config).endswith("RuntimeError: late")
         assert added("norm") == {}
     path.write_text(path.read_text().replace("raise RuntimeError('late')", ""))
-    NeoXArgs.load([config])
+    NeoXArgs.from_files([config])
     assert set(added("norm")) == {"half"}
 
 
@@ -167,7 +167,7 @@ def test_an_entry_of_the_wrong_kind_is_refused(tmp_path) -> None:
 def test_a_plugin_that_registers_nothing_is_mentioned(tmp_path) -> None:
     (tmp_path / "idle.py").write_text("x = 1\n")
     config = write_config(tmp_path / "run.yml", plugins=["idle.py"])
-    assert NeoXArgs.load([config]).notes == (f"{config}:2: plugin {tmp_path}/idle.py registers nothing",)
+    assert NeoXArgs.from_files([config]).notes == (f"{config}:2: plugin {tmp_path}/idle.py registers nothing",)
 
 
 @pytest.mark.parametrize("value", [3, [1], {"a": "b.py"}, ["a.py", None]])
@@ -180,7 +180,7 @@ def test_a_value_of_another_type_is_refused_as_any(value, tmp_path) -> None:
 
 def test_a_resolved_config_imports_its_plugins_and_notices_another_source(tmp_path) -> None:
     path = write_norm(tmp_path / "mine.py", "mine")
-    args = derive(NeoXArgs.load([write_config(tmp_path / "run.yml", plugins=["mine.py"], norm="mine", **SMALL)]))
+    args = derive(NeoXArgs.from_files([write_config(tmp_path / "run.yml", plugins=["mine.py"], norm="mine", **SMALL)]))
     text = args.to_resolved()
     assert args.launcher.plugin_sources == {str(path): plugins._digest(str(path), None)}
     code = f"""
@@ -214,7 +214,7 @@ def test_plugins_say_what_changed_since_a_checkpoint() -> None:
 
 def test_deriving_twice_changes_nothing(tmp_path) -> None:
     write_norm(tmp_path / "mine.py", "mine")
-    args = derive(NeoXArgs.load([write_config(tmp_path / "run.yml", plugins=["mine.py"], norm="mine", **SMALL)]))
+    args = derive(NeoXArgs.from_files([write_config(tmp_path / "run.yml", plugins=["mine.py"], norm="mine", **SMALL)]))
     again = derive(NeoXArgs.from_resolved(args.to_resolved()))
     assert again.to_dict() == args.to_dict() and again.hash() == args.hash()
 
@@ -228,8 +228,9 @@ def test_loading_stays_light_without_plugins_and_needs_what_they_need_with(tmp_p
     plugged = write_config(tmp_path / "plugged.yml", **SMALL, plugins=["light.py"], lr_decay_style="half")
     code = """
 import sys
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import derive
-derive(NeoXArgs.load([sys.argv[1]]))
+derive(NeoXArgs.from_files([sys.argv[1]]))
 print(sorted({"torch", "deepspeed", "transformers"} & set(sys.modules)))
 """
     for config in (plain, plugged):

@@ -51,7 +51,7 @@ NAMES = [
 
 
 def loaded(tmp_path: Path, **keys: Any) -> NeoXArgs:
-    return derive(NeoXArgs.load([write_config(tmp_path / "run.yml", plugins=[EVERYTHING], **(SMALL | keys))]))
+    return derive(NeoXArgs.from_files([write_config(tmp_path / "run.yml", plugins=[EVERYTHING], **(SMALL | keys))]))
 
 
 @pytest.mark.parametrize(("key", "name", "typo"), NAMES, ids=[f"{key}-{i}" for i, (key, *_) in enumerate(NAMES)])
@@ -112,7 +112,9 @@ def in_row(groups, lr, params):
 def test_an_optimizer_is_built_with_its_own_defaults(kind, given, shown, built, tmp_path) -> None:
     (tmp_path / "own.py").write_text(OPTIMIZER)
     chosen = {"type": kind, "params": {"lr": 0.5, "weight_decay": 0.0, **given}}
-    args = derive(NeoXArgs.load([write_config(tmp_path / "run.yml", plugins=["own.py"], **SMALL, optimizer=chosen)]))
+    args = derive(
+        NeoXArgs.from_files([write_config(tmp_path / "run.yml", plugins=["own.py"], **SMALL, optimizer=chosen)])
+    )
     assert args.optimizer.betas == shown and args.optimizer.eps is None
     assert moments(args.optimizer) == {"in_code": 2, "in_row": 4}[kind]
     params = optimizer_params(kind, args.optimizer.optimizer)
@@ -127,10 +129,10 @@ def test_a_plugin_brings_what_is_known_but_not_available(tmp_path) -> None:
     )
     config = {**SMALL, "norm": "te_rmsnorm", "attention_config": [[["amlp"], "all"]], "gmlp_attn_dim": 16}
     with pytest.raises(UserError, match="gmlp_attn_dim is not available: gMLP"):
-        NeoXArgs.load([write_config(tmp_path / "neither.yml", **SMALL, gmlp_attn_dim=16)])
+        NeoXArgs.from_files([write_config(tmp_path / "neither.yml", **SMALL, gmlp_attn_dim=16)])
     with pytest.raises(UserError, match="te_rmsnorm is not available"):
-        NeoXArgs.load([write_config(tmp_path / "without.yml", **config)])
-    args = derive(NeoXArgs.load([write_config(tmp_path / "with.yml", plugins=["te.py", "amlp.py"], **config)]))
+        NeoXArgs.from_files([write_config(tmp_path / "without.yml", **config)])
+    args = derive(NeoXArgs.from_files([write_config(tmp_path / "with.yml", plugins=["te.py", "amlp.py"], **config)]))
     assert args.model.norm == "te_rmsnorm" and set(args.model.attention_config) == {"amlp"}
     assert args.model.gmlp_attn_dim == 16
 
@@ -140,7 +142,7 @@ def test_a_plugin_brings_what_is_known_but_not_available(tmp_path) -> None:
 
 def example(tmp_path: Path, *overrides: str) -> NeoXArgs:
     """The guide's first example."""
-    return derive(NeoXArgs.load([str(write_layers(tmp_path))], overrides))
+    return derive(NeoXArgs.from_files([str(write_layers(tmp_path))], overrides))
 
 
 def held(args: NeoXArgs, tp: int) -> list[int]:
@@ -212,7 +214,9 @@ def test_what_cannot_be_built_without_memory_says_what_to_do(tmp_path) -> None:
         "        self.offset = torch.ones(1, device=state.device).item()\n"
     )
     args = derive(
-        NeoXArgs.load([write_config(tmp_path / "run.yml", plugins=["stubborn.py"], mlp_config="stubborn", **SMALL)])
+        NeoXArgs.from_files(
+            [write_config(tmp_path / "run.yml", plugins=["stubborn.py"], mlp_config="stubborn", **SMALL)]
+        )
     )
     with pytest.raises(UserError, match=r"mlp_config: 'stubborn' \(.*stubborn.py:6\) cannot be built .* `size`"):
         parameter_count(args.model, VOCAB)
@@ -261,7 +265,7 @@ def test_families_of_plugins_are_tried_after_ours(tmp_path) -> None:
 import sys
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import derive
-args = derive(NeoXArgs.load([sys.argv[1]]))
+args = derive(NeoXArgs.from_files([sys.argv[1]]))
 from megatron.convert.families import choose_family
 for model in (args.model, args.replace(norm="scalenorm").model):
     print(choose_family(model, None).architecture)

@@ -61,7 +61,7 @@ def derived(folder: Path, callbacks: str, **keys: Any) -> NeoXArgs:
     flat = {**NEOX, "plugins": ["my_metric.py"], **keys}
     lines = [f"{name}: {json.dumps(value)}" for name, value in flat.items()]
     path.write_text("\n".join([f"callbacks: {callbacks}", *lines]))
-    return derive(NeoXArgs.load([str(path)]), Facts(vocab_size=64, num_devices=1))
+    return derive(NeoXArgs.from_files([str(path)]), Facts(vocab_size=64, num_devices=1))
 
 
 def test_settings_are_typed_and_have_defaults(tmp_path, plugin):

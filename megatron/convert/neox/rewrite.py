@@ -87,9 +87,9 @@ def _open(
     kept = sorted(str(path) for path in (folder / layout.CONFIGS).glob("*.y*ml"))
     files = list(config_files) or kept or ([default_config] if default_config else [])
     tokenizer = folder.parent / _TOKENIZER_OF_20B
-    args = NeoXArgs.load(files, layouts)
+    args = NeoXArgs.from_files(files, layouts)
     if args.get("vocab_file") is None and tokenizer.is_file():
-        args = NeoXArgs.load(files, [*layouts, f"vocab_file={tokenizer}"])
+        args = NeoXArgs.from_files(files, [*layouts, f"vocab_file={tokenizer}"])
     vocab_size = args.get("vocab_size")
     if vocab_size is None:
         keys = (args.get(key) for key in ("tokenizer_type", "vocab_file", "merge_file"))

@@ -37,7 +37,7 @@ def test_a_published_config_is_the_shipped_one(name):
     config = deepcopy(PUBLISHED[name])  # transformers changes what it is given
     family, keys = read_config(config, "config.json")
     facts = Facts(vocab_size=config["vocab_size"])
-    shipped = derive(NeoXArgs.load([name], conf_dir=str(CONFIGS)), facts).model
+    shipped = derive(NeoXArgs.from_files([name], conf_dir=str(CONFIGS)), facts).model
     mine = resolved(**{**keys, "seq_length": shipped.seq_length, "train_micro_batch_size_per_gpu": 1}).model
     differing = {
         key: (value, getattr(mine, key)) for key, value in vars(shipped).items() if getattr(mine, key) != value
@@ -77,7 +77,7 @@ def test_a_shipped_config_has_as_many_parameters_as_transformers_builds(name):
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     facts = Facts(vocab_size=config["vocab_size"])
-    shipped = derive(NeoXArgs.load([name], conf_dir=str(CONFIGS)), facts).model
+    shipped = derive(NeoXArgs.from_files([name], conf_dir=str(CONFIGS)), facts).model
     assert parameter_count(shipped, config["vocab_size"]).total == sum(p.numel() for p in theirs.parameters())
 
 

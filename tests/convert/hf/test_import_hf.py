@@ -84,7 +84,7 @@ def test_one_step_s_gradients_are_those_of_transformers(tmp_path, keys, architec
     keys = {**keys, "no_weight_tying": architecture == "neox"}
     model = source_of(tmp_path / "hf", keys, architecture)
     done = import_model(str(tmp_path / "hf"), tmp_path / "out")
-    args = derive(NeoXArgs.load([str(done.config)]), Facts(vocab_size=VOCAB))
+    args = derive(NeoXArgs.from_files([str(done.config)]), Facts(vocab_size=VOCAB))
     layers = gpt_layers(args.model, vocab_size=VOCAB, padded_vocab_size=128, state=ParallelState.single())
     network = SequentialModel(layers, None, seed=None, state=ParallelState.single())
     reader = CheckpointReader(open_checkpoint(done.folder))
@@ -110,7 +110,7 @@ def test_one_step_s_gradients_are_those_of_transformers(tmp_path, keys, architec
 def completions(rank, world, config, folder, pp, tp):
     """Greedy texts of a rank of PP x TP."""
     layout = [f"pipe_parallel_size={pp}", f"model_parallel_size={tp}"]
-    args = for_inference(NeoXArgs.load([config], layout))
+    args = for_inference(NeoXArgs.from_files([config], layout))
     tokenizer = build_tokenizer(args.tokenizer)
     args = derive(args, Facts(vocab_size=tokenizer.vocab_size, num_devices=world))
     topology = Topology({"pipe": pp, "data": 1, "model": tp})
@@ -189,7 +189,7 @@ def test_precision(tmp_path, stored, precision, dtype, key):
     done = import_model(str(tmp_path / "hf"), tmp_path / "out", precision=precision)
     assert done.largest_difference < 1e-5
     assert {entry.dtype for entry in open_checkpoint(done.folder).manifest.parameters.values()} == {dtype}
-    assert NeoXArgs.load([str(done.config)]).get("precision") == key
+    assert NeoXArgs.from_files([str(done.config)]).get("precision") == key
 
 
 def test_values_beyond_fp16_are_refused(tmp_path):
@@ -425,7 +425,7 @@ def test_the_command_makes_a_folder_that_dry_runs_and_knows_its_tokenizer(tmp_pa
     assert done.returncode == 0, done.stderr
     assert f"{tmp_path}/out/global_step5" in done.stdout and done.stdout.count("logit difference") == 1
     assert "logit difference" not in done.stderr
-    assert build_tokenizer(NeoXArgs.load([str(tmp_path / "out/config.yml")]).tokenizer).vocab_size == VOCAB
+    assert build_tokenizer(NeoXArgs.from_files([str(tmp_path / "out/config.yml")]).tokenizer).vocab_size == VOCAB
     assert (tmp_path / "out/tokenizer/chat_template.jinja").read_text() == TEMPLATE
     (tmp_path / "prompts.txt").write_text("w1 w2\n")
     keys = ("text_gen_type=input-file", f"sample_input_file={tmp_path}/prompts.txt", "--dry-run")

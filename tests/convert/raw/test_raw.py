@@ -117,8 +117,8 @@ def test_stretched_positions_of_llama_3_1(tmp_path):
     with pytest.raises(UserError, match="params.json: use_scaled_rope.*--model_size"):
         import_raw(raw, tmp_path / "out")
     done = import_raw(tmp_path / "raw", tmp_path / "out", model_size="llama3.1-8B")
-    assert NeoXArgs.load([str(done.config)]).get("rope_scaling")["factor"] == 8.0
-    assert NeoXArgs.load([str(done.config)]).get("max_position_embeddings") == 131072
+    assert NeoXArgs.from_files([str(done.config)]).get("rope_scaling")["factor"] == 8.0
+    assert NeoXArgs.from_files([str(done.config)]).get("max_position_embeddings") == 131072
     assert verify(Place(str(tmp_path / "hf"), "A"), Place(str(tmp_path / "out"), "B")).logits < 1e-5
     export_raw(tmp_path / "out", tmp_path / "back", shards=2)
     assert json.loads((tmp_path / "back/params.json").read_text())["rope_scaling_factor"] == 8.0
@@ -132,7 +132,7 @@ def test_safetensors_and_bfloat16(tmp_path):
     save_file({name: t.bfloat16().clone() for name, t in tensors.items()}, raw / "consolidated.safetensors")
     done = import_raw(raw, tmp_path / "out")
     assert {entry.dtype for entry in open_checkpoint(done.folder).manifest.parameters.values()} == {"bfloat16"}
-    assert NeoXArgs.load([str(done.config)]).get("precision") == "bfloat16"
+    assert NeoXArgs.from_files([str(done.config)]).get("precision") == "bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_the_commands_with_a_tokenizer_of_tiktoken(tmp_path, monkeypatch, capsys
     more = ("--num_output_shards", 2, "--pipeline_parallel")
     code, out, error = run(monkeypatch, capsys, "convert_raw_llama_weights_to_neox.py", *given, *more)
     assert code == 0 and f"{tmp_path}/out/global_step0" in out and "logit difference" in out, error
-    args = NeoXArgs.load([str(tmp_path / "out/config.yml")])
+    args = NeoXArgs.from_files([str(tmp_path / "out/config.yml")])
     assert args.get("tokenizer_type") == "TiktokenTokenizer" and args.get("model_parallel_size") == 2
     special = json.loads((tmp_path / "out/tokenizer/tokenizer.tiktoken.json").read_text())["special_tokens"]
     assert len(special) == 256 and special["<|begin_of_text|>"] == 2 and special["<|eot_id|>"] == 11
