@@ -36,7 +36,7 @@ $(STAMP): requirements/requirements.txt requirements/requirements-dev.txt requir
 	@if [ -z "$(TORCH_INDEX)" ] && ! command -v nvidia-smi >/dev/null && ! $(PY) -c 'import torch' 2>/dev/null; then \
 	    echo "note: no GPU found. Where pip would fetch a CUDA build of torch, TORCH_INDEX=https://download.pytorch.org/whl/cpu gets a far smaller one."; \
 	fi
-	@echo "installing into $(VENV): takes 2 to 15 minutes the first time (stopped, it goes on from pip's cache)"
+	@echo "installing into $(VENV): takes 2 to 15 minutes the first time (stopped, it resumes from pip's cache)"
 	@$(PIP) -qq -r requirements/requirements.txt -r requirements/requirements-dev.txt
 	@$(PIP) -qq --no-build-isolation --no-deps -e .
 	@touch $@

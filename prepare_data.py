@@ -25,7 +25,7 @@ def main() -> None:
     add("-d", "--data-dir", default=os.environ.get("DATA_DIR", "./data"), help="default: $DATA_DIR or ./data")
     add("-v", "--vocab-file", metavar="PATH", help="default for GPT2BPETokenizer: downloaded from the Hugging Face Hub")
     add("-m", "--merge-file", metavar="PATH", help="merges of a BPE vocabulary")
-    add("-f", "--force-redownload", action="store_true", help="make everything again, even what exists")
+    add("-f", "--force-redownload", action="store_true", help="download and tokenise again, even if it exists")
     args = parser.parse_args()
     start_command("prepare_data")
     prepared = prepare(

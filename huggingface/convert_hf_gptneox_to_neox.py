@@ -23,7 +23,7 @@ def main() -> int:
     """Convert with the fork's flags."""
     flags = flags_for(__doc__)
     add_import_flags(flags)
-    flags.add_argument("--save-tokenizer", action="store_true", help="the tokenizer is always copied")
+    flags.add_argument("--save-tokenizer", action="store_true", help="ignored, for GPT-NeoX's scripts: always copied")
     flags.add_argument(
         "--transformer-engine",
         action=argparse.BooleanOptionalAction,

@@ -20,7 +20,7 @@ def main() -> int:
     """Convert with the fork's flags."""
     flags = flags_for(__doc__)
     add_import_flags(flags)
-    flags.add_argument("--save-tokenizer", action="store_true", help="the tokenizer is always copied")
+    flags.add_argument("--save-tokenizer", action="store_true", help="ignored, for GPT-NeoX's scripts: always copied")
     add_precision(flags, "--dtype", "--precision")
     given = flags.parse_args()
     run_import(given, precision=given.precision, families=("olmo2", "olmo3", "olmoe"))

@@ -81,7 +81,7 @@ class Registry(Generic[T]):
                     raise UserError(f"{self.kind}: {name!r} is registered twice: at {first} and at {place}")
                 if not self._fits(entry):
                     kind = entry.__name__ if isinstance(entry, type) else type(entry).__name__
-                    raise UserError(f"{place}: {self.kind} {name!r}: {self._wants} is wanted, this is a {kind}")
+                    raise UserError(f"{place}: {self.kind} {name!r}: expected {self._wants}, got a {kind}")
                 self._entries[name], self._places[name], self._rows[name] = entry, place, row
                 if not ours:
                     ADDITIONS.append(Addition(self, name, place))

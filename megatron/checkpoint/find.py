@@ -94,6 +94,8 @@ class Listing:
 
     def choose(self, iteration: int | None, key: str) -> Checkpoint:
         """The checkpoint of `iteration` (None: the latest). Raises `UserError` listing what there is."""
+        if not self.root.is_dir():
+            raise UserError(f"{key}: {self.describe()}; give a global_step<N> folder or a save folder")
         step = self.latest if iteration is None else iteration
         if step in self.checkpoints:
             return self.checkpoints[step]
@@ -103,7 +105,7 @@ class Listing:
     def describe(self) -> str:
         """What the folder holds, for error messages."""
         if not self.root.is_dir():
-            return f"there is no folder {self.root}"
+            return f"folder {self.root} does not exist"
         parts = [f"complete steps: {list(self.steps)}" if self.steps else "no complete checkpoint"]
         if self.incomplete:
             parts.append("incomplete: " + ", ".join(f"{name} ({why})" for name, why in self.incomplete.items()))

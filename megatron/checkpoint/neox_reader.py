@@ -155,7 +155,7 @@ class NeoXReader(CheckpointReader):
             )
         if self.tp_size > 1 and "mixer.x_proj.weight" in wanted:
             raise UserError(
-                f"{self.folder}: layer {number} is a Mamba of GPT-NeoX's, where at model_parallel_size {self.tp_size} "
+                f"{self.folder}: layer {number} is GPT-NeoX's Mamba, where at model_parallel_size {self.tp_size} "
                 "each rank has step sizes, B and C from its own channels only: other layouts cannot compute that"
             )
         if TRANSFORMER_ENGINE_MLP in stored and is_gated(model.activation):

@@ -26,7 +26,7 @@ WEIGHT = "weight"
 
 
 class CheckpointReader:
-    """The content of one opened checkpoint. Raises `UserError` for one of GPT-NeoX's (see neox_reader.py)."""
+    """The content of one opened checkpoint. Raises `UserError` for a GPT-NeoX checkpoint (see neox_reader.py)."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.folder, self.manifest = checkpoint.path, checkpoint.manifest

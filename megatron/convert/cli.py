@@ -92,17 +92,22 @@ def report(made: str, difference: float | None, other: str) -> None:
     result(f"logit difference between Deepy and {other} in fp32: {checked}")
 
 
-def add_export_flags(flags: argparse.ArgumentParser) -> None:
-    """The flags of every command that makes a Hugging Face folder from a checkpoint."""
-    flags.add_argument("--output_dir", "--output-dir", required=True, help="the folder to make")
-    flags.add_argument("--iteration", type=int, help="which checkpoint of a save folder; default: its latest")
+def add_config_files(flags: argparse.ArgumentParser, more: str = "") -> None:
+    """`--config_file`; `more` ends its help."""
     flags.add_argument(
         "--config_file",
         nargs="+",
         metavar="YAML",
-        help="YAML files of the run; optional where the checkpoint holds its config. Their vocab_file wins. A folder "
-        "that GPT-NeoX wrote needs them, unless it keeps a copy in configs/",
+        default=(),
+        help=f"YAML files of the run; default: the checkpoint's own config, for a GPT-NeoX folder its configs/{more}",
     )
+
+
+def add_export_flags(flags: argparse.ArgumentParser) -> None:
+    """The flags of every command that makes a Hugging Face folder from a checkpoint."""
+    flags.add_argument("--output_dir", "--output-dir", required=True, help="the folder to make")
+    flags.add_argument("--iteration", type=int, help="which checkpoint of a save folder; default: its latest")
+    add_config_files(flags, "; their vocab_file wins")
     flags.add_argument("--no_save_tokenizer", action="store_true", help="leave the tokenizer's files out")
     flags.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of the files: 500MB, 5GB (default 5GB)")
     flags.add_argument(
@@ -152,7 +157,7 @@ def run_export(given: argparse.Namespace, hub: Hub, *, families: tuple[str, ...]
     done = export(
         given.input_dir,
         given.output_dir,
-        config_files=given.config_file or (),
+        config_files=given.config_file,
         iteration=given.iteration,
         reference=None if named is None else reference_of(open_model(named, None)),
         precision=given.precision,

@@ -1,6 +1,6 @@
 """Opens whatever holds a model (our checkpoints, GPT-NeoX's, Hugging Face folders or ids), alone or two of a kind.
 
-A folder of GPT-NeoX's keeps no configuration: in a pair it takes that of the other side when none is given.
+A GPT-NeoX folder keeps no configuration: in a pair it takes that of the other side when none is given.
 """
 
 from __future__ import annotations

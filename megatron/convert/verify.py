@@ -68,7 +68,7 @@ def verify(one: Place, other: Place, config_files: Sequence[str] = ()) -> Differ
     """Compare the logits of two models in fp32, their weights rounded to the narrower of their two types.
 
     A checkpoint is run by our network, a Hugging Face folder by transformers, both layer by layer. `config_files`: of
-    a run of GPT-NeoX's; without them its folder takes the configuration of the other side.
+    a GPT-NeoX run; without them its folder takes the configuration of the other side.
 
     Raises `UserError` when one is missing, or their sizes differ.
     """

@@ -129,7 +129,7 @@ def _settings(dotted: str, found: Mapping[str, Any], given: Any, fail: Fail) -> 
     if given is None or given is True:
         return settings
     if not isinstance(given, dict):
-        fail(dotted, f"{given!r} was given; true, false or a mapping of its settings is wanted")
+        fail(dotted, f"expected true, false or a mapping of its settings, got {given!r}")
     for name, value in given.items():
         if name not in settings:
             hint, keys = nearest(name, list(settings)), ", ".join(keys_of(found))

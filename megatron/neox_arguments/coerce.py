@@ -1,4 +1,4 @@
-"""Turn a YAML value into the type of its key, or report what was given and what is wanted."""
+"""Turn a YAML value into the type of its key, or report what is expected and what the value is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.neox_arguments.keys import KeyInfo, union_members
 
 
 class WrongValue(ValueError):
-    """The value does not fit the key; the text has what was given and what is wanted."""
+    """The value does not fit the key; the message says what is expected and what the value is."""
 
 
 def coerce(value: Any, info: KeyInfo) -> Any:
@@ -33,7 +33,7 @@ def coerce_type(value: Any, annotation: Any) -> Any:
     for member in members:  # an exact fit first: `int | float` keeps 3 an int and 0.5 a float
         if isinstance(member, type) and type(value) is member and not _infinite(value):
             return value
-    problem = WrongValue(f"{describe(value)} was given, {type_name(annotation)} is wanted")
+    problem = WrongValue(f"expected {type_name(annotation)}, got {describe(value)}")
     for member in members:
         try:
             return _coerce_member(value, member)
@@ -68,7 +68,7 @@ def _coerce_member(value: Any, member: Any) -> Any:
         return _coerce_choice(value, member)
     elif member is Any:
         return value
-    raise WrongValue(f"{describe(value)} was given, {type_name(member)} is wanted" + _advice(value, member))
+    raise WrongValue(f"expected {type_name(member)}, got {describe(value)}" + _advice(value, member))
 
 
 def _coerce_number(value: Any, kind: type) -> int | float:
@@ -79,13 +79,13 @@ def _coerce_number(value: Any, kind: type) -> int | float:
         except ValueError:
             number = None
     if number is None or isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise WrongValue(f"{describe(value)} was given, {type_name(kind)} is wanted")
+        raise WrongValue(f"expected {type_name(kind)}, got {describe(value)}")
     if not math.isfinite(number):
-        raise WrongValue(f"{describe(value)} was given, a finite number is wanted")
+        raise WrongValue(f"expected a finite number, got {describe(value)}")
     if kind is float:
         return float(number)
     if number != int(number):
-        raise WrongValue(f"{describe(value)} was given, {type_name(int)} is wanted")
+        raise WrongValue(f"expected {type_name(int)}, got {describe(value)}")
     return int(number)
 
 
@@ -93,7 +93,7 @@ def _coerce_tuple(value: Any, member: Any) -> tuple[Any, ...]:
     if isinstance(value, str):
         if "," in value:
             items = ", ".join(part.strip() for part in value.strip("[]").split(","))
-            raise WrongValue(f"{describe(value)} was given, a list is wanted: did you mean [{items}]?")
+            raise WrongValue(f"expected a list, got {describe(value)}: did you mean [{items}]?")
         value = [value]
     if not isinstance(value, (list, tuple)):
         value = [value]
@@ -101,7 +101,7 @@ def _coerce_tuple(value: Any, member: Any) -> tuple[Any, ...]:
     if len(inner) == 2 and inner[1] is Ellipsis:
         return tuple(freeze(coerce_type(item, inner[0])) for item in value)
     if len(inner) != len(value):
-        raise WrongValue(f"a list of {len(value)} was given, {len(inner)} values are wanted")
+        raise WrongValue(f"expected {len(inner)} values, got a list of {len(value)}")
     return tuple(coerce_type(item, kind) for item, kind in zip(value, inner, strict=True))
 
 
@@ -162,13 +162,9 @@ def _plural(word: str) -> str:
 
 
 def describe(value: Any) -> str:
-    """A given value in words: `the text '1x'`, `the number 3`, `true`, `a list of 2`."""
+    """A value for a message: `'1x'`, `3`, `true`, `a list of 2`."""
     if isinstance(value, bool):
-        return f"the truth value {str(value).lower()}"
-    if isinstance(value, (int, float)):
-        return f"the number {value}"
-    if isinstance(value, str):
-        return f"the text {value!r}"
+        return str(value).lower()
     if isinstance(value, (list, tuple)):
         return f"a list of {len(value)}"
     if isinstance(value, dict):

@@ -60,7 +60,7 @@ def _resolve(entry: Entry, conf_dir: str | None, below: tuple[str, ...]) -> Entr
         others = [str(key) for key in entry.value if key != "interpolate"]
         raise UserError(f"{where}: mixture: interpolate is used alone; remove {', '.join(others)}")
     if not isinstance(shares, Mapping) or not shares:
-        raise UserError(f"{where}: mixture.interpolate: {describe(shares)} was given, {{mixture: share}} is wanted")
+        raise UserError(f"{where}: mixture.interpolate: expected {{mixture: share}}, got {describe(shares)}")
     parts = []
     for name, share in shares.items():
         try:

@@ -76,7 +76,7 @@ class NamedMixture:
 def parse(value: Any) -> NamedMixture:
     """The mixture of a mapping. Raises `MixtureFault`."""
     if not isinstance(value, Mapping):
-        raise MixtureFault("", f"{describe(value)} was given, a mapping with sources and weights is wanted")
+        raise MixtureFault("", f"expected a mapping with sources and weights, got {describe(value)}")
     for name in value:
         if name not in _KEYS:
             hint = nearest(str(name), [*_KEYS, "interpolate"])
@@ -93,7 +93,7 @@ def parse_named(value: Any, schema: Mapping[str, Any], place: str) -> dict[str, 
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise MixtureFault(place, f"{describe(value)} was given, a mapping {{name: path}} is wanted")
+        raise MixtureFault(place, f"expected a mapping {{name: path}}, got {describe(value)}")
     found: dict[str, dict[str, Any]] = {}
     for name, inner in value.items():
         here = ".".join(part for part in (place, str(name)) if part)
@@ -101,7 +101,7 @@ def parse_named(value: Any, schema: Mapping[str, Any], place: str) -> dict[str, 
             raise MixtureFault(here, f"{name!r} is not a name: letters, digits and . _ + - / make one")
         given = {"path": inner} if isinstance(inner, str) else inner
         if not isinstance(given, Mapping) or not isinstance(given.get("path"), str):
-            raise MixtureFault(here, f"{describe(inner)} was given, a path or a mapping with a path is wanted")
+            raise MixtureFault(here, f"expected a path or a mapping with a path, got {describe(inner)}")
         found[name] = {}
         for key, part in given.items():
             if key not in schema:
@@ -120,13 +120,13 @@ def _phases(value: Any, sources: Mapping[str, Any]) -> list[tuple[int, dict[str,
         return [(0, dict.fromkeys(sources, 1.0))]
     if isinstance(value, Mapping):
         return [(0, _weights(value, sources, "weights"))]
-    wanted = "weights are {source: number}, or [[0, {source: number}], [step, {source: number}], ...]"
+    expected = "expected {source: number} or [[0, {source: number}], [step, {source: number}], ...]"
     if not isinstance(value, (list, tuple)) or not value:
-        raise MixtureFault("weights", f"{wanted}; {describe(value)} was given")
+        raise MixtureFault("weights", f"{expected}, got {describe(value)}")
     phases = []
     for pair in value:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not isinstance(pair[1], Mapping):
-            raise MixtureFault("weights", f"{wanted}; {pair!r} is not [step, {{source: number}}]")
+            raise MixtureFault("weights", f"{expected}; {pair!r} is not [step, {{source: number}}]")
         try:
             phases.append((coerce_type(pair[0], int), _weights(pair[1], sources, "weights")))
         except WrongValue as error:

@@ -187,7 +187,7 @@ def _check(
             continue
         if isinstance(kind, dict):
             if not isinstance(inner, dict):
-                raise UserError(f"{where(f'{prefix}.{written}')}: {dotted}: {inner!r} was given, a mapping is wanted")
+                raise UserError(f"{where(f'{prefix}.{written}')}: {dotted}: expected a mapping, got {inner!r}")
             checked[inner_key] = _check(dotted, inner, kind, where, note)
             continue
         try:

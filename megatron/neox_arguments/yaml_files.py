@@ -46,7 +46,7 @@ def read_config(path: str, _below: tuple[str, ...] = ()) -> dict[str, Entry]:
     merged: dict[str, Entry] = {}
     for base in extends.value if isinstance(extends.value, list) else [extends.value]:
         if not isinstance(base, str):
-            raise UserError(f"{extends.where}: extends wants the name of a file, {base!r} was given")
+            raise UserError(f"{extends.where}: extends: expected the name of a file, got {base!r}")
         folder = None if os.path.isabs(base) else os.path.dirname(path) or None
         _inherit(merged, read_config(config_path(base, folder), (*_below, os.path.realpath(path))))
     _inherit(merged, entries)
@@ -84,7 +84,7 @@ def _read_one(path: str) -> dict[str, Entry]:
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
-            raise UserError(f"{path}:{root.start_mark.line + 1}: a mapping of keys to values is wanted here")
+            raise UserError(f"{path}:{root.start_mark.line + 1}: expected a mapping of keys to values")
         return _entries(root, path, loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

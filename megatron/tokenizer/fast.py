@@ -97,7 +97,7 @@ class Gigatoken(FastEncoder):
     with characters that are in one of them only are left to that library.
 
     It remembers every word it has met, for ever: 5 GB after 600 MB of words that never repeat, 60 MB after 200 MB of
-    manuals (measured). So it starts afresh when the process has grown by `ROOM` since it last did.
+    manuals (measured). So it starts again when the process has grown by `ROOM` since it last did.
     """
 
     name = "gigatoken"
@@ -127,7 +127,7 @@ class Gigatoken(FastEncoder):
         return ragged, left
 
     def _keep_small(self) -> None:
-        """Start afresh when it is time. Nobody else may hold the encoder then: it would stay in memory, and count."""
+        """Start again when it is time. Nobody else may hold the encoder then: it would stay in memory, and count."""
         if self._characters - self._looked_at >= self.LOOK_EVERY:
             self._looked_at = self._characters
             now = resident_bytes()

@@ -29,7 +29,7 @@ def test_the_latest_is_taken_or_the_one_asked_for(base):
     assert start_from(base, iteration=2).checkpoint.path == base / "global_step2"
     with pytest.raises(UserError, match=r"init_from: .*iteration 3 in .*: complete steps: \[2, 4\]"):
         start_from(base, iteration=3)
-    with pytest.raises(UserError, match="init_from: .*nothing: .*no folder"):
+    with pytest.raises(UserError, match="init_from: .*nothing does not exist"):
         start_from(base / "nothing")
 
 

@@ -76,12 +76,12 @@ def test_iteration_of_the_run_s_own_folder(base):
 def test_iteration_without_anything_to_load_is_an_error(save):
     with pytest.raises(UserError, match="iteration: 5"):
         decide(save, None, 5)
-    with pytest.raises(UserError, match="no folder"):
+    with pytest.raises(UserError, match="does not exist"):
         decide(save, save, 5)
 
 
 def test_load_without_a_checkpoint_never_starts_fresh(save, tmp_path):
-    with pytest.raises(UserError, match="there is no folder"):
+    with pytest.raises(UserError, match="does not exist"):
         decide(save, tmp_path / "nowhere")
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -132,7 +132,7 @@ def test_inspect(tmp_path, call):
     code, out, _ = call("inspect_checkpoints.py", "--checkpoint-path", folder, "--diff", folder)
     assert code == 0 and out.endswith("15 parameters are equal\n")
     code, _, error = call("inspect_checkpoints.py", tmp_path / "nowhere")
-    assert code == 2 and "no folder" in error
+    assert code == 2 and "does not exist" in error
 
 
 def test_difference_of_two_checkpoints(tmp_path):

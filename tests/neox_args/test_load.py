@@ -236,7 +236,7 @@ def test_override_values_are_yaml(tmp_path: Path) -> None:
         ("train_iters", "overrides are written key=value"),
         ("=3", "overrides are written key=value"),
         ("train_iters=[1", "not valid YAML"),
-        ("train_iters=ten", "train_iters: .*'ten' .*whole number"),
+        ("train_iters=ten", "train_iters: .*whole number.* 'ten'"),
         ("seed.deep=1", "seed is not a mapping"),
         ("optimizer.type.name=1", "type is not a mapping"),
         ("optimizer.params.beta=1", r"unknown key 'beta' in optimizer\.params"),

@@ -3,7 +3,7 @@
 python tools/ckpts/convert_hf_to_sequential.py --hf-model-name pythia-70m --revision 143000 \\
     --output-dir checkpoints/pythia-70m --config configs/pythia/70M.yml configs/local_setup.yml --test
 
---hf-model-name is a model of EleutherAI's, whose revisions are steps; --hf-model takes any folder or Hub model. The
+--hf-model-name is an EleutherAI model, whose revisions are steps; --hf-model takes any folder or Hub model. The
 checkpoint loads at any layout, with or without a pipeline; pipe_parallel_size is 0 in its config file. --config is
 optional: files given are compared with the model, and a difference is refused before anything is written.
 """
@@ -22,17 +22,19 @@ from megatron.errors import UserError, run_cli
 def main() -> int:
     """Convert with GPT-NeoX's flags."""
     flags = flags_for(__doc__)
-    flags.add_argument("--hf-model-name", metavar="NAME", help="a model of EleutherAI's on the Hub: pythia-70m")
+    flags.add_argument("--hf-model-name", metavar="NAME", help="an EleutherAI model on the Hub: pythia-70m")
     flags.add_argument("--hf-model", metavar="PATH_OR_ID", help="instead: a folder, or any model of the Hub")
     flags.add_argument("--revision", help="a step (143000), branch, tag or commit on the Hub; default: main")
     flags.add_argument("--output-dir", required=True, help="the folder to make, or one with other steps of the model")
     flags.add_argument("--config", nargs="*", default=[], metavar="YAML", help="the run's files, to be compared")
     flags.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks to split the files for")
     flags.add_argument("--iteration", type=int, help="the step in the checkpoint's name; default: --revision or 0")
-    flags.add_argument("--test", action="store_true", help="accepted; logits are always compared")
+    flags.add_argument(
+        "--test", action="store_true", help="ignored, for GPT-NeoX's scripts: logits are always compared"
+    )
     flags.add_argument("--download-only", action="store_true", help="only fetch the model into the Hub's cache")
     flags.add_argument("--cache-dir", help="the Hub's cache")
-    flags.add_argument("--ckpt-tmp-dir", help="not needed: the draft is next to --output-dir")
+    flags.add_argument("--ckpt-tmp-dir", help="ignored, for GPT-NeoX's scripts: the draft is next to --output-dir")
     add_precision(flags)
     add_safety(flags, "an existing iteration")
     given = flags.parse_args()

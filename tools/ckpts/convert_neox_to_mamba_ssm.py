@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.convert.cli import add_config_files
 from megatron.errors import run_cli
 from megatron.log import configure
 
@@ -22,9 +23,7 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--input_dir", required=True, help="a global_step<N> folder, or a save folder (its latest)")
     flags.add_argument("--output_dir", required=True, help="the folder to make")
-    flags.add_argument(
-        "--config_file", nargs="*", default=[], help="YAML of the run; needed for checkpoints of GPT-NeoX's"
-    )
+    add_config_files(flags)
     given = flags.parse_args()
     configure()
     from megatron.convert.raw.mamba_ssm import export_mamba_ssm  # after the flags: torch takes seconds to import

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_precision, add_safety, flags_for, report
+from megatron.convert.cli import add_config_files, add_precision, add_safety, flags_for, report
 from megatron.errors import run_cli
 from megatron.log import configure
 
@@ -27,9 +27,7 @@ def main() -> int:
     flags.add_argument("--output_dir", required=True, help="the folder to make")
     flags.add_argument("--num_output_shards", type=int, default=1, help="model-parallel ranks to split the files for")
     flags.add_argument("--iteration", type=int, help="which checkpoint of a save folder; default: its latest")
-    flags.add_argument(
-        "--config_file", nargs="+", metavar="YAML", default=(), help="of the run; needed by folders of GPT-NeoX"
-    )
+    add_config_files(flags)
     add_precision(flags, auto="as trained")
     add_safety(flags, "an earlier export in --output_dir")
     given = flags.parse_args()

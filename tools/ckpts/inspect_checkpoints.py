@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.convert.cli import add_config_files
 from megatron.errors import UserError, run_cli
 from megatron.log import configure
 
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "folder", nargs="?", help="a global_step<N>, save or Hugging Face folder, or one torch file; two with -c: A,B"
     )
-    flags.add_argument("--checkpoint-path", dest="path", metavar="FOLDER", help="the same")
+    flags.add_argument("--checkpoint-path", dest="path", metavar="FOLDER", help="FOLDER as a flag, as in GPT-NeoX")
     flags.add_argument("--iteration", type=int, help="which checkpoint of a save folder; default: its latest")
     flags.add_argument("--tree", action="store_true", help="modules with their sizes; equal layers are listed once")
     flags.add_argument("-c", "--compare", action="store_true", help="compare the two folders A,B")
@@ -51,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         "--attributes", nargs="+", default=(), metavar="NAME", help="entries of the files; / goes inside"
     )
     flags.add_argument("-i", "--interactive", action="store_true", help="a Python prompt with `checkpoint` afterwards")
-    flags.add_argument("--config_file", nargs="+", metavar="YAML", default=(), help="for folders of GPT-NeoX")
+    add_config_files(flags, " or the config of the other side")
     flags.add_argument("--checksums", action="store_true", help="also compare every file with its checksum")
     return flags
 
@@ -69,7 +70,7 @@ def places(given: argparse.Namespace) -> list[Place]:
     if given.compare and not other:
         paths = [(path.strip(), "-c") for path in first.split(",")]
         if len(paths) != 2:
-            raise UserError(f"-c wants two folders with a comma between them, {first!r} was given")
+            raise UserError(f"-c: expected two folders separated by a comma, got {first!r}")
     return [Place(path, key, given.iteration) for path, key in paths]
 
 

@@ -2,8 +2,8 @@
 
 python tools/ckpts/merge20b.py --input_dir 20B_checkpoints --output_dir 20B_checkpoints_merged
 
-is GPT-NeoX's command for the published 20B, whose files are for two ranks. It takes any checkpoint of GPT-NeoX's (with
-the YAML files of its run as --config_file; the default is the 20B's) or of Deepy's. Deepy loads any checkpoint at any
+is GPT-NeoX's command for the published 20B, whose files are for two ranks. It takes any GPT-NeoX checkpoint (with the
+YAML files of its run as --config_file; the default is the 20B's) or Deepy checkpoint. Deepy loads any checkpoint at any
 layout and does not need this; other programs may. Only weights are written; they are read back and must be equal bit
 for bit.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_precision, flags_for
+from megatron.convert.cli import add_config_files, add_precision, flags_for
 from megatron.errors import run_cli
 from megatron.log import configure
 
@@ -29,9 +29,7 @@ def main() -> int:
     flags.add_argument("--output_dir", required=True, help="a save folder: global_step<N> is made in it")
     flags.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks to split the files for")
     flags.add_argument("--iteration", type=int, help="which checkpoint of a save folder; default: its latest")
-    flags.add_argument(
-        "--config_file", nargs="+", metavar="YAML", help="of the run of GPT-NeoX; default: its configs/, or 20B.yml"
-    )
+    add_config_files(flags, " or 20B.yml")
     add_precision(flags)
     flags.add_argument("--overwrite", action="store_true", help="replace an existing step")
     given = flags.parse_args()
@@ -43,7 +41,7 @@ def main() -> int:
         given.output_dir,
         tp=given.tp,
         iteration=given.iteration,
-        config_files=given.config_file or (),
+        config_files=given.config_file,
         default_config=str(CONFIG_OF_20B),
         precision=given.precision,
         overwrite=given.overwrite,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.convert.cli import add_config_files
 from megatron.errors import run_cli
 from megatron.log import configure
 
@@ -26,14 +27,8 @@ def parser() -> argparse.ArgumentParser:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = "a global_step<N> folder, a save folder, a Hugging Face folder, or a model of the Hub"
     flags.add_argument("one", metavar="A", help=what)
-    flags.add_argument("other", metavar="B", help="the same")
-    flags.add_argument(
-        "--config_file",
-        nargs="+",
-        metavar="YAML",
-        default=(),
-        help="of a run of GPT-NeoX's, whose folders keep no config; default: the other side's",
-    )
+    flags.add_argument("other", metavar="B", help="the model to compare with: any of these kinds")
+    add_config_files(flags, " or the config of the other side")
     flags.add_argument("--iteration", type=int, help="which checkpoint of a save folder; default: its latest")
     flags.add_argument("--revision", help="branch, tag or commit of a model of the Hub")
     return flags

@@ -45,7 +45,7 @@ def main() -> None:
             print(f"  FAULT {fault}")
     bad = sum(bool(report.faults) for report in reports)
     if bad:
-        raise UserError(f"{bad} of {len(reports)} datasets {'is' if bad == 1 else 'are'} not whole (see above).")
+        raise UserError(f"{bad} of {len(reports)} datasets {'is' if bad == 1 else 'are'} damaged (see above).")
 
 
 if __name__ == "__main__":

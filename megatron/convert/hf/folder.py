@@ -77,7 +77,7 @@ def open_model(model: str, revision: str | None, cache_dir: str | None = None) -
     if path.exists():
         raise UserError(f"--hf-model: {model} is a file; give the folder it is in")
     if model.count("/") > 1 or model.startswith((".", "/", "~")):
-        raise UserError(f"--hf-model: there is no folder {model}")
+        raise UserError(f"--hf-model: folder {model} does not exist")
     return HuggingFaceFolder(_download(model, revision, cache_dir))
 
 

@@ -78,6 +78,6 @@ def _folder(folder: Path, model_size: str) -> Path:
     there = sorted(path.parent.name for path in folder.glob(f"*/{PARAMS}"))
     hint = f"; there are {', '.join(there)}: name one as --model_size" if there else ""
     if not folder.is_dir():
-        raise UserError(f"--input_dir: there is no folder {folder}")
+        raise UserError(f"--input_dir: folder {folder} does not exist")
     tried = f"neither {folder} nor {folder / model_size} has a" if model_size else f"{folder} has no"
     raise UserError(f"--input_dir: {tried} {PARAMS}{hint}")

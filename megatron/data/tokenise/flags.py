@@ -44,7 +44,7 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=SAVE_EVERY,
         metavar="SECONDS",
-        help="work that a kill may lose (default: 60; 0: all of it)",
+        help="seconds between saved states, from which a stopped command resumes (default: 60; 0: never)",
     )
     group.add_argument("--num-docs", type=int, metavar="N", help="expected number of documents (for the display only)")
     group.add_argument("--log-interval", type=int, default=100, metavar="N", help="documents between progress updates")

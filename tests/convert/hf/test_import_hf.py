@@ -273,7 +273,7 @@ def test_a_missing_shard_and_a_missing_folder(tmp_path):
     shard.unlink()
     with pytest.raises(UserError, match=f"{shard.name} is missing"):
         import_model(str(tmp_path / "hf"), tmp_path / "out")
-    with pytest.raises(UserError, match="there is no folder"):
+    with pytest.raises(UserError, match="folder .* does not exist"):
         import_model(str(tmp_path / "nowhere"), tmp_path / "out")
 
 
