@@ -125,5 +125,5 @@ def test_ctrl_c_saves_and_the_same_command_resumes(folder: Path) -> None:
     assert (stopped["state"], stopped["exit_code"]) == ("ended", 3)
     rc, text = finish(start(folder, "num_gpus=2", f"train_iters={stopped['step'] + 2}"))
     assert rc == 0, text
-    assert f"at step {stopped['step']}" in text  # continuing from ... at step N
+    assert f"at step {stopped['step']}" in text  # resuming from ... at step N
     assert list(losses(folder / "run"))[-2:] == [stopped["step"] + 1, stopped["step"] + 2]

@@ -18,7 +18,7 @@ class Start:
     """Where a run starts.
 
     Attributes:
-        kind: `fresh` (new weights), `continue` (from `save`), `load` (first start, from `load`), `finetune`
+        kind: `fresh` (new weights), `resume` (from `save`), `load` (first start, from `load`), `finetune`
             (first start: weights of `load` only, step 0) or `init` (first start, from `init_from`).
         checkpoint: the checkpoint that it starts from, opened; None when fresh.
         step: the step the run starts at.
@@ -35,7 +35,7 @@ class Start:
     @property
     def resumes(self) -> bool:
         """Whether the checkpoint's own run continues, with its schedule and the state of its loop."""
-        return self.kind in ("continue", "load")
+        return self.kind in ("resume", "load")
 
     @property
     def load_optim(self) -> bool:
@@ -126,7 +126,7 @@ def _start_from_other_run(save: str | None, init: InitFrom) -> Start:
 
 def _resume(newest: Checkpoint, saved: Listing, options: CheckpointConfig, init: InitFrom | None) -> Start:
     step = newest.manifest.step
-    message = f"continuing from {newest.path} at step {step}"
+    message = f"resuming from {newest.path} at step {step}"
     load, iteration = options.load, options.iteration
     ignored = [f"load: {load}"] if load is not None and not _same_folder(load, saved.root) else []
     ignored += [f"iteration: {iteration}"] if iteration not in (None, step) else []
@@ -140,7 +140,7 @@ def _resume(newest: Checkpoint, saved: Listing, options: CheckpointConfig, init:
         message += f"; note: this run started {first}; to start from {init.path}, use another `save`"
     if saved.incomplete:
         message += f"; incomplete folders are ignored: {', '.join(sorted(saved.incomplete))}"
-    return Start("continue", newest, step, message)
+    return Start("resume", newest, step, message)
 
 
 def _fresh_message(options: CheckpointConfig) -> str:

@@ -195,7 +195,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "load and save in a run that already saved",
         "load decides",
-        "the run in `save` is continued; load, iteration and finetune speak of the first start only",
+        "the run resumes from `save`; load, iteration and finetune apply to the first start only",
         lambda args: args.checkpoint.save is not None and args.checkpoint.load not in (None, args.checkpoint.save),
         "Runs and checkpoints",
     ),

@@ -199,6 +199,6 @@ def _known_steps(start: Start, save: str | None, begun: tuple[int, int]) -> tupl
     if start.checkpoint is None or not start.resumes:
         return (begun,)
     saved = [start.checkpoint]
-    if start.kind == "continue" and save is not None:
+    if start.kind == "resume" and save is not None:
         saved += [one for step, one in list_checkpoints(save).checkpoints.items() if step < start.step]
     return tuple(sorted({begun, *((one.manifest.step, one.manifest.consumed) for one in saved)}))

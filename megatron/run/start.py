@@ -147,7 +147,7 @@ def _with_origin(args: NeoXArgs, saved: Manifest, start: Start) -> NeoXArgs:
             use_checkpoint_lr_scheduler=options.use_checkpoint_lr_scheduler,
         )
         return args.replace("the checkpoint", init_from={**args.checkpoint.init_from, "iteration": saved.step})
-    if start.kind == "continue" and args.checkpoint.init_from != (origin := saved.config.get("init_from")):
+    if start.kind == "resume" and args.checkpoint.init_from != (origin := saved.config.get("init_from")):
         return args.replace("the checkpoint", init_from=origin)
     return args
 

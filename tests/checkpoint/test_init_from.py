@@ -54,7 +54,7 @@ def test_a_run_that_has_saved_is_resumed(base, tmp_path):
     save = tmp_path / "save"
     put(save, 6, init_from={"path": str(base)})
     start = start_from(base, save)
-    assert (start.kind, start.step, start.init) == ("continue", 6, None)
+    assert (start.kind, start.step, start.init) == ("resume", 6, None)
     assert f"init_from: {base})" in start.message and "note" not in start.message
     assert "note" not in start_from(f"{base}/", save).message
     other = start_from("elsewhere", save).message

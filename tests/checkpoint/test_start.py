@@ -36,7 +36,7 @@ def test_save_is_resumed_whatever_load_iteration_and_finetune_are(save, base):
     put(save, 10)
     for load, iteration, finetune in ((None, None, False), (base, 2, False), (base, None, True), (save, None, False)):
         start = decide(save, load, iteration, finetune)
-        assert (start.kind, start.checkpoint.path, start.step) == ("continue", save / "global_step10", 10)
+        assert (start.kind, start.checkpoint.path, start.step) == ("resume", save / "global_step10", 10)
         assert start.load_optim
     assert f"load: {base}, iteration: 2, finetune)" in decide(save, base, 2, True).message
 
@@ -69,7 +69,7 @@ def test_iteration_of_the_run_s_own_folder(base):
         decide(base, base, 3)
     put(base, 3, iteration=2)
     start = decide(base, base, 2)
-    assert (start.kind, start.step) == ("continue", 3)
+    assert (start.kind, start.step) == ("resume", 3)
     assert "iteration: 2" in start.message
 
 
@@ -100,7 +100,7 @@ def test_incomplete_folders_are_ignored_and_named(save):
     files = {"layer_00-model_00-model_states.pt": FileEntry(bytes=7, crc32=0)}
     replace(broken, files=files).write(save / "global_step4")
     start = decide(save, None)
-    assert (start.kind, start.step) == ("continue", 2)
+    assert (start.kind, start.step) == ("resume", 2)
     assert "global_step4" in start.message and "global_step5" in start.message
     with pytest.raises(UserError, match=r"steps: \[2\].*global_step4 \(layer_00.*missing\).*global_step5 \(.*manifest"):
         find_checkpoint(save, 5)

@@ -129,7 +129,7 @@ def test_what_differs_is_measured(tmp_path, models, call):  # noqa: F811
     code_, out, _ = call(INSPECT, tmp_path / "deeper", "--diff", tmp_path / "ours")
     assert code_ == 0 and "4.attention.dense.weight" in out and "only in a" in out
     code_, _, error = call(INSPECT, "-c", tmp_path / "ours")
-    assert code_ == 2 and "two folders with a comma" in error
+    assert code_ == 2 and "-c: expected two folders" in error
 
 
 def test_the_tree_counts_modules_and_shows_equal_layers_once(tmp_path, models, call, monkeypatch):  # noqa: F811

@@ -47,7 +47,7 @@ def test_a_full_disk_ends_every_rank_and_leaves_the_previous_checkpoint(tmp_path
     status = json.loads((tmp_path / "ckpt/status.json").read_text())
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 1, 4)
     again = deepy(tmp_path, *RUN, "train_iters=4", timeout=110)
-    assert again.returncode == 0 and "continuing from ckpt/global_step2 at step 2" in again.stderr
+    assert again.returncode == 0 and "resuming from ckpt/global_step2 at step 2" in again.stderr
     assert list_checkpoints(tmp_path / "ckpt").latest == 4
 
 
@@ -74,6 +74,6 @@ def test_a_job_killed_while_saving_resumes_from_the_previous_checkpoint(tmp_path
     assert any(name.startswith(".") and "global_step4" in name for name in os.listdir(tmp_path / "ckpt"))
     assert list_checkpoints(tmp_path / "ckpt").steps == (2,)
     again = deepy(tmp_path, *RUN, "train_iters=6", timeout=110)
-    assert again.returncode == 0 and "continuing from ckpt/global_step2 at step 2" in again.stderr
+    assert again.returncode == 0 and "resuming from ckpt/global_step2 at step 2" in again.stderr
     left = list_checkpoints(tmp_path / "ckpt")
     assert (left.steps, left.incomplete) == ((2, 4, 6), {})

@@ -244,7 +244,7 @@ def test_all_checkpoints_of_the_run_are_asked(tmp_path: Path) -> None:
     for step, consumed in ((10, 40), (20, 120), (25, 160)):
         newest = checkpoint(save, step, consumed)
     other = checkpoint(tmp_path / "other", 5, 50)
-    resumed = Start("continue", newest, 25, "")
+    resumed = Start("resume", newest, 25, "")
     assert _known_steps(resumed, str(save), (0, 0)) == ((0, 0), (10, 40), (20, 120), (25, 160))
     assert _known_steps(Start("load", other, 5, ""), str(save), (0, 0)) == ((0, 0), (5, 50))
     assert _known_steps(Start("finetune", other, 0, ""), None, (0, 0)) == ((0, 0),)
