@@ -124,7 +124,7 @@ CASES: dict[str, tuple[tuple[str, ...], Change, str]] = {
     "iteration that is not there": (
         ("load=ckpt", "iteration=3"),
         lambda folder: [put(folder / "ckpt", step) for step in (2, 4)],
-        r"no complete checkpoint of iteration 3: complete steps: \[2, 4\]",
+        r"no complete checkpoint of iteration 3 in ckpt: complete steps: \[2, 4\]",
     ),
     "another architecture": (
         ("save=ckpt",),

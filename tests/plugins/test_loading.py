@@ -160,7 +160,9 @@ def test_a_name_that_is_taken_names_both_places(tmp_path) -> None:
 def test_an_entry_of_the_wrong_kind_is_refused(tmp_path) -> None:
     (tmp_path / "wrong.py").write_text("from megatron.layers.norms import NORMS\n\nNORMS.register('x')(lambda x: x)\n")
     message = refused(write_config(tmp_path / "run.yml", plugins=["wrong.py"]))
-    assert f"{tmp_path}/wrong.py:3: norm 'x': expected a subclass of megatron.layers.norms.Norm, got a function" in message
+    assert (
+        f"{tmp_path}/wrong.py:3: norm 'x': expected a subclass of megatron.layers.norms.Norm, got a function" in message
+    )
 
 
 def test_a_plugin_that_registers_nothing_is_mentioned(tmp_path) -> None:
