@@ -35,8 +35,8 @@ logger = get_logger(__name__)
 class CommandOptions:
     """How files are tokenised, none of which changes a byte of the result.
 
-    `workers`: processes. `shard`: the part of the files that this process tokenises. `save_every`: seconds between saved
-    states (0: never). `restart`: discard what an earlier command left. `num_docs`, `log_interval`: for the
+    `workers`: processes. `shard`: the part of the files that this process tokenises. `save_every`: seconds between
+    saved states (0: never). `restart`: discard what an earlier command left. `num_docs`, `log_interval`: for the
     progress display.
     """
 
