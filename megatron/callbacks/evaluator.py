@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 def evaluate(trainer: Trainer, batches: Iterator[StepBatch], iterations: int, what: str) -> dict[str, float]:
     """Mean loss per trained token over `iterations` global batches, and its perplexity. The same on every rank."""
-    return metrics_of(*summed_loss(trainer, batches, iterations, what))
+    return metrics_of(*sum_loss(trainer, batches, iterations, what))
 
 
-def summed_loss(trainer: Trainer, batches: Iterator[StepBatch], iterations: int, what: str) -> tuple[float, int]:
+def sum_loss(trainer: Trainer, batches: Iterator[StepBatch], iterations: int, what: str) -> tuple[float, int]:
     """Loss summed over the trained tokens of `iterations` global batches, and their number."""
     total, tokens = torch.zeros((), device=trainer.state.device), 0
     steps = range(iterations)
@@ -47,7 +47,7 @@ def evaluate_sets(trainer: Trainer, sets: Sequence[NamedSet]) -> None:
     """
     found = {}
     for one in sets:
-        found[one.name] = summed_loss(trainer, one.batches(0), one.iterations, one.name)
+        found[one.name] = sum_loss(trainer, one.batches(0), one.iterations, one.name)
         trainer.call("evaluated", f"validation/{one.name}", metrics_of(*found[one.name]))
     for tag in dict.fromkeys(tag for one in sets for tag in one.tags):
         sums = [found[one.name] for one in sets if tag in one.tags]

@@ -62,10 +62,10 @@ class ExpertLoad(Callback):
 
     def loaded(self, trainer: Trainer) -> None:
         self.layers = moe_layers(trainer.engine.module)
-        self._sums = self._taken(trainer).zero_()
+        self._sums = self._take_load(trainer).zero_()
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
-        found = self._taken(trainer)
+        found = self._take_load(trainer)
         if not out.skipped:
             if self.model.moe_bias_balancing_rate > 0:
                 found = self._whole(found, trainer, "data")
@@ -75,7 +75,7 @@ class ExpertLoad(Callback):
             trainer.metrics.update(self._metrics(trainer))
             self._sums.zero_()
 
-    def _taken(self, trainer: Trainer) -> Tensor:
+    def _take_load(self, trainer: Trainer) -> Tensor:
         """[layers of this stage, E + 4], see `Load`."""
         rows = [layer.load.take() for layer in self.layers.values()]
         empty = torch.zeros(0, self.model.moe_num_experts + 4, dtype=torch.float64, device=trainer.state.device)

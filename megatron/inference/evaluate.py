@@ -124,10 +124,10 @@ class Tasks:
             elif Path(name).is_file() or name in self.manager.all_tasks:
                 found.append(name)
             else:
-                found += self._matching(name)
+                found += self._match_tasks(name)
         return list(dict.fromkeys(found))
 
-    def _matching(self, name: str) -> list[str]:
+    def _match_tasks(self, name: str) -> list[str]:
         matched = self.manager.match_tasks([name]) if any(c in name for c in "*?") else []
         if not matched:
             raise UserError(

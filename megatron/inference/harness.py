@@ -53,10 +53,10 @@ def _complete(
     until: list[str] = options["until"]
     tail = max((len(stop.encode()) for stop in until), default=0) + _LOOK_BACK
 
-    def ended(tokens: list[int]) -> bool:
+    def ends_with_stop(tokens: list[int]) -> bool:
         return any(stop in tokenizer.detokenize(tokens[-tail:]) for stop in until)
 
-    limits = Limits(options["new_tokens"], tokenizer.require_eod("generation"), ended if until else None)
+    limits = Limits(options["new_tokens"], tokenizer.require_eod("generation"), ends_with_stop if until else None)
     sampling = Sampling(options["temperature"], options["top_k"], options["top_p"])
     texts: dict[int, str] = {}
     for chunk in batches(stage, [len(prompt) for _, prompt in items], batch, options["what"]):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["RULES", "Facts", "check_device", "check_trainable", "derive"]
 
 RULES: tuple[Callable[[Draft], None], ...] = (
-    rules_model.required,
+    rules_model.check_required,
     rules_parallel.layout,
     rules_parallel.batch,
     rules_parallel.pipeline_depth,

@@ -30,7 +30,7 @@ class Facts:
 
 
 class Draft:
-    """Mutable values during derivation. Rules read with `draft["key"]` or `draft.given("key")` and write with `set`."""
+    """Mutable values of a derivation. Rules read `draft["key"]` or `draft.get_given("key")` and write with `set`."""
 
     def __init__(self, args: NeoXArgs, facts: Facts | None) -> None:
         self.facts = facts or Facts()
@@ -45,7 +45,7 @@ class Draft:
         """True when the user gave this key (it is not at its default and was not derived)."""
         return name in self.sources and not self.sources[name].startswith("derived")
 
-    def given(self, name: str) -> Any:
+    def get_given(self, name: str) -> Any:
         """The value the user gave, else None: what an earlier derivation computed does not count."""
         return self.values[name] if self.is_set(name) else None
 

@@ -185,7 +185,7 @@ def _check(entries: dict[str, Entry], conf_dir: str | None) -> FlatValues:
             continue
         if name not in all_keys():
             raise UserError(f"{entry.where}: {_unknown(name)}")
-        flat.values[name] = _typed(all_keys()[name], entry, notes)
+        flat.values[name] = _coerce(all_keys()[name], entry, notes)
         flat.sources[name] = _source(entry.where)
         flat.sources.update({dotted.replace("-", "_"): _source(where) for dotted, where in entry.inside.items()})
     if silent:
@@ -216,7 +216,7 @@ def _source(where: str) -> str:
     return next((origin for origin in (COMMAND_LINE, PYTHON_CALL) if where.startswith(f"{origin}:")), where)
 
 
-def _typed(info: KeyInfo, entry: Entry, notes: list[str]) -> Any:
+def _coerce(info: KeyInfo, entry: Entry, notes: list[str]) -> Any:
     """The value in the type of its key. Raises `UserError` also for what is known but not available."""
     try:
         value = coerce(entry.value, info)

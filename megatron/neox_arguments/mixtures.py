@@ -131,13 +131,13 @@ def _phases(value: Any, sources: Mapping[str, Any]) -> list[tuple[int, dict[str,
             phases.append((coerce_type(pair[0], int), _weights(pair[1], sources, "weights")))
         except WrongValue as error:
             raise MixtureFault("weights", f"the step of a phase: {error}") from error
-    fault = ascending([step for step, _ in phases])
+    fault = check_steps([step for step, _ in phases])
     if fault:
         raise MixtureFault("weights", fault)
     return phases
 
 
-def ascending(steps: Sequence[int]) -> str | None:
+def check_steps(steps: Sequence[int]) -> str | None:
     """What is wrong with the first steps of phases: they begin at 0 and rise."""
     if steps[0] != 0:
         return f"the first phase begins at step 0, not {steps[0]}"

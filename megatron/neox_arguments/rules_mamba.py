@@ -18,11 +18,11 @@ def widths(draft: Draft) -> None:
     kinds = [kind for kind in MAMBA if kind in draft["attention_config"]]
     if not kinds:
         return
-    if len(kinds) == 2 and draft.given("mamba_d_state") is None:
+    if len(kinds) == 2 and draft.get_given("mamba_d_state") is None:
         draft.fail("mamba_d_state", "must be set when there are both mamba and mamba2 layers")
-    draft.set("mamba_d_state", draft.given("mamba_d_state") or _STATE[kinds[0]], f"{kinds[0]} layers")
+    draft.set("mamba_d_state", draft.get_given("mamba_d_state") or _STATE[kinds[0]], f"{kinds[0]} layers")
     rank = -(-draft["hidden_size"] // 16)
-    draft.set("mamba_dt_rank", draft.given("mamba_dt_rank") or rank, "hidden_size / 16, rounded up")
+    draft.set("mamba_dt_rank", draft.get_given("mamba_dt_rank") or rank, "hidden_size / 16, rounded up")
     if draft["use_mup"]:
         draft.fail("use_mup", "muP has no rule for Mamba layers; set it to false")
     if draft["mamba_inner_func_fusion"] and draft["mamba_use_bias_in_linears"]:

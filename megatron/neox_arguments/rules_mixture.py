@@ -11,7 +11,7 @@ from megatron.neox_arguments.mixtures import (
     SET_KEYS,
     MixtureFault,
     NamedMixture,
-    ascending,
+    check_steps,
     parse,
     parse_named,
     sets_in_training,
@@ -86,7 +86,7 @@ def train_weights(draft: Draft) -> None:
         return
     if paths is None:
         draft.fail(name, "is set without train_data_paths")
-    fault = ascending([step for step, _ in phases])
+    fault = check_steps([step for step, _ in phases])
     if fault:
         draft.fail(name, fault)
     for step, weights in phases:
@@ -128,13 +128,13 @@ def budgets(draft: Draft) -> None:
     """Simulated epoching: `target_budget` tokens are the large run, `experiment_budget` is this one's."""
     target = draft["target_budget"]
     if target is None:
-        if draft.given("experiment_budget") is not None:
+        if draft.get_given("experiment_budget") is not None:
             draft.fail("experiment_budget", "is set without target_budget, the tokens of the run that is simulated")
         return
     for name in ("train_data_max_epochs", "train_data_max_tokens"):
         if draft[name] is not None:
             draft.fail(name, f"target_budget is set too ({draft.source('target_budget')}): both cut the sources")
-    if draft.given("experiment_budget") is None:
+    if draft.get_given("experiment_budget") is None:
         if draft["train_iters"] is None:
             draft.fail("target_budget", "needs experiment_budget or train_iters, which train_epochs would follow from")
         tokens = draft["train_iters"] * (draft["train_batch_size"] or 0) * (draft["seq_length"] or 0)

@@ -25,7 +25,7 @@ _UNAVAILABLE_KINDS = {
 }
 
 
-def required(draft: Draft) -> None:
+def check_required(draft: Draft) -> None:
     """The keys without which there is no model, and the ranges of sizes and fractions."""
     for name in ("num_layers", "hidden_size", "seq_length"):
         if draft[name] is None:
@@ -56,11 +56,11 @@ def heads(draft: Draft) -> None:
     if draft["num_attention_heads"] is None:
         draft.fail("num_attention_heads", "must be set")
     hidden, queries, tensor = draft["hidden_size"], draft["num_attention_heads"], draft["model_parallel_size"]
-    width = draft.given("head_dim")
+    width = draft.get_given("head_dim")
     if width is None and hidden % queries:
         near = nearest_multiples(hidden, queries)
         draft.fail("num_attention_heads", f"{queries} heads do not divide hidden_size {hidden}; nearest width {near}")
-    keys = draft.given("num_kv_heads") or queries
+    keys = draft.get_given("num_kv_heads") or queries
     if queries % keys:
         fitting = [str(count) for count in range(1, queries + 1) if queries % count == 0]
         draft.fail("num_kv_heads", f"{keys} does not divide num_attention_heads {queries}; use {' or '.join(fitting)}")
@@ -82,10 +82,12 @@ def heads(draft: Draft) -> None:
 
 def _no_heads(draft: Draft) -> None:
     """Without a layer of attention its keys mean nothing; they get values that other rules can use."""
-    queries = draft.given("num_attention_heads") or 1
+    queries = draft.get_given("num_attention_heads") or 1
     draft.set("num_attention_heads", queries, "no layer of attention")
-    draft.set("num_kv_heads", draft.given("num_kv_heads") or queries, "no layer of attention")
-    draft.set("head_dim", draft.given("head_dim") or max(1, draft["hidden_size"] // queries), "no layer of attention")
+    draft.set("num_kv_heads", draft.get_given("num_kv_heads") or queries, "no layer of attention")
+    draft.set(
+        "head_dim", draft.get_given("head_dim") or max(1, draft["hidden_size"] // queries), "no layer of attention"
+    )
 
 
 def _divisors(number: int) -> str:
@@ -96,7 +98,7 @@ def positions(draft: Draft) -> None:
     """max_position_embeddings holds seq_length and, with a position table, the constant offset."""
     offset = draft["opt_pos_emb_offset"] if draft["pos_emb"] == "learned" else 0
     needed = draft["seq_length"] + offset
-    longest = draft.given("max_position_embeddings")
+    longest = draft.get_given("max_position_embeddings")
     if longest is not None and longest < needed:
         plus = f" plus opt_pos_emb_offset {offset}" if offset else ""
         draft.fail("max_position_embeddings", f"{longest} is below seq_length {draft['seq_length']}{plus}")
@@ -129,7 +131,7 @@ def residual_form(draft: Draft) -> None:
 def attention(draft: Draft) -> None:
     """attention_config as one kind per layer, and the window of each layer."""
     layers = draft["num_layers"]
-    kinds = _expand_attention(draft, draft.given("attention_config"), layers)
+    kinds = _expand_attention(draft, draft.get_given("attention_config"), layers)
     if len(kinds) != layers:
         draft.fail("attention_config", f"describes {len(kinds)} layers, num_layers is {layers}")
     draft.set("attention_config", kinds, "'global' for every layer")
@@ -191,7 +193,7 @@ def feed_forward(draft: Draft) -> None:
     given, factor, multiple = draft["intermediate_size"], draft["expansion_factor"], draft["mlp_multiple_of"]
     width = given or int((factor or 4) * draft["hidden_size"])
     gated = is_gated(draft["activation"])
-    rule = draft.given("gated_width_rule") or ("final" if given else "two_thirds")
+    rule = draft.get_given("gated_width_rule") or ("final" if given else "two_thirds")
     draft.set("gated_width_rule", rule, "final when intermediate_size is set, else GPT-NeoX's rule")
     final, thirds = round_up(width, multiple), gated_width(width, multiple)
     if gated and given and not draft.is_set("gated_width_rule"):
@@ -221,7 +223,7 @@ def width_split(draft: Draft) -> None:
 
 def recomputation(draft: Draft) -> None:
     """checkpoint_policy from checkpoint_activations when it is not set itself."""
-    policy = draft.given("checkpoint_policy")
+    policy = draft.get_given("checkpoint_policy")
     if policy is not None and policy != "none" and draft.is_set("checkpoint_activations"):
         if not draft["checkpoint_activations"]:
             draft.fail("checkpoint_policy", f"is {policy}, but checkpoint_activations is false; keep one of the two")

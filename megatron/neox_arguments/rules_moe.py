@@ -115,7 +115,7 @@ def mixture_of_experts(draft: Draft) -> None:
             f"{experts} experts (moe_num_experts) do not divide over {tensor} tensor-parallel ranks; a rank holds whole"
             " experts",
         )
-    width = draft.given("moe_intermediate_size") or draft["ffn_width"]
+    width = draft.get_given("moe_intermediate_size") or draft["ffn_width"]
     draft.set("moe_intermediate_size", width, "the width of a dense layer")
     shared = draft["moe_shared_expert_size"]
     if draft["moe_shared_expert_gate"] and not shared:

@@ -47,7 +47,7 @@ def stages(draft: Draft) -> int:
 
 def batch(draft: Draft) -> None:
     """The batch triangle: train_batch_size = micro x gas x data_parallel_size; what is unset is derived."""
-    draft_values = {name: draft.given(name) for name in (_TOTAL, _MICRO, _GAS)}
+    draft_values = {name: draft.get_given(name) for name in (_TOTAL, _MICRO, _GAS)}
     for name, value in draft_values.items():
         if value is not None and value <= 0:
             draft.fail(name, f"must be above 0, is {value}")

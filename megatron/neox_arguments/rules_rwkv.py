@@ -13,11 +13,11 @@ def widths(draft: Draft) -> None:
     if not kinds:
         return
     hidden, tensor = draft["hidden_size"], draft["model_parallel_size"]
-    if len(kinds) == 2 and draft.given("ffn_dim") is None:
+    if len(kinds) == 2 and draft.get_given("ffn_dim") is None:
         draft.fail("ffn_dim", "must be set when there are both rwkv4 and rwkv layers")
-    draft.set("dim_att", draft.given("dim_att") or hidden, "hidden_size")
+    draft.set("dim_att", draft.get_given("dim_att") or hidden, "hidden_size")
     default = 4 * hidden if "rwkv4" in kinds else max(32, hidden * 7 // 2 // 32 * 32)
-    draft.set("ffn_dim", draft.given("ffn_dim") or default, f"{kinds[0]} layers")
+    draft.set("ffn_dim", draft.get_given("ffn_dim") or default, f"{kinds[0]} layers")
     if draft["use_mup"]:
         draft.fail("use_mup", "muP has no rule for RWKV layers; set it to false")
     for name in ("dim_att", "ffn_dim"):
@@ -29,7 +29,7 @@ def widths(draft: Draft) -> None:
 
 
 def _heads(draft: Draft, tensor: int) -> None:
-    draft.set("head_size", draft.given("head_size") or 64, "rwkv layers")
+    draft.set("head_size", draft.get_given("head_size") or 64, "rwkv layers")
     channels, width = draft["dim_att"], draft["head_size"]
     if channels % width:
         near = nearest_multiples(channels, width)

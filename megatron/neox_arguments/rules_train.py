@@ -26,7 +26,7 @@ def precision(draft: Draft) -> None:
         if by_dict is not None and by_dict[0] == "fp16":
             draft.fail("bf16.enabled", f"fp16 is enabled too ({draft.source('fp16.enabled')}); enable one of the two")
         by_dict = ("bfloat16", "bf16.enabled")
-    stated = draft.given("precision")
+    stated = draft.get_given("precision")
     if stated and by_dict and stated != by_dict[0] and draft.source("precision") != SET_BY_PROGRAM:
         draft.fail("precision", f"is {stated}, but {by_dict[1]} ({draft.source(by_dict[1])}) asks for {by_dict[0]}")
     chosen = stated or (by_dict[0] if by_dict else "fp32")
@@ -56,7 +56,7 @@ def optimizer(draft: Draft) -> None:
     mapping = draft["optimizer"] or {}
     params = mapping.get("params") or {}
     _optimizer_type(draft, mapping.get("type"))
-    rate, inner = draft.given("lr"), params.get("lr")
+    rate, inner = draft.get_given("lr"), params.get("lr")
     if rate is not None and inner is not None and rate != inner:
         where = draft.source("optimizer.params.lr")
         draft.fail("lr", f"is {rate}, but optimizer.params.lr is {inner} ({where}); keep one of the two")
@@ -78,7 +78,7 @@ def optimizer(draft: Draft) -> None:
 def _optimizer_type(draft: Draft, inner: str | None) -> None:
     info = all_keys()["optimizer_type"]
     unavailable = {name: info.refusal(name) for name in info.choices if info.refusal(name) is not None}
-    stated = draft.given("optimizer_type")
+    stated = draft.get_given("optimizer_type")
     chosen = info.default
     if inner is not None:
         spellings = {**info.spellings, **{name.lower(): name for name in info.added}}
@@ -97,7 +97,7 @@ def _optimizer_type(draft: Draft, inner: str | None) -> None:
 
 
 def _weight_decay(draft: Draft, inner: float | None) -> None:
-    stated = draft.given("weight_decay")
+    stated = draft.get_given("weight_decay")
     if inner is not None:
         if stated is not None and stated != inner:
             where = draft.source("optimizer.params.weight_decay")
@@ -114,7 +114,7 @@ def _weight_decay(draft: Draft, inner: float | None) -> None:
 def zero(draft: Draft) -> None:
     """zero_stage: 0-3; bfloat16 and fp16 need 1; 2 and 3 do not work with a pipeline."""
     mapping = draft["zero_optimization"] or {}
-    stated, inner = draft.given("zero_stage"), mapping.get("stage")
+    stated, inner = draft.get_given("zero_stage"), mapping.get("stage")
     if stated is not None and inner is not None and stated != inner:
         where = draft.source("zero_optimization.stage")
         draft.fail("zero_stage", f"is {stated}, but zero_optimization.stage is {inner} ({where}); keep one of the two")
@@ -137,7 +137,7 @@ def zero(draft: Draft) -> None:
 
 def communication_type(draft: Draft) -> None:
     """fp32_allreduce is the GPT-NeoX name of communication_data_type: fp32."""
-    kind = draft.given("communication_data_type")
+    kind = draft.get_given("communication_data_type")
     if draft["fp32_allreduce"] and kind not in (None, "fp32"):
         draft.fail("communication_data_type", f"is {kind}, but fp32_allreduce is set; keep one of the two")
     draft.set("communication_data_type", "fp32" if draft["fp32_allreduce"] else kind, "fp32_allreduce")
@@ -160,7 +160,7 @@ def engine_limits(draft: Draft) -> None:
 def length(draft: Draft) -> None:
     """train_iters, from train_epochs once the size of the data is known."""
     draft.positive("train_epochs")
-    steps, epochs = draft.given("train_iters"), draft["train_epochs"]
+    steps, epochs = draft.get_given("train_iters"), draft["train_epochs"]
     if steps is not None and epochs is not None:
         draft.fail("train_epochs", f"train_iters is set too ({draft.source('train_iters')}); keep one of the two")
     if steps is not None and steps < 0:
@@ -188,7 +188,7 @@ def schedule(draft: Draft) -> None:
         draft.fail("override_lr_scheduler", "use_checkpoint_lr_scheduler is set too; keep one of the two")
     total, fraction = draft["train_iters"], draft["lr_decay_fraction"]
     by_fraction = math.floor(total * fraction) if total is not None and fraction is not None else None
-    stated = draft.given("lr_decay_iters")
+    stated = draft.get_given("lr_decay_iters")
     if stated is not None and stated <= 0:
         draft.fail("lr_decay_iters", f"must be above 0, is {stated}")
     if stated is not None and by_fraction is not None and stated != by_fraction:
@@ -232,13 +232,13 @@ def evaluation(draft: Draft) -> None:
         "do_valid": evaluates and (one_path or draft["valid_data_paths"] is not None or has_valid_sets(draft)),
         "do_test": evaluates and (one_path or draft["test_data_paths"] is not None),
     }
-    if draft.given("do_train") is False and found["do_train"]:
+    if draft.get_given("do_train") is False and found["do_train"]:
         draft.fail("do_train", "is false, but there are steps to train; to validate and test only, set train_iters: 0")
     for name, value in found.items():
-        stated = draft.given(name)
+        stated = draft.get_given(name)
         draft.set(name, value if stated is None else stated and value, "whether there are steps and data for it")
     kind = "input-file" if draft["sample_input_file"] else "unconditional"
-    draft.set("text_gen_type", draft.given("text_gen_type") or kind, "sample_input_file")
+    draft.set("text_gen_type", draft.get_given("text_gen_type") or kind, "sample_input_file")
     for name in ("temperature", "top_p", "top_k", "maximum_tokens", "num_samples"):
         if draft[name] < 0:
             draft.fail(name, f"must not be negative, is {draft[name]}")

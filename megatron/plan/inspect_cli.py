@@ -138,7 +138,7 @@ def _list_steps(run: RunData, role: RoleData, numbers: Iterable[int], rank: bool
         if place.step != step:
             step = place.step
             samples = role.steps.samples(step)
-            print(f"{run.when(role, step)}: samples {samples.start}..{samples.stop - 1} of {role.name}")
+            print(f"{run.name_step(role, step)}: samples {samples.start}..{samples.stop - 1} of {role.name}")
         held = [_piece(origin.prefix, piece) for piece in origin.pieces]
         reader = f", rank {place.rank}, micro-batch {place.micro_batch}" if rank else ""
         named = origin.source if origin.source in shown else origin.description

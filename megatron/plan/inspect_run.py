@@ -152,10 +152,10 @@ class RunData:
         """A sample, to be shown."""
         place = role.place(role.check(sample))
         batch = len(role.steps.samples(place.step))
-        title = f"sample {sample} of {role.name}, {self.when(role, place.step)}, row {place.row} of {batch}"
+        title = f"sample {sample} of {role.name}, {self.name_step(role, place.step)}, row {place.row} of {batch}"
         return sample_view(role.dataset[sample], role.origin(sample), self.rules, title)
 
-    def when(self, role: RoleData, step: int) -> str:
+    def name_step(self, role: RoleData, step: int) -> str:
         """A step in words, also as the log counts it."""
         if role.name == "train":
             return f"step {step} (iteration {step + 1} of the log)"

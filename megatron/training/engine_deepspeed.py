@@ -90,13 +90,13 @@ class DeepSpeedEngine(StateByName):
         """
         loss_of = self.module.loss_fn
 
-        def announced(out: Any, labels: Any) -> Tensor:
+        def announce_backward(out: Any, labels: Any) -> Tensor:
             loss = loss_of(out, labels)
             if loss.requires_grad:
                 loss.register_hook(lambda gradient: self.deepspeed._backward_prologue())
             return loss
 
-        self.module.loss_fn = announced
+        self.module.loss_fn = announce_backward
 
     def _switch_off_reduction(self, stage: int) -> None:
         if isinstance(self._gradients, ZeroGradients):

@@ -42,7 +42,7 @@ def share_config(store: dist.Store, rank: int, world_size: int, read: Callable[[
     message = json.loads(store.get(_KEY))
     if "error" in message:
         raise UserError(message["error"])
-    if own_files and (keys := _different(read(), message["config"])):
+    if own_files and (keys := _compare_configs(read(), message["config"])):
         raise UserError(
             f"rank {rank} reads another configuration than rank 0; different: {', '.join(keys)}. "
             "Give every node the same files and overrides."
@@ -50,7 +50,7 @@ def share_config(store: dist.Store, rank: int, world_size: int, read: Callable[[
     return message["config"]
 
 
-def _different(mine: str, theirs: str) -> list[str]:
+def _compare_configs(mine: str, theirs: str) -> list[str]:
     """Keys whose values differ between two resolved configurations (where they came from may differ)."""
     ours, others = NeoXArgs.from_resolved(mine).to_dict(), NeoXArgs.from_resolved(theirs).to_dict()
     return sorted(key for key in ours if ours[key] != others[key])

@@ -71,7 +71,7 @@ def export_raw(
         (draft / PARAMS).write_text(json.dumps(params_of(model, vocab_size)) + "\n", encoding="utf-8")
         _write_weights(draft, reader, model, shards, dtype, 0 if by_rows else 1)
         _copy_tokenizer(settings, draft)
-        difference = _checked(draft, reader, model, dtype) if check else None
+        difference = _check(draft, reader, model, dtype) if check else None
         publish(draft, output)
     return RawExported(output, difference)
 
@@ -107,7 +107,7 @@ def _copy_tokenizer(settings: Settings, draft: Path) -> None:
         logger.warning(f"no {TOKENIZER_MODEL}: the tokenizer of the checkpoint is not sentencepiece's or tiktoken's")
 
 
-def _checked(draft: Path, reader: CheckpointReader, model: ModelConfig, dtype: torch.dtype) -> float:
+def _check(draft: Path, reader: CheckpointReader, model: ModelConfig, dtype: torch.dtype) -> float:
     raw = RawFolder(draft)
     keys = keys_of(raw, "", model.max_position_embeddings)
     tokens = random_tokens(keys["vocab_size"], model.max_position_embeddings, model.layer_windows or ())

@@ -97,7 +97,7 @@ def steps_and_weights(phases: Sequence[Phase]) -> list[tuple[int, Weights]]:
     return pairs
 
 
-def before(wanted: Sequence[tuple[int, Weights]], step: int) -> list[tuple[int, Weights]]:
+def phases_before(wanted: Sequence[tuple[int, Weights]], step: int) -> list[tuple[int, Weights]]:
     """The (step, weights) pairs before `step`, without borders at which nothing changes."""
     pairs: list[tuple[int, Weights]] = []
     for start, weights in wanted:
@@ -106,7 +106,7 @@ def before(wanted: Sequence[tuple[int, Weights]], step: int) -> list[tuple[int, 
     return pairs
 
 
-def since(wanted: Sequence[tuple[int, Weights]], step: int) -> list[tuple[int, Weights]]:
+def phases_from(wanted: Sequence[tuple[int, Weights]], step: int) -> list[tuple[int, Weights]]:
     """(step, weights) pairs from `step` on: the weights at `step`, then the later pairs."""
     held = [weights for start, weights in wanted if start <= step]
     return [*((step, weights) for weights in held[-1:]), *(pair for pair in wanted if pair[0] > step)]

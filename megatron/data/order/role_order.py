@@ -16,8 +16,8 @@ from megatron.data.order.phases import (
     continue_phases,
     lengths,
     make_phases,
+    phases_from,
     shares,
-    since,
 )
 from megatron.data.order.saved_order import SavedRole, SavedSource, check_past, check_sources, match_sources
 from megatron.data.order.sources import RoleSources, Source
@@ -123,7 +123,7 @@ class OrderBuilder:
     def order_training(self, name: str, found: RoleSources, samples: int) -> RoleOrder:
         """`samples` from the sources of training. Raises `UserError` when what the run has read would change."""
         planned, saved = self._bind(found.sources), self.saved.get(name)
-        asked = since(found.weights, self.progress.start[0])
+        asked = phases_from(found.weights, self.progress.start[0])
         kept: list[tuple[Segment, ...]] = [()] * len(planned)
         if saved is None:
             phases = make_phases(asked, self.progress)

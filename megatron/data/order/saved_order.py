@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from megatron.data.order.phases import Phase, Progress, Weights, alike, before, since, steps_and_weights
+from megatron.data.order.phases import Phase, Progress, Weights, alike, phases_before, phases_from, steps_and_weights
 from megatron.data.packing import Segment
 from megatron.errors import UserError
 
@@ -177,8 +177,8 @@ def check_past(
         wanted: (step, weights) pairs of the configuration.
         named_mixture: they are given by name; for the message.
     """
-    ours = since(steps_and_weights(saved.phases), progress.start[0])  # without an earlier run's
-    was, is_now = before(ours, progress.steps), before(wanted, progress.steps)
+    ours = phases_from(steps_and_weights(saved.phases), progress.start[0])  # without an earlier run's
+    was, is_now = phases_before(ours, progress.steps), phases_before(wanted, progress.steps)
     if len(was) == len(is_now) and all(a[0] == b[0] and alike(a[1], b[1]) for a, b in zip(was, is_now, strict=True)):
         return
     borders = sorted({step for step, _ in [*was, *is_now]})

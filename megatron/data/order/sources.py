@@ -117,7 +117,7 @@ def find_sources(
     return FoundData({name: role for name, role in roles.items() if name in asked}, sets)
 
 
-def rooted(data: DataConfig, path: str) -> str:
+def resolve_path(data: DataConfig, path: str) -> str:
     """A data path of the config, relative ones under `data_root`."""
     return str(Path(data.data_root).expanduser() / path) if data.data_root is not None else path
 
@@ -129,12 +129,12 @@ def named_paths(data: DataConfig, names: Sequence[str]) -> list[str]:
         paths += getattr(data, f"{name}_data_paths") or ()
     if "valid" in names:
         paths += [one["path"] for one in (data.valid_sets or {}).values()]
-    return [rooted(data, path) for path in paths]
+    return [resolve_path(data, path) for path in paths]
 
 
 def _split_sources(data: DataConfig, names: Sequence[str], files: TokenFiles) -> dict[str, RoleSources]:
     assert data.data_path is not None
-    dataset = files.open(rooted(data, data.data_path))
+    dataset = files.open(resolve_path(data, data.data_path))
     bounds, shares = split_bounds(data.split, len(dataset)), parse_split(data.split)
     called = data.train_data_names[0] if data.train_data_names else Path(dataset.prefix).name
     found: dict[str, RoleSources] = {}
@@ -168,8 +168,8 @@ def _listed_sources(data: DataConfig, name: str, files: TokenFiles) -> RoleSourc
 
 
 def _open(data: DataConfig, files: TokenFiles, name: str, path: str, label_path: str | None) -> Source:
-    dataset = files.open(rooted(data, path))
-    labels = files.open_labels(rooted(data, label_path), dataset) if label_path is not None else None
+    dataset = files.open(resolve_path(data, path))
+    labels = files.open_labels(resolve_path(data, label_path), dataset) if label_path is not None else None
     if labels is not None:
         check_labels(dataset, labels)
     return Source(name, dataset, (0, len(dataset)), labels)

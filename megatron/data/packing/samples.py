@@ -45,7 +45,7 @@ class PackedSamples(ABC):
         tokens = np.zeros(self.capacity, dtype=np.int64)
         labels = np.full(self.capacity, IGNORE, dtype=np.int64) if self.labels is not None else None
         starts, at = [], 0
-        for document, offset, length in self._checked(index):
+        for document, offset, length in self._find_pieces(index):
             end = at + length
             tokens[at:end] = self.data.get(document, offset, length)
             if self.labels is not None and labels is not None:
@@ -56,7 +56,7 @@ class PackedSamples(ABC):
         return Sample(tokens, np.asarray(starts, dtype=np.int64), labels, None if self.stream else at)
 
     def locate(self, index: int) -> Provenance:
-        return Provenance((self.data.prefix,), index, tuple(Piece(*piece) for piece in self._checked(index)))
+        return Provenance((self.data.prefix,), index, tuple(Piece(*piece) for piece in self._find_pieces(index)))
 
     def may_hold(self, wanted: Wanted) -> np.ndarray:
         items = wanted.get(str(self.data.prefix))
@@ -68,7 +68,7 @@ class PackedSamples(ABC):
     def digest(self) -> str:
         return content_key({"data": self.key}, *(array for arrays in self.indices for array in arrays.values()))
 
-    def _checked(self, index: int) -> list[tuple[int, int, int]]:
+    def _find_pieces(self, index: int) -> list[tuple[int, int, int]]:
         if not 0 <= index < self.samples:
             raise IndexError(f"{self.data.prefix}: sample {index} of {self.samples}")
         return self.pieces(index)

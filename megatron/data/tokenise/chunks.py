@@ -158,7 +158,7 @@ class RowGroupChunk(Chunk):
 
         try:
             with pq.ParquetFile(self.path) as file:
-                wanted = self._known(columns, file.schema_arrow.names)
+                wanted = self._select_columns(columns, file.schema_arrow.names)
                 yield from self._rows(file.iter_batches(BATCH_ROWS, row_groups=[self.group], columns=wanted))
         except (pyarrow.ArrowException, OSError) as error:
             raise UserError(f"{self.path}: row group {self.group} cannot be read: {error}") from error
@@ -174,7 +174,7 @@ class RowGroupChunk(Chunk):
                 yield from RowChunk(self.path, self.first + at + low, part.to_pylist(), 0).records()
             at += batch.num_rows
 
-    def _known(self, columns: Sequence[str] | None, names: list[str]) -> list[str] | None:
+    def _select_columns(self, columns: Sequence[str] | None, names: list[str]) -> list[str] | None:
         for key in columns or ():
             if key not in names:
                 raise UserError(f"{self.path}: no column {key!r}.{nearest(key, names)} It has: {', '.join(names)}")

@@ -129,7 +129,7 @@ class IndexedDatasetBuilder:
             raise UserError(f"{other.prefix} stores {other.dtype}, but {self.prefix} is written as {self.dtype}.")
         first = self._items
         for piece in _pieces(other._bin, 1 << 24):
-            with self._writing():
+            with self._name_write_errors():
                 self._bin.write(piece)
             report(len(piece))
         self._tokens += other.num_tokens
@@ -143,7 +143,7 @@ class IndexedDatasetBuilder:
         """Flush to disk and return how far that is. Only for documents of one item."""
         if self._doc_idx is not None or self._documents != self._items:
             raise ValueError(f"{self.prefix}: documents of several items cannot be resumed")
-        with self._writing():
+        with self._name_write_errors():
             for file in (self._bin, self._idx):
                 file.flush()
                 os.fsync(file.fileno())
@@ -153,7 +153,7 @@ class IndexedDatasetBuilder:
         """Complete both files under their unfinished names; `finalize` calls it if needed."""
         if self._finished:
             return
-        with self._writing():
+        with self._name_write_errors():
             self._write_index()
             for file in (self._bin, self._idx):
                 file.flush()
@@ -167,7 +167,7 @@ class IndexedDatasetBuilder:
         needs its checksum); the index appears last, so a dataset with an index is complete.
         """
         self.finish()
-        with self._writing():
+        with self._name_write_errors():
             # The old dataset without its index is incomplete; with it, it would be wrong for a moment.
             Path(f"{self.prefix}.idx").unlink(missing_ok=True)
             if publish is not None:
@@ -191,7 +191,7 @@ class IndexedDatasetBuilder:
         self.close()
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _name_write_errors(self) -> Iterator[None]:
         try:
             yield
         except WriteError:
@@ -209,14 +209,14 @@ class IndexedDatasetBuilder:
             if low < limits.min or high > limits.max:
                 wrong = high if high > limits.max else low
                 raise ValueError(f"{self.prefix}: id {wrong} does not fit {self.dtype} ({limits.min}..{limits.max})")
-        with self._writing():
+        with self._name_write_errors():
             self._bin.write(np.ascontiguousarray(values, dtype=self.dtype))
         self._tokens += values.size
 
     def _add_sizes(self, sizes: np.ndarray) -> None:
         if len(sizes) and int(sizes.max()) > MAX_ITEM:
             raise ValueError(f"{self.prefix}: an item of {sizes.max()} tokens; the format holds at most {MAX_ITEM}")
-        with self._writing():
+        with self._name_write_errors():
             self._idx.write(np.ascontiguousarray(sizes, dtype="<i4"))
         self._items += len(sizes)
 

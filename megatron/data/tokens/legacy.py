@@ -78,7 +78,7 @@ def convert(
         dtype: type of a stored token; by default that of the data, for unsigned 32 bits and more by its largest id.
         report: called with the tokens of every block.
     """
-    kept = dtype or (data.dtype if data.dtype in DTYPES.values() and data.dtype.itemsize <= 4 else _fitting(data))
+    kept = dtype or (data.dtype if data.dtype in DTYPES.values() and data.dtype.itemsize <= 4 else _fit_dtype(data))
     with IndexedDatasetBuilder(prefix, kept) as builder:
         for part in data.parts:
             ends, tokens = np.cumsum(part.sizes, dtype=np.int64), part.tokens
@@ -109,7 +109,7 @@ def _copy(builder: IndexedDatasetBuilder, part: IndexedDataset, tokens: np.ndarr
         raise UserError(f"{part.prefix} cannot be stored as {builder.dtype.name}: {error}") from error
 
 
-def _fitting(data: IndexedDataset) -> np.dtype:
+def _fit_dtype(data: IndexedDataset) -> np.dtype:
     largest = 0
     for part in data.parts:
         tokens = part.tokens

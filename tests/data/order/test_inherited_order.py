@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.order.datasets import DataPlan
-from megatron.data.order.phases import Progress, since
+from megatron.data.order.phases import Progress, phases_from
 from megatron.data.order.saved_order import SavedOrder
 from megatron.errors import UserError
 from tests.data.order.test_resumed_mixture import BATCH, CHANGING, PACKINGS, config, paths, plan_of, read, saved
@@ -100,7 +100,7 @@ def test_pairs_are_equal_from_a_step_on(steps: list[int], first: int) -> None:
     def at(pairs: list[tuple[int, tuple[float, ...]]], step: int) -> tuple[float, ...]:
         return next(weights for start, weights in reversed(pairs) if start <= step)
 
-    kept = since(pairs, first)
+    kept = phases_from(pairs, first)
     assert kept[0][0] == first
     assert all(at(kept, step) == at(pairs, step) for step in range(first, 45))
 

@@ -13,10 +13,10 @@ from megatron.data.order.phases import (
     Phase,
     Progress,
     alike,
-    before,
     continue_phases,
     lengths,
     make_phases,
+    phases_before,
     shares,
     steps_and_weights,
 )
@@ -105,7 +105,7 @@ def test_borders_without_a_change_are_none() -> None:
     phases = make_phases([(0, (0.5, 0.5)), (10, (0.5, 0.5)), (20, (0.4, 0.6))], Progress(2))
     assert [(phase.step, phase.first) for phase in phases] == [(0, 0), (20, 40)]
     assert steps_and_weights(phases) == [(0, (0.5, 0.5)), (20, (0.4, 0.6))]
-    assert before(steps_and_weights(phases), 20) == [(0, (0.5, 0.5))]
+    assert phases_before(steps_and_weights(phases), 20) == [(0, (0.5, 0.5))]
     assert alike((0.1, 0.2), (0.1 + 1e-15, 0.2)) and not alike((0.1, 0.2), (0.1 + 1e-9, 0.2))
 
 
