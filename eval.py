@@ -12,7 +12,7 @@ from megatron.errors import run_cli
 
 def main() -> int:
     """Join the job, load the model, run the tasks; results also go where the run's metrics go."""
-    paths, overrides, resolved = parse_rank_command_line(sys.argv[1:])
+    paths, overrides, resolved = parse_rank_command_line(sys.argv[1:], __doc__, "run.yml --eval_tasks lambada_openai")
     choose_accelerator()
     from megatron.callbacks import RunContext, build_callbacks
     from megatron.callbacks.tracker import Tracker

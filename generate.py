@@ -12,7 +12,9 @@ from megatron.errors import run_cli
 
 def main() -> int:
     """Join the job, load the model, write texts."""
-    paths, overrides, resolved = parse_rank_command_line(sys.argv[1:])
+    paths, overrides, resolved = parse_rank_command_line(
+        sys.argv[1:], __doc__, "run.yml configs/text_generation.yml sample_input_file=prompts.txt"
+    )
     choose_accelerator()
     from megatron.inference.modes import write_texts
     from megatron.neox_arguments.inference import for_inference

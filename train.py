@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What every rank runs to train. Usually started by deepy.py; torchrun, srun and mpirun work as well. See --help."""
+"""What every rank runs to train. Usually started by deepy.py; torchrun, srun and mpirun work as well."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.errors import run_cli
 
 def main() -> int:
     """Join the job and train."""
-    paths, overrides, resolved = parse_rank_command_line(sys.argv[1:])
+    paths, overrides, resolved = parse_rank_command_line(sys.argv[1:], __doc__, "run.yml train_iters=100")
     choose_accelerator()
     from megatron.run.train import train
     from megatron.training.setup import run, start_process

@@ -131,18 +131,20 @@ def parse_launcher_command_line(argv: Sequence[str]) -> CommandLine:
     )
 
 
-def parse_rank_command_line(argv: Sequence[str]) -> tuple[list[str], list[str], str | None]:
+def parse_rank_command_line(
+    argv: Sequence[str], description: str | None = None, example: str = "run.yml"
+) -> tuple[list[str], list[str], str | None]:
     """Parse the arguments of train.py, eval.py or generate.py on a rank: (config paths, overrides, resolved file).
 
     A rank started by deepy.py gets `--resolved FILE` and nothing else; one started by torchrun, srun or mpirun gets
-    the same config files and overrides that deepy.py takes.
+    the same config files and overrides that deepy.py takes. `description` and `example` (arguments) are for --help.
     """
     parser = _Parser(
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Runs on every rank. Usually started by deepy.py; torchrun, srun and mpirun work as well.",
+        description=description,
         usage="%(prog)s CONF [CONF ...] [key=value ...] [flags]",
-        epilog="example:\n  torchrun --nproc_per_node 4 train.py run.yml train_iters=100",
+        epilog=f"example:\n  torchrun --nproc_per_node 4 %(prog)s {example}",
     )
     parser.add_argument("--resolved", metavar="FILE", help="the resolved config, as written by deepy.py")
     parser.add_argument(
@@ -167,7 +169,7 @@ def parse_rank_command_line(argv: Sequence[str]) -> tuple[list[str], list[str], 
     if known.resolved and (paths or overrides):
         raise UserError("--resolved FILE holds the whole config: give it alone, without config files or key=value")
     if not known.resolved and not paths:
-        raise UserError("no config file given. Example: torchrun --nproc_per_node 4 train.py run.yml")
+        raise UserError(f"no config file given. Example: torchrun --nproc_per_node 4 {parser.prog} {example}")
     return paths, overrides, known.resolved
 
 
