@@ -57,8 +57,6 @@ def write_texts(process: Process) -> int:
             unconditional(generator, options.num_samples, output)
 
     generator.team.run(lead)
-    if options.text_gen_type != "interactive" and not args.is_set("sample_output_file"):
-        logger.info(f"samples written to {output}")  # a file that the user named needs no line
     return 0
 
 
@@ -179,3 +177,4 @@ def write_records(path: Path, records: Sequence[Record]) -> None:
         write_atomically(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     except OSError as error:
         raise UserError(f"sample_output_file: {path} cannot be written: {error}") from error
+    logger.info(f"samples written to {path}: {len(records)}")
