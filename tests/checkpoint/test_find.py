@@ -11,18 +11,6 @@ from tests.checkpoint.starts import put
 pytestmark = pytest.mark.cpu
 
 
-@pytest.fixture
-def save(tmp_path):
-    return tmp_path / "save"
-
-
-@pytest.fixture
-def base(tmp_path):
-    put(tmp_path / "base", 2)
-    put(tmp_path / "base", 4)
-    return tmp_path / "base"
-
-
 def test_latest_wins_over_a_higher_step_of_an_abandoned_line(save):
     put(save, 4)
     put(save, 3)

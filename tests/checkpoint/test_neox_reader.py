@@ -92,7 +92,7 @@ def test_mamba(tmp_path, form, tied):
 def test_mamba_of_several_tensor_parallel_ranks_is_no_other_layouts_model(tmp_path):
     model, _, tensors = model_of(MAMBA, "mamba")
     folder = write_neox(tmp_path / "global_step9", tensors, MAMBA, tp=2)
-    with pytest.raises(UserError, match="global_step9: layer 2 .*Mamba .* model_parallel_size 2 "):
+    with pytest.raises(UserError, match="global_step9: layer 2 .*Mamba.* model_parallel_size 2 "):
         NeoXReader(open_checkpoint(folder), model, VOCAB)
 
 

@@ -12,18 +12,6 @@ from tests.checkpoint.starts import decide, put
 pytestmark = pytest.mark.cpu
 
 
-@pytest.fixture
-def save(tmp_path):
-    return tmp_path / "save"
-
-
-@pytest.fixture
-def base(tmp_path):
-    put(tmp_path / "base", 2)
-    put(tmp_path / "base", 4)
-    return tmp_path / "base"
-
-
 def test_nothing_anywhere_is_a_fresh_start_and_logged(save):
     for load in (None, save):
         start = decide(save, load)
