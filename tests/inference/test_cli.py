@@ -109,7 +109,7 @@ def test_eval_of_a_task_without_its_data_is_exit_code_2(folder: Path):
     ("script", "argv", "message"),
     [
         ("generate.py", ("-i", "nowhere.txt"), "sample_input_file: nowhere.txt does not exist"),
-        ("generate.py", ("load=empty",), "load: no checkpoint in empty"),
+        ("generate.py", ("load=empty",), "load: folder empty does not exist"),
         ("generate.py", ("iteration=5",), "checkpoint of iteration 5"),
         ("generate.py", ("temperature=-1",), "temperature"),
         ("eval.py", (), "eval_tasks is not set"),
