@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 from megatron.errors import UserError
@@ -58,22 +59,24 @@ def count_cores() -> int:
     return max(1, cores)
 
 
-def free_port() -> int:
-    """A TCP port that is free on this machine now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+@contextlib.contextmanager
+def reserve_port(port: int | None) -> Iterator[int]:
+    """Keep TCP port `port` of this machine (None: a free one) from other programs until rank 0 listens on it.
 
+    The socket is bound but does not listen: the system then gives the port to nobody who asks for any free one, while
+    rank 0, which names it and allows reuse as torch does, gets it at once.
 
-def check_port(port: int) -> None:
-    """Raise `UserError` if `port` cannot be listened on here."""
-    if not 0 < port < 65536:
+    Raises:
+        UserError: `port` cannot be listened on here.
+    """
+    if port is not None and not 0 < port < 65536:
         raise UserError(f"master_port={port} is not a port number (1 to 65535): leave it unset to get a free one")
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(("127.0.0.1", port))
+            holder.bind(("127.0.0.1", port or 0))
         except OSError as error:
             raise UserError(
                 f"master_port={port} cannot be used ({error.strerror}): leave it unset to get a free one"
             ) from None
+        yield int(holder.getsockname()[1])

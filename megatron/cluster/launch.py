@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron.cluster.config_file import config_file
-from megatron.cluster.devices import check_port, count_gpus, free_port
+from megatron.cluster.devices import count_gpus, reserve_port
 from megatron.cluster.hostfile import DEFAULT_HOSTFILE, Resources, find_hostfile, parse_hostfile, select
 from megatron.cluster.launchers import (
     LAUNCHERS,
@@ -170,12 +170,8 @@ def _log_folder(args: NeoXArgs) -> Path | None:
 
 
 def _launch_here(user_script: str, args: NeoXArgs, placement: Placement, log_folder: Path | None) -> int:
-    if args.is_set("master_port"):
-        port = args.launcher.master_port
-        check_port(port)
-    else:
-        port = free_port()
-    with config_file(args.to_resolved()) as resolved:
+    asked = args.launcher.master_port if args.is_set("master_port") else None
+    with reserve_port(asked) as port, config_file(args.to_resolved()) as resolved:
         command = [sys.executable, "-u", user_script, "--resolved", str(resolved)]
         job = node_job(
             placement.resources, 0, command, master_addr="127.0.0.1", master_port=port, log_folder=log_folder

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import socket
+import struct
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron.cluster import devices
 from megatron.errors import UserError
@@ -61,10 +64,37 @@ def test_cores_respect_a_container_s_quota(
     assert devices.count_cores() == expected
 
 
-def test_ports() -> None:
-    port = devices.free_port()
-    devices.check_port(port)
-    with socket.create_server(("127.0.0.1", port)), pytest.raises(UserError, match=str(port)):
-        devices.check_port(port)
-    with pytest.raises(UserError, match="not a port number"):
-        devices.check_port(70000)
+def choose_only(port: int, connect_to: tuple[str, int] | None = None) -> int:
+    """The port that the system chooses for a socket whose only choice is `port` (Linux 6.3: IP_LOCAL_PORT_RANGE)."""
+    with socket.socket() as chooser:
+        chooser.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        chooser.setsockopt(socket.IPPROTO_IP, 51, struct.pack("I", port << 16 | port))
+        if connect_to:
+            chooser.connect(connect_to)
+        else:
+            chooser.bind(("127.0.0.1", 0))
+        return int(chooser.getsockname()[1])
+
+
+def test_a_reserved_port_is_given_to_nobody_but_who_names_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as peer:
+        with devices.reserve_port(None) as port:
+            for connect_to in (None, peer.getsockname()):
+                with pytest.raises(OSError, match=r"already in use|Cannot assign"):
+                    choose_only(port, connect_to)
+            store = dist.TCPStore("127.0.0.1", port, 1, is_master=True, timeout=timedelta(seconds=20))
+            store.set("key", "value")
+            assert store.get("key") == b"value"
+            del store
+        assert choose_only(port) == port  # nothing else kept it
+
+
+def test_a_port_that_cannot_be_used_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(UserError, match=str(port)), devices.reserve_port(port):
+            pass
+    with devices.reserve_port(port) as reserved:
+        assert reserved == port
+    with pytest.raises(UserError, match="not a port number"), devices.reserve_port(70000):
+        pass

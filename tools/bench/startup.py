@@ -14,13 +14,16 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.cluster.devices import reserve_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -79,12 +82,9 @@ def deepy(options: argparse.Namespace) -> float:
 
 def by_hand(ranks: int) -> float:
     """Wall seconds until every rank has taken its step."""
-    with tempfile.NamedTemporaryFile("w", suffix=".py") as script, socket.socket() as probe:
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as script, reserve_port(None) as port:
         script.write(BY_HAND)
         script.flush()
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
         shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         shared |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
         start = time.perf_counter()
