@@ -1,8 +1,10 @@
 """A lock in `save`: two jobs must not write the same checkpoints.
 
 `lock.json` names host, process and a token; a thread touches it every few seconds. A lock is stale when its process on
-this host is gone, or when nobody touched it while we watched (a job killed on another host). Only times of the
-file system are compared, so the hosts' clocks need not agree.
+this host is gone (a zombie is), or when nobody touched it while we watched (a job killed on another host, or in another
+container). Only times of the file system are compared, so the hosts' clocks need not agree.
+
+A job that is about to end is waited for: it was stopped, or its launcher was killed, and it saves.
 """
 
 from __future__ import annotations
@@ -22,9 +24,14 @@ import psutil
 
 from megatron.checkpoint import layout
 from megatron.errors import UserError
+from megatron.files import write_atomically
 from megatron.log import get_logger
 
 logger = get_logger(__name__)
+
+SAVING_SECONDS = 600.0  # for a job that is ending: time to write the largest checkpoints
+WATCH_SECONDS = 30.0  # for any other: it may have been told to stop, and says so after its step
+_POLL_SECONDS = 0.2
 
 
 class SaveLock:
@@ -41,25 +48,40 @@ class SaveLock:
         self.heartbeat = heartbeat
         self.patience = patience
         self.token = uuid.uuid4().hex
+        self._content = {
+            "host": socket.gethostname(),
+            "namespace": _namespace(),
+            "pid": os.getpid(),
+            "started": psutil.Process().create_time(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+            "token": self.token,
+        }
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def acquire(self) -> None:
-        """Take the lock; waits up to `patience` seconds to see whether another's is alive.
+        """Take the lock; waits for a holder that is ending, and up to `patience` seconds to see whether one is alive.
 
         Raises `UserError` naming host and process that hold it.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         while not self._create():
-            holder = self._read()
+            holder = _parse(self.path)
             if holder is None:
                 continue  # released in between
             if self._is_alive(holder):
-                raise UserError(_describe_holder(self.path, holder))
-            self._remove(holder)
+                _await_release(self.path, holder)
+            else:
+                self._remove(holder)
         self._stop.clear()
         self._thread = threading.Thread(target=self._beat, name="save-lock", daemon=True)
         self._thread.start()
+
+    def announce_end(self) -> None:
+        """Note in the lock that the job ends after this step: the next one waits for its last checkpoint."""
+        with suppress(OSError):  # a full disk is for the save to report
+            if self.held():
+                write_atomically(self.path, json.dumps({**self._content, "ending": True}))
 
     def release(self) -> None:
         """Give the lock back; does nothing when it is not ours any more."""
@@ -72,7 +94,7 @@ class SaveLock:
 
     def held(self) -> bool:
         """Whether the lock on disk is ours (another job may have taken it over while this process was suspended)."""
-        return (self._read() or {}).get("token") == self.token
+        return (_parse(self.path) or {}).get("token") == self.token
 
     def __enter__(self) -> SaveLock:
         self.acquire()
@@ -85,33 +107,23 @@ class SaveLock:
 
     def _create(self) -> bool:
         """Create the lock file; False when there is one."""
-        content = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "started": psutil.Process().create_time(),
-            "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-            "token": self.token,
-        }
         try:
             with open(self.path, "x", encoding="utf-8") as file:
-                file.write(json.dumps(content))
+                file.write(json.dumps(self._content))
         except FileExistsError:
             return False
         return True
 
-    def _read(self) -> dict[str, Any] | None:
-        return _parse(self.path)
-
     def _is_alive(self, holder: dict[str, Any]) -> bool:
-        if holder.get("host") == socket.gethostname() and isinstance(holder.get("pid"), int):
-            return _process_runs(holder["pid"], holder.get("started"))
+        if _is_here(holder):
+            return _process_runs(holder)
         before = self._last_touch()
         logger.info(f"{self.path} is held by {holder.get('host')}; watching for {self.patience:.0f} s if it is alive")
         deadline = time.monotonic() + self.patience
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self.patience / 10))
             if self._last_touch() != before:
-                return self._read() is not None
+                return _parse(self.path) is not None
         return False
 
     def _last_touch(self) -> int | None:
@@ -147,16 +159,39 @@ class SaveLock:
                 logger.warning(f"{self.path} could not be touched: {error}")
 
 
-def refuse_if_held(root: str | Path) -> None:
+def refuse_if_held(root: str | Path, wait: bool = True) -> None:
     """Raise the `UserError` of `acquire` when a process of this host holds the lock in `root`. Changes nothing.
 
-    Another host's lock would have to be watched for a while, so that is left to `acquire`.
+    Another host's lock would have to be watched for a while, so that is left to `acquire`. `wait`: for one that ends.
     """
     path = Path(root) / layout.LOCK
     holder = _parse(path)
-    if holder and holder.get("host") == socket.gethostname() and isinstance(holder.get("pid"), int):
-        if _process_runs(holder["pid"], holder.get("started")):
+    if holder and _is_here(holder) and _process_runs(holder):
+        if not wait:
             raise UserError(_describe_holder(path, holder))
+        _await_release(path, holder)
+
+
+def _await_release(path: Path, holder: dict[str, Any]) -> None:
+    """Wait until `holder`, which is alive, has given the lock back. Raises `UserError` when it keeps it.
+
+    Held by a job that announced its end for `SAVING_SECONDS`, by another for `WATCH_SECONDS`.
+    """
+    start = time.monotonic()
+    whom, said = f"process {holder.get('pid')} on {holder.get('host')}", ""
+    while (now := _parse(path)) is not None and now.get("token") == holder.get("token"):
+        if _is_here(now) and not _process_runs(now):
+            return
+        ending = bool(now.get("ending"))
+        waited, limit = time.monotonic() - start, SAVING_SECONDS if ending else WATCH_SECONDS
+        if waited > limit:
+            raise UserError(_describe_holder(path, holder))
+        does = "is ending, its last checkpoint may not be complete" if ending else "is running"
+        if does != said:
+            logger.info(f"{path.parent} is written by {whom}, which {does}: waiting up to {limit:.0f} s for its end")
+            said = does
+        time.sleep(_POLL_SECONDS)
+    logger.info(f"{path.parent}: {whom} has ended, after {time.monotonic() - start:.0f} s")
 
 
 def _describe_holder(path: Path, holder: dict[str, Any]) -> str:
@@ -170,19 +205,39 @@ def _parse(path: Path) -> dict[str, Any] | None:
     """Content of a lock file; None when there is no file, empty when it makes no sense."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError:
         return {}  # being written at this moment, or damaged: its heartbeat decides
     return content if isinstance(content, dict) else {}
 
 
-def _process_runs(pid: int, started: float | None) -> bool:
-    """Whether that very process runs on this host (process ids are used again, so its start time must agree)."""
+def _namespace() -> str:
+    """Where process ids mean the same: this boot and this container; empty where the system does not say."""
     try:
-        running = psutil.Process(pid)
-        return started is None or abs(running.create_time() - started) < 1.0
-    except psutil.NoSuchProcess:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _is_here(holder: dict[str, Any]) -> bool:
+    """Whether the process of a lock can be looked up here. Containers of one host may share its name."""
+    same = holder.get("host") == socket.gethostname() and holder.get("namespace", _namespace()) == _namespace()
+    return same and isinstance(holder.get("pid"), int)
+
+
+def _process_runs(holder: dict[str, Any]) -> bool:
+    """Whether that very process runs on this host: process ids are used again, so its start time must agree.
+
+    A zombie does not run: it holds nothing but its exit code, until its parent asks for that.
+    """
+    try:
+        process, started = psutil.Process(holder["pid"]), holder.get("started")
+        if started is not None and abs(process.create_time() - started) >= 1.0:
+            return False
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:  # ZombieProcess is one
         return False
     except psutil.AccessDenied:
         return True

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.find import Checkpoint
+from megatron.checkpoint.lock import refuse_if_held
 from megatron.checkpoint.start import Start, decide_start
 from megatron.cluster.launch import Placement
 from megatron.data.order.sources import named_paths
@@ -18,7 +19,7 @@ from megatron.inference.inputs import check_requests, requested_checkpoint
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
 from megatron.neox_arguments.inference import for_inference
-from megatron.plan.refusals import check_data, check_start
+from megatron.plan.refusals import check_data, check_fit
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 KINDS = ("train", "eval", "generate")
@@ -48,20 +49,25 @@ def check_before_launch(args: NeoXArgs, placement: Placement, user_script: str) 
     derived = derive(args, Facts(num_devices=placement.world_size))
     kind = kind_of(user_script)
     if kind is not None and placement.launcher is None:
-        preflight(derived, kind)
+        preflight(derived, kind, wait=True)
     if kind == "train" and placement.gpus is not None:
         check_device(derived, placement.gpus > 0)
 
 
-def preflight(args: NeoXArgs, kind: str) -> Found:
-    """Check the files that a derived config names, for a run of this kind. Raises the real run's `UserError`."""
+def preflight(args: NeoXArgs, kind: str, wait: bool = False) -> Found:
+    """Check the files that a derived config names, for a run of this kind. Raises the real run's `UserError`.
+
+    `wait`: first for a job that writes to `save` and ends, as the run does.
+    """
     if kind == "train":
         check_trainable(args)
         for path in data_paths(args):
             find_files(path)
+        if args.checkpoint.save is not None:
+            refuse_if_held(args.checkpoint.save, wait)
     found = Found(build_tokenizer(args.tokenizer), _start(args, kind))
     if isinstance(found.start, Start):
-        check_start(args, found.start)
+        check_fit(args, found.start)
         check_data(args, data_paths(args), found.tokenizer, found.start)
     else:
         check_requests(args.generation, kind)

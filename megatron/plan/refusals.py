@@ -1,5 +1,5 @@
 """Errors that training would raise after its ranks have started, found without them: damaged or foreign data, a
-checkpoint of another model, a folder that another job writes. Opens files and reads headers; changes nothing.
+checkpoint of another model. Opens files and reads headers; changes nothing.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.init_from import check_init
-from megatron.checkpoint.lock import refuse_if_held
 from megatron.checkpoint.schedule import resume_schedule
 from megatron.checkpoint.start import Start
 from megatron.data.order.datasets import DataPlan
@@ -43,13 +42,6 @@ def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer, start
         # A number of epochs is turned into steps by the run, which counts the data for it.
         if args.training.train_iters is not None and documents < _QUICKLY_COUNTED:
             open_data(args, tokenizer, *resume_order(start))
-
-
-def check_start(args: NeoXArgs, start: Start) -> None:
-    """The folder of `save` is free, and the configuration fits the checkpoint that training starts from."""
-    if args.checkpoint.save is not None:
-        refuse_if_held(args.checkpoint.save)
-    check_fit(args, start)
 
 
 def check_fit(args: NeoXArgs, start: Start) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -30,6 +30,9 @@ from megatron.tokenizer import Tokenizer
 from megatron.training.callback import Callback
 from megatron.training.trainer import Trainer
 
+if TYPE_CHECKING:
+    from megatron.training.engine import StepOut
+
 logger = get_logger(__name__)
 
 
@@ -47,16 +50,30 @@ class TokenizerIdentity(Callback):
         check_identity(state, self.tokenizer, self.allow)
 
 
+class AnnouncedEnd(Callback):
+    """Notes in the lock that the job is about to end, so that a restart waits for its last checkpoint."""
+
+    def __init__(self, lock: SaveLock) -> None:
+        self.lock = lock
+
+    def after_step(self, trainer: Trainer, out: StepOut) -> None:
+        if trainer.stop_reason is not None or trainer.step == trainer.args.training.train_iters:
+            self.lock.announce_end()
+
+
 @contextlib.contextmanager
-def save_lock(args: NeoXArgs, state: ParallelState) -> Iterator[None]:
-    """Rank 0 holds the lock of `save`; a folder that another job writes is refused on every rank."""
+def save_lock(args: NeoXArgs, state: ParallelState) -> Iterator[list[Callback]]:
+    """Rank 0 holds the lock of `save`; a folder that another job writes is refused on every rank.
+
+    Gives the callback of the rank that holds it, which has to run after all others.
+    """
     lock = SaveLock(args.checkpoint.save) if args.checkpoint.save and state.rank == 0 else None
     with together("locking save", state):
         if lock is not None:
             lock.acquire()
             recover(lock.path.parent)  # what a killed job left half renamed is a checkpoint again
     try:
-        yield
+        yield [] if lock is None else [AnnouncedEnd(lock)]
     finally:
         if lock is not None:
             lock.release()

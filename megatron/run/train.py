@@ -31,7 +31,7 @@ def train(process: Process) -> int:
     check_device(args, state.device.type == "cuda")
     if state.rank == 0 and args.logging.git_hash is None:
         args = args.replace("git", git_hash=git_revision())  # kept with the run and its checkpoints
-    with save_lock(args, state), setup_status(args, state.rank):
+    with save_lock(args, state) as announced_end, setup_status(args, state.rank):
         start = share_start(args, state)
         log_start(args, start)
         args = resume_config(args, start)
@@ -42,7 +42,7 @@ def train(process: Process) -> int:
         logger.info(f"parameters: {count_parameters(model, state):,}")
         context = RunContext(args, state, tokenizer.vocab_size, run_folder(args), batches, named_sets(plan, batches))
         identity = TokenizerIdentity(tokenizer, args.checkpoint.allow_config_changes)
-        callbacks = [DataOrder(plan), identity, *build_callbacks(context)]
+        callbacks = [DataOrder(plan), identity, *build_callbacks(context), *announced_end]
         engine = build_engine(process, model)
         # With train_iters 0 there is nothing to train on, only what is loaded to be validated and tested.
         steps = batches.get("train", lambda consumed: iter(()))

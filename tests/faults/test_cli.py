@@ -161,15 +161,18 @@ def test_wrong_input_is_refused_by_run_and_dry_run_alike(
 
 
 @pytest.mark.parametrize("extra", [(), ("--dry-run",)])
-def test_a_folder_that_another_job_writes(tmp_path: Path, extra: tuple[str, ...]) -> None:
+def test_a_folder_that_another_job_writes(
+    tmp_path: Path, extra: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     make_folder(tmp_path)
+    monkeypatch.setattr("megatron.checkpoint.lock.WATCH_SECONDS", 0.5)
     with SaveLock(tmp_path / "ckpt"):
         before = files(tmp_path)
-        done = deepy(tmp_path, "save=ckpt", *extra)
-        assert done.returncode == 2, done.stderr
-        assert re.search(rf"ckpt .*process {os.getpid()} on .*`save`", done.stderr)
-        assert "Traceback" not in done.stderr and not done.stdout
-        assert files(tmp_path) == before
+        code, out, err = deepy_here(monkeypatch, capfd, tmp_path, "save=ckpt", *extra)
+        assert (code, out) == (2, ""), err
+        assert re.search(rf"error: ckpt .*process {os.getpid()} on .*`save`", err)
+        assert ("waiting up to" in err) == (not extra)  # a plan is not kept waiting
+        assert "Traceback" not in err and files(tmp_path) == before
 
 
 def test_the_dry_run_prints_a_warning_once(
