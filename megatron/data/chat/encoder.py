@@ -12,13 +12,13 @@ import numpy as np
 import tokenizers
 from tokenizers import processors
 
+from megatron.data.chat.contents import adapt_contents
 from megatron.data.chat.conversation import (
     BadChat,
     Conversation,
     column,
     common_start,
     conversation,
-    join_parts,
     join_prompt,
     map_content,
     map_text,
@@ -160,6 +160,7 @@ class ChatEncoder:
             if fault := self._fault_of(row, values):
                 _leave_out(tally, fault)
                 continue
+            tally.count_lost(key for rendered in row.rendered for key in rendered.lost)
             for i, (into, value, size) in enumerate(zip(columns, values, nbytes)):
                 into.values.append(value)
                 tally.documents[i] += 1
@@ -206,26 +207,12 @@ class ChatEncoder:
         if self._fix:
             chat = map_content(chat, self._fix)
         with _name_key(name):
-            chat = self._adapt_content(chat)
+            chat = adapt_contents(self.template, chat)
             rendered = self._finder.find(chat)
             if _is_text(rendered.text):
                 return rendered
             messages, tools = map_text(chat.messages, replace_surrogates), map_text(chat.tools, replace_surrogates)
             return self._finder.find(replace(chat, messages=messages, tools=tools))
-
-    def _adapt_content(self, chat: Conversation) -> Conversation:
-        """The chat, with contents in parts joined if the template accepts only texts.
-
-        Such a template fails for a list or, worse, writes its Python representation.
-        """
-        parts = [message["content"] for message in chat.messages if isinstance(message.get("content"), list)]
-        if not parts:
-            return chat
-        try:
-            text = self.template.render(chat)
-        except BadChat:
-            return join_parts(chat)
-        return join_parts(chat) if any(str(part) in text for part in parts) else chat
 
     def _label(self, rendered: Rendered, encoding: tokenizers.Encoding) -> tuple[np.ndarray, np.ndarray]:
         ids = np.array(encoding.ids, dtype=np.int64)

@@ -45,8 +45,8 @@ def placeholder(i: int) -> str:
 
 
 def insert_placeholder(message: dict[str, Any], i: int, generated: bool) -> dict[str, Any]:
-    """A message with a placeholder instead of its text; a generated one always gets a content."""
-    if generated and not content_text(message).strip():
+    """A message with a placeholder instead of its text; a generated one gets a content, unless its content is null."""
+    if generated and message.get("content", "") is not None and not content_text(message).strip():
         message = {**message, "content": placeholder(i)}
     return map_content(Conversation([message]), lambda text: placeholder(i) if text.strip() else text).messages[0]
 
@@ -72,17 +72,22 @@ def mark(message: dict[str, Any], i: int) -> dict[str, Any]:
     if isinstance(content, str) and content.strip():
         marked["content"] = _wrap(content, i, True, True)
     elif isinstance(content, list):
-        spoken = [k for k, part in enumerate(content) if _text(part).strip()]
+        spoken = [k for k, part in enumerate(content) if part_text(part).strip()]
         marked["content"] = [
-            _replace_text(part, _wrap(_text(part), i, k == spoken[0], k == spoken[-1])) if k in spoken else part
+            _replace_text(part, _wrap(part_text(part), i, k == spoken[0], k == spoken[-1])) if k in spoken else part
             for k, part in enumerate(content)
         ]
     if not content_text(message).strip():
-        thoughts = [key for key in CONTENT_KEYS if key != "content" and _text(message.get(key)).strip()]
+        thoughts = [key for key in CONTENT_KEYS if key != "content" and part_text(message.get(key)).strip()]
         marked.update({key: _wrap(message[key], i, False, True) for key in thoughts})
     if message.get("tool_calls"):
         marked["tool_calls"] = [_mark_call(call, i) for call in message["tool_calls"]]
     return marked
+
+
+def mark_end(text: str, number: int) -> str:
+    """A text with the mark that ends number `number`, before trailing blanks."""
+    return _wrap(text, number, False, True)
 
 
 def _wrap(text: str, i: int, begin: bool, end: bool) -> str:
@@ -101,7 +106,8 @@ def _mark_call(call: Any, i: int) -> Any:
     return call
 
 
-def _text(part: Any) -> str:
+def part_text(part: Any) -> str:
+    """The text of a content, or of a part of one; "" for anything else."""
     text = part.get("text", "") if isinstance(part, dict) else part
     return text if isinstance(text, str) else ""
 
@@ -113,13 +119,13 @@ def _replace_text(part: Any, text: str) -> Any:
 def _texts(message: dict[str, Any]) -> Iterator[str]:
     for key in CONTENT_KEYS:
         value = message.get(key)
-        yield from (_text(part) for part in value) if isinstance(value, list) else (_text(value),)
+        yield from map(part_text, value) if isinstance(value, list) else (part_text(value),)
 
 
 def content_text(message: dict[str, Any]) -> str:
     """The text of the content, parts joined."""
     value = message.get("content")
-    return "".join(map(_text, value)) if isinstance(value, list) else _text(value)
+    return "".join(map(part_text, value)) if isinstance(value, list) else part_text(value)
 
 
 def has_text(message: dict[str, Any]) -> bool:

@@ -117,9 +117,11 @@ class SkeletonMaker:
         """What precedes a model's turn, by the template: "" when it has no generation prompt."""
         # Best after a message whose content can be distinguished from what the template writes.
         behind = [i for i in generated if before.get(i, (None, ""))[0] == i - 1] or [i for i in generated if i > 0]
-        if not behind:
-            return ""
-        first = behind[0]
+        hidden = [i for i in generated if i > 0 and i not in before]  # without a content, so without a placeholder
+        found = (self._prompt_of(plain, first, before) for first in [*behind[:1], *hidden[:1]])
+        return next((prompt for prompt in found if prompt), "")
+
+    def _prompt_of(self, plain: Conversation, first: int, before: Before) -> str:
         head = replace(plain, messages=plain.messages[:first])
         try:
             closed, opened = self.template.render(head), self.template.render(head, add_generation_prompt=True)

@@ -15,7 +15,7 @@ position that cannot be proven is an error that names the message, never a guess
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from megatron.data.chat.marks import (
 )
 from megatron.data.chat.skeleton import Skeleton, SkeletonMaker
 from megatron.data.chat.template import ChatTemplate
+from megatron.data.chat.written import CALLS, CONTENT, Written, cut, find_fields, has_content, is_content_lost
 
 TAGS = "mark the model's part in the template with {% generation %} ... {% endgeneration %}"
 LOST = f"its position in the rendering is unknown, so it cannot be trained; {TAGS}"
@@ -50,10 +51,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Rendered:
-    """The text of a chat and its trained turns, in order and without overlap."""
+    """The text of a chat and its trained turns, in order and without overlap.
+
+    `lost`: what of the messages the template did not write or the turns do not cover, one entry per message and field.
+    """
 
     text: str
     turns: tuple[Turn, ...]
+    lost: tuple[str, ...] = ()
 
 
 class TurnFinder:
@@ -83,37 +88,73 @@ class TurnFinder:
         """The rendering of `chat` and the turns to train. Raises `BadChat`, naming the message if possible."""
         generated = [i for i, m in enumerate(chat.messages) if m["role"] in self.roles and i >= chat.prompt]
         generated = generated[-1:] if self.only_last else generated
-        # The tags mark the assistant's turns; `transformers` does not support them in a chat that is left open.
-        if self.template.is_tagged(chat) and self.roles == ("assistant",) and not self.leave_open:
-            return self._find_tagged(chat, generated)
         text = self.template.render(chat, leave_open=self.leave_open)
+        written = find_fields(self.template, chat, self.template.render(chat) if self.leave_open else text)
+        written.require_calls(generated)
+        # The tags mark the assistant's turns; `transformers` does not support them in a chat that is left open.
+        tagged = self.template.is_tagged(chat) and self.roles == ("assistant",) and not self.leave_open
+        turns = self._tagged_turns(chat, generated) if tagged else self._derived_turns(chat, text, generated, written)
+        return Rendered(text, turns, tuple(self._losses(chat, text, turns, generated, written)))
+
+    def _derived_turns(self, chat: Conversation, text: str, generated: list[int], written: Written) -> tuple[Turn, ...]:
         if not generated:
-            return Rendered(text, ())
+            return ()
         skeleton, places = self._skeletons.of(chat), self._places(chat, text)
         turns, low = [], 0
         for i in generated:
-            turn = self._turn(i, chat, text, skeleton, places, low)
+            turn = self._turn(i, chat, text, skeleton, places, low, written)
             if turn.end > turn.start:
                 turns.append(turn)
                 low = turn.end
-        return Rendered(text, tuple(turns))
+        return tuple(turns)
 
-    def _find_tagged(self, chat: Conversation, generated: list[int]) -> Rendered:
-        text, spans = self.template.render_tagged(chat)
+    def _tagged_turns(self, chat: Conversation, generated: list[int]) -> tuple[Turn, ...]:
         if not generated:
-            return Rendered(text, ())
+            return ()
+        _, spans = self.template.render_tagged(chat)
         if generated[0] > 0 and (self.only_last or chat.prompt):
             # Each turn has the same number of tags in whatever part of the chat it is rendered.
             _, earlier = self.template.render_tagged(replace(chat, messages=chat.messages[: generated[0]]))
             spans = spans[len(earlier) :]
         turns = tuple(Turn(generated[0], start, end) for start, end in spans if end > start)
-        if not turns and any(has_text(chat.messages[i]) for i in generated):
+        if not turns and any(has_text(chat.messages[i]) or chat.messages[i].get(CALLS) for i in generated):
             raise BadChat(f"{_name(chat, generated[0])}: it is outside the template's {{% generation %}} tags")
-        return Rendered(text, turns)
+        return turns
+
+    def _losses(
+        self, chat: Conversation, text: str, turns: Sequence[Turn], generated: list[int], written: Written
+    ) -> Iterator[str]:
+        """What of the messages is not written, or not trained although it should be. Raises `BadChat` for an answer of
+        which nothing is written: its end would be trained alone."""
+        spans = [(turn.start, turn.end) for turn in turns]
+        trained = cut(text, spans)
+        yield from (key for _, key in written.missing)
+        for (i, key), field in written.found.items():
+            if i in generated and not field.is_inside(text, spans):
+                yield f"{key} (written, but not trained)"
+        for i, message in enumerate(chat.messages):
+            if has_content(trained if i in generated else text, message):
+                continue
+            if i in generated and has_content(text, message):
+                yield f"{CONTENT} (written, but not trained)"
+                continue
+            alone = not any(number == i for number, _ in written.found)
+            if i in generated and alone and is_content_lost(self.template, chat, text, i):
+                raise BadChat(f"{_name(chat, i)}: the chat template does not write its content")
+            yield f"{CONTENT} (or a part of it)"
 
     # ---- one turn
 
-    def _turn(self, i: int, chat: Conversation, text: str, skeleton: Skeleton, places: Places, low: int) -> Turn:
+    def _turn(
+        self,
+        i: int,
+        chat: Conversation,
+        text: str,
+        skeleton: Skeleton,
+        places: Places,
+        low: int,
+        written: Written,
+    ) -> Turn:
         message = chat.messages[i]
         text_found, calls = has_text(message), bool(message.get("tool_calls"))
         end = len(text) if self._is_open(i, chat) else self._end(i, chat, text, skeleton, places)
@@ -129,7 +170,8 @@ class TurnFinder:
             return Turn(i, start, len(text))
         if calls or (text_found and not content_text(message).strip()):  # more may follow the marked text
             stop = self._end_of_call(i, text, skeleton, start if end is None else end, places)
-            if stop is None or not _holds(text[start:stop], message):
+            called = written.found.get((i, CALLS))
+            if stop is None or (called is not None and not called.is_inside(text, [(start, stop)])):
                 raise BadChat(f"{_name(chat, i)}: its end in the rendering is unknown; {TAGS}")
             return Turn(i, start, stop)
         return self._with_ending(i, message, text, skeleton, places, Turn(i, start, start if end is None else end))
@@ -233,18 +275,6 @@ def _end_of_only(needle: str, text: str, low: int, high: int) -> int | None:
     if not needle.strip() or text.count(needle, low, high) != 1:
         return None
     return text.index(needle, low, high) + len(needle)
-
-
-def _holds(text: str, message: dict[str, Any]) -> bool:
-    """Whether the names of the tools that a message calls are in `text`, in order."""
-    for call in message.get("tool_calls") or ():
-        inner = call.get("function", call) if isinstance(call, dict) else None
-        name = inner.get("name") if isinstance(inner, dict) else None
-        if isinstance(name, str):
-            _, found, text = text.partition(name)
-            if not found:
-                return False
-    return True
 
 
 def _name(chat: Conversation, i: int) -> str:

@@ -8,6 +8,7 @@ are written in the same order.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -47,7 +48,10 @@ class Output:
 
 @dataclass
 class Tally:
-    """Counts of a piece of the corpus; `documents`, `tokens`, `empty` and `text_bytes` are per output."""
+    """Counts of a piece of the corpus; `documents`, `tokens`, `empty` and `text_bytes` are per output.
+
+    `lost`: how many messages of chats have something that is not in the data, by what it is.
+    """
 
     documents: list[int]
     tokens: list[int]
@@ -56,6 +60,7 @@ class Tally:
     faults: int = 0
     first_faults: list[Fault] = field(default_factory=list)
     nbytes: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def zero(cls, outputs: int, nbytes: int = 0) -> Tally:
@@ -74,6 +79,11 @@ class Tally:
         self.faults += other.faults
         self.first_faults = (self.first_faults + other.first_faults)[:SHOWN_FAULTS]
         self.nbytes += other.nbytes
+        self.lost = dict(Counter(self.lost) + Counter(other.lost))
+
+    def count_lost(self, what: Iterable[str]) -> None:
+        """Count messages of which something is not in the data."""
+        self.lost = dict(Counter(self.lost) + Counter(what))
 
     def refuse(self, fault: Fault, skip: bool) -> None:
         """Count an unusable record if `skip`, else raise the `UserError` that says where it is."""
@@ -94,9 +104,12 @@ class Tally:
             logger.warning(f"... and {self.faults - len(self.first_faults)} more")
 
     def log_left_out(self) -> None:
-        """Log how many records were left out, if any."""
+        """Log how many records were left out, and what is left out of the messages of the others, if anything."""
         if any(self.empty) or self.faults:
             logger.info(f"left out: {sum(self.empty)} empty documents, {self.faults} unusable records")
+        if self.lost:
+            counts = ", ".join(f"{what} in {self.lost[what]}" for what in sorted(self.lost))
+            logger.warning(f"the chat template does not write everything that the messages have: {counts} messages")
 
 
 @dataclass(frozen=True)
