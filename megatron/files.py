@@ -1,9 +1,18 @@
-"""Small files that appear complete or not at all."""
+"""Small files: they appear whole or not at all, and what cannot be read as what it should be is one message."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from megatron.errors import UserError
+
+T = TypeVar("T")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -18,3 +27,61 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The mapping that a JSON file holds. Raises `UserError` naming the file for anything else in it.
+
+    `FileNotFoundError` passes: what a missing file means is the caller's to say.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 5000 digits
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} cannot be read: it holds {_in_words(content)} instead of a mapping")
+    return content
+
+
+def from_json(kind: type[T], content: Mapping[str, Any]) -> T:
+    """A dataclass from its JSON form (`dataclasses.asdict`), lists becoming tuples where it has tuples.
+
+    Raises `ValueError` naming the field that is missing, unknown or of another type.
+    """
+    hints = get_type_hints(kind)
+    if unknown := sorted(map(str, content.keys() - hints.keys())):
+        raise ValueError(f"unknown field {unknown[0][:80]!r}")
+    for field in fields(kind):  # type: ignore[arg-type]
+        if field.name not in content and field.default is MISSING and field.default_factory is MISSING:
+            raise ValueError(f"field {field.name!r} is missing")
+    return kind(**{name: _typed(value, hints[name], name) for name, value in content.items()})
+
+
+def _typed(value: Any, wanted: Any, where: str) -> Any:
+    origin, inner = get_origin(wanted), get_args(wanted)
+    if wanted is Any:
+        return value
+    if origin in (Union, UnionType):
+        if value is None and NoneType in inner:
+            return None
+        (wanted,) = (one for one in inner if one is not NoneType)
+        return _typed(value, wanted, where)
+    if is_dataclass(wanted) and isinstance(value, dict):
+        try:
+            return from_json(wanted, value)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    if origin is tuple and isinstance(value, list):
+        return tuple(_typed(one, inner[0], where) for one in value)
+    if origin is not None and issubclass(origin, Mapping) and isinstance(value, dict):
+        return {name: _typed(one, inner[1], f"{where}.{name}") for name, one in value.items()}
+    if wanted in (int, str, bool) and type(value) is wanted:
+        return value
+    raise ValueError(f"field {where[:80]!r} holds {_in_words(value)}")
+
+
+def _in_words(value: Any) -> str:
+    words = {NoneType: "nothing", list: "a list", dict: "a mapping", str: "text", bool: "true or false"}
+    return words.get(type(value), "a number")

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.neox_names import NEOX
+from megatron.checksums import file_crc32
 from megatron.errors import UserError
 
 _PACKAGES = ("torch", "deepspeed", "numpy", "transformers")
@@ -122,9 +123,6 @@ class Manifest:
             if (size := path.stat().st_size) != entry.bytes:
                 return f"{name} has {size} bytes, expected {entry.bytes}"
             if checksums:
-                # Imported here: a dry run reads manifests too, and must not wait for torch.
-                from megatron.checkpoint.tensor_file import file_crc32
-
                 if file_crc32(path) != entry.crc32:
                     return f"{name} does not match its checksum"
         return None

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.checksums import shift_crc
+
 _LARGE = 1 << 20  # bytes from which a thread pays
-_POLYNOMIAL = 0xEDB88320
 _VERSION = 45  # of the format: the first with 64-bit sizes
 _SIZES_FOLLOW = 0x0008  # flag: sizes and CRC follow the data
 _UTF8 = 0x0800
@@ -119,27 +120,3 @@ def _entry(record: _Record) -> bytes:
         len(extra), 0, 0, 0, 0, _FULL32,
     )  # fmt: skip
     return struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\1\2", *fields) + record.name + extra
-
-
-def shift_crc(crc: int, length: int) -> int:
-    """What CRC-32 `crc` of some bytes becomes when `length` zero bytes follow, apart from theirs: crc · x^(8·length).
-
-    So crc32(A + B) == shift_crc(crc32(A), len(B)) ^ crc32(B).
-    """
-    power = 1 << 23  # x^8; polynomials modulo the CRC's have their x^0 in the highest bit
-    while length:
-        if length & 1:
-            crc = _product(crc, power)
-        power = _product(power, power)
-        length >>= 1
-    return crc
-
-
-def _product(a: int, b: int) -> int:
-    """The product of two polynomials over two elements, modulo the CRC's."""
-    product = 0
-    for bit in range(31, -1, -1):
-        if a >> bit & 1:
-            product ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return product

@@ -12,7 +12,6 @@ import io
 import os
 import pickle
 import sys
-import zlib
 from collections import OrderedDict
 from pathlib import Path
 from types import TracebackType
@@ -140,15 +139,6 @@ def write_bytes(path: Path, data: bytes) -> CheckedFile:
     finally:
         file.close()
     return file
-
-
-def file_crc32(path: Path) -> int:
-    """CRC-32 of a file's content, read in pieces."""
-    crc = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc = zlib.crc32(chunk, crc)
-    return crc
 
 
 def sync(path: Path) -> None:

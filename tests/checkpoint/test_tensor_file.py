@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint import stored_zip
-from megatron.checkpoint.stored_zip import CheckedFile, StoredZip, shift_crc
-from megatron.checkpoint.tensor_file import TensorFileWriter, file_crc32
+from megatron.checkpoint.stored_zip import CheckedFile, StoredZip
+from megatron.checkpoint.tensor_file import TensorFileWriter
+from megatron.checksums import file_crc32, shift_crc
 
 pytestmark = pytest.mark.cpu
 

@@ -8,9 +8,9 @@
     python tools/datasets/merge_datasets.py --input data/parts --output-prefix data/corpus_text_document
     python tools/datasets/merge_datasets.py --input 'data/wiki*_text_document' --output-prefix data/all_text_document
 
-Joined shards have the bytes of the unsharded dataset. Missing, repeated or mixed shards, different tokenizers, options
-or types are refused. If every `X_document` has `X_label_document` or `X_reward_document` next to it, these are joined
-too.
+Joined shards have the bytes of the unsharded dataset. Missing, repeated or mixed shards, damaged datasets, different
+tokenizers, options or types are refused. A dataset that is named twice (`--input A A`) is written twice. If every
+`X_document` has `X_label_document` or `X_reward_document` next to it, these are joined too.
 """
 
 from __future__ import annotations

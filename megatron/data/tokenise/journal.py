@@ -26,7 +26,7 @@ from megatron.data.tokens.indexed import HEADER
 from megatron.data.tokens.partial import PARTIAL, WriteError
 from megatron.errors import UserError
 
-VERSION = 1
+VERSION = 2  # 2: marks hold the checksum of what is written
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from megatron.checksums import join_crcs
 from megatron.data.tokens.indexed import CODES, HEADER, MAGIC, MAX_ITEM, VERSION, IndexedDataset
 from megatron.data.tokens.partial import PARTIAL, WriteError, open_alone
 from megatron.errors import UserError
@@ -18,10 +21,11 @@ from megatron.errors import UserError
 
 @dataclass(frozen=True)
 class Mark:
-    """How far a dataset was written: what is beyond is cut off on resume."""
+    """How far a dataset was written: what is beyond is cut off on resume. `crc32`: of the tokens until there."""
 
     items: int
     tokens: int
+    crc32: int = 0
 
 
 class IndexedDatasetBuilder:
@@ -53,7 +57,7 @@ class IndexedDatasetBuilder:
             raise ValueError(f"tokens cannot be stored as {self.dtype}: choose one of {[str(d) for d in CODES]}")
         self._bin_path, self._idx_path = f"{self.prefix}.bin{PARTIAL}", f"{self.prefix}.idx{PARTIAL}"
         mark = resume or Mark(0, 0)
-        self._items, self._tokens = mark.items, mark.tokens
+        self._items, self._tokens, self._crc32 = mark.items, mark.tokens, mark.crc32
         self._documents, self._finished = mark.items, False
         self._doc_idx: array | None = None  # as long as every document is one item
         self._bin = open_alone(self._bin_path, None if resume is None else mark.tokens * self.dtype.itemsize)
@@ -82,6 +86,16 @@ class IndexedDatasetBuilder:
     @property
     def num_tokens(self) -> int:
         return self._tokens
+
+    @property
+    def crc32(self) -> int:
+        """CRC-32 of `.bin`, of what was given to be written."""
+        return self._crc32
+
+    @property
+    def tokens_path(self) -> str:
+        """Where the tokens are until `finalize`."""
+        return self._bin_path
 
     @property
     def index_path(self) -> str:
@@ -118,26 +132,31 @@ class IndexedDatasetBuilder:
         self._add_sizes(lengths)
         self._end_documents(np.arange(self._items - len(lengths) + 1, self._items + 1))
 
-    def append(self, prefix: str | Path, report: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Append another dataset, its documents included. `report` is called with the bytes of every block of tokens.
+    def append(self, prefix: str | Path, report: Callable[[int], None] = lambda nbytes: None) -> int:
+        """Append another dataset, its documents included. Returns the CRC-32 of its tokens, as they were read.
 
-        A dataset without ended documents counts as one document per item, as everywhere.
-        Raises `UserError` when the types differ.
+        `report` is called with the bytes of every block of tokens. A dataset without ended documents counts as one
+        document per item, as everywhere. Raises `UserError` when the types differ.
         """
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
             raise UserError(f"{other.prefix} stores {other.dtype}, but {self.prefix} is written as {self.dtype}.")
-        first = self._items
-        for piece in _pieces(other._bin, 1 << 24):
-            with self._name_write_errors():
-                self._bin.write(piece)
-            report(len(piece))
+        first, crc = self._items, 0
+        with ThreadPoolExecutor(1) as thread:
+            for piece in _pieces(other._bin, 1 << 24):
+                counted = thread.submit(zlib.crc32, piece, crc)
+                with self._name_write_errors():
+                    self._bin.write(piece)
+                crc = counted.result()
+                report(len(piece))
+        self._crc32 = join_crcs(self._crc32, crc, other.num_tokens * self.dtype.itemsize)
         self._tokens += other.num_tokens
         for piece in _pieces(other.sizes, 1 << 20):
             self._add_sizes(piece)
         ends = other.doc_idx[1:] if len(other.doc_idx) > 1 else np.arange(1, len(other) + 1)
         for piece in _pieces(ends, 1 << 20):
             self._end_documents(piece + first)
+        return crc
 
     def mark(self) -> Mark:
         """Flush to disk and return how far that is. Only for documents of one item."""
@@ -147,7 +166,7 @@ class IndexedDatasetBuilder:
             for file in (self._bin, self._idx):
                 file.flush()
                 os.fsync(file.fileno())
-        return Mark(self._items, self._tokens)
+        return Mark(self._items, self._tokens, self._crc32)
 
     def finish(self) -> None:
         """Complete both files under their unfinished names; `finalize` calls it if needed."""
@@ -209,8 +228,10 @@ class IndexedDatasetBuilder:
             if low < limits.min or high > limits.max:
                 wrong = high if high > limits.max else low
                 raise ValueError(f"{self.prefix}: id {wrong} does not fit {self.dtype} ({limits.min}..{limits.max})")
+        stored = np.ascontiguousarray(values, dtype=self.dtype)
         with self._name_write_errors():
-            self._bin.write(np.ascontiguousarray(values, dtype=self.dtype))
+            self._bin.write(stored)
+        self._crc32 = zlib.crc32(stored, self._crc32)
         self._tokens += values.size
 
     def _add_sizes(self, sizes: np.ndarray) -> None:

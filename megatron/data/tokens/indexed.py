@@ -34,6 +34,9 @@ VERSION = 1
 MAX_ITEM = 2**31 - 1  # sizes are int32
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes: magic, version, type code, N, D
 
+_CHECKED = 1 << 20  # items of an index that are checked together
+_AGAIN = "the index is damaged: copy it again from its source, or write the dataset again"
+
 DTYPES: dict[int, np.dtype] = {
     code: np.dtype(kind)
     for code, kind in {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f4", 7: "<f8", 8: "<u2"}.items()
@@ -57,12 +60,14 @@ class IndexedDataset:
     Args:
         prefix: path without `.bin`/`.idx`; see `find_prefix` for what else is understood.
 
-    Raises `UserError` naming the file when one is missing, of another format, or not of the size in its header.
+    Raises `UserError` naming the file when one is missing, of another format, not of the size in its header, or when
+    the index contradicts itself. The whole index is read for that (`check_index`).
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = find_prefix(prefix)
         self._open()
+        check_index(self)
 
     def _open(self) -> None:
         idx_path, bin_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
@@ -147,6 +152,37 @@ class IndexedDataset:
         return self._content.read(start, length * width).view(self.dtype)
 
     __getitem__ = get
+
+
+def check_index(data: IndexedDataset) -> None:
+    """Raise `UserError` unless sizes are not negative, items follow one another in `.bin`, and documents up to the end.
+
+    In blocks, so memory does not grow with the data.
+    """
+    name, width, end = f"{data.prefix}.idx", data.dtype.itemsize, 0
+    for first in range(0, len(data), _CHECKED):
+        lengths = data.sizes[first : first + _CHECKED].astype(np.int64) * width
+        if int(lengths.min()) < 0:
+            at = int(np.argmin(lengths))
+            raise UserError(f"{name}: item {first + at} has {int(data.sizes[first + at])} tokens; {_AGAIN}.")
+        starts = np.cumsum(lengths) - lengths + end
+        stored = data.pointers[first : first + _CHECKED]
+        if not np.array_equal(starts, stored):
+            k = int(np.argmax(starts != stored))
+            raise UserError(
+                f"{name}: item {first + k} begins at byte {int(stored[k])}, but the items before it end at "
+                f"{int(starts[k])}; {_AGAIN}."
+            )
+        end = int(starts[-1] + lengths[-1])
+    borders = data.doc_idx
+    if not len(borders) or int(borders[0]) != 0:
+        raise UserError(f"{name}: the document index does not begin with item 0; {_AGAIN}.")
+    if len(borders) > 1 and int(borders[-1]) != len(data):
+        raise UserError(f"{name}: the document index ends at item {int(borders[-1])} of {len(data)}; {_AGAIN}.")
+    for first in range(0, len(borders) - 1, _CHECKED):
+        block = borders[first : first + _CHECKED + 1]
+        if (block[1:] < block[:-1]).any():
+            raise UserError(f"{name}: the document index goes back after document {first}; {_AGAIN}.")
 
 
 def _read_header(path: Path) -> tuple[int, int, int]:

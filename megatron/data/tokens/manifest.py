@@ -8,22 +8,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron.checksums import file_crc32, sample_crc32
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.partial import PARTIAL, WriteError
 from megatron.errors import UserError
+from megatron.files import from_json, read_json
 from megatron.log import Once, get_logger
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.fingerprint import Fingerprint
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had no checksum of the tokens
 SCAN_BYTES = 1 << 28  # how much of a dataset without manifest is searched for ids beyond the vocabulary
 
 
@@ -32,7 +34,8 @@ class Manifest:
     """What is known of a dataset. Holds no times or machine names: the same input gives the same file.
 
     `tokenizer` is the fingerprint of the id map (`Fingerprint.to_dict`), None for what holds no ids (rewards,
-    log-probabilities); `source` is free text or a JSON-able description of the input.
+    log-probabilities); `source` is free text or a JSON-able description of the input. `bin_crc32` is of all bytes of
+    `.bin`, `bin_sample_crc32` of a few of them (`checksums.sample_crc32`), for every start; None in version 1.
     """
 
     items: int
@@ -40,6 +43,8 @@ class Manifest:
     tokens: int
     dtype: str
     index_sha256: str
+    bin_crc32: int | None = None
+    bin_sample_crc32: int | None = None
     tokenizer: Mapping[str, Any] | None = None
     source: Any = None
     format_version: int = FORMAT_VERSION
@@ -66,6 +71,8 @@ def finalize_with_manifest(
         tokens=builder.num_tokens,
         dtype=builder.dtype.name,
         index_sha256=_sha256(Path(builder.index_path)),
+        bin_crc32=builder.crc32,
+        bin_sample_crc32=sample_crc32(builder.tokens_path),
         tokenizer=tokenizer.to_dict() if tokenizer is not None else None,
         source=source,
         extra=dict(extra or {}),
@@ -92,39 +99,49 @@ def _write_temporary(prefix: str | Path, manifest: Manifest) -> Path:
 def read_manifest(prefix: str | Path) -> Manifest | None:
     """The manifest of a dataset, None when it has none. Raises `UserError` when the file is damaged."""
     path = manifest_path(prefix)
-    if not path.is_file():
-        return None
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        version = raw["format_version"]
-        if version != FORMAT_VERSION:
-            raise UserError(f"{path}: format version {version}, but this program reads version {FORMAT_VERSION}.")
-        return Manifest(**raw)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raw = read_json(path)
+        version = raw.get("format_version")
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise UserError(f"{path}: format version {version}, but this program reads up to {FORMAT_VERSION}.")
+        manifest = from_json(Manifest, raw)
+        if manifest.tokenizer is not None:
+            Fingerprint.from_dict(manifest.tokenizer)
+        return manifest
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a dataset manifest ({error}). Remove it or tokenise the data again.") from error
 
 
-def verify(prefix: str | Path) -> Manifest | None:
-    """Check a dataset against its manifest: counts, type and the checksum of the index. Reads the whole index.
+def verify(dataset: IndexedDataset | str | Path, *, full: Callable[[int], None] | None = None) -> Manifest | None:
+    """Compare a dataset (opened, or its prefix) with its manifest: counts, type, checksums of the index and of a sample
+    of the tokens.
 
-    Returns the manifest, None when there is none. Raises `UserError` naming what differs.
+    With `full` that of all tokens instead; it is called with the bytes of every piece.
+    Returns the manifest, None when there is none. Raises `UserError` naming file, what was expected and what was found.
     """
-    data = IndexedDataset(prefix)
+    data = dataset if isinstance(dataset, IndexedDataset) else IndexedDataset(dataset)
     manifest = read_manifest(data.prefix)
     if manifest is None:
         return None
-    found = {
-        "items": len(data),
-        "documents": data.num_documents,
-        "tokens": data.num_tokens,
-        "dtype": data.dtype.name,
-        "index_sha256": _sha256(Path(f"{data.prefix}.idx")),
-    }
-    for key, value in found.items():
-        if value != getattr(manifest, key):
+    index, tokens = Path(f"{data.prefix}.idx"), Path(f"{data.prefix}.bin")
+    checks: list[tuple[Path, str, Callable[[], Any]]] = [
+        (index, "items", lambda: len(data)),
+        (index, "documents", lambda: data.num_documents),
+        (tokens, "tokens", lambda: data.num_tokens),
+        (index, "dtype", lambda: data.dtype.name),
+        (index, "index_sha256", lambda: _sha256(index)),
+        (tokens, "bin_sample_crc32", lambda: sample_crc32(tokens))
+        if full is None
+        else (tokens, "bin_crc32", lambda: file_crc32(tokens, full)),
+    ]
+    for file, key, find in checks:
+        expected = getattr(manifest, key)
+        if expected is not None and (found := find()) != expected:
             raise UserError(
-                f"{data.prefix}: {key} is {value}, but {manifest_path(data.prefix)} says {getattr(manifest, key)}. "
-                "The dataset was changed after it was written, or the files do not belong together."
+                f"{file}: {key} is {found}, but {manifest_path(data.prefix)} says {expected}. The file was damaged or "
+                "replaced after it was written: copy it again from its source, or tokenise the data again."
             )
     return manifest
 
@@ -150,11 +167,7 @@ def _has_fingerprint(prefix: str, tokenizer: Tokenizer, once: Once) -> bool:
     manifest = read_manifest(prefix)
     if manifest is None or manifest.tokenizer is None:
         return False
-    try:
-        fingerprint = Fingerprint.from_dict(manifest.tokenizer)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{manifest_path(prefix)}: unreadable tokenizer fingerprint ({error!r})") from error
-    if not tokenizer.covers(fingerprint):
+    if not tokenizer.covers(Fingerprint.from_dict(manifest.tokenizer)):
         raise UserError(
             f"{prefix} was made with another tokenizer than this run's {tokenizer.describe()} (their ids mean "
             "different tokens). Set tokenizer_type/vocab_file to the one that made the data, or tokenise it again."

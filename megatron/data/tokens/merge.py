@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.indexed import IndexedDataset
-from megatron.data.tokens.manifest import Manifest, finalize_with_manifest, verify
+from megatron.data.tokens.manifest import Manifest, finalize_with_manifest, manifest_path, verify
 from megatron.data.tokens.merge_inputs import COMPANIONS, Group
 from megatron.data.tokens.partial import WriteError
 from megatron.data.tokens.prefixes import SHARD_NAME
@@ -31,7 +31,7 @@ def merge_groups(groups: Sequence[Group], report: Callable[[int], None] = lambda
     All results appear when all are complete, and memory does not grow with the data. A result has a tokenizer
     fingerprint when all its parts have one. `report` is called with the bytes of every block of tokens copied.
 
-    Raises `UserError`, before anything is written: a part is damaged or differs from its manifest; types, tokenizers or
+    Raises `UserError`, with nothing written: a part is damaged or differs from its manifest; types, tokenizers or
     options differ; shards are of different runs; labels or rewards do not fit the data.
     """
     manifests = [[verify(prefix) for prefix in group.prefixes] for group in groups]
@@ -44,9 +44,9 @@ def merge_groups(groups: Sequence[Group], report: Callable[[int], None] = lambda
             builder = IndexedDatasetBuilder(group.output, IndexedDataset(group.prefixes[0]).dtype)
             builders.append(stack.enter_context(builder))
         try:
-            for group, builder in zip(groups, builders):
-                for prefix in group.prefixes:
-                    builder.append(prefix, report)
+            for group, parts, builder in zip(groups, manifests, builders):
+                for prefix, part in zip(group.prefixes, parts):
+                    _compare_checksum(prefix, part, builder.append(prefix, report))
                 builder.finish()
         except WriteError as error:
             raise WriteError(f"{error} Nothing was written.") from error
@@ -59,6 +59,15 @@ def merge_groups(groups: Sequence[Group], report: Callable[[int], None] = lambda
             )
             for group, parts, builder in zip(groups, manifests, builders)
         ]
+
+
+def _compare_checksum(prefix: str, part: Manifest | None, found: int) -> None:
+    expected = part.bin_crc32 if part is not None else None
+    if expected is not None and found != expected:
+        raise UserError(
+            f"{prefix}.bin: its CRC-32 is {found}, but {manifest_path(prefix)} says {expected}: the file was damaged "
+            "or replaced after it was written. Nothing was written."
+        )
 
 
 def _check(group: Group, parts: Sequence[Manifest | None]) -> None:

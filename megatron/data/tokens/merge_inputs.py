@@ -10,6 +10,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +36,14 @@ def find_groups(inputs: Sequence[str], output: str) -> list[Group]:
     """The groups of what `inputs` name: folders, prefixes, globs.
 
     `output` is the name of the result: in full, or (shards only) without what follows the shard's number in theirs.
+    A dataset that is named several times itself is written as often; one that folders and globs find again is not.
     The result itself is never a part. Raises `UserError`: no dataset, half a dataset, shards missing, twice or of
     different runs, shards and other datasets together, datasets without the companion that others have.
     """
-    found = sorted(sorted({prefix for name in inputs for prefix in _datasets_in(name)}), key=_natural)  # 3 and 00003
+    named = Counter(_abs(next(iter(_datasets_in(name)))) for name in inputs if _is_name(name))
+    once = {_abs(prefix): prefix for name in reversed(inputs) for prefix in _datasets_in(name)}
+    found = [prefix for path, prefix in once.items() for _ in range(max(1, named[path]))]
+    found = sorted(sorted(found), key=_natural)  # 3 and 00003
     shards = [prefix for prefix in found if SHARD_NAME.search(Path(prefix).name)]
     groups = _of_shards(shards, output) if shards else _of_others(found, output)
     results = {os.path.abspath(group.output) for group in groups}
@@ -56,6 +61,11 @@ def find_groups(inputs: Sequence[str], output: str) -> list[Group]:
 
 def _abs(prefix: str) -> str:
     return os.path.abspath(prefix)
+
+
+def _is_name(name: str) -> bool:
+    """Whether it is the name of one dataset, neither a folder nor a glob."""
+    return not Path(name).expanduser().is_dir() and not glob.has_magic(name)
 
 
 def _datasets_in(name: str) -> Iterable[str]:

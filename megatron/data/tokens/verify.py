@@ -1,5 +1,5 @@
-"""Checks of a dataset: sizes, pointers, document index, ids, checksums, labels. Every fault is one line that names the
-file and what to do. Reads in blocks, so memory does not grow with the data.
+"""Checks of a dataset: index, ids, checksums of index and tokens, labels. Every fault is one line that names the file
+and what to do. Reads in blocks, so memory does not grow with the data.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.labels import check_labels, find_labels
 from megatron.data.tokens.token_files import TokenFiles, find_files
 from megatron.errors import UserError
-from megatron.log import progress
+from megatron.log import ProgressBar, progress
 
 _PIECE = 1 << 22  # items or tokens that are checked together
 _SAMPLED = 1 << 26  # tokens that are checked without `full`
-_AGAIN = "write the dataset again"
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,10 @@ def _verify_one(path: str, full: bool, vocab_size: int | None, files: TokenFiles
     except UserError as error:
         return Report(path, faults=[str(error)])
     manifest, faults = None, []
-    checks: list[Callable[[], Iterator[str]]] = [lambda: _index_faults(data)]
+    checks: list[Callable[[], Iterator[str]]] = []
     if not path.endswith(".npy"):
         try:
-            manifest = manifests.verify(data.prefix)
+            manifest = _compare_with_manifest(data)
         except UserError as error:
             faults.append(str(error))
     vocabulary, whence = vocab_size, "the vocabulary has"
@@ -79,34 +78,11 @@ def _verify_one(path: str, full: bool, vocab_size: int | None, files: TokenFiles
     return Report(data.prefix, ", ".join(facts), faults)
 
 
-def _index_faults(data: IndexedDataset) -> Iterator[str]:
-    """Sizes are not negative, items are stored back to back, documents follow one another up to the end."""
-    name, width, end = f"{data.prefix}.idx", data.dtype.itemsize, 0
-    for first in range(0, len(data), _PIECE):
-        sizes = data.sizes[first : first + _PIECE].astype(np.int64)
-        if int(sizes.min()) < 0:
-            yield f"{name}: item {first + int(np.argmin(sizes))} has {int(sizes.min())} tokens; {_AGAIN}."
-            return
-        starts = end + np.cumsum(sizes * width) - sizes * width
-        wrong = np.flatnonzero(starts != data.pointers[first : first + _PIECE])
-        if len(wrong):
-            k = int(wrong[0])
-            yield (
-                f"{name}: item {first + k} begins at byte {int(data.pointers[first + k])}, but the items "
-                f"before it end at {int(starts[k])}; {_AGAIN}."
-            )
-            return
-        end = int(starts[-1] + sizes[-1] * width)
-    borders = data.doc_idx
-    if not len(borders) or int(borders[0]) != 0:
-        yield f"{name}: the document index does not begin with item 0; {_AGAIN}."
-    elif len(borders) > 1 and int(borders[-1]) != len(data):
-        yield f"{name}: the document index ends at item {int(borders[-1])} of {len(data)}; {_AGAIN}."
-    else:
-        for first in range(0, len(borders) - 1, _PIECE):
-            if (np.diff(borders[first : first + _PIECE + 1]) < 0).any():
-                yield f"{name}: the document index goes back after document {first}; {_AGAIN}."
-                return
+def _compare_with_manifest(data: IndexedDataset) -> manifests.Manifest | None:
+    """`manifest.verify` with the checksum of all tokens."""
+    what = f"checksum of {Path(data.prefix).name}"
+    with ProgressBar(what, data.num_tokens * data.dtype.itemsize, "B") as progress_bar:
+        return manifests.verify(data, full=progress_bar)
 
 
 def _pieces(tokens: int, full: bool) -> list[range]:
@@ -143,6 +119,7 @@ def _label_faults(data: IndexedDataset, prefix: str, pieces: list[range]) -> Ite
     try:
         labels = IndexedDataset(prefix)
         check_labels(data, labels)
+        _compare_with_manifest(labels)
     except UserError as error:
         yield f"{error} Make data and labels again together."
         return

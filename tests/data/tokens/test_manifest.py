@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -56,9 +57,10 @@ def made(prefix: Path, ids: dict[int, str] = BASE) -> str:
 def test_manifest_describes_the_data(tmp_path: Path) -> None:
     prefix = made(tmp_path / "x")
     raw = json.loads((tmp_path / "x.manifest.json").read_text())
-    assert raw["format_version"] == 1
+    assert raw["format_version"] == 2
     assert (raw["items"], raw["documents"], raw["tokens"], raw["dtype"]) == (2, 2, 5, "uint16")
     assert raw["index_sha256"] == hashlib.sha256((tmp_path / "x.idx").read_bytes()).hexdigest()
+    assert raw["bin_crc32"] == zlib.crc32((tmp_path / "x.bin").read_bytes())
     assert raw["source"] == ["a.jsonl"]
     assert manifests.verify(prefix) == manifests.read_manifest(prefix)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx", "x.manifest.json"]
@@ -75,6 +77,44 @@ def test_verify_finds_a_changed_dataset(tmp_path: Path) -> None:
     assert manifests.verify(write(tmp_path / "bare", [[1]])) is None
 
 
+def write_with_manifest(prefix: Path, tokens: np.ndarray, length: int) -> Path:
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        builder.add_documents(tokens, [length] * (len(tokens) // length))
+        manifests.finalize_with_manifest(builder, tokenizer=None, source=None)
+    return Path(f"{prefix}.bin")
+
+
+@pytest.mark.parametrize("documents", [100, 3000])  # below and beyond what a sample holds
+def test_every_bit_of_the_tokens_counts(tmp_path: Path, documents: int) -> None:
+    rng = np.random.default_rng(5)
+    file = write_with_manifest(tmp_path / "x", rng.integers(0, 9, 50 * documents), 50)
+    whole = file.read_bytes()
+    assert manifests.verify(tmp_path / "x", full=lambda nbytes: None) is not None
+    for at in (0, len(whole) // 3, len(whole) - 1):
+        changed = bytearray(whole)
+        changed[at] ^= 4
+        file.write_bytes(changed)
+        said = rf"x\.bin: bin_crc32 is {zlib.crc32(changed)}, but .*x\.manifest\.json says {zlib.crc32(whole)}\b"
+        with pytest.raises(UserError, match=said):
+            manifests.verify(tmp_path / "x", full=lambda nbytes: None)
+    # Other tokens of the same shape have the same index; a few places of the file are enough to find them.
+    write_with_manifest(tmp_path / "y", rng.integers(0, 9, 50 * documents), 50)
+    assert (tmp_path / "y.idx").read_bytes() == (tmp_path / "x.idx").read_bytes()
+    file.write_bytes((tmp_path / "y.bin").read_bytes())
+    places = [(len(whole) - 4096) * k // 15 for k in range(16)]
+    sample = b"".join(whole[at : at + 4096] for at in places) if len(whole) > 1 << 16 else whole
+    with pytest.raises(UserError, match=rf"x\.bin: bin_sample_crc32 is \d+, but .* says {zlib.crc32(sample)}\b"):
+        manifests.verify(tmp_path / "x")
+
+
+def test_a_manifest_of_version_1_has_no_checksum_of_the_tokens(tmp_path: Path) -> None:
+    prefix = made(tmp_path / "x")
+    path = tmp_path / "x.manifest.json"
+    raw = {key: value for key, value in json.loads(path.read_text()).items() if not key.startswith("bin_")}
+    path.write_text(json.dumps(raw | {"format_version": 1}))
+    assert manifests.verify(prefix) is not None
+
+
 def test_unreadable_manifest(tmp_path: Path) -> None:
     prefix = made(tmp_path / "x")
     path = tmp_path / "x.manifest.json"
@@ -82,7 +122,7 @@ def test_unreadable_manifest(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(UserError, match=r"x\.manifest\.json"):
         manifests.read_manifest(prefix)
-    path.write_text(whole.replace('"format_version": 1', '"format_version": 7'))
+    path.write_text(whole.replace('"format_version": 2', '"format_version": 7'))
     with pytest.raises(UserError, match="version 7"):
         manifests.read_manifest(prefix)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from megatron.data.tokenise.formats import read_chunks
 from megatron.data.tokenise.texts import EncodeOptions, TextEncoder
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.indexed import IndexedDataset
-from megatron.data.tokens.manifest import Manifest, manifest_path, read_manifest
+from megatron.data.tokens.manifest import Manifest, finalize_with_manifest, manifest_path, read_manifest
 from megatron.data.tokens.merge import merge_groups
 from megatron.data.tokens.merge_inputs import Group, find_groups
 from megatron.errors import UserError
@@ -230,9 +231,62 @@ def test_a_damaged_part_is_refused(tmp_path: Path) -> None:
     raw = bytearray(index.read_bytes())
     raw[34], raw[38] = raw[38], raw[34]  # the lengths of two documents change places
     index.write_bytes(raw)
+    with pytest.raises(UserError, match=r"b_text_document\.idx: item 1 begins at byte 6\b"):
+        merge_groups(find_groups([str(tmp_path / "in")], str(tmp_path / "out")))
+    raw[34 + 12 : 34 + 36] = np.array([0, 4, 10], "<i8").tobytes()  # as if it had been written so
+    index.write_bytes(raw)
     with pytest.raises(UserError, match="index_sha256"):
         merge_groups(find_groups([str(tmp_path / "in")], str(tmp_path / "out")))
     assert not list(tmp_path.glob("out*"))
+
+
+def test_one_bit_of_the_tokens_of_a_part_is_refused(tmp_path: Path) -> None:
+    for name in "ab":
+        with IndexedDatasetBuilder(tmp_path / "in" / name, np.uint16) as builder:
+            builder.add_documents(np.arange(60_000), [600] * 100)
+            finalize_with_manifest(builder, tokenizer=None, source=name)
+    tokens = tmp_path / "in" / "b.bin"
+    whole = tokens.read_bytes()
+    changed = bytearray(whole)
+    changed[5000] ^= 1  # between the places of the sample
+    tokens.write_bytes(changed)
+    said = rf"b\.bin: its CRC-32 is {zlib.crc32(changed)}, .*b\.manifest\.json says {zlib.crc32(whole)}\b"
+    with pytest.raises(UserError, match=said):
+        merge_groups(find_groups([str(tmp_path / "in")], str(tmp_path / "out")))
+    assert not list(tmp_path.glob("out*"))
+    tokens.write_bytes(whole)
+    (manifest,) = merge_groups(find_groups([str(tmp_path / "in")], str(tmp_path / "out")))
+    assert manifest.bin_crc32 == zlib.crc32((tmp_path / "out.bin").read_bytes()) == zlib.crc32(whole + whole)
+
+
+def test_what_is_named_twice_is_written_twice(tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path / f"{name}_document", [[ord(name)], [1, 2]])
+        write(tmp_path / f"{name}_label_document", [[-100], [1, 2]], np.int32)
+    a, b = (str(tmp_path / f"{name}_document") for name in "ab")
+    (group,) = find_groups([b, a, f"{a}.idx"], str(tmp_path / "out_document"))
+    assert group.prefixes == (a, a, b)
+    merge_groups([group])
+    assert IndexedDataset(tmp_path / "out_document").tokens.tolist() == [97, 1, 2, 97, 1, 2, 98, 1, 2]
+    # Their labels are as often there as they.
+    groups = find_groups([a, a, str(tmp_path / "a_label_document")], str(tmp_path / "two_document"))
+    merge_groups(groups)
+    assert IndexedDataset(tmp_path / "two_document").tokens.tolist() == [97, 1, 2] * 2
+    assert IndexedDataset(tmp_path / "two_label_document").tokens.tolist() == [-100, 1, 2] * 2
+
+
+def test_folders_and_globs_that_overlap_name_a_dataset_once(tmp_path: Path) -> None:
+    a = write(tmp_path / "in" / "a", [[1]])
+    for inputs in ([str(tmp_path / "in"), a], [str(tmp_path / "in")] * 2, [f"{a}*", f"{tmp_path}/in/*"]):
+        assert [group.prefixes for group in find_groups(inputs, str(tmp_path / "out"))] == [(a,)]
+
+
+def test_a_shard_named_twice_is_refused(tmp_path: Path) -> None:
+    for index in range(2):
+        shard(tmp_path, index, 2, [[index]])
+    first = str(tmp_path / "c_shard_00000_of_00002_text_document")
+    with pytest.raises(UserError, match="shard 0 of 2 exists twice"):
+        find_groups([str(tmp_path), first, first], str(tmp_path / "c"))
 
 
 def test_a_part_without_a_document_index_counts_its_items(tmp_path: Path) -> None:

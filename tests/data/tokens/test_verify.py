@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.data.tokens import indexed
 from megatron.data.tokens import verify as verifying
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.indexed import HEADER
@@ -70,9 +71,9 @@ DAMAGE: dict[str, tuple[Callable[[str], None], str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-@pytest.mark.parametrize("piece", [2, 1 << 22])
+@pytest.mark.parametrize("piece", [2, 1 << 20])
 def test_damage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, piece: int) -> None:
-    monkeypatch.setattr(verifying, "_PIECE", piece)
+    monkeypatch.setattr(indexed, "_CHECKED", piece)
     prefix = write(tmp_path / "x", GOLDEN)
     damage, said = DAMAGE[kind]
     damage(prefix)
