@@ -9,24 +9,27 @@ from torch import Tensor
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
 from megatron.errors import NumericsError
+from megatron.log import get_logger
 from megatron.training.callback import Callback
 
 if TYPE_CHECKING:
     from megatron.training.engine import StepOut
     from megatron.training.trainer import Trainer
 
+logger = get_logger(__name__)
+
 
 @CALLBACKS.register(
     "skipped_steps",
     phase="measure",
     keys=("max_skipped_steps",),
-    loses="skipped updates in a row do not end the run, and checkpoints are written among them",
+    loses="skipped updates in a row do not end the run",
 )
 class SkippedSteps(Callback):
     """Ends the run with exit code 4 after `max_skipped_steps` skipped updates in a row (fp16 overflow, NaN gradients).
 
     The rule for a skipped step: its samples count as consumed and the schedule moves on (both are functions
-    of the iteration), the weights and moments stay. Nothing is saved during a streak.
+    of the iteration), the weights and moments stay.
     """
 
     def __init__(self, limit: int) -> None:
@@ -40,20 +43,24 @@ class SkippedSteps(Callback):
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
         if not out.skipped:
-            self.streak, self.last_loss, trainer.save_blocked_by = 0, out.loss, None
+            self.streak, self.last_loss = 0, out.loss
             return
         if out.trained_tokens == 0:
             return  # nothing to train on is not a numerical fault
         self.streak += 1
-        trainer.save_blocked_by = f"the last {self.streak} updates were skipped"
         if self.limit > 0 and self.streak >= self.limit:
             last = "none yet" if self.last_loss is None else f"{float(self.last_loss):.4f}"
             scale = f" at loss scale {out.loss_scale:g}" if out.loss_scale is not None else ""
+            other = "" if trainer.args.optimizer.precision == "bfloat16" else "precision=bfloat16, or with "
             raise NumericsError(
                 f"{self.streak} updates in a row were skipped{scale}, the last at iteration {trainer.step}: the "
-                f"gradient is not finite. Last finite loss: {last}. Restart from the last checkpoint with "
-                "precision=bfloat16 or a lower learning rate, or skip the data that causes it."
+                f"gradient is not finite. Last finite loss: {last}. Resume from the last good checkpoint with {other}"
+                "a lower learning rate: optimizer.params.lr=... override_lr_scheduler=true"
             )
+
+    def saved(self, trainer: Trainer, path: str) -> None:
+        if self.streak:
+            logger.info(f"{path}: the last {self.streak} updates were skipped, so its weights are those before them")
 
     def state_dict(self) -> dict[str, Any]:
         return {"streak": self.streak}

@@ -1,4 +1,5 @@
-"""Deletes old checkpoints: never the newest, never one kept on purpose, never before the new one is complete."""
+"""Deletes old checkpoints: never the newest, the newest good one or one kept on purpose, never before the new one is
+complete."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ logger = get_logger(__name__)
 
 
 def to_delete(
-    complete: Collection[int], latest: int | None, keep_last_n: int | None, extra: Collection[int]
+    complete: Collection[int],
+    latest: int | None,
+    keep_last_n: int | None,
+    extra: Collection[int],
+    good: int | None = None,
 ) -> list[int]:
     """Steps to delete, ascending.
 
@@ -24,14 +29,17 @@ def to_delete(
         latest: the step that `latest` names; never deleted.
         keep_last_n: `keep_last_n_checkpoints`; None or <= 0 keeps all.
         extra: `extra_save_iters`; these stay, whatever their number.
+        good: the newest that training is known to go on from; stays until a newer one has taken its place.
     """
     if keep_last_n is None or keep_last_n <= 0:
         return []
-    newest = set(sorted(complete)[-keep_last_n:])
-    return sorted(step for step in complete if step not in newest and step not in extra and step != latest)
+    kept = {*sorted(complete)[-keep_last_n:], *extra, latest, good}
+    return sorted(step for step in complete if step not in kept)
 
 
-def apply_retention(root: str | Path, keep_last_n: int | None, extra: Collection[int] | None = None) -> list[int]:
+def apply_retention(
+    root: str | Path, keep_last_n: int | None, extra: Collection[int] | None = None, good: int | None = None
+) -> list[int]:
     """Delete what `to_delete` says in `root`; returns the deleted steps. Call on one rank, after a completed save.
 
     A deletion that fails is reported and tried again after the next save: it is no reason to stop a run.
@@ -39,7 +47,7 @@ def apply_retention(root: str | Path, keep_last_n: int | None, extra: Collection
     if keep_last_n is None or keep_last_n <= 0:
         return []
     listing = list_checkpoints(root)
-    gone = to_delete(listing.steps, listing.latest, keep_last_n, extra or ())
+    gone = to_delete(listing.steps, listing.latest, keep_last_n, extra or (), good)
     deleted = []
     for step in gone:
         trash = listing.root / layout.trash_folder(step)

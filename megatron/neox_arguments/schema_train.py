@@ -155,7 +155,9 @@ class CheckpointConfig:
     checkpoint_factor: float | int | None = key(None, "Steps between checkpoints (linear) or growth factor (log).")
     extra_save_iters: tuple[int, ...] | None = key(None, "Further steps to save at; 0 saves before training.")
     keep_last_n_checkpoints: int | None = key(
-        None, "Delete older checkpoints once a new one is complete; extra_save_iters are kept. <= 0 keeps all."
+        None,
+        "Delete older checkpoints once a new one is complete; extra_save_iters and the newest one that a good step"
+        " followed are kept. <= 0 keeps all.",
     )
     finetune: bool = key(False, "Load weights only and start at step 0.")
     init_from: dict[str, Any] | None = key(

@@ -58,6 +58,9 @@ class LoopEngine(fake_engine.FakeEngine):
     def param_norms(self) -> dict[str, torch.Tensor]:
         return {}
 
+    def not_finite(self) -> list[str]:
+        return [name for name, weight in self.masters.items() if not weight.isfinite().all()]
+
     def eval_batch(self, batch: Any) -> tuple[torch.Tensor, int]:
         self.evaluated.append(batch.consumed)
         return torch.tensor(self.eval_loss * 32), 32

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import signal
 
 import pytest
+import torch
 
 from megatron.callbacks.checkpointer import Checkpointer
+from megatron.callbacks.exit_interval import ExitInterval
 from megatron.callbacks.skipped_steps import SkippedSteps
+from megatron.callbacks.stop_on_signal import StopOnSignal
+from megatron.errors import DeepyError, NumericsError, StopRequested
+from megatron.run.train import report_stop
+from megatron.training.callback import Callback
 from tests.callbacks.fakes import Log, out, trainer_of
+from tests.callbacks.test_stopping import SendsItself
 
 pytestmark = pytest.mark.cpu
+
+
+def on_disk(folder):
+    return sorted(int(path.name.removeprefix("global_step")) for path in folder.glob("global_step*"))
 
 
 def run(folder, outs=(), start=0, stop_at=None, **keys):
@@ -25,7 +37,7 @@ def run(folder, outs=(), start=0, stop_at=None, **keys):
     trainer = trainer_of([SkippedSteps(0), Stop(), Checkpointer(folder, {"run.yml": "a: 1\n"}), log], outs, **keys)
     trainer.step = start
     trainer.run()
-    return log.saved_, sorted(int(path.name.removeprefix("global_step")) for path in folder.glob("global_step*"))
+    return log.saved_, on_disk(folder)
 
 
 @pytest.mark.parametrize(
@@ -59,11 +71,103 @@ def test_old_checkpoints_go_and_chosen_ones_stay(tmp_path):
     assert saved == [2, 3, 4, 6, 8, 10] and left == [3, 8, 10]
 
 
-def test_nothing_is_saved_in_a_streak_of_skipped_updates(tmp_path):
-    bad = out(float("nan"), float("nan"), skipped=True)
-    assert run(tmp_path, [out(), out(), out(), bad, bad, out()], checkpoint_factor=2, train_iters=6)[0] == [2, 6]
-    ends_badly = run(tmp_path / "b", [out(), out(), bad], checkpoint_factor=2, train_iters=3)
-    assert ends_badly == ([2], [2])
+BAD = out(float("nan"), float("nan"), skipped=True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "saved"),
+    [
+        ({"checkpoint_factor": 2}, [2, 4, 5]),
+        ({"checkpoint_factor": 3}, [3, 5]),
+        ({"extra_save_iters": [4]}, [4, 5]),
+        ({"exit_interval": 4}, [4]),
+    ],
+    ids=str,
+)
+def test_a_skipped_update_is_no_reason_not_to_save(tmp_path, keys, saved):
+    log, outs = Log(), [out(), out(), BAD, BAD, BAD]
+    interval = ExitInterval(keys.get("exit_interval"))
+    trainer = trainer_of([SkippedSteps(0), interval, Checkpointer(tmp_path, {}), log], outs, train_iters=5, **keys)
+    trainer.run()
+    assert log.saved_ == saved
+
+
+def test_a_signal_during_skipped_steps_saves_and_gives_code_3(tmp_path):
+    """As fp16 begins: every update overflows until the loss scale fits."""
+    terminate = SendsItself(signal.SIGTERM, 3)
+    trainer = trainer_of([StopOnSignal(), terminate, SkippedSteps(0), Checkpointer(tmp_path, {})], [BAD] * 10)
+    trainer.run()
+    assert on_disk(tmp_path) == [3]
+    with pytest.raises(StopRequested) as error:
+        report_stop(trainer)
+    assert error.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("outs", "left"),
+    [
+        ([out()] * 6, [6]),
+        ([out()] * 3 + [BAD] * 3, [2, 6]),  # the third update may have ruined the weights: 2 is known to be good
+        ([out()] * 3 + [BAD] * 2 + [out()], [6]),
+        ([out()] * 3 + [out(500.0)] * 3, [2, 6]),  # all is finite, but an untrained model has 2.0
+        ([out()] * 3 + [out(500.0), out(), out()], [6]),
+        ([out(0.01)] * 3 + [out(9.0)] * 3, [6]),  # much worse, but no worse than a loss may be
+        ([BAD] * 6, [6]),
+    ],
+    ids=["good", "streak", "streak that ends", "absurd", "absurd once", "much worse", "never an update"],
+)
+def test_the_last_checkpoint_known_to_be_good_is_not_deleted(tmp_path, outs, left):
+    assert run(tmp_path, outs, train_iters=6, checkpoint_factor=1, keep_last_n_checkpoints=1)[1] == left
+
+
+def test_what_is_known_to_be_good_survives_a_restart(tmp_path):
+    keys = {"checkpoint_factor": 1, "keep_last_n_checkpoints": 1}
+    first = Checkpointer(tmp_path, {})
+    trainer_of([first], [out()] * 3 + [BAD] * 2, train_iters=5, **keys).run()
+    assert on_disk(tmp_path) == [2, 5]
+    again = Checkpointer(tmp_path, {})
+    again.load_state_dict(first.state_dict())
+    trainer = trainer_of([again], [BAD, out(), out()], train_iters=8, **keys)
+    trainer.step, left = 5, []
+
+    class Look(Callback):
+        def after_step(self, trainer, out):
+            left.append(on_disk(tmp_path))
+
+    trainer.callbacks.append(Look())
+    trainer.run()
+    assert left == [[2, 6], [6, 7], [7, 8]] and on_disk(tmp_path) == [8]
+
+
+def test_bad_numbers_end_a_run_at_the_last_good_checkpoint(tmp_path):
+    with pytest.raises(NumericsError):
+        callbacks = [SkippedSteps(3), Checkpointer(tmp_path, {})]
+        trainer_of(callbacks, [out()] * 3 + [BAD] * 3, checkpoint_factor=1, keep_last_n_checkpoints=1).run()
+    assert on_disk(tmp_path) == [2, 5] and (tmp_path / "latest").read_text() == "global_step2"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_replace_nothing(tmp_path, value):
+    class Ruin(Callback):
+        def after_step(self, trainer, out):
+            if trainer.step == 4:
+                with torch.no_grad():
+                    trainer.engine.masters["3.attention.dense.bias"][1] = value
+
+    with pytest.raises(NumericsError, match=r"\b1 parameters .*iteration 4\b.* 3\.attention\.dense\.bias\b") as error:
+        trainer_of([Ruin(), Checkpointer(tmp_path, {})], checkpoint_factor=2, keep_last_n_checkpoints=1).run()
+    assert error.value.exit_code == 4
+    assert on_disk(tmp_path) == [2] and (tmp_path / "latest").read_text() == "global_step2"
+
+
+def test_an_end_without_its_checkpoint_is_an_error(tmp_path):
+    class Forbid(Callback):
+        def after_step(self, trainer, out):
+            trainer.save_blocked_by = "the disk is lent to somebody" if trainer.step > 2 else None
+
+    with pytest.raises(DeepyError, match=r"iteration 4\b.*lent to somebody.*iteration 2\b") as error:
+        trainer_of([Forbid(), Checkpointer(tmp_path, {})], train_iters=4, checkpoint_factor=2).run()
+    assert error.value.exit_code == 1 and on_disk(tmp_path) == [2]
 
 
 def test_an_empty_batch_is_no_streak(tmp_path):

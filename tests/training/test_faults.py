@@ -7,6 +7,7 @@ import math
 import re
 
 import pytest
+import torch
 
 from tests.training.runs import Faults, corpus, run
 from tests.training.tiny import Layout
@@ -37,13 +38,14 @@ def test_a_streak_of_nan_gradients_ends_the_run_and_leaves_the_last_good_checkpo
         assert f"Last finite loss: {report.loss[2]:.4f}" in report.error
         assert report.skipped == [False, False, False, True, True]
         assert not math.isfinite(report.grad_norm[3])
-    assert steps_in(save) == [1, 2, 3] and (save / "latest").read_text().strip() == "global_step3"
+    # After 3 no step was taken: whether its weights are good is known of those of 2 only.
+    assert steps_in(save) == [1, 2, 3, 4] and (save / "latest").read_text().strip() == "global_step2"
     status = json.loads((save / "status.json").read_text())
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 4, 5)
     # Started again without the fault, the run goes on as if it had not been.
     straight = run({"data_path": data}, layout)
     for again, whole in zip(run(keys, layout), straight, strict=True):
-        assert again.steps == [4, 5, 6] and again.loss == whole.loss[3:] and again.state == whole.state
+        assert again.steps == [3, 4, 5, 6] and again.loss == whole.loss[2:] and again.state == whole.state
 
 
 @pytest.mark.parametrize("keys", [{}, {"precision": "bfloat16"}], ids=str)
@@ -51,14 +53,35 @@ def test_one_skipped_step_leaves_the_weights_and_moves_the_schedule_on(tmp_path,
     save = tmp_path / "save"
     keys = {**keys, "data_path": data, "save": str(save), "checkpoint_factor": 1, "train_iters": 4}
     straight = run({"data_path": data, **keys, "save": None})[0]
-    report = run(keys, faults=Faults(nan_gradients=(2,)))[0]
-    assert report.exit_code == 0 and report.skipped == [False, True, False, False]
+    report = run(keys, faults=Faults(nan_gradients=(2, 4)))[0]
+    assert report.exit_code == 0 and report.skipped == [False, True, False, True]
     assert report.loss[:2] == straight.loss[:2] and report.loss[2] != straight.loss[2]
     assert report.lr == straight.lr and report.tokens == straight.tokens  # both follow the iteration
-    assert steps_in(save) == [1, 3, 4]
+    assert steps_in(save) == [1, 2, 3, 4]  # the weights are good, at the last step too
+    saved = torch.load(save / "global_step4" / "mp_rank_00_model_states.pt", weights_only=True)
+    assert (saved["iteration"], saved["skipped_steps"]) == (4, 2)
     logged = dict(report.logged)
     assert (logged[2]["train/skipped"], logged[2]["train/nan"]) == (1, 1)
     assert (logged[3]["train/skipped"], logged[3]["train/nan"]) == (0, 0)
+
+
+@pytest.mark.parametrize("lr", [1e30, 1e8])
+def test_a_finite_update_that_ruins_the_weights_does_not_replace_the_last_good_checkpoint(tmp_path, data, lr):
+    save, layout = tmp_path / "save", Layout(dp=2, zero=1)
+    keys = {"data_path": data, "save": str(save), "checkpoint_factor": 1, "keep_last_n_checkpoints": 1}
+    assert run({**keys, "exit_interval": 3}, layout)[0].exit_code == 0
+    absurd = {
+        "optimizer": {"type": "Adam", "params": {"lr": lr}},
+        "override_lr_scheduler": True,
+        "max_skipped_steps": 2,
+    }
+    for report in run({**keys, **absurd}, layout):
+        assert report.exit_code == 4 and math.isfinite(report.grad_norm[0]), report.error
+    assert 3 in steps_in(save) and (save / "latest").read_text() == "global_step3"
+    straight = run({"data_path": data}, layout)
+    for again, whole in zip(run({**keys, "override_lr_scheduler": True}, layout), straight, strict=True):
+        assert again.steps == [4, 5, 6] and again.loss == whole.loss[3:] and again.state == whole.state
+    assert steps_in(save) == [6]
 
 
 def test_a_step_without_trained_tokens_is_skipped_and_reported(data):

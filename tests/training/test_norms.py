@@ -6,6 +6,7 @@ import functools
 import math
 
 import pytest
+import torch
 
 from tests.distributed import run_distributed
 from tests.training.runs import corpus, run
@@ -37,7 +38,13 @@ def norms(rank, world, keys, layout):
         seen["weights by hand"] = {n: float(p.double().square().sum().sqrt()) for n, p in engine.params().items()}
     engine.before_update = look
     out = engine.train_batch(step_batch(0, args, engine.state), lr(0))
-    return {**seen, "weights": before, "global": float(out.grad_norm)}
+    broken = [engine.not_finite()]
+    if layout.dp == 2 and rank == 1:  # the last weight that this rank holds of one
+        weight = engine.params()["3.mlp.linear1.weight"]
+        with torch.no_grad():
+            getattr(weight, "ds_tensor", weight).view(-1)[-1] = math.nan
+    broken.append(engine.not_finite())
+    return {**seen, "broken": broken, "weights": before, "global": float(out.grad_norm)}
 
 
 @functools.cache
@@ -56,7 +63,9 @@ def test_on_one_rank_they_are_the_norms_of_the_tensors(model):
 @pytest.mark.parametrize(("model", "layout", "keys"), LAYOUTS, ids=str)
 def test_every_layout_has_the_same_norms(model, layout, keys):
     ours, tolerance = reference(model), 3e-2 if keys else 1e-4
-    for report in run_distributed(norms, layout.world, {**MODELS[model], **keys}, layout, timeout=110):
+    reports = run_distributed(norms, layout.world, {**MODELS[model], **keys}, layout, timeout=110)
+    for rank, report in enumerate(reports):
+        assert report["broken"] == [[], ["3.mlp.linear1.weight"] if layout.dp == 2 and rank == 1 else []]
         assert report["gradients"].keys() == ours["gradients"].keys()
         assert report["gradients"] == pytest.approx(ours["gradients"], rel=tolerance)
         assert report["weights"] == pytest.approx(ours["weights"], rel=tolerance / 10)
