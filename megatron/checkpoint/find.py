@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint import layout
@@ -18,6 +19,9 @@ from megatron.checkpoint.plain import read_plain
 from megatron.errors import UserError
 
 _BY_NEOX = "written by GPT-NeoX"
+Damaged = Mapping[Path, str]
+"""Folders whose content was found damaged, and what is wrong."""
+NONE_DAMAGED: Damaged = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,23 @@ class Checkpoint:
 
     @cached_property
     def callbacks(self) -> Mapping[str, Any]:
-        """What the callbacks of the run saved, by name: plain values, without tensors."""
-        return {} if self.by_neox else read_plain(self.path / layout.state_file(0))["client"].get("callbacks", {})
+        """What the callbacks of the run saved, by name: plain values, without tensors.
+
+        Raises `UserError` when the state file is damaged or is not that of the manifest.
+        """
+        if self.by_neox:
+            return {}
+        name, found = layout.state_file(0), self.manifest
+        if problem := found.wrong_file(self.path, name):
+            raise UserError(f"{self.path} is damaged: {problem}. {advise_others(self.path)}")
+        state = read_plain(self.path / name)
+        if (state.get("iteration"), state.get("global_samples")) != (found.step, found.consumed):
+            raise UserError(
+                f"{self.path} is damaged: {layout.MANIFEST} has step {found.step} and {found.consumed} samples, {name} "
+                f"has {state.get('iteration')} and {state.get('global_samples')}. {advise_others(self.path)}"
+            )
+        callbacks = (state.get("client") or {}).get("callbacks", {})
+        return callbacks if isinstance(callbacks, dict) else {}
 
     def check_files(self, checksums: bool = False) -> None:
         """Every file is there with its size and, if asked, its CRC-32. Raises `UserError` naming the first that is
@@ -46,16 +65,28 @@ class Checkpoint:
             raise UserError(f"{self.path} is not a complete checkpoint: {problem}")
 
 
-def open_checkpoint(folder: str | Path, key: str | None = None) -> Checkpoint:
+def open_checkpoint(folder: str | Path, key: str | None = None, damaged: Damaged = NONE_DAMAGED) -> Checkpoint:
     """The checkpoint in `folder`. Raises `UserError` when it is not complete; `key` is what named the folder."""
-    found = _examine(Path(folder))
+    found = _examine(Path(folder), damaged)
     if isinstance(found, str):
-        raise UserError(f"{f'{key}: ' if key else ''}{folder} is not a complete checkpoint: {found}")
+        named = f"{key}: " if key else ""
+        raise UserError(f"{named}{folder} is not a complete checkpoint: {found}. {advise_others(Path(folder))}")
     return found
 
 
-def _examine(folder: Path) -> Checkpoint | str:
+def advise_others(folder: Path) -> str:
+    """Which checkpoints can be used instead of the one in `folder`: a sentence for a message."""
+    steps = [step for step in list_checkpoints(folder.parent).steps if step != layout.step_of(folder.name)]
+    if not steps:
+        return f"There is no other complete checkpoint in {folder.parent}."
+    named = f"iteration={steps[-1]} (or name {folder.parent / layout.step_folder(steps[-1])})"
+    return f"Complete steps next to it: {steps}; use {named}."
+
+
+def _examine(folder: Path, damaged: Damaged) -> Checkpoint | str:
     """The checkpoint in a folder, or what is wrong with it."""
+    if folder in damaged:
+        return damaged[folder]
     if is_neox_folder(folder):
         return Checkpoint(folder, Manifest.empty(layout.step_of(folder.name) or 0), by_neox=True)
     if not (folder / layout.MANIFEST).is_file():
@@ -118,8 +149,11 @@ class Listing:
         return "; ".join(parts)
 
 
-def list_checkpoints(root: str | Path, neox: bool = False) -> Listing:
-    """Open every checkpoint in `root`. `neox`: folders that GPT-NeoX wrote count too, for those who take weights."""
+def list_checkpoints(root: str | Path, neox: bool = False, damaged: Damaged = NONE_DAMAGED) -> Listing:
+    """Open every checkpoint in `root`. `neox`: folders that GPT-NeoX wrote count too, for those who take weights.
+
+    `damaged`: folders that are known not to be complete, and why.
+    """
     root = Path(root)
     if not root.is_dir():
         return Listing(root)
@@ -129,7 +163,7 @@ def list_checkpoints(root: str | Path, neox: bool = False) -> Listing:
         step = layout.step_of(entry.name)
         if step is None or not entry.is_dir():
             continue
-        found = _examine(entry)
+        found = _examine(entry, damaged)
         if isinstance(found, str):
             incomplete[entry.name] = found
         elif found.by_neox and not neox:
@@ -137,18 +171,21 @@ def list_checkpoints(root: str | Path, neox: bool = False) -> Listing:
         else:
             complete[step] = found
     named = _step_in_latest(root)
-    latest = named if named in complete else max(complete, default=None)
+    before = [step for step in complete if named is not None and step <= named]
+    latest = max(before or complete, default=None)  # later ones may be of an abandoned line
     return Listing(root, dict(sorted(complete.items())), incomplete, latest)
 
 
 def _step_in_latest(root: Path) -> int | None:
     try:
-        return layout.step_of((root / layout.LATEST).read_text(encoding="utf-8").strip())
+        return layout.step_of((root / layout.LATEST).read_text(encoding="utf-8", errors="replace").strip())
     except OSError:
         return None
 
 
-def find_checkpoint(root: str | Path, iteration: int | None = None, key: str = "load") -> Checkpoint:
+def find_checkpoint(
+    root: str | Path, iteration: int | None = None, key: str = "load", damaged: Damaged = NONE_DAMAGED
+) -> Checkpoint:
     """The checkpoint `iteration` (None: the latest) in `root`; a `global_step<N>` folder itself also does.
 
     For evaluation, generation and tools, which take weights only, so one of GPT-NeoX's also does, whatever its name.
@@ -157,5 +194,5 @@ def find_checkpoint(root: str | Path, iteration: int | None = None, key: str = "
     root = Path(root)
     step = layout.step_of(root.name)
     if iteration in (None, step) and root.is_dir() and (step is not None or is_neox_folder(root)):
-        return open_checkpoint(root, key)
-    return list_checkpoints(root, neox=True).choose(iteration, key)
+        return open_checkpoint(root, key, damaged)
+    return list_checkpoints(root, True, damaged).choose(iteration, key)

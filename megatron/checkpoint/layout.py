@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 LOCK = "lock.json"
 CONFIGS = "configs"
 
-_STEP = re.compile(r"^global_step(\d+)$")
+_STEP = re.compile(r"^global_step(\d{1,18})$", re.ASCII)
 
 
 def step_folder(step: int) -> str:

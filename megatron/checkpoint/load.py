@@ -15,7 +15,8 @@ from torch.nn import Parameter
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.agreement import gather_over_stages, together
-from megatron.checkpoint.find import Checkpoint
+from megatron.checkpoint.damage import find_damage
+from megatron.checkpoint.find import Checkpoint, advise_others
 from megatron.checkpoint.neox_folder import WEIGHTS_ONLY
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.neox_reader import reader_of
@@ -50,6 +51,7 @@ def load_checkpoint(
     model: ModelConfig | None = None,
     load_optim: bool = True,
     load_rng: bool = True,
+    checksums: bool = True,
 ) -> dict[str, Any]:
     """Fill the engine from a checkpoint (`Start.checkpoint`); returns what `save_checkpoint` was given as `client`.
     Collective over all ranks.
@@ -59,9 +61,12 @@ def load_checkpoint(
         model: the config group; needed for a checkpoint of GPT-NeoX only.
         load_optim: also optimizer state, update count and loss scale (False for finetune and `no_load_optim`).
         load_rng: also random states (False for finetune and `no_load_rng`).
+        checksums: compare the files with their checksums first (`find_damage`).
 
     Raises `UserError` on all ranks when the checkpoint does not fit or is damaged, before anything is changed.
     """
+    if checksums and (problem := find_damage(checkpoint, state, load_optim=load_optim)):
+        raise UserError(f"{checkpoint.path} is damaged: {problem}. {advise_others(checkpoint.path)}")
     params = engine.params()
     wanted = gather_over_stages({name: _spec(p).shape for name, p in params.items()}, state)
     with together(f"loading {checkpoint.path}", state):
@@ -69,7 +74,11 @@ def load_checkpoint(
         if load_optim and checkpoint.by_neox:
             raise UserError(f"{checkpoint.path} was written by GPT-NeoX. {WEIGHTS_ONLY}")
         checkpoint.check_files()  # rank 0 opened it: another node may not see them all
-        reader = reader_of(checkpoint, model, shapes[TIED_NAME][0]) if model else CheckpointReader(checkpoint)
+        reader = (
+            reader_of(checkpoint, model, shapes[TIED_NAME][0], checksums=False)
+            if model
+            else CheckpointReader(checkpoint, checksums=False)
+        )
         _check_names(reader, shapes)
         _check_heads(reader, heads)
         if load_optim:

@@ -16,7 +16,10 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.neox_names import NEOX
 from megatron.checksums import file_crc32
 from megatron.errors import UserError
+from megatron.files import from_json, read_json
 
+HEADS = ("num_attention_heads", "num_kv_heads")
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
 _PACKAGES = ("torch", "deepspeed", "numpy", "transformers")
 
 
@@ -33,6 +36,20 @@ class ParameterEntry:
     blocks: tuple[int, ...]
     padded: int | None
     dtype: str
+
+    def check(self, name: str) -> None:
+        """Raise `ValueError` when this cannot be a parameter called `name`."""
+        layer, _, local = name.partition(".")
+        fits = layer.isascii() and layer.isdigit() and len(layer) < 10 and local and self.dtype in _DTYPES
+        fits = fits and min(self.shape, default=1) >= 0
+        if self.split_dim is not None:
+            fits = fits and 0 <= self.split_dim < len(self.shape) and min(self.blocks, default=1) > 0
+            fits = fits and (not self.blocks or sum(self.blocks) == self.shape[self.split_dim])
+            fits = fits and (self.padded is None or self.padded >= self.shape[self.split_dim])
+        elif self.blocks or self.padded is not None:
+            fits = False
+        if not fits:
+            raise ValueError(f"parameter {name[:80]!r} makes no sense: {self}")
 
 
 @dataclass(frozen=True)
@@ -88,43 +105,72 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of a checkpoint folder. Raises `UserError` when there is none or it cannot be understood."""
+        """The manifest of a checkpoint folder. Raises `UserError` when there is none, or when it makes no sense."""
         path = folder / layout.MANIFEST
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = read_json(path)
+            version = raw.get("format", 0)
+            if isinstance(version, int) and version > layout.FORMAT_VERSION:
+                raise UserError(
+                    f"{path} has format version {version}, written by a newer Deepy; "
+                    f"this one reads up to {layout.FORMAT_VERSION}. Update Deepy."
+                )
+            manifest = from_json(cls, raw)
+            manifest._check(layout.step_of(folder.name))
         except FileNotFoundError:
             raise UserError(f"{folder} is not a complete checkpoint of Deepy: it has no {layout.MANIFEST}") from None
-        except (ValueError, OSError) as error:
-            raise UserError(f"{path} cannot be read ({error}): the checkpoint is damaged; use another step") from error
-        if raw.get("format", 0) > layout.FORMAT_VERSION:
-            raise UserError(
-                f"{path} has format version {raw['format']}, written by a newer Deepy; "
-                f"this one reads up to {layout.FORMAT_VERSION}. Update Deepy."
+        except ValueError as error:
+            raise UserError(f"{path} was damaged or changed: {error}") from error
+        return manifest
+
+    def _check(self, step: int | None) -> None:
+        """Raise `ValueError` when the fields contradict one another, or `step`, that of the folder's name."""
+        if step not in (None, self.step):
+            raise ValueError(f"its step is {self.step}")
+        if self.consumed < 0:
+            raise ValueError(f"consumed is {self.consumed}")
+        sizes = [self.layout.get(axis, 0) for axis in ("tp", "pp", "dp")]
+        if min(sizes) < 1:
+            raise ValueError(f"layout is {self.layout}")
+        if self.parameters and min(self.heads.get(key, 0) for key in HEADS) < 1:
+            raise ValueError(f"heads are {self.heads}")
+        for name, entry in self.parameters.items():
+            entry.check(name)
+        layers = {layout.split_name(name)[0] for name in self.parameters}
+        if len(layers) * sizes[0] > len(self.files):
+            raise ValueError(
+                f"it lists {len(self.files)} files, too few for {len(layers)} layers at layout {self.layout}"
             )
-        try:
-            raw["parameters"] = {
-                name: ParameterEntry(tuple(p["shape"]), p["split_dim"], tuple(p["blocks"]), p["padded"], p["dtype"])
-                for name, p in raw["parameters"].items()
-            }
-            raw["files"] = {name: FileEntry(**entry) for name, entry in raw["files"].items()}
-            return cls(**raw)
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{path} lacks or misnames a field ({error}): the checkpoint is damaged") from error
+        expected = [layout.state_file(0)]
+        for layer in sorted(layers):
+            for rank in range(sizes[0]):
+                expected += [layout.weights_file(layer, rank)]
+                expected += [layout.optimizer_file(layer, rank)] if self.optimizer else []
+        if unlisted := [name for name in expected if name not in self.files]:
+            raise ValueError(f"it does not list {unlisted[0]}")
 
     def missing(self, folder: Path, checksums: bool = False) -> str | None:
         """What is wrong with the files of `folder`; None when all exist with the right size.
 
         `checksums` also reads every file and compares its CRC-32.
         """
-        for name, entry in self.files.items():
-            path = folder / name
+        problems = (self.wrong_file(folder, name, checksums) for name in self.files)
+        return next((problem for problem in problems if problem), None)
+
+    def wrong_file(self, folder: Path, name: str, checksum: bool = True) -> str | None:
+        """What is wrong with one file of `folder`, by size and, if asked, CRC-32; None when nothing is."""
+        entry, path = self.files.get(name), folder / name
+        if entry is None:
+            return f"{name} is not listed in {layout.MANIFEST}"
+        try:
             if not path.is_file():
                 return f"{name} is missing"
             if (size := path.stat().st_size) != entry.bytes:
                 return f"{name} has {size} bytes, expected {entry.bytes}"
-            if checksums:
-                if file_crc32(path) != entry.crc32:
-                    return f"{name} does not match its checksum"
+            if checksum and (found := file_crc32(path)) != entry.crc32:
+                return f"{name} was damaged: its CRC-32 is {found}, expected {entry.crc32}"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror or error}"
         return None
 
 

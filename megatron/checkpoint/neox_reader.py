@@ -44,12 +44,16 @@ _VOCABULARY = ("word_embeddings.weight", "final_linear.weight")
 _MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads")
 
 
-def reader_of(checkpoint: Checkpoint, model: ModelConfig, vocab_size: int) -> CheckpointReader:
+def reader_of(
+    checkpoint: Checkpoint, model: ModelConfig, vocab_size: int, *, checksums: bool = True
+) -> CheckpointReader:
     """The reader for a checkpoint of a model with this (derived) configuration.
 
-    `vocab_size`: of the tokenizer; only GPT-NeoX's files do not hold it.
+    `vocab_size`: of the tokenizer; only GPT-NeoX's files do not hold it, nor checksums.
     """
-    return NeoXReader(checkpoint, model, vocab_size) if checkpoint.by_neox else CheckpointReader(checkpoint)
+    if checkpoint.by_neox:
+        return NeoXReader(checkpoint, model, vocab_size)
+    return CheckpointReader(checkpoint, checksums=checksums)
 
 
 class NeoXReader(CheckpointReader):

@@ -50,9 +50,10 @@ def read_plain(path: str | Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            return _Reader(io.BytesIO(archive.read(name))).load()
-    except (zipfile.BadZipFile, pickle.UnpicklingError, StopIteration, OSError, EOFError) as error:
-        raise UserError(
-            f"{path} cannot be read: {error or 'it is no file of torch.save'}. "
-            "The checkpoint is damaged; use another step."
-        ) from error
+            content = _Reader(io.BytesIO(archive.read(name))).load()
+    except Exception as error:  # nonsense makes zipfile and pickle raise nearly anything
+        reason = f"{type(error).__name__}: {error}" if str(error) else "it is no file of torch.save"
+        raise UserError(f"{path} cannot be read: {reason}. The checkpoint is damaged.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} cannot be read: it does not hold a mapping. The checkpoint is damaged.")
+    return content

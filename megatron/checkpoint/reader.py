@@ -6,7 +6,6 @@ The tensor files are mapped into memory, so only what is used is read. What come
 
 from __future__ import annotations
 
-import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.find import Checkpoint
+from megatron.checkpoint.find import Checkpoint, advise_others
 from megatron.checkpoint.manifest import ParameterEntry
 from megatron.checkpoint.neox_layout import Heads, from_disk
 from megatron.checkpoint.neox_names import stored_name
@@ -26,15 +25,21 @@ WEIGHT = "weight"
 
 
 class CheckpointReader:
-    """The content of one opened checkpoint. Raises `UserError` for a GPT-NeoX checkpoint (see neox_reader.py)."""
+    """The content of one opened checkpoint. Raises `UserError` for a GPT-NeoX checkpoint (see neox_reader.py).
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    `checksums`: compare each file with its checksum before its first use, which reads it once from start to end; its
+    pages are in memory then.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, checksums: bool = True) -> None:
         self.folder, self.manifest = checkpoint.path, checkpoint.manifest
+        self._checksums = checksums
         if checkpoint.by_neox:
             raise UserError(f"{self.folder} was written by GPT-NeoX: reading its weights needs the run's config")
         self.heads = Heads(**self.manifest.heads)
         self.tp_size = self.manifest.layout["tp"]
         self._files: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._checked: set[str] = set()
 
     def names(self) -> list[str]:
         """Canonical names of all parameters, by layer."""
@@ -88,11 +93,18 @@ class CheckpointReader:
 
     def load_file(self, name: str) -> dict[str, Any]:
         """One file, mapped into memory and read with `weights_only`. Raises `UserError` when it is damaged."""
+        if self._checksums and name not in self._checked:
+            if problem := self.manifest.wrong_file(self.folder, name):
+                raise UserError(f"{self.folder} is damaged: {problem}. {advise_others(self.folder)}")
+            self._checked.add(name)
         path = self.folder / name
         try:
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except (RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:
-            raise UserError(f"{path} cannot be read: {error}. The checkpoint is damaged; use another step.") from error
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:  # nonsense makes zipfile and pickle raise nearly anything
+            raise UserError(f"{path} cannot be read: {error}. {advise_others(self.folder)}") from error
+        if not isinstance(content, dict):
+            raise UserError(f"{path} cannot be read: it does not hold a mapping. {advise_others(self.folder)}")
+        return content
 
     def spec(self, name: str) -> ParamSpec:
         """The declaration of a parameter, as far as the manifest has it (enough to cut and to join)."""

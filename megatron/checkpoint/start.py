@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.find import Checkpoint, Listing, find_checkpoint, list_checkpoints
+from megatron.checkpoint.find import NONE_DAMAGED, Checkpoint, Damaged, Listing, find_checkpoint, list_checkpoints
 from megatron.checkpoint.init_from import InitFrom
 from megatron.checkpoint.neox_folder import WEIGHTS_ONLY
 from megatron.errors import UserError
@@ -53,26 +53,41 @@ class Start:
         return self.resumes or (self.init is not None and self.init.step == "continue")
 
 
-def decide_start(options: CheckpointConfig, *, to_write: bool = True) -> Start:
+def decide_start(options: CheckpointConfig, *, to_write: bool = True, damaged: Damaged = NONE_DAMAGED) -> Start:
     """Where a training run starts; reads the folders that the config names, changes nothing.
 
     * `save` holds a complete checkpoint: the run continues from it. `load`, `iteration`, `finetune` and `init_from`
-      are for the first start only. (When `load` names the same folder, and the run that wrote the newest checkpoint
-      was not itself started with this `iteration`, then this *is* the first start with it.)
+      are for the first start only. (When `iteration` is of the same folder, because `load` names it or is not set, and
+      the run that wrote the newest checkpoint was not itself started with it, then this *is* the first start with it.)
+    * else, with checkpoints in `save` that are damaged, `restart_if_damaged` must be set.
     * else `init_from` must hold what is asked for.
     * else `load` unset or equal to `save`: a fresh start.
     * else `load` must hold what is asked for.
 
+    A checkpoint whose state cannot be read counts as incomplete, and so do those in `damaged`: an older one is taken.
+
     Raises `UserError` listing what the folder holds when the checkpoint asked for is missing or incomplete, and with
     `to_write` when `save` cannot be a folder to write in.
     """
+    while True:
+        start = _decide(options, to_write, damaged)
+        try:
+            if start.checkpoint is not None:
+                _ = start.checkpoint.callbacks
+            return start
+        except UserError as error:
+            damaged = {**damaged, start.checkpoint.path: str(error)}  # type: ignore[union-attr]
+
+
+def _decide(options: CheckpointConfig, to_write: bool, damaged: Damaged) -> Start:
     save, load, iteration = options.save, options.load, options.iteration
     init = InitFrom.of(options.init_from)
-    same = save is not None and load is not None and _same_folder(save, load)
+    own = load is None and iteration is not None  # of the run's own checkpoints
+    same = save is not None and (own or (load is not None and _same_folder(save, load)))
     if save is not None:
         if to_write:
             _check_usable(Path(save))
-        saved = list_checkpoints(save)
+        saved = list_checkpoints(save, damaged=damaged)
         if saved.latest is not None:
             newest = saved.checkpoints[saved.latest]
             if same and iteration is not None and newest.manifest.config.get("iteration") != iteration:
@@ -83,14 +98,20 @@ def decide_start(options: CheckpointConfig, *, to_write: bool = True) -> Start:
                 f"save: {save} holds checkpoints of GPT-NeoX. {WEIGHTS_ONLY}: name this folder in `load`, and another "
                 "one in `save`"
             )
+        if saved.incomplete and not options.restart_if_damaged:
+            raise UserError(
+                f"save: {save} holds {saved.describe()}. A new run would begin at step 0 and replace what is left of "
+                "this one. Copy the folder again from where it is whole, set another `save`, or set "
+                "restart_if_damaged=true to begin there from zero"
+            )
     if init is not None:
-        return _start_from_other_run(save, init)
+        return _start_from_other_run(save, init, damaged)
     if load is None or same:
         if iteration:
             where = f"`save` holds none: {list_checkpoints(save).describe()}" if save else "`load` is not set"
             raise UserError(f"iteration: {iteration} asks for a checkpoint, but {where}")
         return Start("fresh", None, 0, _fresh_message(options))
-    return _start_from(find_checkpoint(load, iteration), options)
+    return _start_from(find_checkpoint(load, iteration, damaged=damaged), options)
 
 
 def _start_from(checkpoint: Checkpoint, options: CheckpointConfig) -> Start:
@@ -110,8 +131,8 @@ def _start_from(checkpoint: Checkpoint, options: CheckpointConfig) -> Start:
     return Start("load", checkpoint, step, f"loading {path} (by {asked}): the run continues at step {step}")
 
 
-def _start_from_other_run(save: str | None, init: InitFrom) -> Start:
-    checkpoint = find_checkpoint(init.path, init.iteration, "init_from")
+def _start_from_other_run(save: str | None, init: InitFrom, damaged: Damaged) -> Start:
+    checkpoint = find_checkpoint(init.path, init.iteration, "init_from", damaged)
     path = checkpoint.path
     if save is not None and os.path.realpath(save) in (os.path.realpath(path), os.path.realpath(path.parent)):
         raise UserError(f"init_from: {init.path} is in `save`; choose another `save` for the new run")
@@ -134,12 +155,14 @@ def _resume(newest: Checkpoint, saved: Listing, options: CheckpointConfig, init:
     ignored += [f"init_from: {init.path}"] if init is not None else []
     if ignored:
         message += f" (ignored, because they are for the first start: {', '.join(ignored)})"
-    origin = (newest.manifest.config.get("init_from") or {}).get("path")
+    origin = newest.manifest.config.get("init_from")
+    origin = origin.get("path") if isinstance(origin, dict) else None
     if init is not None and not (origin and _same_folder(origin, init.path)):
         first = f"from {origin}" if origin else "without init_from"
         message += f"; note: this run started {first}; to start from {init.path}, use another `save`"
     if saved.incomplete:
-        message += f"; incomplete folders are ignored: {', '.join(sorted(saved.incomplete))}"
+        folders = [f"{name} ({why})" for name, why in sorted(saved.incomplete.items())]
+        message += f"; damaged or incomplete folders are ignored: {', '.join(folders)}"
     return Start("resume", newest, step, message)
 
 

@@ -34,7 +34,8 @@ def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, chec
     Raises:
         UserError: the checkpoint was made by another architecture or tokenizer, or lacks a weight.
     """
-    reader = reader_of(checkpoint, args.model, tokenizer.vocab_size)
+    checksums = args.checkpoint.checkpoint_checksums
+    reader = reader_of(checkpoint, args.model, tokenizer.vocab_size, checksums=checksums)
     check_fits(reader, args, tokenizer)
     dtype = DTYPES[args.optimizer.precision or "fp32"]
     layers = gpt_layers(

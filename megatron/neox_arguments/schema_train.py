@@ -150,7 +150,9 @@ class CheckpointConfig:
         "Folder to start from when `save` holds no checkpoint.",
         differs="a missing checkpoint is an error, never a silent fresh start",
     )
-    iteration: int | None = key(None, "Step to load, instead of the latest.", differs="training honours it")
+    iteration: int | None = key(
+        None, "Step to load (of `load`, else of `save`), instead of the latest.", differs="training honours it"
+    )
     checkpoint_scale: Literal["linear", "log"] = key("linear", "Checkpoints every factor steps, or at factor^k.")
     checkpoint_factor: float | int | None = key(None, "Steps between checkpoints (linear) or growth factor (log).")
     extra_save_iters: tuple[int, ...] | None = key(None, "Further steps to save at; 0 saves before training.")
@@ -172,6 +174,12 @@ class CheckpointConfig:
     no_save_rng: bool = key(False, "Leave random-generator state out of checkpoints.")
     no_load_optim: bool = key(False, "Do not load optimizer and schedule.")
     no_load_rng: bool = key(False, "Do not load random-generator state.")
+    checkpoint_checksums: bool = key(
+        True, "Compare every file that is read of a checkpoint with the checksum in its manifest.", new=True
+    )
+    restart_if_damaged: bool = key(
+        False, "Begin from zero in `save` although all checkpoints in it are damaged or incomplete.", new=True
+    )
     allow_config_changes: bool = key(
         False, "Resume from a checkpoint although architecture, tokenizer or data order changed.", new=True
     )

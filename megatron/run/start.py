@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from megatron.checkpoint.agreement import together
 from megatron.checkpoint.compare import check_config
+from megatron.checkpoint.damage import find_damage
 from megatron.checkpoint.folder import recover
 from megatron.checkpoint.init_from import check_init
 from megatron.checkpoint.load import load_checkpoint
@@ -100,17 +102,31 @@ def setup_status(args: NeoXArgs, rank: int) -> Iterator[None]:
 
 
 def share_start(args: NeoXArgs, state: ParallelState) -> Start:
-    """Where the run starts. Rank 0 decides and opens the checkpoint; the others are sent what it read: they could see
+    """Where the run starts, from a checkpoint whose files are as they were written, if there is one like that.
+
+    Rank 0 decides and opens the checkpoint; the others are sent what it read: they could see
     a shared file system at another moment, and would ask it the same questions.
 
     Call it with the lock held: the job that held it before may have saved a newer checkpoint until then.
     """
+    damaged: dict[Path, str] = {}
+    while True:
+        start = _share_decision(args, state, damaged)
+        if start.checkpoint is None or not args.checkpoint.checkpoint_checksums:
+            return start
+        load_optim = start.load_optim and not args.checkpoint.no_load_optim
+        problem = find_damage(start.checkpoint, state, load_optim=load_optim)
+        if problem is None:
+            return start
+        logger.warning(f"{start.checkpoint.path} is damaged: {problem}")
+        damaged[start.checkpoint.path] = problem
+
+
+def _share_decision(args: NeoXArgs, state: ParallelState, damaged: dict[Path, str]) -> Start:
     box: list[Any] = [None]
     with together("deciding where to start", state):
         if state.rank == 0:
-            box[0] = start = decide_start(args.checkpoint)
-            if start.checkpoint is not None:
-                _ = start.checkpoint.callbacks  # read here, so that it travels with the rest
+            box[0] = decide_start(args.checkpoint, damaged=damaged)  # it has read what the callbacks saved
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
@@ -206,6 +222,7 @@ def _restore(trainer: Trainer, start: Start) -> None:
         model=trainer.args.model,
         load_optim=start.load_optim and not options.no_load_optim,
         load_rng=start.load_rng and not options.no_load_rng,
+        checksums=False,  # `share_start` has compared them
     )
     if start.resumes:
         trainer.load_state_dict(client)

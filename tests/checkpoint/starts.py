@@ -3,28 +3,36 @@
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.find import list_checkpoints
+from megatron.checkpoint.folder import CheckpointFolder, write_latest
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.start import Start, decide_start
+from megatron.checkpoint.state_file import write_state_file
 from megatron.neox_arguments.schema_train import CheckpointConfig
 
 
-def put(root: Path, step: int, latest: bool = True, optimizer: bool = True, **config: Any) -> Manifest:
-    """A complete checkpoint without tensors, of a run that took 10 samples a step."""
-    folder = root / f"global_step{step}"
-    folder.mkdir(parents=True)
+def put(
+    root: Path, step: int, latest: bool = True, optimizer: bool = True, consumed: int | None = None, **config: Any
+) -> Manifest:
+    """A complete checkpoint without tensors, by default of a run that took 10 samples a step."""
+    consumed = 10 * step if consumed is None else consumed
+    folder = CheckpointFolder(root, step, durable=False)
+    folder.prepare()
+    write_state_file(folder, 0, config=config, tp_size=1, consumed=consumed)
     manifest = Manifest(
         step=step,
-        consumed=10 * step,
-        layout={"tp": 1},
+        consumed=consumed,
+        layout={"tp": 1, "pp": 1, "dp": 1},
         heads={},
         optimizer=optimizer,
         parameters={},
-        files={},
+        files=folder.files,
         config=config,
     )
-    manifest.write(folder)
-    if latest:
-        (root / "latest").write_text(folder.name)
+    before = list_checkpoints(root).latest
+    folder.publish(manifest)
+    if not latest and before is not None:
+        write_latest(root, before)
     return manifest
 
 

@@ -86,7 +86,7 @@ def test_incomplete_folders_are_ignored_and_named(save):
     (save / "global_step5").mkdir()
     broken = put(save, 4, latest=True)
     files = {"layer_00-model_00-model_states.pt": FileEntry(bytes=7, crc32=0)}
-    replace(broken, files=files).write(save / "global_step4")
+    replace(broken, files=broken.files | files).write(save / "global_step4")
     start = decide(save, None)
     assert (start.kind, start.step) == ("resume", 2)
     assert "global_step4" in start.message and "global_step5" in start.message

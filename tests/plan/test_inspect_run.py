@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from megatron.checkpoint.find import Checkpoint, open_checkpoint
-from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.start import Start, decide_start
 from megatron.data.loader import StepLoader
 from megatron.data.view.origin import samples_with
@@ -19,6 +18,7 @@ from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.plan.inspect_run import RunData, Steps, _known_steps, open_run
 from megatron.run.data import collate_rules, open_data
+from tests.checkpoint.starts import put
 from tests.data.corpus import GOLDEN, write
 
 pytestmark = pytest.mark.cpu
@@ -233,10 +233,8 @@ def test_steps_where_checkpoints_know_of_other_batch_sizes() -> None:
 
 def checkpoint(save: Path, step: int, consumed: int) -> Checkpoint:
     """A checkpoint that knows its step and nothing else."""
-    folder = save / f"global_step{step}"
-    folder.mkdir(parents=True)
-    Manifest(step, consumed, {}, {}, False, {}, {}, {}).write(folder)
-    return open_checkpoint(folder)
+    put(save, step, consumed=consumed)
+    return open_checkpoint(save / f"global_step{step}")
 
 
 def test_all_checkpoints_of_the_run_are_asked(tmp_path: Path) -> None:
