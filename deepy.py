@@ -1,13 +1,17 @@
 #!/usr/bin/env python
 """Start a script on every rank with the merged config: `python deepy.py train.py a.yml b.yml key=value`. See --help.
 
-`import deepy` gives the same as functions: deepy.train(["a.yml", "b.yml"], key=value); documentation/python_api.md.
-"""
+`import deepy` gives the same as functions: deepy.train(["a.yml", "b.yml"], key=value); documentation/python_api.md."""
 
 from __future__ import annotations
 
 import os
 import sys
+
+from megatron import signals
+
+if __name__ == "__main__":
+    signals.ExitAtStop()  # one may come during the other imports
 
 from megatron import log
 from megatron.api import evaluate, export_to_hf, generate, import_from_hf, load_config, start, train
@@ -23,6 +27,7 @@ __all__ = ["evaluate", "export_to_hf", "generate", "import_from_hf", "load_confi
 
 def main() -> int:
     """Parse, check, then explain, plan or launch. Imports neither torch nor deepspeed: this has to be quick."""
+    signals.raise_stop_requests()
     log.configure(level=os.environ.get("LOGLEVEL", "INFO"))
     line = parse_launcher_command_line(sys.argv[1:])
     args = config_for(NeoXArgs.from_files(line.paths, line.overrides), line.user_script)
@@ -51,4 +56,4 @@ def explain(args: NeoXArgs, key: str) -> str:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, is_run=True)

@@ -8,10 +8,12 @@ import sys
 from megatron.cluster.command_line import parse_rank_command_line
 from megatron.cluster.devices import choose_accelerator
 from megatron.errors import run_cli
+from megatron.signals import ExitAtStop
 
 
 def main() -> int:
     """Join the job, load the model, run the tasks; results also go where the run's metrics go."""
+    ExitAtStop()
     paths, overrides, resolved = parse_rank_command_line(sys.argv[1:], __doc__, "run.yml --eval_tasks lambada_openai")
     choose_accelerator()
     from megatron.callbacks import RunContext, build_callbacks
@@ -33,4 +35,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, is_run=True)

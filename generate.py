@@ -8,10 +8,12 @@ import sys
 from megatron.cluster.command_line import parse_rank_command_line
 from megatron.cluster.devices import choose_accelerator
 from megatron.errors import run_cli
+from megatron.signals import ExitAtStop
 
 
 def main() -> int:
     """Join the job, load the model, write texts."""
+    ExitAtStop()
     paths, overrides, resolved = parse_rank_command_line(
         sys.argv[1:], __doc__, "run.yml configs/text_generation.yml sample_input_file=prompts.txt"
     )
@@ -25,4 +27,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, is_run=True)

@@ -8,18 +8,21 @@ import sys
 from megatron.cluster.command_line import parse_rank_command_line
 from megatron.cluster.devices import choose_accelerator
 from megatron.errors import run_cli
+from megatron.signals import ExitAtStop
 
 
 def main() -> int:
     """Join the job and train."""
+    starting = ExitAtStop()
     paths, overrides, resolved = parse_rank_command_line(sys.argv[1:], __doc__, "run.yml train_iters=100")
     choose_accelerator()
     from megatron.run.train import train
     from megatron.training.setup import run, start_process
 
     process = start_process(paths, overrides, resolved)
+    starting.allow(5.0)
     return run(process, train)
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, is_run=True)

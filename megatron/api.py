@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron import log
 from megatron.cluster.launch import launch, place
-from megatron.errors import DeepyError, LostRankError, NumericsError, StopRequested, UserError
+from megatron.errors import DeepyError, LostRankError, MachineError, NumericsError, StopRequested, UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.plan.preflight import check_before_launch, config_for
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _SCRIPTS = Path(__file__).resolve().parents[1]
-_ERRORS = {error.exit_code: error for error in (UserError, StopRequested, NumericsError, LostRankError)}
+_ERRORS = {error.exit_code: error for error in (UserError, StopRequested, NumericsError, LostRankError, MachineError)}
 _PROMPT_END = "\x1e"  # ASCII's record separator: prompts may have several lines
 
 

@@ -3,18 +3,25 @@
 | code | class           | meaning                                                                   |
 |------|-----------------|---------------------------------------------------------------------------|
 | 0    | -               | done                                                                      |
-| 1    | any other error | a bug: the traceback is shown                                   |
+| 1    | any other error | a bug: the traceback is shown                                             |
 | 2    | `UserError`     | the input is wrong: one message naming file, line or key and the fix      |
 | 3    | `StopRequested` | stopped on request with everything saved: start me again                  |
 | 4    | `NumericsError` | the numbers went bad: do not restart blindly                              |
 | 5    | `LostRankError` | a rank hangs or is lost                                                   |
+| 6    | `MachineError`  | the disk is full or failed, a limit is reached: make room, start me again |
+| 130  | -               | ended at once, by a second Ctrl-C (a tool: by the first; 143: by SIGTERM)  |
+| 141  | -               | a tool whose reader is gone (`| head`); runs continue                     |
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
+
+from megatron.streams import keep_writing
 
 
 class DeepyError(Exception):
@@ -47,25 +54,70 @@ class LostRankError(DeepyError):
     exit_code = 5
 
 
+class MachineError(DeepyError):
+    """The machine gave out: disk or quota full, file size or another limit reached, a disk that fails."""
+
+    exit_code = 6
+
+
+_MACHINE_ERRNOS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE),
+    *(errno.EIO, errno.EROFS, errno.ESTALE),
+}
+INTERRUPTED, READER_GONE = 130, 141
+
+
+def as_shown(error: BaseException) -> DeepyError | None:
+    """The error as users are to see it: itself, or a `MachineError`; None when it is a bug."""
+    if isinstance(error, DeepyError):
+        return error
+    if isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS:
+        return MachineError(str(error))
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return MachineError(f"{error}: the number of processes and threads is limited (ulimit -u)")
+    return None
+
+
+def cannot_write(error: OSError, text: str) -> DeepyError:
+    """`text` as a `MachineError` when the machine gave out, else as a `UserError`: the place cannot be written."""
+    return MachineError(text) if error.errno in _MACHINE_ERRNOS else UserError(text)
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The code of the table above with which a command ends by `error`."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    shown = as_shown(error)
+    return shown.exit_code if shown is not None else 1
+
+
 def nearest(name: str, choices: list[str]) -> str:
     """A ` Did you mean ...?` sentence for a misspelt name, or an empty string."""
     close = get_close_matches(name, choices, n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def run_cli(main: Callable[[], int | None]) -> None:
+def run_cli(main: Callable[[], int | None], *, is_run: bool = False) -> None:
     """Run a command-line `main` and exit with the code of the table above.
 
-    A `DeepyError` is shown as one message on stderr; anything else keeps its traceback.
+    A `DeepyError` is shown as one message on stderr; anything else keeps its traceback. A closed stderr ends no
+    command, a closed stdout no run (`is_run`): their work does not depend on a reader.
     """
+    keep_writing("stderr", *(["stdout"] if is_run else []))
     try:
         code = main() or 0
-    except DeepyError as error:
-        print(f"{type(error).__name__}: {error}" if error.exit_code != 2 else f"error: {error}", file=sys.stderr)
-        code = error.exit_code
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        code = 130
+        code = INTERRUPTED
     except BrokenPipeError:
-        code = 141
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered goes nowhere, without a word
+        code = READER_GONE
+    except Exception as error:
+        shown = as_shown(error)
+        if shown is None:
+            raise
+        print(f"{type(shown).__name__}: {shown}" if shown.exit_code != 2 else f"error: {shown}", file=sys.stderr)
+        code = shown.exit_code
     sys.exit(code)

@@ -142,7 +142,7 @@ def test_ctrl_c_lets_the_ranks_save_and_ends_with_code_3(folder: Path) -> None:
         "import os, signal, sys, time\n"
         "def stop(*_):\n"
         "    open('saved' + os.environ['RANK'], 'w').close(); sys.exit(3)\n"
-        "signal.signal(signal.SIGTERM, stop)\n"  # what the trainer listens to
+        "signal.signal(signal.SIGINT, stop)\n"  # what the trainer listens to, besides others
         "open('up' + os.environ['RANK'], 'w').close()\n"
         "time.sleep(60)\n"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -10,6 +11,9 @@ from pathlib import Path
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
 from megatron.callbacks.tracker import Tracker
+from megatron.log import Once, get_logger
+
+logger = get_logger(__name__)
 
 
 @CALLBACKS.register(
@@ -24,6 +28,7 @@ class MetricsFile(Tracker):
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._once = Once(logger)
 
     @classmethod
     def build(cls, context: RunContext) -> MetricsFile | None:
@@ -33,7 +38,11 @@ class MetricsFile(Tracker):
 
     def write(self, metrics: dict[str, float], step: int) -> None:
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write(json.dumps({"step": step, "time": time.time(), **numbers}, allow_nan=False) + "\n")
+        try:
+            self._file.write(json.dumps({"step": step, "time": time.time(), **numbers}, allow_nan=False) + "\n")
+        except OSError as error:  # a full disk: metrics are no reason to end a run
+            self._once.warning(f"{self._file.name} cannot be written: {error}")
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()

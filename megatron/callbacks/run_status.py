@@ -67,11 +67,7 @@ class RunStatus(Callback):
             self._write(trainer, "running")
 
     def end(self, trainer: Trainer) -> None:
-        from megatron.callbacks.stop_on_signal import STOP_BY_SIGNAL
-
-        code = 0
-        if trainer.stop_reason == STOP_BY_SIGNAL:
-            code = 3 if trainer.saved_step == trainer.step else 1
+        code = trainer.stop_code if trainer.saved_step == trainer.step else min(trainer.stop_code, 1)
         self._write(trainer, "ended", trainer.stop_reason or "train_iters reached", code)
 
     def evaluated(self, trainer: Trainer, split: str, metrics: dict[str, float]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.callbacks import CALLBACKS
+from megatron.errors import StopRequested
 from megatron.log import get_logger
+from megatron.signals import handle_stop_signals, name_signal
 from megatron.training.callback import Callback
 
 if TYPE_CHECKING:
@@ -19,16 +22,15 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-STOP_BY_SIGNAL = "stopped by a signal"
 ACCELERATOR_STEPS = 10
+# Ctrl-C under torchrun reaches a rank twice, from the terminal and from torchrun: a second one comes later.
+SAME_SECONDS = 1.0
 
 
-@CALLBACKS.register(
-    "stop_on_signal", phase="finish", loses="SIGTERM and SIGUSR1 end the run at once, without a checkpoint"
-)
+@CALLBACKS.register("stop_on_signal", phase="finish", loses="a signal ends the run at once, without a checkpoint")
 class StopOnSignal(Callback):
-    """SIGTERM or SIGUSR1 on any rank ends the whole job after the current step, with a checkpoint (exit code 3).
+    """Ctrl-C, SIGTERM, SIGUSR1, SIGHUP (the terminal is closed) or SIGQUIT on any rank ends the whole job after the
+    current step, with a checkpoint (exit code 3); a second Ctrl-C ends it at once.
 
     A signal may reach one rank before another, so the ranks agree by one tiny reduction: after each step on a CPU,
     after every `ACCELERATOR_STEPS` on an accelerator, where reading its result makes the host wait.
@@ -36,14 +38,18 @@ class StopOnSignal(Callback):
 
     def __init__(self) -> None:
         self._received: int | None = None
+        self._since = 0.0
         self._previous: dict[int, object] = {}
 
     def start(self, trainer: Trainer) -> None:
-        for number in SIGNALS:
-            self._previous[number] = signal.signal(number, self._remember)
+        self._previous = handle_stop_signals(self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
+        now = time.monotonic()
+        if self._received is None:
+            self._received, self._since = number, now
+        elif number == signal.SIGINT and now - self._since > SAME_SECONDS:
+            raise KeyboardInterrupt("ended at once by a second Ctrl-C")
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
         if trainer.state.device.type != "cpu" and trainer.step % ACCELERATOR_STEPS:
@@ -54,8 +60,9 @@ class StopOnSignal(Callback):
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             received = int(flag)
         if received:
-            logger.info(f"{signal.Signals(received).name}: saving and stopping after iteration {trainer.step}")
-            trainer.request_stop(STOP_BY_SIGNAL)
+            name = name_signal(received)
+            logger.info(f"{name}: saving and stopping after iteration {trainer.step}")
+            trainer.request_stop(f"stopped by {name}", StopRequested.exit_code)
 
     def end(self, trainer: Trainer) -> None:
         self._restore()

@@ -9,23 +9,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.errors import DeepyError
+from megatron.errors import DeepyError, as_shown
 from megatron.mpu.state import ParallelState
 
 
 def agree(error: BaseException | None, state: ParallelState) -> dict[int, BaseException]:
     """Exchange errors over all ranks: {rank: error} of those that have one. Collective; also a barrier.
 
-    An error that is not a `DeepyError` arrives as one, with its class in the text.
+    An error that is not a `DeepyError` arrives as one: as users are to see it, else with its class in the text.
     """
+    if error is not None:
+        error = as_shown(error) or DeepyError(f"{type(error).__name__}: {error}")
     if state.topology.world_size == 1:
         return {} if error is None else {0: error}
     failed = torch.tensor([error is not None], dtype=torch.int32, device=state.device)
     dist.all_reduce(failed)
     if not failed.item():
         return {}
-    if error is not None and not isinstance(error, DeepyError):
-        error = DeepyError(f"{type(error).__name__}: {error}")
     errors: list[BaseException | None] = [None] * state.topology.world_size
     dist.all_gather_object(errors, error)
     return {rank: found for rank, found in enumerate(errors) if found is not None}

@@ -10,12 +10,16 @@ from typing import Any
 from megatron.checkpoint.agreement import agree
 from megatron.checkpoint.find import list_checkpoints
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.errors import DeepyError
+from megatron.errors import DeepyError, MachineError
 from megatron.mpu.state import ParallelState
 
 
 class SaveError(DeepyError):
     """A checkpoint could not be written. Its files are removed, and earlier checkpoints are untouched."""
+
+
+class NoRoomError(SaveError, MachineError):
+    """It could not be written because the machine gave out: disk full, file size limit, no thread, ..."""
 
 
 class Attempt:
@@ -44,7 +48,8 @@ class Attempt:
         text += f" It needs {needed} bytes; {free_bytes(folder.root)} bytes are free in {folder.root}."
         kept = list_checkpoints(folder.root).steps
         text += f" Complete checkpoints there: {list(kept)}." if kept else " No complete checkpoint is there."
-        raise SaveError(text) from self.error
+        kind = NoRoomError if isinstance(error, MachineError) else SaveError
+        raise kind(text) from self.error
 
 
 def free_bytes(root: Path) -> int:

@@ -172,6 +172,12 @@ def refuse_if_held(root: str | Path, wait: bool = True) -> None:
         _await_release(path, holder)
 
 
+def is_held(root: str | Path) -> bool:
+    """Whether a process of this host holds the lock in `root`, or one of another host may."""
+    holder = _parse(Path(root) / layout.LOCK)
+    return bool(holder) and (not _is_here(holder) or _process_runs(holder))
+
+
 def _await_release(path: Path, holder: dict[str, Any]) -> None:
     """Wait until `holder`, which is alive, has given the lock back. Raises `UserError` when it keeps it.
 

@@ -59,7 +59,8 @@ examples:
 
 exit codes:
   0 done    2 the input is wrong    3 stopped on request, all saved: start again
-  4 the numbers went bad    5 a rank hangs or was lost    1 anything else
+  4 the numbers went bad    5 a rank hangs or was lost    6 disk full or another limit of the machine
+  130 ended at once by a second Ctrl-C    1 anything else
 """
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from megatron.cluster.launchers import (
 from megatron.cluster.local import LocalJob, run_local
 from megatron.cluster.node import node_job, with_library_on_path
 from megatron.cluster.outcome import await_end, outcome, record_end
-from megatron.cluster.status import run_folder
+from megatron.cluster.status import StatusFile, run_folder
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
@@ -176,9 +176,11 @@ def _launch_here(user_script: str, args: NeoXArgs, placement: Placement, log_fol
         job = node_job(
             placement.resources, 0, command, master_addr="127.0.0.1", master_port=port, log_folder=log_folder
         )
+        folder = run_folder(args)
+        sign_of_life = StatusFile(folder).path if folder is not None else None
         started = time.time()
-        end = run_local(job)
-    if (folder := run_folder(args)) is not None:
+        end = run_local(replace(job, sign_of_life=sign_of_life))
+    if folder is not None:
         record_end(folder, started, end)
     return end.code
 

@@ -1,8 +1,9 @@
 """The local process manager: starts this node's ranks, passes signals on, ends the job when one rank fails.
 
 A rank that fails ends the job: its peers get `settle` seconds to fail by themselves (their last words are worth
-having), then SIGTERM, then after `grace` seconds SIGKILL. Its last output is shown last. Ctrl-C and SIGTERM reach the
-ranks once, as `stop_signal`, and the job then takes the time it needs to save; a second Ctrl-C ends it at once.
+having), then SIGTERM, then after `grace` seconds SIGKILL. Its last output is shown last. A stop signal (Ctrl-C,
+SIGTERM, a closed terminal, ...) reaches the ranks once, and the job then takes the time it needs to save; a second
+Ctrl-C ends it at once, and so do `patience` seconds in which the ranks give no sign of life.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from types import FrameType
 from typing import NamedTuple
 
 from megatron.cluster.rank_output import RankOutput, open_channel
-from megatron.errors import LostRankError, NumericsError, StopRequested, UserError
+from megatron.errors import INTERRUPTED, LostRankError, MachineError, NumericsError, StopRequested, UserError
 from megatron.log import get_logger
+from megatron.signals import DUMP_SIGNAL, handle_stop_signals, name_signal
 
 logger = get_logger(__name__)
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_TABLE = {0, 1, UserError.exit_code, StopRequested.exit_code, NumericsError.exit_code, LostRankError.exit_code}
+_ERRORS = (UserError, StopRequested, NumericsError, LostRankError, MachineError)
+_TABLE = {0, 1, *(error.exit_code for error in _ERRORS)}
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,8 +47,9 @@ class LocalJob:
     log_folder: Path | None = None
     name: str | None = None
     """What the one process is when it is no rank but another launcher, for the report."""
-    stop_signal: int = signal.SIGTERM
-    """What Ctrl-C and SIGTERM become for the ranks. srun and mpirun kill on SIGTERM, but pass SIGUSR1 on."""
+    stop_signal: int | None = None
+    """What a stop signal becomes for another launcher (srun and mpirun kill on SIGTERM, but pass SIGUSR1 on); None:
+    it reaches the ranks as it came."""
     stopped_code: int | None = None
     """The exit code, besides 3, with which another launcher answers `stop_signal`."""
     failure_line: re.Pattern[bytes] | None = None
@@ -56,7 +59,9 @@ class LocalJob:
     launcher_fd: int | None = None
     """A pipe whose other end belongs to whoever started us remotely: when that closes, the ranks are asked to stop."""
     patience: float = 600.0
-    """Seconds that the ranks then have to save before they are killed: nobody is left who could do it by hand."""
+    """Seconds without a sign of life after which ranks that were asked to stop are killed."""
+    sign_of_life: Path | None = None
+    """A file that the ranks replace every few seconds while they make progress (`status.json`)."""
 
 
 @dataclass
@@ -81,7 +86,11 @@ class _Run:
     failures: list[_Rank] = field(default_factory=list)
     terminated: float | None = None
     killed: bool = False
-    abandoned: float | None = None
+    abandoned: bool = False
+    last_sign: float = 0.0  # of life, or of the request to stop
+    last_change: int | None = None  # of the file that shows it
+    hung: float | None = None  # when the ranks were found to be
+    cut_short: JobEnd | None = None  # why we killed a job that had been asked to stop
 
 
 def rank_environment(
@@ -118,10 +127,14 @@ def rank_environment(
 
 
 class JobEnd(NamedTuple):
-    """How a job ended: its exit code (table in `megatron/errors.py`) and, after a failure, whose and how."""
+    """How a job ended: its exit code (table in `megatron/errors.py`) and, unless it is done, why.
+
+    `known_best`: the kernel ended the rank to blame, so the run cannot know better.
+    """
 
     code: int
     reason: str | None = None
+    known_best: bool = False
 
 
 def run_local(job: LocalJob) -> JobEnd:
@@ -137,7 +150,7 @@ def run_local(job: LocalJob) -> JobEnd:
 
 
 def _start(run: _Run) -> None:
-    end_with_parent = _end_with_parent(run.job.stop_signal)
+    end_with_parent = _end_with_parent(run.job.stop_signal or signal.SIGTERM)
     for index, env in enumerate(run.job.environments):
         rank = run.job.first_rank + index
         read_fd, write_fd = open_channel(terminal=rank == 0)
@@ -183,8 +196,8 @@ def _watch(run: _Run) -> None:
     while any(rank.code is None for rank in run.ranks):
         _pump(selector, timeout=0.1)
         _reap(run)
-        if run.abandoned is None and launcher():
-            run.abandoned = time.monotonic()
+        if not run.abandoned and launcher():
+            run.abandoned = True
             _stop(run, signal.SIGTERM)
         _escalate(run)
     deadline = time.monotonic() + 1.0  # a grandchild may keep a pipe open: do not wait for it for ever
@@ -242,17 +255,65 @@ def _is_fine(run: _Run, code: int) -> bool:
 
 def _escalate(run: _Run) -> None:
     now = time.monotonic()
-    out_of_patience = run.abandoned is not None and now - run.abandoned >= run.job.patience
-    if (run.interrupts > 1 or out_of_patience) and not run.killed:
-        run.passed_on.append(signal.SIGKILL)
-        _kill_all(run)
+    if run.passed_on and not run.killed:
+        _end_stop(run, now)
     if not run.failures:
         return
     if run.terminated is None and now - run.failures[0].ended >= run.job.settle:
         run.terminated = now
-        _send(run, run.job.stop_signal)
+        if _code(run.failures[0]) == LostRankError.exit_code:
+            _dump_stacks(run)
+        _send(run, run.job.stop_signal or signal.SIGTERM)
     elif run.terminated is not None and not run.killed and now - run.terminated >= run.job.grace:
         _kill_all(run)
+
+
+def _end_stop(run: _Run, now: float) -> None:
+    """Kill ranks that were asked to stop: at a second Ctrl-C, or when they give no sign of life."""
+    if run.interrupts > 1:
+        last = "ended at once by a second Ctrl-C: what was trained since the last checkpoint is lost"
+        run.cut_short = JobEnd(INTERRUPTED, last)
+    elif run.hung is not None:
+        if now - run.hung < 1.0:  # the stacks are being written
+            return
+    elif now - _last_sign(run, now) < run.job.patience:
+        return
+    elif run.terminated is None:
+        running = [f"rank {rank.rank}{_state(rank)}" for rank in run.ranks if rank.code is None]
+        asked = name_signal(run.received[0])
+        waited = f"no sign of life for {run.job.patience:g} s since {asked}: killed {', '.join(running)}"
+        run.hung, run.cut_short = now, JobEnd(LostRankError.exit_code, waited)
+        logger.error(run.cut_short.reason)
+        _dump_stacks(run)
+        return
+    run.passed_on.append(signal.SIGKILL)
+    _kill_all(run)
+
+
+def _last_sign(run: _Run, now: float) -> float:
+    """When the ranks last showed that they make progress; at first the time of the request to stop."""
+    change = None
+    if run.job.sign_of_life is not None:
+        with contextlib.suppress(OSError):
+            change = run.job.sign_of_life.stat().st_mtime_ns
+    if not run.last_sign or change != run.last_change:
+        run.last_sign, run.last_change = now, change
+    return run.last_sign
+
+
+def _state(rank: _Rank) -> str:
+    """ " (stopped)" for a process that got SIGSTOP, else nothing."""
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{rank.process.pid}/stat").read_text()
+        return " (stopped)" if stat.rpartition(")")[2].split()[0] in "Tt" else ""
+    return ""
+
+
+def _dump_stacks(run: _Run) -> None:
+    """Ranks write their Python stacks to their log, those that were stopped (SIGSTOP) included."""
+    if run.job.name is None:
+        _send(run, DUMP_SIGNAL)
+        _send(run, signal.SIGCONT)
 
 
 def _kill_all(run: _Run) -> None:
@@ -276,28 +337,27 @@ def _signal_group(rank: _Rank, number: int) -> None:
 
 
 def _stop(run: _Run, number: int) -> None:
-    """Signal `number` reached us: pass it on, translated, unless the ranks have had it."""
+    """Signal `number` reached us: pass it on, translated, unless the ranks have had one."""
     run.received.append(number)
-    to_ranks = signal.SIGUSR1 if number == signal.SIGUSR1 else run.job.stop_signal
-    if to_ranks not in run.passed_on:
-        run.passed_on.append(to_ranks)
+    if not run.passed_on:
+        run.passed_on.append(run.job.stop_signal or number)
         if run.started:
-            _send(run, to_ranks)
+            _send(run, run.passed_on[0])
 
 
 @contextlib.contextmanager
 def _signals_to(run: _Run) -> Iterator[None]:
-    """While the job runs, our signals go to the ranks: the wish to stop once, whatever it came as, and SIGUSR1."""
+    """While the job runs, the wish to stop goes to the ranks: once, whatever it came as."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             run.interrupts += 1
         if not run.received:
             again = " (Ctrl-C again: end it now)" if number == signal.SIGINT else ""
-            logger.info(f"{signal.Signals(number).name}: asked the ranks to save and stop{again}")
+            logger.info(f"{name_signal(number)}: asked the ranks to save and stop{again}")
         _stop(run, number)
 
-    previous = {number: signal.signal(number, handle) for number in _FORWARDED}
+    previous = handle_stop_signals(handle)
     try:
         yield
     finally:
@@ -308,12 +368,26 @@ def _signals_to(run: _Run) -> Iterator[None]:
 def _conclude(run: _Run) -> JobEnd:
     """How the job ended; after a failure also the report, ending with the last words of the rank to blame."""
     codes = [rank.code for rank in run.ranks]
-    if not run.failures:
-        if any(code not in (0, StopRequested.exit_code) for code in codes):
-            return JobEnd(128 + run.received[0])  # ended by the signal, not having saved
-        return JobEnd(StopRequested.exit_code if StopRequested.exit_code in codes else 0)
+    if not run.failures or run.hung is not None:
+        return _conclude_stop(run, codes)
     culprit = min(run.failures, key=lambda rank: (_blame(_code(rank)), rank.ended))
-    return JobEnd(exit_code(_code(culprit)), _report(run, culprit))
+    code = _code(culprit)
+    if code == LostRankError.exit_code and StopRequested.exit_code in codes:
+        return _conclude_stop(run, codes)  # one stopped before the signal reached the others, which lost it
+    return JobEnd(exit_code(code), _report(run, culprit), known_best=code < 0)
+
+
+def _conclude_stop(run: _Run, codes: list[int | None]) -> JobEnd:
+    """The end of a job of which no rank failed."""
+    if run.cut_short is not None:
+        return run.cut_short
+    if all(code == 0 for code in codes):
+        return JobEnd(0)
+    if run.job.name is not None and StopRequested.exit_code not in codes:
+        return JobEnd(128 + run.received[0])  # of another launcher, which says nothing about the ranks
+    # A rank that the signal itself ended had no handler yet: it was starting, with nothing to save.
+    name = f"by {name_signal(run.received[0])}" if run.received else "on request"
+    return JobEnd(StopRequested.exit_code, f"stopped {name}")
 
 
 def _code(rank: _Rank) -> int:

@@ -93,4 +93,4 @@ def with_library_on_path(env: Mapping[str, str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, is_run=True)

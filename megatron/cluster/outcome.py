@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from megatron.checkpoint.lock import is_held
 from megatron.cluster.local import JobEnd, exit_code
 from megatron.cluster.status import StatusFile
-from megatron.errors import LostRankError
+from megatron.errors import StopRequested
 from megatron.log import get_logger
 
 logger = get_logger(__name__)
@@ -35,16 +36,17 @@ def record_end(run_folder: Path, since: float, end: JobEnd) -> None:
     """Write into `status.json` what only the launcher knows: which rank failed, and the code of the whole job.
 
     The run's rank 0 writes that file; when another rank is killed it sees only a lost connection, when it is killed
-    itself it writes nothing.
+    itself it writes nothing, and when it is killed while starting the file is still that of the start before.
     """
     file = StatusFile(run_folder)
-    status = file.read(since)
-    if status is None or end.reason is None:
+    own = file.read(since)
+    status = own or file.read()
+    if status is None or end.code == 0 or (own is None and is_held(run_folder)):
         return
-    own = status.get("exit_code")
-    if own == end.code and own != LostRankError.exit_code:  # which rank was lost, rank 0 cannot know
-        return
-    file.update(status, state="failed", exit_code=end.code, reason=end.reason)
+    if own is not None and own.get("exit_code") == end.code and not end.known_best:
+        return  # the run has said why itself
+    state = "ended" if end.code == StopRequested.exit_code else "failed"
+    file.update(status, state=state, exit_code=end.code, reason=end.reason)
 
 
 def await_end(code: int, run_folder: Path, since: float, patience: float = 600.0) -> int:

@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import DeepyError
+from megatron.errors import StopRequested, exit_code_of
 from megatron.files import write_atomically
+from megatron.log import Once, get_logger
 from megatron.neox_arguments import NeoXArgs
+
+logger = get_logger(__name__)
 
 STATUS_VERSION = 1
 
@@ -27,6 +30,7 @@ class StatusFile:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "status.json"
+        self._once = Once(logger)
 
     def write(
         self, state: str, step: int, train_iters: int | None, reason: str | None = None, code: int | None = None
@@ -47,9 +51,10 @@ class StatusFile:
         return status
 
     def write_failure(self, error: BaseException, step: int, train_iters: int | None) -> None:
-        """The run ends with this error."""
-        code = error.exit_code if isinstance(error, DeepyError) else 1
-        self.write("failed", step, train_iters, f"{type(error).__name__}: {error}", code)
+        """The run ends with this error, which is no failure when it is a request to stop."""
+        code = exit_code_of(error)
+        state = "ended" if code == StopRequested.exit_code else "failed"
+        self.write(state, step, train_iters, f"{type(error).__name__}: {error}", code)
 
     def update(self, status: dict[str, Any], **fields: Any) -> None:
         """Replace fields of a status that was read; the heartbeat stays that of the run."""
@@ -64,4 +69,14 @@ class StatusFile:
         return status if isinstance(status, dict) else None
 
     def _replace(self, status: dict[str, Any]) -> None:
-        write_atomically(self.path, json.dumps(status, indent=2) + "\n")
+        """Never ends a run: on a full disk the text goes into the file that is there, which needs no new block."""
+        text = json.dumps(status, indent=2) + "\n"
+        try:
+            write_atomically(self.path, text)
+        except OSError:
+            try:
+                with self.path.open("r+", encoding="utf-8") as file:
+                    file.write(text)
+                    file.truncate()
+            except OSError as error:
+                self._once.warning(f"{self.path} cannot be written: {error}")

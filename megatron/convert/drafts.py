@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.errors import UserError
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+from megatron.errors import MachineError, UserError, as_shown
 
 
 def check_free(output: Path, marker: str, overwrite: bool) -> None:
@@ -30,7 +27,7 @@ def draft_of(output: Path, key: str) -> Iterator[Path]:
     """An empty folder next to `output`, removed at the end unless it was renamed.
 
     Drafts of processes that were killed are removed first. `key`: the flag that names `output`; raises `UserError`
-    naming it when the disk is full or may not be written.
+    naming it when it may not be written, `MachineError` when the disk is full.
     """
     _remove_abandoned(output)
     draft = output.with_name(f".{output.name}.draft-{os.getpid()}")
@@ -44,9 +41,9 @@ def draft_of(output: Path, key: str) -> Iterator[Path]:
     except UserError as error:  # users know only the final name
         raise UserError(str(error).replace(str(draft), str(output))) from error
     except OSError as error:
-        if error.errno not in _FULL:
+        if as_shown(error) is None:
             raise
-        raise UserError(f"{key}: cannot write {output}: {error.strerror}. Nothing was published.") from error
+        raise MachineError(f"{key}: cannot write {output}: {error.strerror}. Nothing was published.") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

@@ -92,12 +92,14 @@ def setup_status(args: NeoXArgs, rank: int) -> Iterator[None]:
         return
     folder.mkdir(parents=True, exist_ok=True)
     file = StatusFile(folder)
-    first = file.write("starting", 0, args.training.train_iters)
+    before = (file.read() or {}).get("step")
+    step = before if isinstance(before, int) else 0  # of the start before: its checkpoint is still there
+    first = file.write("starting", step, args.training.train_iters)
     try:
         yield
     except BaseException as error:
         if file.read() == first:  # else the trainer has written it
-            file.write_failure(error, 0, args.training.train_iters)
+            file.write_failure(error, step, args.training.train_iters)
         raise
 
 

@@ -7,7 +7,6 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron.callbacks import RunContext, build_callbacks
-from megatron.callbacks.stop_on_signal import STOP_BY_SIGNAL
 from megatron.checkpoint.manifest import git_revision
 from megatron.cluster.status import run_folder
 from megatron.errors import DeepyError, StopRequested
@@ -51,14 +50,15 @@ def train(process: Process) -> int:
         trainer.run()
     # srun and mpirun kill the ranks that are left as soon as one leaves with a code other than 0.
     dist.barrier()
-    if trainer.stop_reason == STOP_BY_SIGNAL:
+    if trainer.stop_code:
         report_stop(trainer)
     return 0
 
 
 def report_stop(trainer: Trainer) -> NoReturn:
-    """Raise the error of a run that a signal stopped: `StopRequested` when everything is saved."""
+    """Raise the error of a run that was asked to stop: `StopRequested` when everything is saved."""
+    how = f"{trainer.stop_reason} at iteration {trainer.step}"
     if trainer.saved_step == trainer.step:
-        raise StopRequested(f"stopped at iteration {trainer.step} with everything saved; the same command resumes it")
+        raise StopRequested(f"{how} with everything saved; the same command resumes it")
     last = f"the last checkpoint is of iteration {trainer.saved_step}" if trainer.saved_step else "nothing is saved"
-    raise DeepyError(f"stopped by a signal at iteration {trainer.step}; {last}")
+    raise DeepyError(f"{how}; {last}")

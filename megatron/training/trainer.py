@@ -30,6 +30,7 @@ class Trainer:
         consumed: samples of the global batch sequence used so far.
         saved_step: the step of the newest complete checkpoint in `save`; None when there is none.
         stop_reason: why the loop will end after this step; None to continue. See `request_stop`.
+        stop_code: exit code that it then has: 0 when that is the plan, 3 when somebody asked for it.
         save_blocked_by: why no checkpoint may be written now, set by a callback; None when one may.
         metrics: what callbacks add to the next log, by name: numbers, or 0-dim tensors that nobody changes afterwards.
             They are read once per log; on an accelerator one step later, so that no step waits for the device.
@@ -52,6 +53,7 @@ class Trainer:
         self.consumed = 0
         self.lr = 0.0
         self.stop_reason: str | None = None
+        self.stop_code = 0
         self.saved_step: int | None = None
         self.save_blocked_by: str | None = None
         self.metrics: dict[str, float | Tensor] = {}
@@ -66,9 +68,10 @@ class Trainer:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *arguments)
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str, exit_code: int = 0) -> None:
         """End the loop after the current step. Must be asked on every rank in the same step."""
-        self.stop_reason = self.stop_reason or reason
+        if self.stop_reason is None:
+            self.stop_reason, self.stop_code = reason, exit_code
 
     def run(self) -> None:
         """Train from the current `step` to `train_iters`."""

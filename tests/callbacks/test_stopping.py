@@ -9,7 +9,7 @@ import pytest
 
 from megatron.callbacks.exit_interval import ExitInterval
 from megatron.callbacks.run_status import RunStatus
-from megatron.callbacks.stop_on_signal import STOP_BY_SIGNAL, StopOnSignal
+from megatron.callbacks.stop_on_signal import StopOnSignal
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.training.callback import Callback
@@ -53,7 +53,7 @@ def stop_one(rank, world, number):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(number):
-    assert run_distributed(stop_one, 2, number) == [(3, STOP_BY_SIGNAL, True, True)] * 2
+    assert run_distributed(stop_one, 2, number) == [(3, f"stopped by {number.name}", True, True)] * 2
 
 
 class Saves(Callback):
@@ -65,7 +65,7 @@ class Saves(Callback):
 def test_a_signal_stops_a_single_process_and_the_status_says_whether_all_is_saved(tmp_path, saver, code):
     trainer = trainer_of([StopOnSignal(), SendsItself(signal.SIGTERM, 2), *saver, RunStatus(tmp_path)])
     trainer.run()
-    assert (trainer.step, trainer.stop_reason) == (2, STOP_BY_SIGNAL)
+    assert (trainer.step, trainer.stop_reason) == (2, "stopped by SIGTERM")
     assert f'"exit_code": {code}' in (tmp_path / "status.json").read_text()
 
 

@@ -38,7 +38,7 @@ if given["pdsh"]:
     pdsh = find_launcher("pdsh")
     other = {k: getattr(pdsh, k) for k in ("stop_signal", "stopped_code", "failure_line")} | {"name": "pdsh"}
 sys.exit(run_local(LocalJob([sys.executable, "-u", given["script"]], envs, log_folder=logs, settle=0.5, grace=1.5,
-                            launcher_fd=given["fd"], patience=3.0, **other)).code)
+                            launcher_fd=given["fd"], patience=3.0, sign_of_life=Path("alive"), **other)).code)
 """
 
 
@@ -53,7 +53,14 @@ class Job:
         given |= {"fd": fd, "pdsh": pdsh}
         env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         env["PYTHONPATH"] = str(ROOT)
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env, **popen}
+        options = {
+            "cwd": folder,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "env": env,
+            **popen,
+        }
         self.start = time.monotonic()
         self.process = subprocess.Popen([sys.executable, "-c", DRIVER, json.dumps(given)], **options)
 
@@ -139,7 +146,7 @@ def test_a_signal_reaches_every_rank_once_and_saving_is_waited_for(tmp_path: Pat
     (tmp_path / "up").mkdir()
     code = f"""
 count = []
-signal.signal(signal.SIGTERM, lambda *_: count.append(1))
+[signal.signal(number, lambda *_: count.append(1)) for number in (signal.SIGINT, signal.SIGTERM)]
 open({str(tmp_path)!r} + f'/up/{{rank}}', 'w').close()
 while not count: time.sleep(0.02)
 time.sleep(2.5)  # longer than settle + grace: a slow save
@@ -158,19 +165,19 @@ sys.exit(3)
     assert "failed" not in err
 
 
-def test_ranks_without_a_handler_end_with_the_signal_and_that_is_no_failure(tmp_path: Path) -> None:
+def test_ranks_without_a_handler_have_nothing_to_save_yet_and_that_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "up").mkdir()
     job = Job(tmp_path, f"open({str(tmp_path)!r} + f'/up/{{rank}}', 'w').close()\ntime.sleep(60)", ranks=2)
     job.wait_for(tmp_path / "up", 2)
     job.process.send_signal(signal.SIGTERM)
     rc, _, err = job.finish()
-    assert rc == 128 + signal.SIGTERM and "failed" not in err
+    assert rc == 3 and "failed" not in err
 
 
 def test_a_second_interrupt_ends_the_job_at_once(tmp_path: Path) -> None:
     (tmp_path / "up").mkdir()
     code = (
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         + f"open({str(tmp_path)!r} + f'/up/{{rank}}', 'w').close()\ntime.sleep(60)"
     )
     job = Job(tmp_path, code, ranks=2)
@@ -240,7 +247,7 @@ def test_a_remote_agent_ends_with_its_connection(tmp_path: Path) -> None:
     job.wait_for(tmp_path / "up", 2)
     assert job.process.poll() is None
     os.close(read_fd)
-    assert job.finish(timeout=5)[0] == 128 + signal.SIGTERM
+    assert job.finish(timeout=5)[0] == 3
 
 
 def test_a_failure_that_another_launcher_only_reports_ends_it_and_names_the_code(tmp_path: Path) -> None:
@@ -270,7 +277,34 @@ def test_an_abandoned_agent_does_not_wait_for_ever(tmp_path: Path) -> None:
     os.close(write_fd)
     job.wait_for(tmp_path / "up", 2)
     os.close(read_fd)
-    assert job.finish(timeout=10)[0] == 128 + signal.SIGTERM
+    rc, _, err = job.finish(timeout=15)
+    assert rc == 5 and "rank 0, rank 1" in err and "3 s" in err  # the patience, and who had to be killed
+
+
+def test_a_hung_rank_obeys_a_stop_and_shows_where_it_hangs(tmp_path: Path) -> None:
+    """Ranks show for 4 s that they work (on a checkpoint), then one waits in C for ever and one is stopped."""
+    (tmp_path / "up").mkdir()
+    code = f"""
+import ctypes, faulthandler
+faulthandler.register(signal.SIGUSR2)
+signal.signal(signal.SIGTERM, lambda *_: None)
+open({str(tmp_path)!r} + f'/up/{{rank}}', 'w').close()
+for _ in range(40):
+    time.sleep(0.1); open('alive', 'w').close()
+def hangs_here():
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(mutex)
+def is_stopped_here():
+    while True: os.kill(os.getpid(), signal.SIGSTOP)
+hangs_here() if rank else is_stopped_here()
+"""
+    job = Job(tmp_path, code, ranks=2, logs=tmp_path / "logs")
+    job.wait_for(tmp_path / "up", 2)
+    job.process.send_signal(signal.SIGTERM)
+    rc, _, err = job.finish()
+    assert rc == 5 and 6.5 < job.seconds < 15
+    assert re.search(r"3 s .*SIGTERM.*rank 0 \(stopped\), rank 1\b", err) and "in is_stopped_here" in err
+    assert "in hangs_here" in (tmp_path / "logs" / "rank_1.log").read_text()
 
 
 def test_with_a_run_folder_the_other_ranks_write_logs(tmp_path: Path) -> None:
@@ -329,4 +363,4 @@ def test_rank_environment_respects_what_the_user_set() -> None:
 
 
 def test_exit_code_table() -> None:
-    assert [exit_code(code) for code in (0, 1, 2, 3, 4, 5, 6, 255, -9, -11)] == [0, 1, 2, 3, 4, 5, 1, 1, 5, 5]
+    assert [exit_code(code) for code in (0, 1, 2, 3, 4, 5, 6, 7, 255, -9, -11)] == [0, 1, 2, 3, 4, 5, 6, 1, 1, 5, 5]

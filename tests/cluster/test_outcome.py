@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.lock import SaveLock
 from megatron.cluster.local import JobEnd
 from megatron.cluster.outcome import await_end, outcome, record_end
 from megatron.cluster.status import StatusFile
@@ -52,16 +54,54 @@ def test_a_stopped_run_is_waited_for_until_it_says_how_it_ended(tmp_path: Path) 
 
 
 def test_what_only_the_launcher_knows_goes_into_the_status(tmp_path: Path) -> None:
-    since = write(tmp_path, state="failed", step=3, reason="connection closed by peer", exit_code=1)
-    end = JobEnd(5, "rank 2 of 4 failed: killed by SIGKILL")
+    since = write(tmp_path, state="failed", step=3, reason="another rank is gone or does not answer", exit_code=5)
+    end = JobEnd(5, "rank 2 of 4 failed: killed by SIGKILL", known_best=True)
     record_end(tmp_path, since, end)
-    status = StatusFile(tmp_path).read(since)
-    assert status is not None and (status["exit_code"], status["step"]) == (5, 3)
-    assert status["reason"] == end.reason
-    since = write(tmp_path, state="failed", step=3, reason="NumericsError: nan", exit_code=4)
-    record_end(tmp_path, since, JobEnd(4, "rank 0 of 4 failed: exit code 4"))
-    record_end(tmp_path, since, JobEnd(0))
-    status = StatusFile(tmp_path).read(since)
-    assert status is not None and status["reason"] == "NumericsError: nan"  # the run said it better itself
+    assert status(tmp_path) == ("failed", 3, 5, end.reason)
+    own = {"state": "failed", "step": 3, "reason": "no step for 60 s: rank 1 is silent", "exit_code": 5}
+    record_end(tmp_path, write(tmp_path, **own), JobEnd(5, "rank 0 of 4 failed: exit code 5"))
+    assert status(tmp_path)[3] == own["reason"]  # the run said it better itself
+    record_end(tmp_path, write(tmp_path, **own), JobEnd(4, "rank 1 of 4 failed: exit code 4"))
+    assert status(tmp_path) == ("failed", 3, 4, "rank 1 of 4 failed: exit code 4")
     record_end(tmp_path / "absent", since, JobEnd(5, "x"))
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
+
+
+@pytest.mark.parametrize(
+    ("before", "end", "after"),
+    [
+        ({"state": "running", "exit_code": None}, JobEnd(130, "a second Ctrl-C"), ("failed", 130)),
+        ({"state": "starting", "exit_code": None}, JobEnd(3, "stopped by SIGTERM"), ("ended", 3)),
+        ({"state": "ended", "exit_code": 3}, JobEnd(3, "stopped by SIGTERM"), ("ended", 3)),
+        ({"state": "ended", "exit_code": 0}, JobEnd(0), ("ended", 0)),
+    ],
+)
+def test_a_run_that_could_not_say_how_it_ended(tmp_path: Path, before: dict, end: JobEnd, after: tuple) -> None:
+    record_end(tmp_path, write(tmp_path, step=7, reason=None, **before), end)
+    assert status(tmp_path)[:3] == (after[0], 7, after[1])
+
+
+def test_a_start_that_failed_before_it_could_write_replaces_what_the_start_before_left(tmp_path: Path) -> None:
+    write(tmp_path, state="ended", step=40, reason="stopped by Ctrl-C", exit_code=3)
+    end = JobEnd(5, "rank 1 of 2 failed: killed by SIGKILL", known_best=True)
+    with SaveLock(tmp_path):  # by a live process: the job was refused, and the status is that one's
+        record_end(tmp_path, time.time() + 60, end)
+        assert status(tmp_path) == ("ended", 40, 3, "stopped by Ctrl-C")
+    record_end(tmp_path, time.time() + 60, end)
+    assert status(tmp_path) == ("failed", 40, 5, end.reason)
+
+
+def test_the_status_is_written_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, state="running", step=3, reason="x" * 900, exit_code=None)
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("megatron.cluster.status.write_atomically", full)
+    StatusFile(tmp_path).write("failed", 4, 10, "NoRoomError", 6)
+    assert status(tmp_path) == ("failed", 4, 6, "NoRoomError")
+
+
+def status(folder: Path) -> tuple:
+    found = json.loads((folder / "status.json").read_text())
+    return found["state"], found["step"], found["exit_code"], found["reason"]

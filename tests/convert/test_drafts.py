@@ -13,7 +13,7 @@ from megatron.convert.hf import export_hf as export_module
 from megatron.convert.hf.export_hf import export
 from megatron.convert.hf.import_hf import import_model
 from megatron.convert.raw.export_raw import export_raw
-from megatron.errors import UserError
+from megatron.errors import MachineError, UserError
 from tests.convert.helpers import LLAMA, hugging_face, random_tensors, resolved, write_checkpoint
 
 pytestmark = pytest.mark.cpu
@@ -37,7 +37,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path, monkeypatch):
         (lambda: export_raw(tmp_path / "ckpt", tmp_path / "out"), "--output_dir"),
         (lambda: import_model(str(tmp_path / "hf"), tmp_path / "out"), "--output-dir"),
     ):
-        with pytest.raises(UserError, match=f"{flag}: .*/out: No space left on device"):
+        with pytest.raises(MachineError, match=f"{flag}: .*/out: No space left on device"):
             convert()
         assert sorted(os.listdir(tmp_path)) == ["ckpt", "hf"]
 

@@ -36,16 +36,16 @@ def test_a_full_disk_ends_every_rank_and_leaves_the_previous_checkpoint(tmp_path
         text=True,
         timeout=110,
     )
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 6, done.stderr
     assert "Traceback" not in done.stderr
-    message = re.search(r"^SaveError: the checkpoint of step 4 was not saved: .*", done.stderr, re.MULTILINE)
+    message = re.search(r"^NoRoomError: the checkpoint of step 4 was not saved: .*", done.stderr, re.MULTILINE)
     assert message is not None, done.stderr
     assert re.search(r"It needs \d+ bytes; \d+ bytes are free .*Complete checkpoints there: \[2\]", message[0])
     assert time.monotonic() - started < 90
     left = list_checkpoints(tmp_path / "ckpt")
     assert (left.steps, left.latest, left.incomplete) == ((2,), 2, {})
     status = json.loads((tmp_path / "ckpt/status.json").read_text())
-    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 1, 4)
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 6, 4)
     again = deepy(tmp_path, *RUN, "train_iters=4", timeout=110)
     assert again.returncode == 0 and "resuming from ckpt/global_step2 at step 2" in again.stderr
     assert list_checkpoints(tmp_path / "ckpt").latest == 4

@@ -20,7 +20,7 @@ from megatron.data.tokenise.chunks import Chunk, Fault, Record
 from megatron.data.tokenise.encode import ChunkEncoder, Tally
 from megatron.data.tokenise.progress import TallyProgress
 from megatron.data.tokenise.worker_pool import ordered_map
-from megatron.errors import DeepyError, UserError
+from megatron.errors import UserError, cannot_write
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ def count(renderer: Renderer, encoder: ChunkEncoder, workers: int) -> tuple[Tall
 def export(renderer: Renderer, path: Path, workers: int) -> tuple[Tally, str]:
     """Write the export to `path`, which appears when it is complete; returns its counts and its SHA-256.
 
-    Raises `UserError` when there is no document, `DeepyError` when it cannot be written; nothing is left behind then.
+    Raises `UserError` when there is no document or it may not be written, `MachineError` on a full disk; nothing is
+    left behind then.
     """
     total, digest = Tally.zero(1), hashlib.sha256()
     temp = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -148,7 +149,7 @@ def export(renderer: Renderer, path: Path, workers: int) -> tuple[Tally, str]:
             file.close()
             os.replace(temp, path)
     except OSError as error:  # such as a full disk
-        raise DeepyError(f"cannot write {path}: {error.strerror}. Nothing was written.") from error
+        raise cannot_write(error, f"cannot write {path}: {error.strerror}. Nothing was written.") from error
     finally:
         if file is not None:
             with suppress(OSError):  # on a full disk, flushing fails again

@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron.data.tokens.cache_lock import hold_lock
 from megatron.data.tokens.mapped_file import too_many_open
-from megatron.errors import UserError
+from megatron.errors import UserError, cannot_write
 from megatron.log import Once, get_logger
 
 LOGGER = get_logger(__name__)
@@ -165,8 +165,8 @@ def _writable(folder: Path) -> bool:
     except OSError as error:
         if error.errno in _NO_WRITING:
             return False
-        raise UserError(
-            f"cannot make {folder} for sample indices: {_reason(error)}. data_cache_path names another folder."
+        raise cannot_write(
+            error, f"cannot make {folder} for sample indices: {_reason(error)}. data_cache_path names another folder."
         ) from error
     return os.access(folder, os.W_OK | os.X_OK)
 
@@ -205,8 +205,9 @@ def _publish(entry: Path, key: str, arrays: Arrays) -> bool:
     except OSError as error:
         if error.errno in _NO_WRITING:
             return False
-        raise UserError(
-            f"the sample index cannot be written to {entry}: {_reason(error)}. data_cache_path names another folder."
+        raise cannot_write(
+            error,
+            f"the sample index cannot be written to {entry}: {_reason(error)}. data_cache_path names another folder.",
         ) from error
     finally:
         if temp is not None:

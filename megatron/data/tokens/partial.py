@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from megatron.errors import DeepyError, UserError
+from megatron.errors import MachineError, UserError
 from megatron.log import get_logger
 
 PARTIAL = ".partial"
@@ -21,7 +21,7 @@ PATIENCE = 5.0  # seconds: workers of a killed process may hold its files for a 
 logger = get_logger(__name__)
 
 
-class WriteError(DeepyError, OSError):
+class WriteError(MachineError, OSError):
     """The file system cannot write (disk full, quota, connection lost); one message, no traceback."""
 
 

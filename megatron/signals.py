@@ -1,0 +1,81 @@
+"""The signals that ask a process to stop, and what they do before there is anything to save."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from megatron.errors import StopRequested
+
+# Ctrl-C, kill and schedulers, a closed terminal, Ctrl-\, schedulers' warnings.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+
+# Processes write their Python stacks to stderr: `kill -USR2 PID`.
+DUMP_SIGNAL = signal.SIGUSR2
+
+
+def name_signal(number: int) -> str:
+    """What the user calls it."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Install `handler` for the stop signals; returns the handlers before, by number.
+
+    An ignored SIGHUP stays ignored: that is what nohup is for.
+    """
+    signal.set_wakeup_fd(-1)  # see ExitAtStop
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    heeded = [number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)]
+    return {number: signal.signal(number, handler) for number in heeded}
+
+
+def raise_stop_requests() -> None:
+    """A stop signal raises `StopRequested`: while nothing is trained yet, so that nothing is lost."""
+    handle_stop_signals(_raise)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise StopRequested(_text(number))
+
+
+def _text(number: int) -> str:
+    return f"{name_signal(number)}: stopped while starting, nothing is lost; the same command starts again"
+
+
+class ExitAtStop:
+    """A stop signal ends the process at once, with exit code 3, until somebody else handles stop signals.
+
+    For the imports and the rendezvous, in which an exception might be caught by others and a handler might wait for
+    minutes: Python calls it in the main thread, between two instructions, but tells this class's thread at once.
+    """
+
+    def __init__(self) -> None:
+        faulthandler.register(DUMP_SIGNAL, all_threads=True)
+        self._grace = 0.0
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._handle(lambda number, frame: None)
+        threading.Thread(target=self._watch, name="exit-at-stop", daemon=True).start()
+
+    def allow(self, seconds: float) -> None:
+        """From now on it raises `StopRequested`, and ends the process only when that takes longer than `seconds`."""
+        self._grace = seconds
+        self._handle(_raise)
+
+    def _handle(self, handler: Callable[[int, FrameType | None], None]) -> None:
+        handle_stop_signals(handler)
+        signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+
+    def _watch(self) -> None:
+        while byte := os.read(self._reading, 1):
+            if byte[0] in STOP_SIGNALS:
+                time.sleep(self._grace)
+                os.write(2, f"{_text(byte[0])}\n".encode())
+                os._exit(StopRequested.exit_code)

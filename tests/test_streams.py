@@ -1,0 +1,81 @@
+"""Commands whose output nobody reads: real pipes, a closed terminal and a full device, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cpu
+
+ROOT = Path(__file__).resolve().parents[1]
+WORK = """
+import sys
+from megatron import log
+from megatron.errors import run_cli
+
+def main():
+    log.configure()
+    for number in range(3000):
+        print(f"line {number} of the result")
+        log.get_logger("x").info(f"message {number}")
+        print(f"message {number}", file=sys.stderr)
+    open("done", "w").close()
+    return CODE
+
+run_cli(main, is_run=IS_RUN)
+"""
+
+
+def shell(folder: Path, redirection: str, *, is_run: bool, code: int = 0) -> tuple[list[int], str]:
+    """Exit codes of the parts of `python work.py REDIRECTION`, and what the shell shows of it."""
+    (folder / "work.py").write_text(WORK.replace("IS_RUN", str(is_run)).replace("CODE", str(code)))
+    line = f'{sys.executable} work.py {redirection}; echo "${{PIPESTATUS[@]}}" > codes'
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["bash", "-c", line], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    return [int(word) for word in (folder / "codes").read_text().split()], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "redirection",
+    ["2>/dev/null | head -1", "2>&1 | head -1", "2>&1 >/dev/null | head -1", ">&- 2>&-", "> /dev/full 2>&1"],
+)
+def test_a_run_needs_no_reader(tmp_path: Path, redirection: str) -> None:
+    codes, shown = shell(tmp_path, redirection, is_run=True, code=3)
+    assert codes[0] == 3 and (tmp_path / "done").exists()
+    assert len(shown.splitlines()) <= 1 and sorted(os.listdir(tmp_path)) == ["codes", "done", "work.py"]
+
+
+def test_a_run_outlives_its_terminal(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(WORK.replace("IS_RUN", "True").replace("CODE", "3"))
+    controller, terminal = pty.openpty()
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "work.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    os.close(controller)  # writes fail with EIO from now on
+    assert process.wait(timeout=60) == 3 and (tmp_path / "done").exists()
+
+
+def test_a_tool_ends_with_its_reader_and_without_a_word(tmp_path: Path) -> None:
+    codes, shown = shell(tmp_path, "2>/dev/null | head -1", is_run=False)
+    assert codes == [141, 0] and shown == "line 0 of the result\n"
+    codes, shown = shell(tmp_path, "2>&1 >/dev/null | head -1", is_run=False)  # its messages are not its result
+    assert codes == [0, 0] and len(shown.splitlines()) == 1
+
+
+def test_a_tool_that_prints_less_than_a_buffer_ends_so_too() -> None:
+    command = f"{sys.executable} tools/ckpts/inspect_checkpoints.py --help"
+    line = f"{command} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr == "" and done.stdout in ("0\n", "141\n")  # 0: it was done before `true` had ended
+
+
+def test_a_result_on_a_full_disk_is_one_message_and_the_machine_s_fault(tmp_path: Path) -> None:
+    codes, shown = shell(tmp_path, "> /dev/full 2> err", is_run=False)
+    errors = (tmp_path / "err").read_text().splitlines()
+    assert codes == [6] and shown == "" and "No space left on device" in errors[-1]
