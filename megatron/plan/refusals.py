@@ -12,7 +12,7 @@ from megatron.checkpoint.schedule import resume_schedule
 from megatron.checkpoint.start import Start
 from megatron.data.order.datasets import DataPlan
 from megatron.data.tokens.indexed import IndexedDataset
-from megatron.data.tokens.manifest import check_tokenizer, read_manifest
+from megatron.data.tokens.manifest import check_tokenizer, read_manifest, verify
 from megatron.data.tokens.token_files import find_files
 from megatron.log import get_logger, only_errors
 from megatron.neox_arguments import NeoXArgs
@@ -37,7 +37,7 @@ def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer, start
                 continue
             data = IndexedDataset(path)
             documents += len(data)
-            if read_manifest(data.prefix) is not None:
+            if (verify if documents < _QUICKLY_COUNTED else read_manifest)(data.prefix) is not None:
                 check_tokenizer(data, tokenizer)
         # A number of epochs is turned into steps by the run, which counts the data for it.
         if args.training.train_iters is not None and documents < _QUICKLY_COUNTED:

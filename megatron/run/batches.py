@@ -33,7 +33,8 @@ class DataOrder(Callback):
 
 
 def open_data_on_ranks(args: NeoXArgs, process: Process, order: SavedOrder | None, done: tuple[int, int]) -> DataPlan:
-    """Open and count the data, refuse tokens of another tokenizer, log the table.
+    """Open and count the data, refuse what does not agree with its manifest and tokens of another tokenizer, log the
+    table.
 
     Args:
         order, done: see `open_data`.
@@ -41,6 +42,7 @@ def open_data_on_ranks(args: NeoXArgs, process: Process, order: SavedOrder | Non
     with together("opening the data", process.state):
         plan = open_data(args, process.tokenizer, order, done)
         if process.state.rank == 0:
+            plan.check_content()
             plan.check_tokenizer(process.tokenizer)
     if process.state.rank == 0:
         tokenizer, masked = process.tokenizer, args.model.intra_document_masking

@@ -49,6 +49,28 @@ def foreign_tokenizer(folder: Path) -> None:
         finalize_with_manifest(builder, tokenizer=create_tokenizer("bytes").fingerprint(), source="test")
 
 
+def swapped_pointers(folder: Path) -> None:
+    """The index says that items 1 and 2 are where the other is."""
+    raw = bytearray((folder / "data/x.idx").read_bytes())
+    at = 34 + 4 * 20 + 8
+    raw[at : at + 16] = raw[at + 8 : at + 16] + raw[at : at + 8]
+    (folder / "data/x.idx").write_bytes(raw)
+
+
+def one_bit(folder: Path) -> None:
+    """Data with a manifest, damaged after it was written."""
+    from megatron.data.tokens.builder import IndexedDatasetBuilder
+    from megatron.data.tokens.manifest import finalize_with_manifest
+
+    with IndexedDatasetBuilder(folder / "data/x", "uint16") as builder:
+        for _ in range(20):
+            builder.add_document([65] * 40)
+        finalize_with_manifest(builder, tokenizer=None, source="test")
+    raw = bytearray((folder / "data/x.bin").read_bytes())
+    raw[100] ^= 1
+    (folder / "data/x.bin").write_bytes(raw)
+
+
 def hugging_face_folder(folder: Path) -> None:
     (folder / "hf").mkdir()
     (folder / "hf/config.json").write_text("{}")
@@ -80,6 +102,12 @@ CASES: dict[str, tuple[tuple[str, ...], Change, str]] = {
     "comma": (("data_path=data/x,data/x",), nothing, r"did you mean a list\?"),
     "index cut short": ((), cut("data/x.idx", 8), r"data/x\.idx.* 442 bytes, but the file has 434"),
     "tokens cut short": ((), cut("data/x.bin", 1), r"data/x\.bin.* 1600 bytes of tokens, but the file has 1599"),
+    "index with swapped pointers": ((), swapped_pointers, r"data/x\.idx: item 1 begins at byte 160, .* end at 80"),
+    "one bit of the tokens": (
+        (),
+        one_bit,
+        r"data/x\.bin: bin_sample_crc32 is \d+, but data/x\.manifest\.json says \d+",
+    ),
     "nothing to train on": (("split=0,50,50",), nothing, r"gives train none of the 20 documents of data/x"),
     "too few tokens": (
         ("seq_length=900", "max_position_embeddings=900"),
@@ -125,6 +153,11 @@ CASES: dict[str, tuple[tuple[str, ...], Change, str]] = {
         ("load=ckpt", "iteration=3"),
         lambda folder: [put(folder / "ckpt", step) for step in (2, 4)],
         r"no complete checkpoint of iteration 3 in ckpt: complete steps: \[2, 4\]",
+    ),
+    "the only checkpoint is cut short": (
+        ("save=ckpt",),
+        lambda folder: (put(folder / "ckpt", 4), cut("ckpt/global_step4/mp_rank_00_model_states.pt", 9)(folder)),
+        r"save: ckpt holds .*global_step4 \(mp_rank_00_model_states\.pt has \d+ bytes.*restart_if_damaged=true",
     ),
     "another architecture": (
         ("save=ckpt",),

@@ -22,7 +22,7 @@ from megatron.data.order.splits import NAMES
 from megatron.data.order.table import SourceRow, source_rows
 from megatron.data.sample import SampleDataset
 from megatron.data.tokens.cache import IndexCaches, content_key
-from megatron.data.tokens.manifest import check_tokenizer
+from megatron.data.tokens.manifest import check_tokenizer, verify
 from megatron.log import Once, get_logger
 from megatron.neox_arguments.schema_data import DataConfig
 from megatron.tokenizer.base import Tokenizer
@@ -63,6 +63,7 @@ class Datasets:
         for role in roles.values():
             for source in role["sources"]:
                 del source["prefix"]  # may differ between nodes
+                source["files"] = [identity for _, *identity in source["files"]]
         found = {name: dataset.digest() for name, dataset in self.by_role().items()} if arrays else {}
         return content_key({"roles": roles, "arrays": found})
 
@@ -110,6 +111,13 @@ class DataPlan:
         planned = [source.source.data for role in self.roles.values() for source in role.sources]
         for data in {data.prefix: data for data in planned}.values():
             check_tokenizer(data, tokenizer, once)
+
+    def check_content(self) -> None:
+        """See `manifest.verify`: of every dataset that has a manifest, its labels too."""
+        sources = [source.source for role in self.roles.values() for source in role.sources]
+        opened = [data for one in sources for data in (one.data, one.labels) if data is not None]
+        for data in {part.prefix: part for one in opened for part in one.parts}.values():
+            verify(data)
 
     def build(self, *, mmap_warmup: bool = False) -> Datasets:
         """Build or find the index arrays. Any number of processes may call this at the same time.

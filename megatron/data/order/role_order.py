@@ -51,7 +51,7 @@ class SourceOrder:
     def save(self) -> SavedSource:
         source = self.source
         labels = source.labels is not None
-        return SavedSource(source.name, source.data.prefix, self.key, self.segments, labels, self.most)
+        return SavedSource(source.name, source.data.prefix, self.key, self.segments, labels, self.most, source.identity)
 
 
 @dataclass(frozen=True)

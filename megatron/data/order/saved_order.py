@@ -1,8 +1,8 @@
 """The sample order of a run as its checkpoints keep it: the past does not change, only the future may.
 
-`SavedOrder.write` makes the JSON-able record (version 2), `SavedOrder.read` reads it and version 1, which knew one
-phase only. A resumed run may add sources whose weight in the past is 0, and change the weights of later steps; whatever
-would change what it has read is refused, with every difference.
+`SavedOrder.write` makes the JSON-able record (version 3). `SavedOrder.read` reads it, version 2, which did not know
+what is in the files, and version 1, which knew one phase only. A resumed run may add sources whose weight in the past
+is 0, and change the weights of later steps; whatever would change what it has read is refused, with every difference.
 
 A run that starts from another run's checkpoint (`init_from`) may inherit its order (`SavedOrder.inherit`), and with it
 the past.
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from megatron.data.order.phases import Phase, Progress, Weights, alike, phases_before, phases_from, steps_and_weights
 from megatron.data.packing import Segment
+from megatron.data.tokens.indexed import FileIdentity
 from megatron.errors import UserError
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 _NEW_ORDER = "For a new order of the data, start in another `save` with finetune: true or init_from: {data: restart}."
 
@@ -33,6 +35,7 @@ class SavedSource:
         segments: its order.
         labels: whether it was trained with labels; None: not recorded.
         most: samples that its cap allowed; None: any number.
+        files: its files of tokens, then those of its labels; None: not recorded.
     """
 
     name: str
@@ -41,6 +44,14 @@ class SavedSource:
     segments: tuple[Segment, ...]
     labels: bool | None = None
     most: int | None = None
+    files: tuple[FileIdentity, ...] | None = None
+
+    def replaced_by(self, other: SavedSource) -> list[tuple[FileIdentity, FileIdentity]]:
+        """The files whose content is another in `other`: (here, there). Empty when they cannot be compared: the files
+        of either are not recorded, or the same documents are in another number of them."""
+        if self.files is None or other.files is None or len(self.files) != len(other.files):
+            return []
+        return [(a, b) for a, b in zip(self.files, other.files, strict=True) if a[1:] != b[1:]]
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,7 @@ class SavedOrder:
         if not record:
             return SavedOrder()
         version = record["version"]
-        if version not in (1, STATE_VERSION):
+        if version not in (1, 2, STATE_VERSION):
             raise UserError(
                 f"the checkpoint's data state has version {version}; this program reads up to {STATE_VERSION}. "
                 "Resume with the newer program that wrote it."
@@ -100,7 +111,16 @@ class SavedOrder:
 
 
 def _role(record: Mapping[str, Any]) -> SavedRole:
-    sources = tuple(SavedSource(**{**one, "segments": _segments(one["segments"])}) for one in record["sources"])
+    sources = tuple(
+        SavedSource(
+            **{
+                **one,
+                "segments": _segments(one["segments"]),
+                "files": tuple(map(tuple, files)) if (files := one.get("files")) is not None else None,
+            }
+        )
+        for one in record["sources"]
+    )
     phases = tuple(
         Phase(phase["step"], phase["first"], tuple(phase["weights"]), tuple(phase["asked"]))
         for phase in record["phases"]
@@ -117,15 +137,22 @@ def _segments(records: Sequence[Mapping[str, Any]]) -> tuple[Segment, ...]:
     return tuple(Segment(**record) for record in records)
 
 
-def match_sources(saved: Sequence[SavedSource], now: Sequence[SavedSource]) -> list[int | None]:
+def match_sources(
+    saved: Sequence[SavedSource], now: Sequence[SavedSource], *, replaced: bool = False
+) -> list[int | None]:
     """For each saved source its place among the present ones, by content: its files may have moved.
 
-    If several have the same sizes, prefix, name and order decide.
+    If several have the same sizes and content, prefix, name and order decide. `replaced`: one of the same sizes and
+    another content is found as well, where there is none of the same.
     """
     places: list[int | None] = [None] * len(saved)
-    for alike_by in ("prefix", "name", "key"):
+    for other, alike_by in product((False, True) if replaced else (False,), ("prefix", "name", "key")):
         for d, old in enumerate(saved):
-            left = (i for i in range(len(now)) if i not in places and now[i].key == old.key)
+            left = (
+                i
+                for i in range(len(now))
+                if i not in places and now[i].key == old.key and (other or not old.replaced_by(now[i]))
+            )
             if places[d] is None:
                 places[d] = next((i for i in left if getattr(now[i], alike_by) == getattr(old, alike_by)), None)
     return places
@@ -133,12 +160,18 @@ def match_sources(saved: Sequence[SavedSource], now: Sequence[SavedSource]) -> l
 
 def check_sources(saved: SavedRole, now: Sequence[SavedSource], progress: Progress) -> list[int | None]:
     """`match_sources`. Raises `UserError` when a source that was drawn from is missing or changed."""
-    places = match_sources(saved.sources, now)
+    places = match_sources(saved.sources, now, replaced=True)
     faults = []
     for d, (old, place) in enumerate(zip(saved.sources, places, strict=True)):
         if not any(phase.weights[d] > 0 for phase in saved.phases if phase.step < progress.steps):
             continue  # it was not read
-        if place is None:
+        if place is not None and (replaced := old.replaced_by(now[place])):
+            faults.extend(
+                f"  {there[0]} was replaced: expected {here[1]} bytes with a sample of CRC-32 {here[2]} as in the "
+                f"checkpoint ({here[0]} then), found {there[1]} bytes with {there[2]}"
+                for here, there in replaced
+            )
+        elif place is None:
             others = [source for i, source in enumerate(now) if i not in places]
             faults.append(f"  {_describe_change(old, others, len(now))}")
         elif old.labels is not None and old.labels != now[place].labels:

@@ -13,7 +13,7 @@ from megatron.data.order.mixture import normalize_weights, weights_by_documents
 from megatron.data.order.phases import Weights
 from megatron.data.order.splits import NAMES, parse_split, split_bounds
 from megatron.data.tokens.cache import IndexCaches
-from megatron.data.tokens.indexed import IndexedDataset
+from megatron.data.tokens.indexed import FileIdentity, IndexedDataset
 from megatron.data.tokens.labels import check_labels, unused_labels
 from megatron.data.tokens.token_files import TokenFiles
 from megatron.errors import UserError
@@ -48,6 +48,11 @@ class Source:
     @property
     def num_documents(self) -> int:
         return self.documents[1] - self.documents[0]
+
+    @property
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """What tells its files from others: those of the tokens, then those of the labels."""
+        return self.data.identity + (self.labels.identity if self.labels is not None else ())
 
     @property
     def tokens(self) -> int:

@@ -20,10 +20,13 @@ from __future__ import annotations
 
 import mmap
 import struct
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from megatron.checksums import sample_crc32
 from megatron.data.tokens.mapped_file import MappedFile, map_file
 from megatron.data.tokens.prefixes import find_prefix
 from megatron.errors import UserError
@@ -34,7 +37,9 @@ VERSION = 1
 MAX_ITEM = 2**31 - 1  # sizes are int32
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes: magic, version, type code, N, D
 
-_CHECKED = 1 << 20  # items of an index that are checked together
+FileIdentity = tuple[str, int, int]
+"""A file: path, size in bytes, CRC-32 of a sample of its bytes (`checksums.sample_crc32`)."""
+_CHECKED = 1 << 15  # items of an index that are checked together: they fit into a cache
 _AGAIN = "the index is damaged: copy it again from its source, or write the dataset again"
 
 DTYPES: dict[int, np.dtype] = {
@@ -120,6 +125,12 @@ class IndexedDataset:
         """The datasets that this one joins: itself, unless a data path is a glob."""
         return [self]
 
+    @cached_property
+    def identity(self) -> tuple[FileIdentity, ...]:
+        """What tells each file of tokens from another; read once."""
+        with ThreadPoolExecutor(min(8, len(self.parts))) as threads:
+            return tuple(threads.map(lambda part: identify(part._content.path), self.parts))
+
     @property
     def num_documents(self) -> int:
         """Documents according to the document index (the items, when no document was ever ended)."""
@@ -152,6 +163,11 @@ class IndexedDataset:
         return self._content.read(start, length * width).view(self.dtype)
 
     __getitem__ = get
+
+
+def identify(path: Path) -> FileIdentity:
+    """Path, size in bytes, and CRC-32 of a sample of a file."""
+    return str(path), path.stat().st_size, sample_crc32(path)
 
 
 def check_index(data: IndexedDataset) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,6 +167,31 @@ def test_data_that_changed_since_the_checkpoint_is_refused(tmp_path: Path) -> No
     numbered(tmp_path / "a", 1, 31)
     with pytest.raises(UserError, match=r"/a: .*\bdocuments\b"):
         plan_datasets(config, saved=state, **counts)
+
+
+def test_a_replaced_file_of_the_same_shape_is_refused(tmp_path: Path) -> None:
+    """Documents of one length have the same index whatever is in them; the checkpoint knows a sample of the tokens."""
+    a, b = (write(tmp_path / name, [[first + d] * 9 for d in range(30)]) for name, first in (("a", 0), ("b", 500)))
+    labels = write(tmp_path / "a_labels", [[d] * 9 for d in range(30)], np.int32)
+    data = DataConfig(train_data_paths=(a, b), train_label_data_paths=(labels, None), train_data_weights=(1.0, 1.0))
+    counts = {"seq_length": 4, "seed": 5, "train_samples": 40, "progress": Progress(1, 10, 10)}
+    state = reread(plan_datasets(data, **counts))
+    # The same files, in another order and elsewhere, are the same data.
+    swapped = replace(data, train_data_paths=(b, a), train_label_data_paths=(None, labels))
+    assert plan_datasets(swapped, saved=state, **counts).roles["train"].sources
+    for path in (f"{a}.bin", f"{labels}.bin"):
+        whole = Path(path).read_bytes()
+        changed = whole[:20] + bytes([77]) + whole[21:]
+        Path(path).write_bytes(changed)
+        expected, found = (rf"{len(whole)} bytes .*\b{zlib.crc32(content)}\b" for content in (whole, changed))
+        with pytest.raises(UserError, match=rf"{re.escape(path)} was replaced: expected {expected}.* found {found}"):
+            plan_datasets(data, saved=state, **counts)
+        Path(path).write_bytes(whole)
+    # A checkpoint from before contents were recorded is resumed as it was then.
+    role = state.roles["train"]
+    older = replace(role, sources=tuple(replace(source, files=None) for source in role.sources))
+    write(tmp_path / "a", [[900 + d] * 9 for d in range(30)])
+    assert plan_datasets(data, saved=replace(state, roles={"train": older}), **counts).roles["train"].sources
 
 
 def test_a_moved_dataset_continues(tmp_path: Path) -> None:

@@ -277,8 +277,8 @@ def test_version_1_of_the_record_is_read(paths: dict[str, str]) -> None:
     assert read(plan_of(replace(data), 30, SavedOrder.read(state), done), 0, 40) == read(plan)
     with pytest.raises(UserError, match="a 0.75 .* 0.5 now"):
         plan_of(config(paths, "ab", (1.0, 1.0)), 10, SavedOrder.read(state), done)
-    with pytest.raises(UserError, match="version 3"):
-        SavedOrder.read({**state, "version": 3})
+    with pytest.raises(UserError, match="version 4"):
+        SavedOrder.read({**state, "version": 4})
 
 
 def test_validation_data_may_change(paths: dict[str, str]) -> None:
