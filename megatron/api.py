@@ -29,7 +29,7 @@ Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _SCRIPTS = Path(__file__).resolve().parents[1]
 _ERRORS = {error.exit_code: error for error in (UserError, StopRequested, NumericsError, LostRankError, MachineError)}
-_PROMPT_END = "\x1e"  # ASCII's record separator: prompts may have several lines
+_PROMPT_END = "\x1e"  # ASCII's record separator: prompts are taken as they are, whatever they begin or end with
 
 
 def load_config(files: Files, **overrides: Any) -> NeoXArgs:
@@ -45,8 +45,8 @@ def train(files: Files, **overrides: Any) -> None:
 def generate(files: Files, prompts: Sequence[str] | None = None, **overrides: Any) -> list[dict[str, Any]]:
     """Texts from the checkpoint in `load` (else `save`): one record per prompt, without prompts `num_samples` records.
 
-    A record has `context`, `text`, `length`, `finished`, `message` and `duration_seconds`. White space around a prompt
-    does not count. Records are also written to `sample_output_file` when that is given.
+    A record has `context`, `text`, `length`, `finished`, `message` and `duration_seconds`. Records are also written to
+    `sample_output_file` when that is given.
     """
     with tempfile.TemporaryDirectory(prefix="deepy-") as folder:
         output = Path(overrides.setdefault("sample_output_file", f"{folder}/records.jsonl"))
@@ -55,7 +55,7 @@ def generate(files: Files, prompts: Sequence[str] | None = None, **overrides: An
             if blank := [i for i, prompt in enumerate(prompts) if not prompt.strip()]:
                 raise UserError(f"prompts[{blank[0]}] is empty; leave prompts out to generate without one")
             file = Path(folder, "prompts.txt")
-            file.write_text(_PROMPT_END.join(prompts), encoding="utf-8")
+            file.write_text(f"{_PROMPT_END}\n".join(prompts), encoding="utf-8")
             overrides |= {"text_gen_type": "input-file", "sample_input_file": str(file), "prompt_end": _PROMPT_END}
         _run("generate.py", files, overrides)
         with output.open(encoding="utf-8") as records:

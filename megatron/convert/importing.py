@@ -64,6 +64,7 @@ class Incoming:
         keys: our flat keys of its architecture, `vocab_size` included.
         rules: the table of its tensors by our names, for the model that `keys` describe.
         check: whether the checkpoint computes what the source does, its weights rounded to a type.
+        model_tokens: the ids that start and end its texts, as its own files have them (model_tokens.py).
     """
 
     source: Source
@@ -72,6 +73,7 @@ class Incoming:
     keys: dict[str, Any]
     rules: Callable[[ModelConfig], dict[str, Rule]]
     check: Callable[[CheckpointReader, ModelConfig, torch.dtype], Difference]
+    model_tokens: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ def import_from(
             source=incoming.title,
             tool=incoming.tool,
             tokenizer=tokenizer_keys(draft / TOKENIZER, f"{CONFIG_DIR}/{TOKENIZER}"),
+            model_tokens=incoming.model_tokens,
             tp=tp,
             pp=pp,
             precision=_KEYS[dtype],

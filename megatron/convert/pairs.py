@@ -65,7 +65,7 @@ def reference_of(source: HuggingFaceFolder) -> Reference:
     """The network and the tokenizer of a Hugging Face folder, for a checkpoint that should be the same model."""
     _, keys = keys_of(source)
     tokenizer = tokenizer_keys(source.path, str(source.path))
-    return Reference(model_of(keys), keys["vocab_size"], tokenizer, str(source.path))
+    return Reference(model_of(keys), keys["vocab_size"], tokenizer, str(source.path), source.model_tokens())
 
 
 def open_parameters(

@@ -42,7 +42,15 @@ log_interval: 10
 
 
 def ready_config(
-    keys: dict[str, Any], *, source: str, tool: str, tokenizer: dict[str, Any], tp: int, pp: int, precision: str
+    keys: dict[str, Any],
+    *,
+    source: str,
+    tool: str,
+    tokenizer: dict[str, Any],
+    tp: int,
+    pp: int,
+    precision: str,
+    model_tokens: dict[str, Any] | None = None,
 ) -> str:
     """The text of a YAML file next to the checkpoint, with paths relative to itself.
 
@@ -51,10 +59,13 @@ def ready_config(
         source: the model's name at its origin; `tool`: what converted it.
         tokenizer: the keys of the tokenizer; empty when there is none.
         precision: `fp32`, `fp16` or `bfloat16`.
+        model_tokens: the key of that name; None leaves it out.
     """
     head = f"# Made from {source} by {tool}.\n# ${{CONFIG_DIR}} is the folder of this file: it may be moved.\n"
     length = min(keys["max_position_embeddings"], LONGEST)
     names = _dump(tokenizer) if tokenizer else _NO_TOKENIZER
+    if model_tokens is not None:
+        names += _dump({"model_tokens": model_tokens})
     layout = {"pipe_parallel_size": pp, "model_parallel_size": tp}
     parts = [head, _dump(layout), "# network", _dump({**keys, "seq_length": length}), "# tokenizer", names]
     return "\n".join([*parts, _dump({"precision": precision}), _TRAINING.format(load=CONFIG_DIR)])

@@ -20,10 +20,12 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.plugins import is_file, source_changes, sources, stem
+from megatron.tokenizer.model_tokens import inherit
 
 logger = get_logger(__name__)
 
 TOKENIZER_KEYS = ("tokenizer_type", "vocab_file", "merge_file")
+MODEL_TOKENS = "model_tokens"
 # Resolved to another form than they are written in, so they cannot be compared before they are derived.
 _DERIVED = (
     "head_dim",
@@ -43,25 +45,28 @@ _MAY_DIFFER = ("attention_config", "rope_scaling", "rotary_emb_base", "rotary_em
 
 @dataclass(frozen=True)
 class Settings:
-    """The resolved architecture and the tokenizer's keys."""
+    """The resolved architecture, the tokenizer's keys, and the ids that start and end texts (model_tokens.py)."""
 
     model: ModelConfig
     tokenizer_type: str
     vocab_file: str | None
     merge_file: str | None
+    model_tokens: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Reference:
     """A model that a checkpoint should be: its configuration where the checkpoint keeps none, and its tokenizer.
 
-    `tokenizer`: keys of TOKENIZER_KEYS, {} when it has none; `where`: what to call it in messages.
+    `tokenizer`: keys of TOKENIZER_KEYS, {} when it has none; `where`: what to call it in messages; `model_tokens`: None
+    when it has no config.json.
     """
 
     model: ModelConfig
     vocab_size: int
     tokenizer: Mapping[str, str]
     where: str
+    model_tokens: Mapping[str, Any] | None = None
 
 
 def open_source(
@@ -113,7 +118,8 @@ def _take_tokenizer(settings: Settings, reference: Reference, reader: Checkpoint
     ]
     if wrong:
         raise UserError(f"{reference.where} is another model than {reader.folder}: {'; '.join(wrong)}")
-    return replace(settings, **reference.tokenizer) if reference.tokenizer else settings
+    tokens = inherit(reference.model_tokens, settings.model_tokens)
+    return replace(settings, **reference.tokenizer, model_tokens=tokens)
 
 
 def _open_neox(
@@ -125,7 +131,8 @@ def _open_neox(
     files = list(config_files) or kept
     if not files and reference is not None:
         tokenizer = {key: reference.tokenizer.get(key) for key in TOKENIZER_KEYS}
-        settings = Settings(reference.model, tokenizer["tokenizer_type"] or "", *list(tokenizer.values())[1:])
+        tokenizer["tokenizer_type"] = tokenizer["tokenizer_type"] or ""
+        settings = Settings(reference.model, **tokenizer, model_tokens=reference.model_tokens)
         return NeoXReader(checkpoint, reference.model, reference.vocab_size), settings
     if not files:
         raise UserError(f"{folder} was written by GPT-NeoX and keeps no config; give --config_file with the run's YAML")
@@ -134,7 +141,8 @@ def _open_neox(
     vocab_size = args.get("vocab_size") or open_tokenizer(**keys, vocab_is_hf=vocab_is_hf).vocab_size
     model = derive(args, Facts(vocab_size=vocab_size)).model
     tokenizer = {**keys, **(reference.tokenizer if reference else {})}
-    return NeoXReader(checkpoint, model, vocab_size), Settings(model, **tokenizer)
+    tokens = inherit(reference.model_tokens if reference else None, args.get(MODEL_TOKENS))
+    return NeoXReader(checkpoint, model, vocab_size), Settings(model, **tokenizer, model_tokens=tokens)
 
 
 def saved_config(reader: CheckpointReader, given: NeoXArgs | None = None) -> NeoXArgs:
@@ -171,7 +179,7 @@ def read_settings(reader: CheckpointReader, config_files: Sequence[str]) -> Sett
     """
     given = NeoXArgs.from_files(list(config_files)) if config_files else None
     saved = saved_config(reader, given)
-    tokenizer = {key: saved.get(key) for key in TOKENIZER_KEYS}
+    tokenizer, tokens = {key: saved.get(key) for key in TOKENIZER_KEYS}, saved.get(MODEL_TOKENS)
     if given is not None:
         wrong = [
             f"{key}: {given.get(key)!r} there, {saved.get(key)!r} in the checkpoint"
@@ -181,8 +189,9 @@ def read_settings(reader: CheckpointReader, config_files: Sequence[str]) -> Sett
         if wrong:
             raise UserError(f"--config_file: {', '.join(config_files)} describes another model: {'; '.join(wrong)}")
         tokenizer |= {key: given.get(key) for key in TOKENIZER_KEYS if given.is_set(key)}
+        tokens = inherit(given.get(MODEL_TOKENS), tokens)
     tokenizer["vocab_file"] = _find_vocab_file(tokenizer["vocab_file"], reader.folder)
-    return Settings(saved.model, **tokenizer)
+    return Settings(saved.model, **tokenizer, model_tokens=tokens)
 
 
 def check_same_network(keys: Mapping[str, Any], config_files: Sequence[str], problem: str = "") -> None:

@@ -12,8 +12,9 @@ from megatron.checkpoint.find import Checkpoint
 from megatron.errors import UserError, nearest
 from megatron.files import write_atomically
 from megatron.inference.build import build_stage
+from megatron.inference.exported_text import as_exported
 from megatron.inference.harness import HarnessModel, evaluation_team
-from megatron.inference.inputs import check_requests, requested_checkpoint
+from megatron.inference.inputs import check_requests, inherit_tokens, requested_checkpoint
 from megatron.inference.team import Control
 from megatron.log import get_logger, result
 from megatron.training.setup import Process
@@ -49,11 +50,12 @@ def evaluate(process: Process, report: Report) -> int:
     logger.info(f"evaluating {checkpoint.path}")
     stage = build_stage(args, state, tokenizer, checkpoint)
     batch = args.training.train_micro_batch_size_per_gpu or 1
-    team = evaluation_team(control, stage, tokenizer, batch=batch, seed=args.training.seed)
+    exported = as_exported(tokenizer, inherit_tokens(args, checkpoint))
+    team = evaluation_team(control, stage, exported, batch=batch, seed=args.training.seed)
     info = {"checkpoint": str(checkpoint.path), "precision": args.optimizer.precision, "neox_args": args.to_dict()}
 
     def lead() -> None:
-        results = prepared[0].run(HarnessModel(team, tokenizer, info))
+        results = prepared[0].run(HarnessModel(team, tokenizer, exported, info))
         result(table(results))
         write_results(results, args.generation.eval_results_prefix)
         report(flat_metrics(results), checkpoint.manifest.step)

@@ -5,7 +5,7 @@ Shapes: `b` prompts, `s` columns so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,13 +21,15 @@ class Completion:
     """What was generated for one prompt.
 
     Attributes:
-        tokens: new tokens, the end-of-document token excluded.
-        finished: the model ended the text itself (end of document, or what `Limits.ended` looks for).
+        tokens: new tokens, without the one of `Limits.ends` that ended the text.
+        end: that one; None when the text ended otherwise.
+        finished: the model ended the text itself (one of `Limits.ends`, or what `Limits.ended` looks for).
         message: why nothing or less than asked was generated, else None.
         logits: per new token the logits over the vocabulary (fp32), when asked for; on the last stage only.
     """
 
     tokens: list[int] = field(default_factory=list)
+    end: int | None = None
     finished: bool = False
     message: str | None = None
     logits: list[Tensor] = field(default_factory=list)
@@ -35,10 +37,18 @@ class Completion:
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop: at `eod`, after `maximum_tokens`, when `ended` is true of the new tokens, at the last position."""
+    """Where a text begins and stops.
+
+    Attributes:
+        maximum_tokens: most new tokens. A text stops at the model's last position too.
+        start: what an empty prompt begins with.
+        ends: tokens that end a text.
+        ended: whether the new tokens end it.
+    """
 
     maximum_tokens: int
-    eod: int
+    start: int
+    ends: Container[int]
     ended: Callable[[list[int]], bool] | None = None
 
 
@@ -55,7 +65,7 @@ def generate(
 ) -> list[Completion]:
     """Complete every prompt. The same call with the same prompts on every rank of a copy of the model.
 
-    An empty prompt starts from the end-of-document token, as a document does in training. A prompt that leaves no
+    An empty prompt begins with `Limits.start`. A prompt that leaves no
     position for a new token gets nothing but a message.
 
     Args:
@@ -64,7 +74,7 @@ def generate(
     completions = [Completion() for _ in prompts]
     batch = []
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        text = _Text(row, list(prompt) or [limits.eod], completion)
+        text = _Text(row, list(prompt) or [limits.start], completion)
         if len(text.prompt) >= stage.max_positions:
             completion.message = (
                 f"the prompt has {len(text.prompt)} tokens, the model takes {stage.max_positions} with the new ones"
@@ -88,8 +98,8 @@ class _Text:
     def take(self, token: int, logits: Tensor | None, limits: Limits, max_positions: int) -> None:
         """Add a token, unless the text has ended before or ends with it."""
         done = self.completion
-        if token == limits.eod:
-            done.finished, self.open = True, False
+        if token in limits.ends:
+            done.end, done.finished, self.open = token, True, False
             return
         done.tokens.append(token)
         if logits is not None:
@@ -117,7 +127,7 @@ def _run(
     longest = max(lengths)
     padded = [longest - length for length in lengths]
     start = torch.tensor(padded, device=device)
-    columns = torch.tensor([[limits.eod] * (longest - len(t.prompt)) + t.prompt for t in batch], device=device)
+    columns = torch.tensor([[limits.start] * (longest - len(t.prompt)) + t.prompt for t in batch], device=device)
     rows = torch.tensor([text.row for text in batch])
     steps = min(limits.maximum_tokens, stage.max_positions - min(lengths))
     capacity = longest + steps

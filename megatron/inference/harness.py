@@ -2,7 +2,7 @@
 
 Texts are encoded as the harness's own Hugging Face model encodes them, or scores would differ from everybody's:
 trailing spaces of a context move to the continuation, the two are encoded together and then split, an empty context is
-the begin-of-text token (else the end of a document), and rolling windows begin with it.
+the tokenizer's begin-of-text token (else what it calls eos), and rolling windows begin with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from megatron.convert.tokenizer_files import token_ids
+from megatron.inference.exported_text import ExportedText
 from megatron.inference.generate import Limits, generate
 from megatron.inference.sampling import Draws, Sampling
 from megatron.inference.scoring import Score, score
@@ -32,18 +32,18 @@ _NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_complet
 _LOOK_BACK = 4
 
 
-def evaluation_team(control: Control, stage: Stage, tokenizer: Tokenizer, *, batch: int, seed: int) -> Team:
+def evaluation_team(control: Control, stage: Stage, text: ExportedText, *, batch: int, seed: int) -> Team:
     """The ranks, able to do what `HarnessModel` asks for. Collective over all ranks."""
     workers: dict[str, Worker] = {
         "score": lambda items, options: score(stage, items, batch, options["what"]),
-        "complete": lambda items, options: _complete(stage, tokenizer, batch, seed, items, options),
+        "complete": lambda items, options: _complete(stage, text, batch, seed, items, options),
     }
     return Team(control, stage, workers)
 
 
 def _complete(
     stage: Stage,
-    tokenizer: Tokenizer,
+    text: ExportedText,
     batch: int,
     seed: int,
     items: Sequence[tuple[int, list[int]]],
@@ -54,19 +54,20 @@ def _complete(
     tail = max((len(stop.encode()) for stop in until), default=0) + _LOOK_BACK
 
     def ends_with_stop(tokens: list[int]) -> bool:
-        return any(stop in tokenizer.detokenize(tokens[-tail:]) for stop in until)
+        return any(stop in text.decode(tokens[-tail:]) for stop in until)
 
-    limits = Limits(options["new_tokens"], tokenizer.require_eod("generation"), ends_with_stop if until else None)
+    limits = Limits(options["new_tokens"], text.prefix, text.ends, ends_with_stop if until else None)
     sampling = Sampling(options["temperature"], options["top_k"], options["top_p"])
     texts: dict[int, str] = {}
     for chunk in batches(stage, [len(prompt) for _, prompt in items], batch, options["what"]):
         draws = Draws(seed, [items[i][0] for i in chunk])
         completions = generate(stage, [items[i][1] for i in chunk], limits, sampling, draws)
         for i, completion in zip(chunk, completions, strict=True):
-            text = tokenizer.detokenize(completion.tokens)
+            # An end that is no special token is part of the text.
+            written = text.decode([*completion.tokens, *([] if completion.end is None else [completion.end])])
             for stop in until:
-                text = text.split(stop)[0]
-            texts[i] = text
+                written = written.split(stop)[0]
+            texts[i] = written
     return [texts[i] for i in range(len(items))]
 
 
@@ -111,19 +112,20 @@ class HarnessModel(TemplateLM):
     counted twice and no copy waits for another.
 
     Args:
+        exported: what its own adapter would have.
         info: the results file's entries about the model.
     """
 
-    def __init__(self, team: Team, tokenizer: Tokenizer, info: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, team: Team, tokenizer: Tokenizer, exported: ExportedText, info: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__()
         self.team = team
         self.text = tokenizer
         self.info = dict(info or {})
         self.max_length = team.stage.max_positions
         self._once = Once(logger)
-        ids = token_ids(tokenizer, None)
-        self._eot = tokenizer.require_eod("evaluation")
-        self._prefix = self._eot if ids.bos is None else ids.bos
+        self._eot, self._prefix = exported.eot, exported.prefix
         # What the tokenizer's own template puts in front of every text, often nothing.
         added = tokenizer.tokenize("")
         self._added = added if added and tokenizer.tokenize("a")[: len(added)] == added else []

@@ -6,11 +6,13 @@ Needs neither torch nor a device, so that the launcher refuses bad input before 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.find import Checkpoint, find_checkpoint
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.schema_train import GenerationConfig
+from megatron.tokenizer.model_tokens import inherit
 
 
 def requested_checkpoint(args: NeoXArgs) -> Checkpoint:
@@ -24,6 +26,11 @@ def requested_checkpoint(args: NeoXArgs) -> Checkpoint:
         raise UserError("load is not set: evaluation and generation need a checkpoint, e.g. load=checkpoints")
     key = "load" if options.load is not None else "save"
     return find_checkpoint(options.load or options.save or "", options.iteration, key)
+
+
+def inherit_tokens(args: NeoXArgs, checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The key `model_tokens` of the config, with what the checkpoint knows (model_tokens.py)."""
+    return inherit(args.tokenizer.model_tokens, checkpoint.manifest.config.get("model_tokens"))
 
 
 def check_requests(options: GenerationConfig, kind: str) -> None:
@@ -40,7 +47,7 @@ def check_requests(options: GenerationConfig, kind: str) -> None:
 
 
 def read_prompts(file: str | None, prompt_end: str) -> list[str]:
-    """The prompts of a file: separated by `prompt_end`, stripped, empty ones dropped.
+    """The prompts of a file, separated by `prompt_end`; see `clean_prompt`. Blank ones are left out.
 
     Raises:
         UserError: there is no such file, it is not UTF-8 text, or it holds no prompt.
@@ -55,11 +62,22 @@ def read_prompts(file: str | None, prompt_end: str) -> list[str]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"sample_input_file: {path} is not UTF-8 text ({error})") from error
-    prompts = [part.strip() for part in text.split(prompt_end)]
-    prompts = [prompt for prompt in prompts if prompt]
+    prompts = [clean_prompt(part, prompt_end, first=i == 0) for i, part in enumerate(text.split(prompt_end))]
+    prompts = [prompt for prompt in prompts if prompt.strip()]
     if not prompts:
         raise UserError(f"sample_input_file: {path} holds no prompt")
     return prompts
+
+
+def clean_prompt(part: str, prompt_end: str, *, first: bool) -> str:
+    """A prompt from the text between two `prompt_end`; `first`: before the first one.
+
+    Between line breaks or blanks it is stripped, as in GPT-NeoX. Between other texts it stays as it is, since a chat's
+    prompt may have to end with a line break; only a line break right after a `prompt_end` belongs to that.
+    """
+    if not prompt_end.strip(" \t\r\n"):
+        return part.strip()
+    return part if first else part.removeprefix("\n")
 
 
 def check_prompt_end(prompt_end: str) -> None:

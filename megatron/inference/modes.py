@@ -17,13 +17,14 @@ from megatron.errors import UserError
 from megatron.files import write_atomically
 from megatron.inference.build import build_stage
 from megatron.inference.generate import Completion, Limits, generate
-from megatron.inference.inputs import output_path, read_prompts, requested_checkpoint
+from megatron.inference.inputs import clean_prompt, inherit_tokens, output_path, read_prompts, requested_checkpoint
 from megatron.inference.sampling import Draws, Sampling
 from megatron.inference.stage import Stage, batches
 from megatron.inference.team import Control, Team
 from megatron.log import get_logger, result
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.model_tokens import ModelTokens, stop_ids
 from megatron.training.setup import Process
 
 logger = get_logger(__name__)
@@ -36,16 +37,17 @@ def write_texts(process: Process) -> int:
     args, state, tokenizer = process.args, process.state, process.tokenizer
     options = args.generation
 
-    def inputs() -> tuple[Checkpoint, list[str]]:
+    def inputs() -> tuple[Checkpoint, list[str], frozenset[int]]:
         from_file = options.text_gen_type == "input-file"
         prompts = read_prompts(options.sample_input_file, options.prompt_end) if from_file else []
-        return requested_checkpoint(args), prompts
+        checkpoint = requested_checkpoint(args)
+        return checkpoint, prompts, find_ends(args, tokenizer, checkpoint)
 
     # Before the weights are read: they are what users get wrong.
     control = Control(state)
-    checkpoint, prompts = control.on_rank_zero(inputs)
-    logger.info(f"generating with {checkpoint.path}")
-    generator = TextGenerator(control, build_stage(args, state, tokenizer, checkpoint), tokenizer, args)
+    checkpoint, prompts, ends = control.on_rank_zero(inputs)
+    logger.info(f"generating with {checkpoint.path}; a text ends at {', '.join(map(str, sorted(ends)))}")
+    generator = TextGenerator(control, build_stage(args, state, tokenizer, checkpoint), tokenizer, args, ends)
     output = output_path(options, args.is_set("sample_output_file"))
 
     def lead() -> None:
@@ -60,8 +62,19 @@ def write_texts(process: Process) -> int:
     return 0
 
 
+def find_ends(args: NeoXArgs, tokenizer: Tokenizer, checkpoint: Checkpoint) -> frozenset[int]:
+    """The tokens that end a text: the model's ends, those that training added, the end of document, `stop_tokens`.
+
+    Raises `UserError` for a stop token that is none.
+    """
+    model = ModelTokens.of(tokenizer, inherit_tokens(args, checkpoint))
+    return model.ends() | stop_ids(args.generation.stop_tokens or (), tokenizer)
+
+
 class TextGenerator:
     """Completes texts with one model, spread over the ranks of a job. The n-th text it is given has draws of its own.
+
+    `ends`: the tokens that end a text, see `find_ends`.
 
     Attributes:
         team: whose rank 0 may call `complete`.
@@ -70,14 +83,16 @@ class TextGenerator:
         UserError: the tokenizer has no end-of-document token, or a sampling key is out of range.
     """
 
-    def __init__(self, control: Control, stage: Stage, tokenizer: Tokenizer, args: NeoXArgs) -> None:
+    def __init__(
+        self, control: Control, stage: Stage, tokenizer: Tokenizer, args: NeoXArgs, ends: frozenset[int]
+    ) -> None:
         self.stage = stage
         self.tokenizer = tokenizer
         self.options = args.generation
         self.batch = args.training.train_micro_batch_size_per_gpu or 1
         self.seed = args.training.seed
         self.sampling = Sampling(self.options.temperature, self.options.top_k, self.options.top_p)
-        self.limits = Limits(self.options.maximum_tokens, tokenizer.require_eod("generation"))
+        self.limits = Limits(self.options.maximum_tokens, tokenizer.require_eod("generation"), ends)
         self.team = Team(control, stage, {"complete": self._complete})
         self._completed = 0
 
@@ -150,13 +165,16 @@ def interactive(generator: TextGenerator, prompt_end: str, source: TextIO | None
 
 
 def prompts_from(source: TextIO, prompt_end: str) -> Iterator[str]:
-    """Prompts as they come in, each up to `prompt_end` (they may span lines), stripped, empty ones left out."""
-    rest = ""
+    """Prompts as they come in, each up to `prompt_end` (they may span lines), blank ones left out."""
+    rest, first = "", True
     while line := _read_line(source):
         *complete, rest = (rest + line).split(prompt_end)
-        yield from (prompt.strip() for prompt in complete if prompt.strip())
+        for part in complete:
+            prompt, first = clean_prompt(part, prompt_end, first=first), False
+            if prompt.strip():
+                yield prompt
     if rest.strip():
-        yield rest.strip()
+        yield clean_prompt(rest, prompt_end, first=first)
 
 
 def _read_line(source: TextIO) -> str:

@@ -341,6 +341,21 @@ DIFFERENCES: tuple[Difference, ...] = (
         "Generation and logging",
     ),
     Difference(
+        "blanks around a prompt in a file",
+        "are dropped",
+        "are dropped where prompt_end is a line break; another prompt_end leaves a prompt as it is, without the line "
+        "break right after the prompt_end before it",
+        never,
+        "Generation and logging",
+    ),
+    Difference(
+        "where a generated text ends",
+        "at the end of document",
+        "there, at the ends that the model's own files name, at those of chats it was trained on, and at stop_tokens",
+        never,
+        "Generation and logging",
+    ),
+    Difference(
         "eval.py, generate.py with bfloat16",
         "fails while the config is derived",
         "works; keys that only training needs are ignored",

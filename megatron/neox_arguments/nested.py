@@ -7,10 +7,12 @@ Stock DeepSpeed refuses keys it does not know, and many of GPT-NeoX's shipped fi
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import NoneType
 from typing import Any, Literal
 
 from megatron.errors import UserError, nearest
 from megatron.neox_arguments.coerce import WrongValue, coerce_type
+from megatron.neox_arguments.keys import union_members
 from megatron.neox_arguments.optimizer_params import param_types
 from megatron.neox_arguments.schema_train import DTYPE_SPELLINGS
 
@@ -29,6 +31,8 @@ _OFFLOAD: Schema = {
     "fast_init": bool,
     "ratio": float,
 }
+
+_TOKEN_IDS: Schema = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), int | tuple[int, ...] | None)
 
 NESTED: dict[str, Schema] = {
     "fp16": {
@@ -113,6 +117,7 @@ NESTED: dict[str, Schema] = {
         "optimizer": Literal["keep", "reset"],
         "step": Literal["continue", "restart"],
     },
+    "model_tokens": {"config": _TOKEN_IDS, "generation": _TOKEN_IDS, "trained_ends": tuple[int, ...]},
 }
 
 _NO_SCALE = "bfloat16 has no loss scale"
@@ -183,7 +188,7 @@ def _check(
             hint = nearest(inner_key, list(schema))
             raise UserError(f"{where(f'{prefix}.{written}')}: unknown key {inner_key!r} in {prefix}.{hint}")
         kind = schema[inner_key]
-        if inner is None:
+        if inner is None and NoneType not in union_members(kind):
             continue
         if isinstance(kind, dict):
             if not isinstance(inner, dict):

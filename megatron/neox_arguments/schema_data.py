@@ -35,6 +35,14 @@ class TokenizerConfig:
         "Tokens of the model, where it has rows for more ids than the tokenizer (published models often do).",
         new=True,
     )
+    model_tokens: dict[str, Any] | None = key(
+        None,
+        "The ids that start, end and pad the model's texts, as its config.json (`config`) and generation_config.json "
+        "(`generation`) have them: written by conversion, inherited by checkpoints, exported as they are; "
+        "`trained_ends`: ends of turns that training added. Default: what the tokenizer's files declare, and the end "
+        "of document.",
+        new=True,
+    )
     make_vocab_size_divisible_by: int = key(
         128, "The vocabulary is padded in memory to a multiple of this times model_parallel_size."
     )

@@ -205,7 +205,17 @@ class GenerationConfig:
     top_p: float = key(0.0, "Sample from the smallest set of tokens with this much probability; 0 is off.")
     top_k: int = key(0, "Sample from the k likeliest tokens; 0 is off.")
     maximum_tokens: int = key(64, "Most tokens generated per prompt.")
-    prompt_end: str = key("\n", "What ends a prompt in files and in interactive use.")
+    stop_tokens: tuple[str | int, ...] | None = key(
+        None,
+        "More tokens that end a generated text, by text (<|im_end|>) or id. The end of document and the model's own "
+        "ends always do.",
+        new=True,
+    )
+    prompt_end: str = key(
+        "\n",
+        "What ends a prompt in files and in interactive use.",
+        differs="blanks around a prompt are dropped only where prompt_end is a line break: others keep them",
+    )
     sample_input_file: str | None = key(None, "File of prompts.")
     sample_output_file: str | None = key("samples.txt", "JSONL file for what was generated.")
     num_samples: int = key(1, "Samples of unconditional generation.")

@@ -20,6 +20,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.fingerprint import Fingerprint
+from megatron.tokenizer.model_tokens import add_trained_ends
 
 
 def resolve_epochs(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
@@ -94,6 +95,12 @@ def resume_order(start: Start) -> tuple[SavedOrder, tuple[int, int]]:
         )
     first = start.init.first_step(saved), start.init.consumed(saved)
     return SavedOrder.read(order).inherit(saved.step, first), first
+
+
+def note_trained_ends(args: NeoXArgs, plan: DataPlan) -> NeoXArgs:
+    """`args` with the ends of turns that the chats among the training data teach, for checkpoints and exports."""
+    tokens = add_trained_ends(args.tokenizer.model_tokens, plan.turn_ends())
+    return args if tokens == args.tokenizer.model_tokens else args.replace("the training data", model_tokens=tokens)
 
 
 def check_saved_tokenizer(start: Start, tokenizer: Tokenizer, allow: bool) -> None:

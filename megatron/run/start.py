@@ -29,6 +29,7 @@ from megatron.neox_arguments.differences import differences_for
 from megatron.plugins import source_changes
 from megatron.run.data import check_identity
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.model_tokens import inherit
 from megatron.training.callback import Callback
 from megatron.training.trainer import Trainer
 
@@ -154,6 +155,8 @@ def resume_config(args: NeoXArgs, start: Start) -> NeoXArgs:
     if start.checkpoint is None:
         return args
     saved = start.checkpoint.manifest
+    tokens = inherit(args.tokenizer.model_tokens, saved.config.get("model_tokens"))
+    args = args.replace("the checkpoint", model_tokens=tokens)
     for message in check_config(
         saved.config,
         args.to_dict(),

@@ -14,7 +14,7 @@ from megatron.log import get_logger
 from megatron.mpu.owned import count_parameters
 from megatron.neox_arguments.derive import check_device, check_trainable
 from megatron.run.batches import DataOrder, build_batches, named_sets, open_data_on_ranks
-from megatron.run.data import resolve_epochs, resume_order
+from megatron.run.data import note_trained_ends, resolve_epochs, resume_order
 from megatron.run.start import TokenizerIdentity, begin, log_start, resume_config, save_lock, setup_status, share_start
 from megatron.training.setup import Process, build_engine, build_model, build_schedule
 from megatron.training.trainer import Trainer
@@ -35,6 +35,7 @@ def train(process: Process) -> int:
         log_start(args, start)
         args = resume_config(args, start)
         plan = open_data_on_ranks(args, process, *resume_order(start))
+        args = note_trained_ends(args, plan)
         batches = build_batches(args, process, plan)
         process = Process(args, state, tokenizer)
         model = build_model(process, None if start.checkpoint is not None else args.training.seed)

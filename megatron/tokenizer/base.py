@@ -27,8 +27,8 @@ class Encodes(Protocol):
 class Tokenizer(ABC):
     """Text to ids and back.
 
-    `eod` is the id written between documents and `pad` the id of padding; either is None when the tokenizer's files
-    name none. `name` is the `tokenizer_type` it was built as.
+    `eod` is the id written between documents of training data (what ends a model's texts: model_tokens.py) and `pad`
+    the id of padding; either is None when the tokenizer's files name none. `name` is the `tokenizer_type`.
     """
 
     name: str
@@ -52,6 +52,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def files(self) -> dict[str, Path]:
         """Files that make up the tokenizer: the name each has in a Hugging Face folder, and where it is now."""
+
+    def declared_id(self, role: str) -> int | None:
+        """The id of the token that the tokenizer's own files call `bos_token`, `eos_token` or `pad_token`, if any."""
+        return None
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`tokenize` for many texts; faster where the library can."""

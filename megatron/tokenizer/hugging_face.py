@@ -70,6 +70,15 @@ class LibraryTokenizer(Tokenizer):
         """The files it was read from."""
         return dict(self._files)
 
+    def declared_id(self, role: str) -> int | None:
+        """From tokenizer_config.json, else special_tokens_map.json."""
+        token_ids = (self.backend.token_to_id(token) for token in _read_roles(self._home(), role))
+        return next((i for i in token_ids if i is not None), None)
+
+    def _home(self) -> Path | None:
+        """The folder whose JSON files describe this tokenizer."""
+        return next((path.parent for name, path in self._files.items() if name in COMPANIONS), None)
+
     def export(self, folder: Path) -> list[Path]:
         """Write a folder that `transformers.AutoTokenizer` opens with the same ids, end and padding tokens."""
         written = super().export(folder)
@@ -210,7 +219,7 @@ def _first_special(backend: tokenizers.Tokenizer, names: Sequence[str]) -> int |
 
 
 def _read_roles(folder: Path | None, role: str) -> list[str]:
-    """The token that the JSON files in `folder` give the role `eos_token` or `pad_token`, if any."""
+    """The token that the JSON files in `folder` give a role such as `eos_token`, if any."""
     found = []
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _read_json(folder, name).get(role)

@@ -40,6 +40,11 @@ class SentencePieceTokenizer(Tokenizer):
         """Every piece."""
         return {i: self.model.id_to_piece(i) for i in range(self.model.get_piece_size())}
 
+    def declared_id(self, role: str) -> int | None:
+        """Of the model file's own control pieces."""
+        ids = {"bos_token": self.model.bos_id(), "eos_token": self.model.eos_id(), "pad_token": self.model.pad_id()}
+        return ids[role] if ids[role] >= 0 else None
+
     def files(self) -> dict[str, Path]:
         """The model file."""
         return {"tokenizer.model": self.path}

@@ -111,7 +111,7 @@ def complete(
 ) -> list[Completion]:
     """Generate with draws numbered like the prompts."""
     draws = Draws(seed, range(len(prompts)))
-    return generate(stage, prompts, Limits(tokens, EOD), sampling, draws, **options)
+    return generate(stage, prompts, Limits(tokens, EOD, (EOD,)), sampling, draws, **options)
 
 
 def greedy_by_hand(stage: Stage, prompt: list[int], tokens: int) -> list[int]:

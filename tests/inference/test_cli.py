@@ -76,9 +76,15 @@ def test_generate_under_deepy_and_torchrun(folder: Path):
     assert again.returncode == 0, again.stderr
     assert records(folder / "again.jsonl") == found
 
-    asked = start(folder, generate, *given, "text_gen_type=interactive", "model_parallel_size=2", typed="hello\nx\n")
+    stop = found[0][1][5]  # on every rank
+    asked = start(
+        folder,
+        generate,
+        *(*given, "text_gen_type=interactive", "model_parallel_size=2", f"stop_tokens={[ord(stop)]}"),
+        typed="hello\nx\n",
+    )
     assert asked.returncode == 0, asked.stderr
-    assert asked.stdout == f"{found[0][1]}\n{found[2][1]}\n"
+    assert asked.stdout == "".join(text.split(stop)[0] + "\n" for _, text in (found[0], found[2]))
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ def test_stops_at_the_end_of_the_document(checkpoint):
     free = complete(stage, PROMPTS[:2])
     end = free[0].tokens[5]
     cut = free[0].tokens.index(end)
-    stopped, other = generate(stage, PROMPTS[:2], Limits(12, end), Sampling())
+    stopped, other = generate(stage, PROMPTS[:2], Limits(12, EOD, (end,)), Sampling())
     assert stopped.tokens == free[0].tokens[:cut] and stopped.finished and stopped.message is None
     if end not in free[1].tokens:  # the other row goes on as if nothing had happened
         assert other.tokens == free[1].tokens and not other.finished
@@ -158,7 +158,7 @@ def test_stops_at_the_end_of_the_document(checkpoint):
 
 def test_stops_when_the_caller_says_so(checkpoint):
     stage = stage_of(checkpoint("neox"), GPT_NEOX)
-    (done,) = generate(stage, PROMPTS[:1], Limits(12, EOD, ended=lambda tokens: len(tokens) == 3), Sampling())
+    (done,) = generate(stage, PROMPTS[:1], Limits(12, EOD, (EOD,), ended=lambda tokens: len(tokens) == 3), Sampling())
     assert len(done.tokens) == 3 and done.finished
 
 

@@ -16,6 +16,7 @@ from megatron.checkpoint.find import open_checkpoint
 from megatron.errors import UserError
 from megatron.inference.build import build_stage
 from megatron.inference.evaluate import Tasks, flat_metrics, table, write_results
+from megatron.inference.exported_text import as_exported
 from megatron.inference.harness import HarnessModel, Request, evaluation_team
 from megatron.inference.scoring import score
 from megatron.inference.team import Control
@@ -93,7 +94,8 @@ class Model:
         state = state_of(rank, layout)
         args = inference_args(self.keys, layout, self.tokenizer.vocab_size)
         stage = build_stage(args, state, self.tokenizer, open_checkpoint(self.checkpoint))
-        return HarnessModel(evaluation_team(Control(state), stage, self.tokenizer, batch=3, seed=1), self.tokenizer)
+        exported = as_exported(self.tokenizer, None)
+        return HarnessModel(evaluation_team(Control(state), stage, exported, batch=3, seed=1), self.tokenizer, exported)
 
     def theirs(self) -> Any:
         from lm_eval.models.huggingface import HFLM

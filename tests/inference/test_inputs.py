@@ -69,12 +69,14 @@ def test_prompts_on_the_command_line_win_over_a_file_that_says_unconditional(tmp
     assert derive(both).generation.text_gen_type == "interactive"
 
 
-def test_prompts_are_separated_stripped_and_not_empty(tmp_path: Path):
+def test_prompts_are_separated_and_not_blank_and_lines_stripped(tmp_path: Path):
     path = tmp_path / "prompts.txt"
     path.write_text("one\n\n  two words \nthree", encoding="utf-8")
     assert read_prompts(str(path), "\n") == ["one", "two words", "three"]
     path.write_text("one\nline two###\n\n###drei\n", encoding="utf-8")
-    assert read_prompts(str(path), "###") == ["one\nline two", "drei"]
+    assert read_prompts(str(path), "###") == ["one\nline two", "drei\n"]
+    path.write_text("\n ask\n<|assistant|>\n@@\n@@\n  next\n<|assistant|>\n@@\n", encoding="utf-8")
+    assert read_prompts(str(path), "@@") == ["\n ask\n<|assistant|>\n", "  next\n<|assistant|>\n"]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_a_missing_checkpoint_is_never_random_weights(tmp_path: Path):
     [
         ("one\n\ntwo\n", "\n", ["one", "two"]),
         ("one\ntwo", "\n", ["one", "two"]),
-        ("one\nmore###\ntwo ### three\n", "###", ["one\nmore", "two", "three"]),
+        ("one\nmore###\ntwo ### three\n", "###", ["one\nmore", "two ", " three\n"]),
         ("", "\n", []),
     ],
 )

@@ -15,15 +15,15 @@ from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.drafts import check_free, draft_of, publish
 from megatron.convert.families import choose_family
 from megatron.convert.hf.check import compare
-from megatron.convert.hf.folder import GENERATION
 from megatron.convert.hf.safetensors_writer import Planned, write_safetensors
 from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds
 from megatron.convert.precision import dtype_of
 from megatron.convert.settings import Reference, Settings, open_source
-from megatron.convert.tokenizer_files import open_tokenizer, save_tokenizer, token_ids
+from megatron.convert.tokenizer_files import open_tokenizer, save_tokenizer
 from megatron.errors import UserError
 from megatron.log import get_logger, progress
 from megatron.neox_arguments.schema_model import ModelConfig
+from megatron.tokenizer.model_tokens import BOS, EOS, FIELDS, GENERATION, PAD, ModelTokens, read_generation
 
 logger = get_logger(__name__)
 
@@ -76,7 +76,7 @@ def export(
         families: the only architectures that will do; () takes all.
         tokenizer: whether to write the tokenizer's files.
         vocab_is_hf: `vocab_file` is a Hugging Face tokenizer folder.
-        pad_token_id: for the config; None takes the tokenizer's.
+        pad_token_id: for the config; None keeps the model's, else the tokenizer's.
         check: compare logits with our own model and refuse to publish when they differ.
         overwrite: replace an earlier export that is at `output`; anything else there is always refused.
 
@@ -92,8 +92,11 @@ def export(
     _check_names(reader, table)
     dtype = dtype_of(precision, reader.dtype(WORD_EMBEDDINGS))
     with draft_of(output, "--output_dir") as draft:
-        ids = _write_tokenizer(settings, draft, tokenizer, vocab_is_hf, pad_token_id)
-        _write_config(draft, family, settings.model, reader, ids, dtype)
+        kept, tokens = _write_tokenizer(settings, draft, tokenizer, vocab_is_hf, pad_token_id)
+        _check_ids(tokens, settings, reader, pad_token_id)
+        _write_config(draft, family, settings.model, reader, tokens, dtype)
+        kept.pop("transformers_version", None)
+        _write_json(draft / GENERATION, {**kept, **tokens.generation})
         plan = _plan(reader, table)
         if check:  # without it nothing here waits for transformers
             _check_plan(draft, reader, table, settings.model)
@@ -118,44 +121,42 @@ def _check_names(reader: CheckpointReader, table: list[Rule | Constant]) -> None
 
 def _write_tokenizer(
     settings: Settings, draft: Path, wanted: bool, vocab_is_hf: bool, pad_token_id: int | None
-) -> TokenIds:
+) -> tuple[dict[str, Any], ModelTokens]:
+    """Write its files; what its generation_config.json holds, and the model's ids."""
     if not wanted:
-        return token_ids(None, pad_token_id)
+        return {}, ModelTokens.of(None, settings.model_tokens, pad_token_id)
     opened = open_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file, vocab_is_hf)
     save_tokenizer(opened, draft)
-    return token_ids(opened, pad_token_id)
+    return read_generation(opened) or {}, ModelTokens.of(opened, settings.model_tokens, pad_token_id)
+
+
+def _check_ids(tokens: ModelTokens, settings: Settings, reader: CheckpointReader, pad_token_id: int | None) -> None:
+    """Ids that were chosen here must be the model's; a published model's own are exported as they are."""
+    chosen = {} if settings.model_tokens and "config" in settings.model_tokens else dict(tokens.config)
+    if pad_token_id is not None:
+        chosen[PAD] = pad_token_id
+    vocab_size = reader.entry(WORD_EMBEDDINGS).shape[0]
+    ids = {name: value if isinstance(value, (list, tuple)) else [value] for name, value in chosen.items()}
+    too_large = {name: found for name, found in ids.items() if any(i is not None and i >= vocab_size for i in found)}
+    if too_large:
+        raise UserError(f"special token ids beyond the model's {vocab_size} tokens: {too_large}. Is it its tokenizer?")
 
 
 def _write_config(
-    draft: Path, family: Family, model: ModelConfig, reader: CheckpointReader, ids: TokenIds, dtype: torch.dtype
+    draft: Path, family: Family, model: ModelConfig, reader: CheckpointReader, tokens: ModelTokens, dtype: torch.dtype
 ) -> None:
-    vocab_size = reader.entry(WORD_EMBEDDINGS).shape[0]
-    too_large = {name: i for name, i in vars(ids).items() if i is not None and i >= vocab_size}
-    if too_large:
-        raise UserError(f"special token ids beyond the model's {vocab_size} tokens: {too_large}. Is it its tokenizer?")
+    ids = tokens.config
+    fields = family.config(
+        model, reader.entry(WORD_EMBEDDINGS).shape[0], TokenIds(ids.get(BOS), ids.get(EOS), ids.get(PAD))
+    )
     name = str(dtype).removeprefix("torch.")
     config: dict[str, Any] = {
         "architectures": [family.architecture],
-        **family.config(model, vocab_size, ids),
+        **{field: value for field, value in fields.items() if field not in FIELDS or field in ids},
         "dtype": name,
         "torch_dtype": name,  # for transformers 4
     }
     _write_json(draft / "config.json", config)
-    _write_json(draft / GENERATION, _generation(draft / GENERATION, ids))
-
-
-def _generation(path: Path, ids: TokenIds) -> dict[str, Any]:
-    """What came with the tokenizer (how texts are sampled, and end), with the special ids in their place.
-
-    Where several tokens end a text, the run's end of document among them, all stay.
-    """
-    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    kept.pop("transformers_version", None)
-    own = {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
-    ends = kept.get("eos_token_id")
-    if isinstance(ends, list) and ids.eos in ends:
-        own["eos_token_id"] = ends
-    return kept | {key: i for key, i in own.items() if i is not None}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

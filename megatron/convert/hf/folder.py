@@ -15,12 +15,12 @@ from megatron.convert.hf.safetensors_reader import read_header, read_tensor
 from megatron.convert.parts.tensors import Stored
 from megatron.errors import UserError
 from megatron.tokenizer.hub import require_hub
+from megatron.tokenizer.model_tokens import GENERATION, ids_in, read_object
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-GENERATION = "generation_config.json"  # which tokens end a text: a chat model may have several
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # Tables that older versions of transformers saved with the weights, and that every model computes.
 _BUFFERS = (".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -46,6 +46,14 @@ class HuggingFaceFolder:
         stored = self.tensors[name]
         path = self.path / stored.file
         return read_tensor(path, stored) if stored.file.endswith(".safetensors") else _load(path)[name]
+
+    def model_tokens(self) -> dict[str, Any]:
+        """The ids in config.json and generation_config.json, as they are there: the key `model_tokens`."""
+        generation = self.path / GENERATION
+        found = {"config": ids_in(self.config, str(self.path / "config.json"))}
+        if generation.is_file():
+            found["generation"] = ids_in(read_object(generation), str(generation))
+        return found
 
     def copy_tokenizer(self, target: Path) -> None:
         """Copy the tokenizer's files, chat template included, into a new folder; none when there are none."""

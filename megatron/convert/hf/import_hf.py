@@ -76,6 +76,7 @@ def import_model(
         keys=keys,
         rules=lambda ours: rules_of(source, family, ours),
         check=same,
+        model_tokens=source.model_tokens(),
     )
     return import_from(
         incoming, output, tp=tp, pp=pp, iteration=iteration, precision=precision, check=check, names=names

@@ -43,11 +43,11 @@ class Constant:
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Special ids for config.json and generation_config.json; None where the tokenizer has none."""
+    """Special ids for config.json, each a number, a list of numbers or None; see tokenizer/model_tokens.py."""
 
-    bos: int | None = None
-    eos: int | None = None
-    pad: int | None = None
+    bos: Any = None
+    eos: Any = None
+    pad: Any = None
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from megatron.data.tokenise.chunks import Chunk, Fault, replace_surrogates
 from megatron.data.tokenise.encode import Encoded, Output, Tally
 from megatron.data.tokenise.texts import text_fixer
 from megatron.data.tokens.indexed import DTYPES, token_dtype
+from megatron.data.tokens.manifest import TURN_ENDS
 from megatron.errors import UserError
 from megatron.tokenizer.hugging_face import LibraryTokenizer
 
@@ -140,8 +141,25 @@ class ChatEncoder:
             template, options.roles, added, only_last=options.only_last, leave_open=options.leave_open
         )
         self._fix = text_fixer(options.ftfy)
-        extra = {**options.manifest_entries(), "chat_template": template.digest()}
+        extra = {**options.manifest_entries(), "chat_template": template.digest(), TURN_ENDS: self._turn_ends()}
         self.outputs = _outputs(options, token_dtype(tokenizer.vocab_size), extra)
+
+    def _turn_ends(self) -> list[int]:
+        """The token that these chats teach to end a turn with, as seen in one question and answer; [] for none.
+
+        There is none where turns are left open, end with plain text, or are not trained.
+        """
+        if self.options.leave_open or self.options.for_rm:
+            return []
+        chat = Conversation([{"role": "user", "content": "a"}, {"role": self.options.roles[0], "content": "b"}])
+        try:
+            rendered = self._finder.find(chat)
+        except BadChat:
+            return []
+        (encoding,) = self._backend.encode_batch([rendered.text], add_special_tokens=False)
+        _, labels = self._label(rendered, encoding, LabelRules(self.rules.eos))
+        special = {*self._backend.get_added_tokens_decoder(), self.rules.eos}
+        return [int(i) for i in labels[labels >= 0][-1:] if i in special]
 
     def encode(self, chunk: Chunk) -> Encoded:
         """Render, tokenise and label the records of a chunk; those without a message are counted and left out."""
@@ -152,7 +170,7 @@ class ChatEncoder:
         for row in rows:
             values, nbytes = list[np.ndarray](), list[int]()
             for rendered in row.rendered:
-                values += self._label(rendered, next(encodings))
+                values += self._label(rendered, next(encodings), self.rules)
                 nbytes += [len(rendered.text.encode()), 0]
             if row.reward is not None:
                 values.append(np.array([row.reward]))
@@ -214,11 +232,13 @@ class ChatEncoder:
             messages, tools = map_text(chat.messages, replace_surrogates), map_text(chat.tools, replace_surrogates)
             return self._finder.find(replace(chat, messages=messages, tools=tools))
 
-    def _label(self, rendered: Rendered, encoding: tokenizers.Encoding) -> tuple[np.ndarray, np.ndarray]:
+    def _label(
+        self, rendered: Rendered, encoding: tokenizers.Encoding, rules: LabelRules
+    ) -> tuple[np.ndarray, np.ndarray]:
         ids = np.array(encoding.ids, dtype=np.int64)
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         spans = [(turn.start, turn.end) for turn in rendered.turns]
-        return label(rendered.text, ids, offsets, spans, self.rules)
+        return label(rendered.text, ids, offsets, spans, rules)
 
     def _fault_of(self, row: _Row, values: list[np.ndarray]) -> Fault | None:
         names = self.options.names

@@ -22,7 +22,7 @@ from megatron.data.order.splits import NAMES
 from megatron.data.order.table import SourceRow, source_rows
 from megatron.data.sample import SampleDataset
 from megatron.data.tokens.cache import IndexCaches, content_key
-from megatron.data.tokens.manifest import check_tokenizer, verify
+from megatron.data.tokens.manifest import TURN_ENDS, check_tokenizer, read_manifest, verify
 from megatron.log import Once, get_logger
 from megatron.neox_arguments.schema_data import DataConfig
 from megatron.tokenizer.base import Tokenizer
@@ -118,6 +118,14 @@ class DataPlan:
         opened = [data for one in sources for data in (one.data, one.labels) if data is not None]
         for data in {part.prefix: part for one in opened for part in one.parts}.values():
             verify(data)
+
+    def turn_ends(self) -> list[int]:
+        """The tokens that end a turn in the chats of the training data, ascending."""
+        train = self.roles.get("train")
+        drawn = [] if train is None else [train.sources[d].source.data for d in train.drawn]
+        parts = [part for data in drawn for part in data.parts]
+        manifests = [read_manifest(part.prefix) for part in parts]
+        return sorted({i for found in manifests if found is not None for i in found.extra.get(TURN_ENDS, ())})
 
     def build(self, *, mmap_warmup: bool = False) -> Datasets:
         """Build or find the index arrays. Any number of processes may call this at the same time.

@@ -26,6 +26,7 @@ from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.fingerprint import Fingerprint
 
 FORMAT_VERSION = 2  # 1 had no checksum of the tokens
+TURN_ENDS = "turn_ends"  # in `extra`: the tokens with which trained turns of chats end
 SCAN_BYTES = 1 << 28  # how much of a dataset without manifest is searched for ids beyond the vocabulary
 
 

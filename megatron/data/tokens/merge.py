@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.indexed import IndexedDataset
-from megatron.data.tokens.manifest import Manifest, finalize_with_manifest, manifest_path, verify
+from megatron.data.tokens.manifest import TURN_ENDS, Manifest, finalize_with_manifest, manifest_path, verify
 from megatron.data.tokens.merge_inputs import COMPANIONS, Group
 from megatron.data.tokens.partial import WriteError
 from megatron.data.tokens.prefixes import SHARD_NAME
@@ -145,10 +145,12 @@ def _source(group: Group, parts: Sequence[Manifest | None]) -> Any:
 
 
 def _extra(manifests: Sequence[Manifest | None]) -> dict[str, Any]:
-    """Counts added up; of the rest, what is equal in all parts. Empty when a part has no manifest."""
+    """Counts added up, all ends of turns; of the rest, what all parts have. Empty when a part has no manifest."""
     parts = [part for part in manifests if part is not None]
     if len(parts) < len(manifests):
         return {}
     extra = {key: value for key, value in parts[0].extra.items() if all(p.extra.get(key) == value for p in parts)}
     extra.pop("shard", None)
+    if ends := {i for part in parts for i in part.extra.get(TURN_ENDS, ())}:
+        extra[TURN_ENDS] = sorted(ends)
     return extra | {key: sum(p.extra[key] for p in parts) for key in SUMMED if all(key in p.extra for p in parts)}

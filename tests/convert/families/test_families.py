@@ -190,7 +190,7 @@ def _step(state: ParallelState, keys: dict[str, Any], weights: dict[str, Tensor]
         logits = None if out is None else out.logits()
     texts = []
     for use_cache in (True, False):
-        done = generate(stage, PROMPTS, Limits(NEW_TOKENS, END), Sampling(), use_cache=use_cache)
+        done = generate(stage, PROMPTS, Limits(NEW_TOKENS, END, (END,)), Sampling(), use_cache=use_cache)
         texts.append([[*text.tokens, END] if text.finished else text.tokens for text in done])
     return Outcome(logits, gradients, texts)
 

@@ -1,0 +1,68 @@
+"""The tokenizer of our model as the harness's own adapter has it, when it opens the exported folder."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.log import get_logger
+from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.model_tokens import ModelTokens
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ExportedText:
+    """What a score depends on besides the logits.
+
+    Attributes:
+        prefix: the token before a text that has nothing before it: the tokenizer's bos, else its eos.
+        eot: the tokenizer's eos.
+        ends: where `transformers` stops in a text of the exported model, and `eot`, which the adapter stops at itself.
+        decode: the text of new tokens, without special ones.
+    """
+
+    prefix: int
+    eot: int
+    ends: frozenset[int]
+    decode: Callable[[Sequence[int]], str]
+
+
+def as_exported(tokenizer: Tokenizer, model_tokens: Mapping[str, Any] | None) -> ExportedText:
+    """Of a tokenizer and the key `model_tokens` of its model.
+
+    A tokenizer that `transformers` cannot open (an export has no adapter then) speaks for itself. Raises `UserError`
+    when it has no end of document.
+    """
+    ends = ModelTokens.of(tokenizer, model_tokens).exported_ends()
+    theirs = _open_in_transformers(tokenizer)
+    if theirs is None or theirs.eos_token_id is None:
+        eod = tokenizer.require_eod("evaluation")
+        bos, eos = tokenizer.declared_id("bos_token"), tokenizer.declared_id("eos_token")
+        eot = eod if eos is None else eos
+        return ExportedText(eot if bos is None else bos, eot, ends | {eot}, tokenizer.detokenize)
+    eot, bos = theirs.eos_token_id, theirs.bos_token_id
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(theirs.decode(list(ids), skip_special_tokens=True))
+
+    return ExportedText(eot if bos is None else bos, eot, ends | {eot}, decode)
+
+
+def _open_in_transformers(tokenizer: Tokenizer) -> Any:
+    """What `AutoTokenizer` makes of the files that an export writes; None when it cannot."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory(prefix="deepy-") as folder:
+        if not tokenizer.export(Path(folder)):
+            return None
+        try:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        # It fails in as many ways as there are tokenizer classes.
+        except Exception as error:
+            logger.debug(f"transformers does not open {tokenizer.describe()}: {error}")
+            return None
