@@ -68,11 +68,14 @@ INTERRUPTED, READER_GONE = 130, 141
 
 
 def as_shown(error: BaseException) -> DeepyError | None:
-    """The error as users are to see it: itself, or a `MachineError`; None when it is a bug."""
+    """The error as users are to see it: itself, a `MachineError`, a `UserError` for a name that no file can have; None
+    when it is a bug."""
     if isinstance(error, DeepyError):
         return error
     if isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS:
         return MachineError(str(error))
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UserError(f"too long for the name of a file (255 bytes per part): {error.filename}")
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         return MachineError(f"{error}: the number of processes and threads is limited (ulimit -u)")
     return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,9 @@ pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
 # These are named in a sentence under the picture of documentation/architecture.md.
-BELOW_THE_CONFIG = [{"plugins"}, {"rows"}, {"registry"}, {"log"}, {"files", "errors"}]
+BELOW_THE_CONFIG = [
+    *({"plugins"}, {"rows"}, {"registry"}, {"log"}, {"files", "checksums", "signals"}, {"errors"}, {"streams"}),
+]
 # what a run makes, and the user's own files
 MADE = re.compile(
     r"^(data|checkpoints|demo|ckpt|hf|global_step\S*|a\.\w+|b\.yml|run\.yml|your\.yml|.*\.jsonl?|resolved\.yml)(/|$)"
@@ -99,3 +103,16 @@ def test_uv_script_refuses_an_unknown_feature() -> None:
     result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert result.returncode == 2
     assert "no such feature: nosuchfeature" in result.stderr and "flashattention" in result.stderr
+
+
+def test_what_has_an_interpreter_line_can_be_executed() -> None:
+    """`./deepy.py train.py ...` is GPT-NeoX's own first command. No other file is marked as a program."""
+    below = [path for folder in ("tools", "huggingface", "slurm", "tests/gpu") for path in (ROOT / folder).rglob("*")]
+    known = {path for path in (*ROOT.glob("*"), *below) if path.suffix in (".py", ".sh", ".sbatch")}
+    programs = {path for path in known if path.read_bytes().startswith(b"#!")}
+    assert {path for path in known if os.access(path, os.X_OK)} == programs
+    assert {ROOT / name for name in ("deepy.py", "train.py", "eval.py", "generate.py")} <= programs
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # that of an active environment
+    call = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run(["./deepy.py", "--help"], **call, check=True)
+    assert "USER_SCRIPT" in done.stdout

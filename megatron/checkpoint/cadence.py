@@ -38,7 +38,17 @@ def save_steps(
     last: int, *, scale: str = "linear", factor: float | None = None, extra: Collection[int] | None = None
 ) -> list[int]:
     """All steps of a run of `last` steps after which a checkpoint is written, ascending."""
-    return [s for s in range(last + 1) if is_save_step(s, scale=scale, factor=factor, extra=extra, last=last)]
+    near = {*(extra or ()), last}
+    if factor is not None and factor > 0:
+        if scale == "log":
+            power = 1.0
+            while power <= last:
+                near.add(int(power))
+                power *= factor
+        else:
+            near.update(range(0, last + 1, int(factor)))
+    options = {"scale": scale, "factor": factor, "extra": extra, "last": last}
+    return [s for s in sorted(near) if 0 <= s <= last and is_save_step(s, **options)]
 
 
 def _is_periodic(step: int, scale: str, factor: float | None) -> bool:

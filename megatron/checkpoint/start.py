@@ -86,7 +86,7 @@ def _decide(options: CheckpointConfig, to_write: bool, damaged: Damaged) -> Star
     same = save is not None and (own or (load is not None and _same_folder(save, load)))
     if save is not None:
         if to_write:
-            _check_usable(Path(save))
+            check_folder("save", Path(save))
         saved = list_checkpoints(save, damaged=damaged)
         if saved.latest is not None:
             newest = saved.checkpoints[saved.latest]
@@ -173,15 +173,15 @@ def _fresh_message(options: CheckpointConfig) -> str:
     return f"fresh start with new weights: {why}{empty}.{note}"
 
 
-def _check_usable(save: Path) -> None:
-    """Raise `UserError` when `save` is not, and cannot become, a folder that this process may write."""
-    if save.exists() and not save.is_dir():
-        raise UserError(f"save: {save} is not a folder")
-    there = next(path for path in (save, *save.absolute().parents) if os.path.lexists(path))
+def check_folder(key: str, folder: Path) -> None:
+    """Raise `UserError` when `folder`, named by `key`, is not, and cannot become, one that this process may write."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{key}: {folder} is not a folder")
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir():
-        raise UserError(f"save: {save} cannot be made: {os.path.relpath(there)} is not a folder")
+        raise UserError(f"{key}: {folder} cannot be made: {os.path.relpath(there)} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"save: {there} may not be written by this user")
+        raise UserError(f"{key}: {there} may not be written by this user")
 
 
 def _same_folder(one: str | Path, other: str | Path) -> bool:

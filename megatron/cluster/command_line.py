@@ -225,7 +225,7 @@ def _config_paths(names: Sequence[str], folder: str | None) -> list[str]:
     for name in names:
         path = Path(folder, name) if folder else Path(name)
         if not name.endswith(_CONFIG_SUFFIXES):
-            path = path.with_name(path.name + ".yml")
+            path = Path(f"{path}.yml")
         if not path.is_file():
             siblings = sorted(p.name for p in path.parent.glob("*.yml")) if path.parent.is_dir() else []
             there = f" {path.parent}/ holds: {', '.join(siblings[:12])}" if siblings else ""

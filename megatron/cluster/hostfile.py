@@ -19,16 +19,23 @@ Resources = dict[str, list[int]]
 """Host -> slot numbers in use on it, in the order of the ranks."""
 
 
-def find_hostfile(key: str | None, env: Mapping[str, str], default: str = DEFAULT_HOSTFILE) -> Path | None:
+def find_hostfile(
+    key: str | None, env: Mapping[str, str], default: str = DEFAULT_HOSTFILE, written_in: str | None = None
+) -> Path | None:
     """The hostfile in force: the config key, else `$DLTS_HOSTFILE`, else DeepSpeed's default if it exists.
 
-    A file that was named and is missing is a `UserError`: running on one machine instead would be a quiet surprise.
+    A missing one that a command line or the environment names is a `UserError`: to run on one machine instead would be
+    a quiet surprise. One that a config file names (`written_in`: its file and line) is warned of and left out, as in
+    DeepSpeed: three of GPT-NeoX's own configs have `hostfile: /mock_path`.
     """
     for source, name in (("hostfile", key), ("DLTS_HOSTFILE", env.get("DLTS_HOSTFILE"))):
-        if name:
-            if not Path(name).is_file():
-                raise UserError(f"{source}={name}: no such file. Leave it unset to run on this machine only.")
+        if name and Path(name).is_file():
             return Path(name)
+        if name and source == "hostfile" and written_in is not None:
+            logger.warning(f"{written_in}: hostfile: {name} does not exist, so there is no other machine in this run")
+            return None
+        if name:
+            raise UserError(f"{source}={name}: no such file. Leave it unset to run on this machine only.")
     return Path(default) if Path(default).is_file() else None
 
 

@@ -39,6 +39,7 @@ from megatron.neox_arguments import NeoXArgs
 logger = get_logger(__name__)
 
 LOCALHOST = "localhost"
+_MOST_RANKS = 1_000_000  # of one job: more is a slip of the pen
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,14 @@ def place(args: NeoXArgs, env: Mapping[str, str], default_hostfile: str = DEFAUL
     """Decide how many ranks run where. Reads the hostfile; starts nothing. Raises `UserError`."""
     launcher, parallel, gpus = args.launcher, args.parallel, None
     chosen = partial(select, include=launcher.include, exclude=launcher.exclude, num_nodes=launcher.num_nodes)
-    hostfile = find_hostfile(launcher.hostfile, env, default_hostfile)
+    hostfile = _hostfile(args, env, default_hostfile)
     if hostfile is not None:
         resources = chosen(parse_hostfile(hostfile), num_gpus=parallel.num_gpus)
     elif launcher.launcher == "slurm" and "SLURM_JOB_ID" in env:
         return _in_allocation(env)
-    elif launcher.num_nodes > 1:
-        raise UserError(
-            f"num_nodes={launcher.num_nodes} needs to know the hosts: give hostfile=PATH (lines `host slots=N`), "
-            "or launcher=slurm inside a SLURM job"
-        )
     else:
         gpus = count_gpus(env)
+        _refuse_other_machines(args, gpus)
         resources = chosen({LOCALHOST: list(range(_local_ranks(args, gpus)))})
     world_size = sum(len(slots) for slots in resources.values())
     if hostfile is not None and parallel.global_num_gpus not in (None, world_size):
@@ -94,9 +91,31 @@ def place(args: NeoXArgs, env: Mapping[str, str], default_hostfile: str = DEFAUL
     return Placement(resources, world_size, starter, tuple(resources), gpus)
 
 
+def _hostfile(args: NeoXArgs, env: Mapping[str, str], default: str) -> Path | None:
+    source = args.source("hostfile")
+    return find_hostfile(args.launcher.hostfile, env, default, source if ":" in source else None)
+
+
+def _refuse_other_machines(args: NeoXArgs, gpus: int) -> None:
+    """Raise `UserError` when the config asks for more machines than this one, and no hostfile names them."""
+    launcher, parallel, missing = args.launcher, args.parallel, ""
+    asked = [f"num_nodes={launcher.num_nodes}"] if launcher.num_nodes > 1 else []
+    if launcher.hostfile:
+        missing = f"{args.source('hostfile')}: hostfile: {launcher.hostfile} does not exist, and "
+        asked += [f"{key}={args.get(key)}" for key in ("include", "exclude") if args.get(key)]
+        one_has = parallel.num_gpus or gpus
+        if one_has and (parallel.global_num_gpus or 0) > one_has:
+            asked.append(f"global_num_gpus={parallel.global_num_gpus} (one machine has {one_has})")
+    if asked:
+        raise UserError(
+            f"{missing}{', '.join(asked)} needs to know the hosts: give hostfile=PATH (lines `host slots=N`), "
+            "or launcher=slurm inside a SLURM job"
+        )
+
+
 def ranks_of_hostfile(args: NeoXArgs, env: Mapping[str, str], default_hostfile: str = DEFAULT_HOSTFILE) -> int | None:
     """How many ranks a hostfile gives the run; None when there is no hostfile."""
-    found = find_hostfile(args.launcher.hostfile, env, default_hostfile)
+    found = _hostfile(args, env, default_hostfile)
     return place(args, env, default_hostfile).world_size if found is not None else None
 
 
@@ -104,8 +123,11 @@ def _local_ranks(args: NeoXArgs, gpus: int) -> int:
     """Ranks on this machine: as asked for, else its GPUs, else what the layout needs."""
     parallel = args.parallel
     asked = parallel.num_gpus or parallel.global_num_gpus
-    sizes = (parallel.pipe_parallel_size, parallel.model_parallel_size, parallel.expert_parallel_size)
-    return asked or gpus or math.prod(max(1, size) for size in sizes)
+    sizes = [max(1, args.get(f"{axis}_parallel_size")) for axis in ("pipe", "model", "expert")]
+    ranks = asked or gpus or math.prod(sizes)
+    if ranks > _MOST_RANKS:
+        raise UserError(f"pipe, model and expert_parallel_size {' x '.join(map(str, sizes))} are {ranks} ranks")
+    return ranks
 
 
 def _launcher(args: NeoXArgs, has_hostfile: bool, hosts: int) -> str | None:
@@ -123,7 +145,11 @@ def _launcher(args: NeoXArgs, has_hostfile: bool, hosts: int) -> str | None:
 def _in_allocation(env: Mapping[str, str]) -> Placement:
     from megatron.mpu.topology import slurm_world_size
 
-    hosts = expand_nodelist(env.get("SLURM_JOB_NODELIST", "")) or [socket.gethostname()]
+    hosts = expand_nodelist(env.get("SLURM_JOB_NODELIST", ""))
+    nodes = env.get("SLURM_JOB_NUM_NODES", str(len(hosts)))
+    if nodes != str(len(hosts)):
+        shown = env.get("SLURM_JOB_NODELIST")
+        raise UserError(f"SLURM_JOB_NODELIST={shown} names {len(hosts)} hosts, but SLURM_JOB_NUM_NODES is {nodes}")
     return Placement({}, slurm_world_size(env), "slurm", tuple(hosts))
 
 

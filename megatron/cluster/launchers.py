@@ -8,7 +8,9 @@ file and publishes it to the others by value through the rendezvous store, so no
 from __future__ import annotations
 
 import base64
+import itertools
 import json
+import math
 import re
 import shlex
 import signal
@@ -188,31 +190,47 @@ def command_environment(launcher: str, job: MultiNodeJob, env: Mapping[str, str]
     return result
 
 
+_NODE_ITEM = re.compile(r"(?:[\w.-]+|\[[\d,-]+\])+")  # one item of a node list: a name with lists of numbers in it
+_NODE_PART = re.compile(r"[\w.-]+|\[[\d,-]+\]")
+_NODE_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_MOST_NODES = 100_000
+
+
 def expand_nodelist(text: str) -> list[str]:
-    """SLURM's compressed host list: `"a[1-3,07],b"` -> a1 a2 a3 a07 b. Leading zeros are kept."""
+    """SLURM's compressed host list: `"a[1-3,07],b"` -> a1 a2 a3 a07 b. Leading zeros are kept.
+
+    Raises `UserError` for everything that SLURM does not write: hosts are not guessed.
+    """
     hosts: list[str] = []
-    depth, start = 0, 0
-    for position, char in enumerate(text + ","):
-        depth += {"[": 1, "]": -1}.get(char, 0)
-        if char == "," and depth == 0:
-            hosts += _expand_item(text[start:position].strip())
-            start = position + 1
+    for item in re.split(r",(?![^\[]*\])", text):
+        if _NODE_ITEM.fullmatch(item) is None:
+            raise _bad_nodelist(text, item)
+        parts = [_expand_part(text, part) for part in _NODE_PART.findall(item)]
+        if math.prod(map(len, parts)) > _MOST_NODES:
+            raise _bad_nodelist(text, item)
+        hosts += map("".join, itertools.product(*parts))
     return hosts
 
 
-def _expand_item(item: str) -> list[str]:
-    head, bracket, rest = item.partition("[")
-    if not bracket:
-        return [item] if item else []
-    body, _, tail = rest.partition("]")
+def _expand_part(text: str, part: str) -> list[str]:
+    """A part of a name as it is, a `[list of numbers]` as all its numbers."""
+    if not part.startswith("["):
+        return [part]
     numbers: list[str] = []
-    for part in body.split(","):
-        first, dash, last = part.partition("-")
-        if dash:
-            numbers += [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)]
-        else:
-            numbers.append(first)
-    return [head + number + end for number in numbers for end in (_expand_item(tail) or [""])]
+    for piece in part[1:-1].split(","):
+        match = _NODE_RANGE.fullmatch(piece)
+        first, last = match.groups() if match else (None, None)
+        if first is None or not 0 <= (count := int(last or first) - int(first)) < _MOST_NODES:
+            raise _bad_nodelist(text, part)
+        numbers += [str(int(first) + i).zfill(len(first)) for i in range(count + 1)]
+    return numbers
+
+
+def _bad_nodelist(text: str, part: str) -> UserError:
+    return UserError(
+        f"SLURM_JOB_NODELIST={text!r} is no list of hosts as SLURM writes it, such as a[1-3,07],b: {part!r}. "
+        "Is it cut off? `scontrol show job` prints it"
+    )
 
 
 def _pdsh_word(text: str) -> str:

@@ -7,7 +7,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin
 
 from megatron.errors import nearest
-from megatron.neox_arguments.keys import KeyInfo, union_members
+from megatron.neox_arguments.keys import LARGEST, KeyInfo, union_members
 
 
 class WrongValue(ValueError):
@@ -22,7 +22,20 @@ def coerce(value: Any, info: KeyInfo) -> Any:
         return info.default
     if isinstance(value, str):
         value = _spelling(value, info)
-    return coerce_type(value, info.accepts(info.choices))
+    value = coerce_type(value, info.accepts(info.choices))
+    if type(value) is int and value > info.most:
+        raise WrongValue(f"expected {type_name(int)} of at most {info.most}, got {describe(value)}")
+    if info.path:
+        for one in value if isinstance(value, tuple) else (value,):
+            check_path(one)
+    return value
+
+
+def check_path(path: str | None) -> None:
+    """Raise `WrongValue` for a text that no file can have as its name: to look for it would raise an `OSError`."""
+    name = (path or "").encode(errors="replace")
+    if long := max(map(len, name.split(b"/"))) > 255 or len(name) > 4095 or b"\0" in name:
+        raise WrongValue(f"no file can have the name {describe(path)}" + " (255 bytes per part)" * long)
 
 
 def coerce_type(value: Any, annotation: Any) -> Any:
@@ -31,8 +44,8 @@ def coerce_type(value: Any, annotation: Any) -> Any:
         return None
     members = [member for member in union_members(annotation) if member is not NoneType]
     for member in members:  # an exact fit first: `int | float` keeps 3 an int and 0.5 a float
-        if isinstance(member, type) and type(value) is member and not _infinite(value):
-            return value
+        if isinstance(member, type) and type(value) is member:
+            return _coerce_number(value, member) if member in (int, float) else value
     problem = WrongValue(f"expected {type_name(annotation)}, got {describe(value)}")
     for member in members:
         try:
@@ -40,10 +53,6 @@ def coerce_type(value: Any, annotation: Any) -> Any:
         except WrongValue as error:
             problem = error
     raise problem
-
-
-def _infinite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _spelling(value: str, info: KeyInfo) -> str:
@@ -58,6 +67,7 @@ def _coerce_member(value: Any, member: Any) -> Any:
         return _coerce_tuple(value, member)
     if member is dict or origin is dict:
         if isinstance(value, dict):
+            _check_plain(value)
             return value
     elif member is bool or member is str:
         if type(value) is member:
@@ -71,6 +81,18 @@ def _coerce_member(value: Any, member: Any) -> Any:
     raise WrongValue(f"expected {type_name(member)}, got {describe(value)}" + _advice(value, member))
 
 
+def _check_plain(value: Any) -> None:
+    """Refuse what YAML can say inside a mapping and JSON, in which the ranks get it, cannot: dates, bytes, sets."""
+    if isinstance(value, dict):
+        for part in (*value, *value.values()):
+            _check_plain(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            _check_plain(part)
+    elif not isinstance(value, str | int | float | None):
+        raise WrongValue(f"expected text, numbers, true, false, lists and mappings inside, got {describe(value)}")
+
+
 def _coerce_number(value: Any, kind: type) -> int | float:
     number = value
     if isinstance(value, str):  # YAML reads 1e-4 as text
@@ -80,8 +102,10 @@ def _coerce_number(value: Any, kind: type) -> int | float:
             number = None
     if number is None or isinstance(number, bool) or not isinstance(number, (int, float)):
         raise WrongValue(f"expected {type_name(kind)}, got {describe(value)}")
-    if not math.isfinite(number):
+    if isinstance(number, float) and not math.isfinite(number):
         raise WrongValue(f"expected a finite number, got {describe(value)}")
+    if abs(number) > LARGEST and (kind is int or isinstance(number, int)):
+        raise WrongValue(f"expected {type_name(kind)} of at most 2^63, got {describe(value)}")
     if kind is float:
         return float(number)
     if number != int(number):

@@ -57,6 +57,8 @@ class Draft:
         info = all_keys()[name]
         if info.derived == "check" and self.is_set(name) and self.values[name] != value:
             self.fail(name, f"it is computed: {value} ({why}), not {self.values[name]}; leave it out")
+        if info.derived == "recompute" and self.get_given(name) not in (None, value):
+            self.note(f"{self.source(name)}: {name} {self[name]} is not used; it is computed: {value} ({why})")
         if info.derived == "recompute" or not self.is_set(name):
             self.sources[name] = f"derived: {why}"
         self.values[name] = value

@@ -17,6 +17,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from megatron.registry import added
 from megatron.rows import FOLDERS, rows
 
+LARGEST = 2**63 - 1  # what a 64-bit integer holds: no count or size of a run is larger
+
 
 def key(
     default: Any,
@@ -28,6 +30,8 @@ def key(
     spellings: dict[str, str] | None = None,
     registry: str | None = None,
     brought_by: tuple[str, str] | None = None,
+    path: bool = False,
+    most: int = LARGEST,
     new: bool = False,
 ) -> Any:
     """Declare a configuration key as a dataclass field.
@@ -37,8 +41,8 @@ def key(
     computed one; `"recompute"`: it depends on the layout and is computed again). `differs`: what is not as in
     GPT-NeoX. `spellings`: other spellings of values. `registry`: the kind of the registry behind the choices: the names
     of its entries (where rows.py knows it), those that plugins added, and those that `unavailable` lists.
-    `brought_by`: (registry, name) with which a plugin makes the key available; it then reads it. `new`: not a GPT-NeoX
-    key.
+    `brought_by`: (registry, name) with which a plugin makes the key available; it then reads it. `path`: its texts name
+    files or folders. `most`: the largest whole number it takes, far above what is sensible. `new`: not a GPT-NeoX key.
     """
     metadata = {
         "doc": doc,
@@ -48,6 +52,8 @@ def key(
         "spellings": spellings or {},
         "registry": registry,
         "brought_by": brought_by,
+        "path": path,
+        "most": most,
         "new": new,
     }
     return dataclasses.field(default=default, metadata=metadata)
@@ -68,6 +74,8 @@ class KeyInfo:
     spellings: dict[str, str]
     registry: str | None
     brought_by: tuple[str, str] | None
+    path: bool
+    most: int
     new: bool
 
     @property

@@ -16,7 +16,7 @@ from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.keys import Entry, KeyInfo
 from megatron.neox_arguments.nested import check_nested
 from megatron.neox_arguments.retired import ALIASES, NEVER_DEFAULT, OTHER_VERSIONS, RETIRED
-from megatron.neox_arguments.yaml_files import config_path, normalise, read_config
+from megatron.neox_arguments.yaml_files import config_path, normalise, parse_value, read_config
 
 COMMAND_LINE = "command line"
 PYTHON_CALL = "Python call"
@@ -28,6 +28,41 @@ _SAME_FACT = {
     "precision": ("fp16.enabled", "bf16.enabled", "fp16.type", "bf16.type"),
 }
 """Flat keys and the places inside mappings that say the same; an override of one removes the others."""
+
+_LISTS = tuple(
+    f"{role}_{kind}"
+    for kind in ("data_paths", "data_weights", "label_data_paths")
+    for role in ("train", "valid", "test")
+)
+_SOURCES = ("train_data_paths", "train_data_weights", "train_label_data_paths", "train_data_names")
+_CAPS = ("train_data_max_epochs", "train_data_max_tokens")
+_WINS_OVER: dict[str, tuple[str, ...]] = {
+    "data_path": (*_LISTS, "train_data_names", "mixture"),
+    "train_data_paths": ("data_path", "mixture"),
+    "mixture": ("data_path", *_SOURCES, *_CAPS, "train_data_holdout"),
+    "train_data_weights": ("weight_by_num_documents",),
+    "weight_by_num_documents": ("train_data_weights",),
+    "target_budget": _CAPS,
+    **dict.fromkeys(_CAPS, ("target_budget",)),
+    "train_iters": ("train_epochs",),
+    "train_epochs": ("train_iters",),
+    "lr_decay_fraction": ("lr_decay_iters",),
+    "override_lr_scheduler": ("use_checkpoint_lr_scheduler",),
+    "use_checkpoint_lr_scheduler": ("override_lr_scheduler",),
+    "init_from": ("load", "finetune", "iteration", "no_load_optim"),
+    "load": ("init_from",),
+    "checkpoint_policy": ("checkpoint_activations",),
+    "checkpoint_activations": ("checkpoint_policy",),
+    "communication_data_type": ("fp32_allreduce",),
+    "fp32_allreduce": ("communication_data_type",),
+    "use_qk_layernorm": ("use_separate_qk_norms",),
+    "use_separate_qk_norms": ("use_qk_layernorm",),
+    "moe_layers": ("moe_expert_interval",),
+    "moe_expert_interval": ("moe_layers",),
+    "include": ("exclude",),
+    "exclude": ("include",),
+}
+"""Keys that exclude others: an override of one removes the others that only files set."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """`key=value` texts of a command line, or key → value from Python; a key may reach inside (`optimizer.params.lr`)."""
@@ -49,11 +84,26 @@ def merge(paths: Sequence[str], overrides: Overrides = (), conf_dir: str | None 
     """
     entries = _merge_files([config_path(path, conf_dir) for path in paths])
     _replace_mixture(entries, conf_dir, mixture_files.read_named)
+    overridden: dict[str, str] = {}
     for written, value, where in _split_overrides(overrides):
         _apply_override(entries, written, value, where)
+        overridden[normalise(written.split(".")[0])] = where
         if written == "mixture":  # a name, inside of which others may change something
             _replace_mixture(entries, conf_dir, mixture_files.read_named)
-    return _check(entries, conf_dir)
+    return _check(entries, conf_dir, _remove_excluded(entries, overridden))
+
+
+def _remove_excluded(entries: dict[str, Entry], overridden: Mapping[str, str]) -> list[str]:
+    """Remove what files set and an override (key -> where) excludes; returns a note for each such override."""
+    notes = []
+    for name, where in overridden.items():
+        if name not in entries or _is_off(entries[name].value):
+            continue
+        losers = [key for key in _WINS_OVER.get(name, ()) if key in entries and key not in overridden]
+        removed = {key: entries.pop(key) for key in losers}
+        if shown := [f"{key} ({entry.where})" for key, entry in removed.items() if not _is_off(entry.value)]:
+            notes.append(f"{_source(where)}: {name} wins over {', '.join(shown)}")
+    return notes
 
 
 def merge_values(given: Mapping[str, Any]) -> FlatValues:
@@ -67,7 +117,7 @@ def merge_values(given: Mapping[str, Any]) -> FlatValues:
         if name == plugin_key.KEY:
             entries[name] = plugin_key.locate(entries[name], None)
     _replace_mixture(entries, None, mixture_files.read_named)
-    return _check(entries, None)
+    return _check(entries, None, [])
 
 
 def _merge_files(paths: list[str]) -> dict[str, Entry]:
@@ -108,7 +158,7 @@ def _split_overrides(overrides: Overrides) -> list[tuple[str, Any, str]]:
         if not equals or not written:
             raise UserError(f"{COMMAND_LINE}: {override!r}: overrides are written key=value")
         try:
-            found.append((written, yaml.safe_load(text), where))
+            found.append((written, parse_value(text), where))
         except yaml.YAMLError as error:
             raise UserError(f"{where}: the value is not valid YAML: {getattr(error, 'problem', error)}") from error
     return found
@@ -169,11 +219,11 @@ def _unknown(name: str) -> str:
     return f"unknown key {name!r}.{nearest(name, [*known, *RETIRED, *ALIASES])}"
 
 
-def _check(entries: dict[str, Entry], conf_dir: str | None) -> FlatValues:
-    """The values in their types; plugins are imported first, because other keys may hold names that they register."""
+def _check(entries: dict[str, Entry], conf_dir: str | None, notes: list[str]) -> FlatValues:
+    """The values in their types; plugins are imported first, because other keys may hold names that they register.
+    What is to be said at the start is added to `notes`."""
     _replace_mixture(entries, conf_dir, mixture_files.resolve)
     flat = FlatValues({}, {}, ())
-    notes: list[str] = []
     silent: list[str] = []
     if (plugins := entries.get(plugin_key.KEY)) is not None:
         notes += plugin_key.import_plugins(plugins.value, lambda name: plugins.inside.get(name, plugins.where))

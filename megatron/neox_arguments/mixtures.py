@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.errors import nearest
-from megatron.neox_arguments.coerce import WrongValue, coerce_type, describe, thaw
+from megatron.neox_arguments.coerce import WrongValue, check_path, coerce_type, describe, thaw
 
 SOURCE_KEYS: dict[str, Any] = {
     "path": str,
@@ -108,6 +108,8 @@ def parse_named(value: Any, schema: Mapping[str, Any], place: str) -> dict[str, 
                 raise MixtureFault(f"{here}.{key}", f"unknown key {key!r}.{nearest(str(key), list(schema))}")
             try:
                 typed = coerce_type(part, schema[key])
+                if key in ("path", "labels"):
+                    check_path(typed)
             except WrongValue as error:
                 raise MixtureFault(f"{here}.{key}", f"{key}: {error}") from error
             if typed is not None:

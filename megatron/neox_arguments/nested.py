@@ -11,8 +11,8 @@ from types import NoneType
 from typing import Any, Literal
 
 from megatron.errors import UserError, nearest
-from megatron.neox_arguments.coerce import WrongValue, coerce_type
-from megatron.neox_arguments.keys import union_members
+from megatron.neox_arguments.coerce import WrongValue, check_path, coerce_type
+from megatron.neox_arguments.keys import LARGEST, union_members
 from megatron.neox_arguments.optimizer_params import param_types
 from megatron.neox_arguments.schema_train import DTYPE_SPELLINGS
 
@@ -120,6 +120,18 @@ NESTED: dict[str, Schema] = {
     "model_tokens": {"config": _TOKEN_IDS, "generation": _TOKEN_IDS, "trained_ends": tuple[int, ...]},
 }
 
+_RANGES: dict[str, tuple[float, float]] = {
+    "flops_profiler.module_depth": (-1, LARGEST),
+    "fp16.hysteresis": (1, LARGEST),
+    "fp16.initial_scale_power": (0, 127),  # of 2, and fp32 ends at 2^128
+    "fp16.loss_scale_window": (1, LARGEST),
+    "fp16.min_loss_scale": (1, LARGEST),
+    "zero_optimization.offload_optimizer.ratio": (0, 1),
+    "zero_optimization.offload_param.ratio": (0, 1),
+    "zero_optimization.reduce_bucket_size": (1, LARGEST),
+}
+"""Smallest and largest value of the numbers that are not any from 0 on."""
+
 _NO_SCALE = "bfloat16 has no loss scale"
 DROPPED: dict[str, str] = {
     "fp16.fp16": "fp16.enabled is used",
@@ -177,7 +189,7 @@ def _check(
             note(f"{where(f'{prefix}.{written}')}: {dotted} is left out: {DROPPED[dotted]}")
             continue
         if dotted in OFFLOADS:  # false asks for nothing
-            if inner:
+            if _coerce(dotted, inner, bool | None, where(f"{prefix}.{written}")):
                 checked[OFFLOADS[dotted]] = {"device": "cpu"}
                 note(f"{where(f'{prefix}.{written}')}: {dotted} is read as {OFFLOADS[dotted]}: {{device: cpu}}")
             continue
@@ -195,11 +207,23 @@ def _check(
                 raise UserError(f"{where(f'{prefix}.{written}')}: {dotted}: expected a mapping, got {inner!r}")
             checked[inner_key] = _check(dotted, inner, kind, where, note)
             continue
-        try:
-            checked[inner_key] = coerce_type(inner, kind)
-        except WrongValue as error:
-            raise UserError(f"{where(f'{prefix}.{written}')}: {dotted}: {error}") from error
+        checked[inner_key] = _coerce(dotted, inner, kind, where(f"{prefix}.{written}"))
     return checked
+
+
+def _coerce(dotted: str, value: Any, kind: Any, where: str) -> Any:
+    """`value` in its type and range. Raises `UserError`."""
+    try:
+        value = coerce_type(value, kind)
+        if dotted.endswith("path"):
+            check_path(value)
+    except WrongValue as error:
+        raise UserError(f"{where}: {dotted}: {error}") from error
+    least, most = _RANGES.get(dotted, (0, LARGEST))
+    if type(value) in (int, float) and not least <= value <= most and dotted.split(".")[0] in NESTED:
+        limits = f"at least {least}" if value < least else f"at most {most}"
+        raise UserError(f"{where}: {dotted}: must be {limits}, is {value}")
+    return value
 
 
 def dtype_name(value: str) -> str:

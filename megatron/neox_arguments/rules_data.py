@@ -33,8 +33,11 @@ def data_paths(draft: Draft) -> None:
                 f"no {' and no '.join(missing)} data: {', '.join(f'{role}_data_paths' for role in missing)} not set"
             )
     draft.set("data_impl", "mmap", "the one format there is")
-    if draft["num_workers"] < 0:
-        draft.fail("num_workers", f"must not be negative, is {draft['num_workers']}")
+    for name in ("num_workers", "weighted_sampler_alpha", "npy_eod"):
+        if draft[name] is not None and draft[name] < 0:
+            draft.fail(name, f"must not be negative, is {draft[name]}")
+    if None not in (draft["npy_eod"], draft.facts.vocab_size) and draft["npy_eod"] >= draft.facts.vocab_size:
+        draft.fail("npy_eod", f"{draft['npy_eod']} is no id of the tokenizer's {draft.facts.vocab_size}")
     _split(draft)
 
 

@@ -203,6 +203,8 @@ def feed_forward(draft: Draft) -> None:
             " Set gated_width_rule to silence this"
         )
     built = thirds if gated and rule == "two_thirds" else final
+    if built < 1:
+        draft.fail("expansion_factor", f"{factor:g} of hidden_size {draft['hidden_size']} is no width")
     why = f"{'two-thirds rule on ' if built is thirds else ''}{width}, a multiple of {multiple}"
     draft.set("ffn_width", built, why)
     tensor = draft["model_parallel_size"]
@@ -244,8 +246,17 @@ def mup(draft: Draft) -> None:
 def vocabulary(draft: Draft) -> None:
     """padded_vocab_size, once the tokenizer is known."""
     vocab = draft.facts.vocab_size
+    given = draft.get_given("padded_vocab_size")
     if vocab is None:
-        draft.set("padded_vocab_size", None, "not known without the tokenizer")
+        if given is None:
+            draft.set("padded_vocab_size", None, "not known without the tokenizer")
         return
     unit = draft["make_vocab_size_divisible_by"] * draft["model_parallel_size"]
-    draft.set("padded_vocab_size", round_up(vocab, unit), f"{vocab} rounded up to a multiple of {unit}")
+    rows = round_up(vocab, unit)
+    if given not in (None, rows):
+        draft.fail(
+            "padded_vocab_size",
+            f"it is computed: {rows}, which is {vocab} rounded up to a multiple of {unit}, not {given}; leave it out"
+            " and set make_vocab_size_divisible_by",
+        )
+    draft.set("padded_vocab_size", rows, f"{vocab} rounded up to a multiple of {unit}")

@@ -97,12 +97,16 @@ def _list_layers(draft: Draft, given: tuple[Any, ...], layers: int) -> list[str]
 
 def mixture_of_experts(draft: Draft) -> None:
     """Sizes of the experts, and their division over tensor-parallel ranks."""
+    draft.positive("moe_top_k")
+    jitter = draft["moe_jitter_eps"]
+    if jitter is not None and not 0 <= jitter < 1:
+        draft.fail("moe_jitter_eps", f"must be in [0, 1), is {jitter}")
     if "moe" not in draft["layer_mlps"]:
         for name in _NEEDS_EXPERTS:
             if _is_changed(draft, name):
                 draft.fail(name, "no layer is a mixture of experts; set moe_num_experts above 1, or leave it out")
         return
-    draft.positive("moe_top_k", "moe_intermediate_size", "moe_capacity_factor", "moe_routed_scaling")
+    draft.positive("moe_intermediate_size", "moe_capacity_factor", "moe_routed_scaling")
     for name in ("moe_shared_expert_size", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_bias_balancing_rate"):
         if draft[name] < 0:
             draft.fail(name, f"must not be negative, is {draft[name]}")
@@ -133,9 +137,6 @@ def router(draft: Draft) -> None:
             if _is_changed(draft, name):
                 source = "set" if draft.is_set("moe_router_type") else "the default, as in GPT-NeoX"
                 draft.fail(name, f"does not go with moe_router_type: sinkhorn ({source}): {why}; use topk")
-    jitter = draft["moe_jitter_eps"]
-    if jitter is not None and not 0 <= jitter < 1:
-        draft.fail("moe_jitter_eps", f"must be in [0, 1), is {jitter}")
     if draft["moe_normalize_topk"] and draft["moe_top_k"] == 1:
         draft.note(
             "moe_normalize_topk with moe_top_k 1 makes every weight 1, so that the router learns from balance and"

@@ -72,6 +72,11 @@ def optimizer(draft: Draft) -> None:
         draft.set(name, tuple(value) if isinstance(value, list) else value, f"optimizer.params.{name}")
     if not all(0 <= beta < 1 for beta in draft["betas"] or ()):
         draft.fail("optimizer.params.betas", f"must be in [0, 1), are {list(draft['betas'])}")
+    for name, limit in (("eps", math.inf), ("momentum", 1)):
+        if draft[name] is not None and not 0 <= draft[name] < limit:
+            draft.fail(f"optimizer.params.{name}", f"must be in [0, {limit}), is {draft[name]}")
+    if used.get("nesterov") and not draft["momentum"]:
+        draft.fail("optimizer.params.nesterov", "needs a momentum above 0")
     _weight_decay(draft, params.get("weight_decay"))
 
 
@@ -146,6 +151,7 @@ def communication_type(draft: Draft) -> None:
 def engine_limits(draft: Draft) -> None:
     """Keys that are passed to DeepSpeed and that it cannot do in every layout."""
     stage = draft["zero_stage"]
+    draft.positive("gradient_predivide_factor")
     for name, off in (("prescale_gradients", False), ("gradient_predivide_factor", 1.0)):
         if draft[name] != off and stage >= 2:
             draft.fail(name, f"does not work with ZeRO stage {stage}; leave it at {off} or use stage 1")
@@ -182,6 +188,8 @@ def schedule(draft: Draft) -> None:
             total = draft["lr_decay_iters"] or draft["train_iters"]
             steps = f": for {value:g} steps write {value / total:.4g}" if total and name == "warmup" else ""
             draft.fail(name, f"is a fraction of the schedule, between 0 and 1, not {value:g}{steps}")
+    if draft["min_lr"] < 0:
+        draft.fail("min_lr", f"must not be negative, is {draft['min_lr']:g}")
     if draft["min_lr"] > draft["lr"]:
         draft.fail("min_lr", f"{draft['min_lr']:g} is above lr {draft['lr']:g}")
     if draft["override_lr_scheduler"] and draft["use_checkpoint_lr_scheduler"]:
@@ -195,7 +203,15 @@ def schedule(draft: Draft) -> None:
         draft.note(f"lr_decay_iters {stated} wins over lr_decay_fraction {fraction} ({by_fraction} steps)")
     steps = stated or by_fraction or total
     draft.set("lr_decay_iters", steps, "lr_decay_fraction of train_iters, else train_iters")
-    if draft["lr_decay_style"] != "constant" and steps and total and steps != total:
+    rising = (steps or 0) * draft["warmup"]
+    if total and round(rising) > total:
+        last = draft["lr"] * max(1, total - 1) / rising
+        draft.note(
+            f"training never leaves the warm-up, which is {rising:.0f} steps (warmup {draft['warmup']:g} of"
+            f" lr_decay_iters {steps}) where train_iters is {total}: the learning rate ends at {last:.3g}, lr is"
+            f" {draft['lr']:g}. lr_decay_iters={total} shortens both"
+        )
+    elif draft["lr_decay_style"] != "constant" and steps and total and steps != total:
         if steps > total:
             draft.note(f"the learning rate does not reach its end: lr_decay_iters {steps} > train_iters {total}")
         else:
@@ -206,8 +222,8 @@ def checkpoints(draft: Draft) -> None:
     """Spacing of checkpoints."""
     factor = draft["checkpoint_factor"]
     if factor is not None and factor > 0:
-        if draft["checkpoint_scale"] == "log" and factor <= 1:
-            draft.fail("checkpoint_factor", f"must be above 1 with checkpoint_scale: log, is {factor}")
+        if draft["checkpoint_scale"] == "log" and factor < 1.01:
+            draft.fail("checkpoint_factor", f"must be at least 1.01 with checkpoint_scale: log, is {factor}")
         if draft["checkpoint_scale"] == "linear" and factor != int(factor):
             draft.fail("checkpoint_factor", f"must be a whole number of steps, is {factor}")
     if any(step < 0 for step in draft["extra_save_iters"] or ()):

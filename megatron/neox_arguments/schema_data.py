@@ -28,8 +28,10 @@ class TokenizerConfig:
         "TiktokenTokenizer",
         "bytes",
     ] = key("GPT2BPETokenizer", "Tokenizer class.", registry="tokenizer_type")
-    vocab_file: str | None = key(None, "Vocabulary file (tokenizer.json, vocab.json, .model) or name, by class.")
-    merge_file: str | None = key(None, "BPE merges file, for the classes that have one.")
+    vocab_file: str | None = key(
+        None, "Vocabulary file (tokenizer.json, vocab.json, .model) or name, by class.", path=True
+    )
+    merge_file: str | None = key(None, "BPE merges file, for the classes that have one.", path=True)
     vocab_size: int | None = key(
         None,
         "Tokens of the model, where it has rows for more ids than the tokenizer (published models often do).",
@@ -58,15 +60,17 @@ class TokenizerConfig:
 class DataConfig:
     """Token files, their mixture, and how samples are cut and loaded."""
 
-    data_path: str | None = key(None, "One token file (prefix of .bin/.idx), divided by `split`.")
+    data_path: str | None = key(None, "One token file (prefix of .bin/.idx), divided by `split`.", path=True)
     split: str = key(
         "969, 30, 1",
         "Proportions of data_path used to train, validate and test.",
         differs="never gives an empty or overlapping range a negative start",
     )
-    train_data_paths: tuple[str, ...] | None = key(None, "Token files to train on, mixed by train_data_weights.")
-    valid_data_paths: tuple[str, ...] | None = key(None, "Token files to validate on.")
-    test_data_paths: tuple[str, ...] | None = key(None, "Token files to test on.")
+    train_data_paths: tuple[str, ...] | None = key(
+        None, "Token files to train on, mixed by train_data_weights.", path=True
+    )
+    valid_data_paths: tuple[str, ...] | None = key(None, "Token files to validate on.", path=True)
+    test_data_paths: tuple[str, ...] | None = key(None, "Token files to test on.", path=True)
     train_data_weights: tuple[float, ...] | tuple[tuple[int, tuple[float, ...]], ...] | None = key(
         None,
         "Mixture weights of train_data_paths (default: equal), or of each phase: [[0, weights], [step, weights], ...]. "
@@ -75,10 +79,10 @@ class DataConfig:
     valid_data_weights: tuple[float, ...] | None = key(None, "Mixture weights of valid_data_paths (default: equal).")
     test_data_weights: tuple[float, ...] | None = key(None, "Mixture weights of test_data_paths (default: equal).")
     train_label_data_paths: tuple[str | None, ...] | None = key(
-        None, "Labels of train_data_paths, token by token: -100 is not trained; null: that source has none."
+        None, "Labels of train_data_paths, token by token: -100 is not trained; null: that source has none.", path=True
     )
-    valid_label_data_paths: tuple[str | None, ...] | None = key(None, "Labels of valid_data_paths.")
-    test_label_data_paths: tuple[str | None, ...] | None = key(None, "Labels of test_data_paths.")
+    valid_label_data_paths: tuple[str | None, ...] | None = key(None, "Labels of valid_data_paths.", path=True)
+    test_label_data_paths: tuple[str | None, ...] | None = key(None, "Labels of test_data_paths.", path=True)
     weight_by_num_documents: bool = key(False, "Take the mixture weights from the document counts.")
     weighted_sampler_alpha: float = key(1.0, "Exponent of weight_by_num_documents; below 1 favours small sources.")
     mixture: str | dict[str, Any] | None = key(
@@ -88,7 +92,7 @@ class DataConfig:
         new=True,
     )
     data_root: str | None = key(
-        None, "Folder that relative data paths start from (default: the current one).", new=True
+        None, "Folder that relative data paths start from (default: the current one).", new=True, path=True
     )
     train_data_names: tuple[str, ...] | None = key(
         None, "Names of train_data_paths in tables, messages and metrics (default: those of the files).", new=True
@@ -150,7 +154,9 @@ class DataConfig:
         "gpt2", "Kind of samples.", unavailable={"pairwise": _PAIRS, "online": _ONLINE}
     )
     eod_mask_loss: bool = key(False, "No loss at positions whose input token is end-of-document.")
-    num_workers: int = key(2, "Background workers per rank that read samples; 0 reads in the training process.")
+    num_workers: int = key(
+        2, "Background workers per rank that read samples; 0 reads in the training process.", most=1_000
+    )
     mmap_warmup: bool = key(False, "Read the token files once at start, to fill the page cache.")
     use_shared_fs: bool = key(
         True, "All nodes see the same files: the sample index is built once; false: once per node."
@@ -160,6 +166,7 @@ class DataConfig:
         "Folder for the sample indices, for example when the data's own folder cannot be written "
         "(default: index_cache next to each token file).",
         new=True,
+        path=True,
     )
     npy_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = key(
         None, "Type of the ids in raw .npy token files, which do not record it (default: detected).", new=True

@@ -19,7 +19,7 @@ class ModelConfig(MambaConfig):
     """Shape, layers, initialisation, recomputation and muP of the network."""
 
     # shape
-    num_layers: int | None = key(None, "Number of transformer blocks. Required.")
+    num_layers: int | None = key(None, "Number of transformer blocks. Required.", most=100_000)
     hidden_size: int | None = key(None, "Width of the residual stream. Required.")
     num_attention_heads: int | None = key(None, "Number of query heads. Required.")
     num_kv_heads: int | None = key(

@@ -21,18 +21,23 @@ class ParallelConfig:
     """How ranks share the work: pipeline x data x tensor."""
 
     pipe_parallel_size: int = key(
-        0, "Pipeline stages; 0 and 1 are one stage.", differs="1 runs as a plain module, like 0"
+        0, "Pipeline stages; 0 and 1 are one stage.", differs="1 runs as a plain module, like 0", most=1_000_000
     )
-    model_parallel_size: int = key(1, "Tensor-parallel ranks that share each layer.")
+    model_parallel_size: int = key(1, "Tensor-parallel ranks that share each layer.", most=1_000_000)
     sequence_parallel: bool = key(False, "Split norms and dropout over the tensor-parallel ranks too (saves memory).")
     pipe_partition_method: str = key(
         "type:transformer|mlp", "How layers are assigned to stages: type:REGEX, uniform or parameters."
     )
     expert_parallel_size: int = key(
-        1, "Consecutive data-parallel ranks that share the experts of mixture-of-experts layers.", new=True
+        1,
+        "Consecutive data-parallel ranks that share the experts of mixture-of-experts layers.",
+        new=True,
+        most=1_000_000,
     )
-    global_num_gpus: int | None = key(None, "All ranks of the job, over all nodes.")
-    num_gpus: int | None = key(None, "Ranks per node (on a CPU too). Default: its GPUs, else what the layout needs.")
+    global_num_gpus: int | None = key(None, "All ranks of the job, over all nodes.", most=1_000_000)
+    num_gpus: int | None = key(
+        None, "Ranks per node (on a CPU too). Default: its GPUs, else what the layout needs.", most=1_000_000
+    )
     distributed_backend: Literal["nccl", "gloo", "mpi"] = key(
         "nccl", "Communication library.", differs="falls back to gloo without a GPU"
     )
@@ -56,10 +61,10 @@ class LauncherConfig:
     plugin_sources: dict[str, Any] | None = key(
         None, "SHA-256 of the source of each plugin.", derived="recompute", new=True
     )
-    hostfile: str | None = key(None, "File of `host slots=N` lines.")
+    hostfile: str | None = key(None, "File of `host slots=N` lines.", path=True)
     include: str | None = key(None, "Hosts and slots to use: `host[:slot,...]@host`.")
     exclude: str | None = key(None, "Hosts and slots not to use.")
-    num_nodes: int = key(-1, "Use the first N hosts; -1 uses all.")
+    num_nodes: int = key(-1, "Use the first N hosts; -1 uses all.", most=1_000_000)
     master_port: int = key(29500, "Port of the rendezvous.")
     master_addr: str | None = key(None, "Host of the rendezvous.")
     launcher: Literal["pdsh", "openmpi", "mvapich", "mpich", "slurm"] = key("pdsh", "How other nodes are reached.")
@@ -84,8 +89,8 @@ class LoggingConfig:
         registry="callbacks",
         new=True,
     )
-    log_dir: str | None = key(None, "Folder for each rank's log.")
-    tensorboard_dir: str | None = key(None, "Folder for TensorBoard.")
+    log_dir: str | None = key(None, "Folder for each rank's log.", path=True)
+    tensorboard_dir: str | None = key(None, "Folder for TensorBoard.", path=True)
     use_wandb: bool | None = key(
         None, "Log to Weights & Biases.", differs="off unless true; GPT-NeoX turns it on when it finds a key"
     )

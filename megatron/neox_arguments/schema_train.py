@@ -100,7 +100,7 @@ class TrainingConfig:
         "Forward passes per optimizer step.",
         differs="derived from the other two when unset, where GPT-NeoX assumes 1",
     )
-    train_iters: int | None = key(None, "Optimizer steps, counted from the start of training.")
+    train_iters: int | None = key(None, "Optimizer steps, counted from the start of training.", most=100_000_000)
     train_epochs: int | None = key(None, "Passes over the training data, instead of train_iters.")
     eval_interval: int = key(1000, "Steps between validations; <= 0 never validates during training.")
     eval_iters: int = key(100, "Batches per validation; 0 switches validation and testing off.")
@@ -144,11 +144,14 @@ class TrainingConfig:
 class CheckpointConfig:
     """Where and when to save, what to load."""
 
-    save: str | None = key(None, "Folder of this run's checkpoints; the run resumes from a complete one in it.")
+    save: str | None = key(
+        None, "Folder of this run's checkpoints; the run resumes from a complete one in it.", path=True
+    )
     load: str | None = key(
         None,
         "Folder to start from when `save` holds no checkpoint.",
         differs="a missing checkpoint is an error, never a silent fresh start",
+        path=True,
     )
     iteration: int | None = key(
         None, "Step to load (of `load`, else of `save`), instead of the latest.", differs="training honours it"
@@ -216,13 +219,13 @@ class GenerationConfig:
         "What ends a prompt in files and in interactive use.",
         differs="blanks around a prompt are dropped only where prompt_end is a line break: others keep them",
     )
-    sample_input_file: str | None = key(None, "File of prompts.")
-    sample_output_file: str | None = key("samples.txt", "JSONL file for what was generated.")
+    sample_input_file: str | None = key(None, "File of prompts.", path=True)
+    sample_output_file: str | None = key("samples.txt", "JSONL file for what was generated.", path=True)
     num_samples: int = key(1, "Samples of unconditional generation.")
     recompute: bool = key(False, "Generate without the key/value cache.")
     return_logits: bool = key(False, "Add the logits to each record.")
     eval_tasks: tuple[str, ...] | None = key(None, "Tasks of the lm-eval harness.")
-    eval_results_prefix: str = key("", "Start of the name of the evaluation's result file.")
+    eval_results_prefix: str = key("", "Start of the name of the evaluation's result file.", path=True)
 
     # known, not available
     precompute_model_name: str | None = key(

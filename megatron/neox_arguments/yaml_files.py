@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -12,7 +14,24 @@ from megatron.neox_arguments import plugin_key
 from megatron.neox_arguments.keys import Entry
 from megatron.neox_arguments.retired import ALIASES
 
-_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_MOST_VALUES = 100_000  # that aliases may expand a text to
+_DEEPEST = 100
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """PyYAML's safe loader, whose errors are all YAML errors with a line: `!!float x` is a ValueError of Python's."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            if type(value) is int and value.bit_length() > 1024:
+                raise OverflowError("larger than any floating-point number; Python would not even print it")
+            return value
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+            what = f"{str(node.value)[:40]!r} is no {node.tag.rpartition(':')[2]}"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from error
+
+
 _SUFFIXES = (".yml", ".yaml", ".json")
 # In a value: the folder of the file that it is written in, so that a folder with a config can be moved.
 CONFIG_DIR = "${CONFIG_DIR}"
@@ -78,20 +97,63 @@ def _read_one(path: str) -> dict[str, Entry]:
         raise UserError(f"{path}: cannot be read: {error}") from error
     if path.endswith(".json"):
         text = text.replace("\t", "    ")  # JSON may be indented with tabs, YAML not
-    loader = _Loader(text)
     try:
-        root = loader.get_single_node()
-        if root is None:
-            return {}
-        if not isinstance(root, yaml.MappingNode):
-            raise UserError(f"{path}:{root.start_mark.line + 1}: expected a mapping of keys to values")
-        return _entries(root, path, loader)
+        with _compose(text) as (root, loader):
+            if root is None:
+                return {}
+            if not isinstance(root, yaml.MappingNode):
+                raise UserError(f"{path}:{root.start_mark.line + 1}: expected a mapping of keys to values")
+            return _entries(root, path, loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
         raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+
+
+def parse_value(text: str) -> Any:
+    """The value of a YAML text. Raises `yaml.YAMLError` with a `problem` for everything that is wrong with it."""
+    with _compose(text) as (root, loader):
+        return None if root is None else loader.construct_document(root)
+
+
+@contextlib.contextmanager
+def _compose(text: str) -> Iterator[tuple[yaml.Node | None, Any]]:
+    """The nodes of a text, checked to be a tree of bounded size, and the loader that makes values of them."""
+    loader = _Loader(text)
+    try:
+        root = loader.get_single_node()
+        if root is not None:
+            _measure(root, {})
+        yield root, loader
+    except RecursionError as error:
+        raise yaml.MarkedYAMLError(problem="it is nested too deeply") from error
     finally:
         loader.dispose()
+
+
+def _measure(node: yaml.Node, seen: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """(values in a node once its aliases are expanded, their depth). `seen` holds the same of the nodes looked at, by
+    id, so that each is looked at once; None: `node` lies inside of it. Raises `yaml.YAMLError` for what is too much."""
+    if id(node) not in seen:
+        seen[id(node)] = None
+        parts = node.value if isinstance(node, yaml.SequenceNode) else []
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        measured = [_measure(part, seen) for part in parts]
+        size, depth = 1 + sum(one for one, _ in measured), 1 + max((one for _, one in measured), default=0)
+        if size > max(_MOST_VALUES, len(seen)):
+            raise _wrong(node, f"its aliases expand {len(seen)} values to {size}")
+        if depth > _DEEPEST:
+            raise _wrong(node, f"it is nested more than {_DEEPEST} deep")
+        seen[id(node)] = size, depth
+    found = seen[id(node)]
+    if found is None:
+        raise _wrong(node, "the value contains itself")
+    return found
+
+
+def _wrong(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
 def _entries(root: yaml.MappingNode, path: str, loader: Any) -> dict[str, Entry]:

@@ -14,6 +14,7 @@ from megatron.plan.refusals import check_data_plan
 from megatron.plan.saves import saves_of
 from megatron.plan.stages import stage_sizes, topology
 from megatron.run.data import resolve_epochs
+from megatron.run.data_table import evaluation_notes
 
 
 def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | None = None) -> str:
@@ -54,7 +55,7 @@ def plan(args: NeoXArgs, placement: Placement, user_script: str, command: str | 
         parts += [
             sections.steps(args, vocab_size),
             sections.callbacks(args),
-            sections.data(plan.table(), plan.notes()),
+            sections.data(plan.table(), [*plan.notes(), *evaluation_notes(plan, args.training.eval_iters)]),
             sections.checkpoints(found.start, saves, args.checkpoint.save),
         ]
     else:

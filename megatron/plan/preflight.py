@@ -19,7 +19,7 @@ from megatron.inference.inputs import check_requests, requested_checkpoint
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
 from megatron.neox_arguments.inference import for_inference
-from megatron.plan.refusals import check_data, check_fit
+from megatron.plan.refusals import check_data, check_fit, check_folders
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 KINDS = ("train", "eval", "generate")
@@ -67,6 +67,7 @@ def preflight(args: NeoXArgs, kind: str, wait: bool = False) -> Found:
             refuse_if_held(args.checkpoint.save, wait)
     found = Found(build_tokenizer(args.tokenizer), _start(args, kind))
     if isinstance(found.start, Start):
+        check_folders(args)
         check_fit(args, found.start)
         check_data(args, data_paths(args), found.tokenizer, found.start)
     else:

@@ -21,6 +21,7 @@ from megatron.plan.preflight import data_paths, kind_of
 from megatron.plan.refusals import check_data_plan, check_fit, warn_of_unknown_ranks
 from megatron.plan.tables import size, table
 from megatron.run.data import resolve_epochs
+from megatron.run.data_table import evaluation_notes
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 LOGGER = get_logger(__name__)
@@ -65,7 +66,7 @@ def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
     )
     parts = [
         sections.with_title("run", [batch, start.message]),
-        sections.data(plan.table()),
+        sections.data(plan.table(), evaluation_notes(plan, training.eval_iters)),
         sections.with_title("documents left out, cut or padded", notes) if (notes := plan.notes()) else [],
         _index_section([*checked.entries, *plan.caches.entries]),
         ["Prepared: the run finds its data as it is here and builds nothing."],

@@ -5,11 +5,12 @@ checkpoint of another model. Opens files and reads headers; changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.init_from import check_init
 from megatron.checkpoint.schedule import resume_schedule
-from megatron.checkpoint.start import Start
+from megatron.checkpoint.start import Start, check_folder
 from megatron.data.order.datasets import DataPlan
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.manifest import check_tokenizer, read_manifest, verify
@@ -42,6 +43,13 @@ def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer, start
         # A number of epochs is turned into steps by the run, which counts the data for it.
         if args.training.train_iters is not None and documents < _QUICKLY_COUNTED:
             open_data(args, tokenizer, *resume_order(start))
+
+
+def check_folders(args: NeoXArgs) -> None:
+    """The folders besides `save` that training writes into can be written."""
+    for key in ("log_dir", "tensorboard_dir", "data_cache_path"):
+        if args.get(key) is not None:
+            check_folder(key, Path(args.get(key)))
 
 
 def check_fit(args: NeoXArgs, start: Start) -> None:

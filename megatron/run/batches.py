@@ -15,7 +15,7 @@ from megatron.log import get_logger
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.run.data import collate_rules, open_data
-from megatron.run.data_table import data_lines
+from megatron.run.data_table import data_lines, evaluation_notes
 from megatron.training.callback import Callback
 from megatron.training.setup import Process
 
@@ -53,7 +53,7 @@ def open_data_on_ranks(args: NeoXArgs, process: Process, order: SavedOrder | Non
         )
         for line in data_lines(plan.table()):
             logger.info(line)
-        for note in plan.notes():
+        for note in [*plan.notes(), *evaluation_notes(plan, args.training.eval_iters)]:
             logger.info(note)
     return plan
 

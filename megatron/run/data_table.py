@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from megatron.data.order.datasets import DataPlan
 from megatron.data.order.table import SourceRow
 
 HEAD = ("role", "source", "documents", "tokens", "weight", "samples", "epochs", "file")
@@ -38,6 +40,22 @@ def phase_lines(rows: Sequence[SourceRow]) -> list[str]:
             for role, steps in too_late
         ),
     ]
+
+
+def evaluation_notes(plan: DataPlan, eval_iters: int) -> list[str]:
+    """A line for each source of validation or test that one evaluation of `eval_iters` batches reads twice or more."""
+    rows, notes = plan.table(), []
+    for role in ("valid", "test"):
+        whole = sum(row.samples for row in rows if row.role == role)
+        for row in rows:
+            passes = row.epochs * eval_iters * plan.batch / whole if row.role == role and whole else 0
+            if passes >= 2:
+                enough = max(1, math.ceil(eval_iters / passes))
+                notes.append(
+                    f"{role}: each evaluation reads {row.prefix} {passes:.1f} times (eval_iters {eval_iters} x batch "
+                    f"{plan.batch}, {row.documents:,} documents); eval_iters={enough} reads it once"
+                )
+    return notes
 
 
 def data_lines(rows: Sequence[SourceRow]) -> list[str]:

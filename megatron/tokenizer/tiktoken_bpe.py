@@ -84,7 +84,7 @@ def _from_file(path: Path) -> TiktokenTokenizer:
     import tiktoken
     from tiktoken.load import load_tiktoken_bpe
 
-    description = path.with_name(path.name + ".json")
+    description = Path(f"{path}.json")
     if not description.exists():
         raise UserError(
             f"vocab_file: {path} needs {description.name} next to it, holding "

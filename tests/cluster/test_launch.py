@@ -96,6 +96,42 @@ def test_what_cannot_be_placed_is_refused(tmp_path: Path) -> None:
         placed(tmp_path, "hostfile=/nowhere")
 
 
+def named_in_a_file(folder: Path, *overrides: str) -> NeoXArgs:
+    """GPT-NeoX's 125M.yml has `hostfile: /mock_path`, and nobody the file."""
+    (folder / "run.yml").write_text(f"{CONFIG}hostfile: /mock_path\n")
+    return NeoXArgs.from_files([str(folder / "run.yml")], list(overrides))
+
+
+def test_a_missing_hostfile_that_a_config_file_names_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in DeepSpeed, which warns and uses this machine."""
+    placement = place(named_in_a_file(tmp_path, "num_gpus=2"), {}, default_hostfile=hosts(tmp_path, "a slots=4"))
+    assert (placement.launcher, placement.world_size, placement.hosts) == (None, 2, ("localhost",))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and f"{tmp_path / 'run.yml'}:9: hostfile: /mock_path" in record.message
+    env = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "8"}
+    assert place(named_in_a_file(tmp_path, "launcher=slurm"), env, default_hostfile="/nowhere").world_size == 8
+
+
+@pytest.mark.parametrize(
+    "asks", ["num_nodes=2", "include=worker-1", "exclude=worker-1:0", "global_num_gpus=16 num_gpus=8"]
+)
+def test_a_missing_hostfile_is_an_error_where_more_machines_are_asked_for(tmp_path: Path, asks: str) -> None:
+    with pytest.raises(UserError, match=rf"run\.yml:9: hostfile: /mock_path .*{asks.split()[0]}"):
+        place(named_in_a_file(tmp_path, *asks.split()), {}, default_hostfile="/nowhere")
+    with pytest.raises(UserError, match="^hostfile=/mock_path"):
+        placed(tmp_path, "hostfile=/mock_path", *asks.split())
+
+
+@pytest.mark.parametrize("nodes", [None, "n[1-", "n1,n2"])
+def test_an_allocation_whose_hosts_are_not_known_is_refused(tmp_path: Path, nodes: str | None) -> None:
+    """A list that was cut off would let the ranks wait for each other at another machine."""
+    env = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "3", "SLURM_JOB_NUM_NODES": "3"}
+    with pytest.raises(UserError, match=f"SLURM_JOB_NODELIST='?{re.escape(nodes or '')}"):
+        placed(tmp_path, "launcher=slurm", **env, **({"SLURM_JOB_NODELIST": nodes} if nodes else {}))
+
+
 @pytest.mark.parametrize(
     ("env", "tool"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 
 import pytest
@@ -155,7 +156,37 @@ def test_environment_file() -> None:
         ("nid[001-003]", ["nid001", "nid002", "nid003"]),
         ("r[1-2]n[8-9]x", ["r1n8x", "r1n9x", "r2n8x", "r2n9x"]),
         ("gpu-a[1,3],gpu-b[2]", ["gpu-a1", "gpu-a3", "gpu-b2"]),
+        ("nid119-ib,nid121-ib,r0n[0-1],r1n[0-1]", ["nid119-ib", "nid121-ib", "r0n0", "r0n1", "r1n0", "r1n1"]),
+        ("a[09-11],n.x[00041,00043-00044]", ["a09", "a10", "a11", "n.x00041", "n.x00043", "n.x00044"]),
+        ("gpu-a22.cluster.local,x_1-gpu032x", ["gpu-a22.cluster.local", "x_1-gpu032x"]),
+        ("a[1][2-3],[7-8],a[01-3]", ["a12", "a13", "7", "8", "a01", "a02", "a03"]),
     ],
 )
 def test_slurm_host_lists(text: str, hosts: list[str]) -> None:
+    """Hosts as `scontrol show hostnames` of Slurm 22.05 prints them; most lists are what `show hostlist` made."""
     assert expand_nodelist(text) == hosts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a[1-",
+        "a[1-3",
+        "a[3-1]",
+        "a[1,,2]",
+        "a]1[",
+        "a[1-3:2]",
+        "a[x-y]",
+        "[a,b]",
+        "a[]",
+        "a[1-2,]",
+        "a[1 -3]",
+        "a,,b",
+    ]
+    + ["a,", ",a", "a [1]", "a b", "a{1..3}", "a(2)", "a;b", "a[[1]]", "a[1]]", "a[-3]", "a[1-2-3]", "a[0-999999999]"]
+    + ["a[0-9999][0-9999]", "a[1\n]", "(null)"],
+)
+def test_slurm_host_lists_that_are_none(text: str) -> None:
+    with pytest.raises(UserError, match=f"SLURM_JOB_NODELIST={re.escape(repr(text))}"):
+        expand_nodelist(text)

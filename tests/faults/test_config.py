@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,14 @@ import pytest
 from megatron.cluster.launch import place
 from megatron.errors import UserError
 from megatron.layers.activations import ACTIVATIONS
-from megatron.layers.attention_contract import ATTENTION_BACKENDS
+from megatron.layers.attention_backends import ATTENTION_BACKENDS
 from megatron.layers.init import INITS
 from megatron.layers.norms import NORMS
 from megatron.layers.positions import POSITIONS
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts
 from megatron.neox_arguments.groups import all_keys
+from megatron.neox_arguments.nested import NESTED
 from megatron.objectives import OBJECTIVES
 from megatron.plan.planner import plan
 from megatron.plan.preflight import check_before_launch
@@ -66,6 +68,23 @@ def test_a_number_in_quotes_is_a_number(tmp_path: Path) -> None:
 
 
 VALUES = ("0", "-1", "3", "-0.5", "nan", "x", '""', "[]", "[1]", "{a: 1}", "{enabled: true}", "null", "[null]")
+ABSURD = ("1e30", "1e12", "2147483648", "/", "x" * 300, '"a\\0b"', "2020-01-01", "!!binary aGk=", "{1: {x: [~]}}")
+INSIDE = (
+    *(f"{name}.{key}" for name, keys in NESTED.items() for key in keys),
+    *(f"optimizer.params.{key}" for key in ("betas", "eps", "momentum", "weight_decay", "unknown")),
+    *("optimizer.type", "mixture.sources.a", "mixture.sources.a.path", "mixture.weights", "valid_sets.a.tags"),
+    *("callbacks.checkpointer", "rope_scaling.factor", "deepspeed_extra_args.x", "zero_optimization.cpu_offload"),
+)
+CONTEXTS = (
+    *("save=c train_iters=1e5 checkpoint_factor=", "save=c checkpoint_scale=log checkpoint_factor="),
+    *(
+        "tokenizer_type=HFTokenizer vocab_file=",
+        "tokenizer_type=TiktokenTokenizer vocab_file=",
+        "moe_num_experts=4 moe_top_k=",
+    ),
+    *("model_parallel_size=4 pipe_parallel_size=", "eval_iters=1 eval_interval=", "train_iters=null train_epochs="),
+    *("data_path=null train_data_paths=[data/x,data/x] train_data_weights=", "launcher=slurm hostfile="),
+)
 
 
 def test_any_value_of_any_key_is_planned_or_refused_with_a_sentence(
@@ -75,9 +94,16 @@ def test_any_value_of_any_key_is_planned_or_refused_with_a_sentence(
     monkeypatch.chdir(make_folder(tmp_path))
     monkeypatch.setattr(logging.getLogger("deepy"), "disabled", True)
     env, planned = {"DS_ACCELERATOR": "cpu"}, 0
-    for override in (f"{key}={value}" for key in all_keys() for value in VALUES):
+    cases = [f"{key}={value}" for key in all_keys() for value in VALUES]
+    chosen = random.Random(9)  # every key with three of the absurd ones
+    cases += [f"{key}={value}" for key in (*all_keys(), *INSIDE) for value in chosen.sample(ABSURD, 3)]
+    cases += [f"{key}={value}" for key in INSIDE for value in chosen.sample(VALUES, 3)]
+    cases += [f"{start}{value}" for start in CONTEXTS for value in (*VALUES, *ABSURD)]
+    for override in cases:
         try:
-            args = NeoXArgs.from_files(["run.yml"], [override])
+            args = NeoXArgs.from_files(
+                ["run.yml"], override.split(" ") if override.startswith(CONTEXTS) else [override]
+            )
             placement = place(args, env, default_hostfile="/no such file")
             text = plan(args, placement, "train.py")
             check_before_launch(args, placement, "train.py")

@@ -122,7 +122,7 @@ def test_zero(tmp_path: Path) -> None:
         ({"iteration": -1}, " iteration: .*negative"),
         ({"temperature": -1}, "temperature: .*negative"),
         ({"train_epochs": 2}, "train_epochs: train_iters is set too"),
-        ({"checkpoint_factor": 1, "checkpoint_scale": "log"}, "checkpoint_factor: .*above 1 .*checkpoint_scale: log"),
+        ({"checkpoint_factor": 1, "checkpoint_scale": "log"}, "checkpoint_factor: .*1.01 .*checkpoint_scale: log"),
         ({"checkpoint_factor": 1.5}, "checkpoint_factor: .*whole number"),
         ({"extra_save_iters": [-1]}, "extra_save_iters: .*negative"),
         ({"eval_iters": -1}, "eval_iters: must not be negative"),

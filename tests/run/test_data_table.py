@@ -10,7 +10,7 @@ import pytest
 from megatron.data.order.datasets import plan_datasets
 from megatron.data.order.phases import Progress
 from megatron.neox_arguments.schema_data import DataConfig
-from megatron.run.data_table import data_lines
+from megatron.run.data_table import data_lines, evaluation_notes
 from tests.data.corpus import write
 
 pytestmark = pytest.mark.cpu
@@ -40,3 +40,17 @@ def test_changes_after_the_end_of_the_run_are_listed(tmp_path: Path) -> None:
     reached, unreached = lines(tmp_path, weights, steps=11)
     assert re.search(r"\btrain .*step 0, .*\b10\b", reached) and "90" not in reached
     assert re.search(r"\btrain: .*ends before .*step 90$", unreached) and "10" not in unreached
+
+
+def test_a_small_test_set_that_is_read_over_and_over(tmp_path: Path) -> None:
+    """8 documents of 9 tokens; 10 batches of 14 samples of 4 tokens are 560 / 72 = 7.8 of them."""
+    paths = [write(tmp_path / name, [[d] * 9 for d in range(1, 9)]) for name in ("a", "b")]
+    data = DataConfig(train_data_paths=(paths[0],), valid_data_paths=(paths[1],), test_data_paths=(paths[1],))
+    counts = {"train_samples": 1400, "valid_samples": 3 * 140, "test_samples": 140, "progress": Progress(batch=14)}
+    notes = evaluation_notes(plan_datasets(data, seq_length=4, seed=1, **counts), 10)
+    assert [note.partition(":")[0] for note in notes] == ["valid", "test"]
+    assert all("7.8 times" in note and paths[1] in note and "eval_iters=2 " in note for note in notes)
+    few = evaluation_notes(
+        plan_datasets(data, seq_length=4, seed=1, **counts | {"test_samples": 14, "valid_samples": 42}), 1
+    )
+    assert few == []

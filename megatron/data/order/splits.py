@@ -7,6 +7,7 @@ import re
 
 from megatron.errors import UserError
 
+_MOST_SAMPLES = 2**36  # whose index, of 8 bytes each or more, would take 512 GiB
 NAMES = ("train", "valid", "test")
 
 
@@ -16,11 +17,15 @@ def sample_counts(
     """Samples for training, for all validations of the run, and for the test at its end.
 
     As in GPT-NeoX: validation is counted at every multiple of `eval_interval` and once more at the end. An
-    `eval_interval` of 0 or less leaves only that last one.
+    `eval_interval` of 0 or less leaves only that last one. Raises `UserError` for more samples than can be indexed.
     """
     validations = (train_iters // eval_interval if eval_interval > 0 else 0) + 1
     evaluation = max(eval_iters, 0) * train_batch_size
-    return train_iters * train_batch_size, validations * evaluation, evaluation
+    counts = train_iters * train_batch_size, validations * evaluation, evaluation
+    for key, samples in zip(("train_iters", "eval_iters", "eval_iters"), counts, strict=True):
+        if samples > _MOST_SAMPLES:
+            raise UserError(f"{key}: {samples} samples, with train_batch_size {train_batch_size}; at most 2^36 work")
+    return counts
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
