@@ -35,6 +35,7 @@ def save_weights(
     pp_size: int = 1,
     names: str = NEOX,
     row_biases_once: bool = False,
+    client: dict[str, Any] | None = None,
 ) -> Path:
     """Write `<root>/global_step<step>` and point `latest` at it. Returns the folder.
 
@@ -47,6 +48,8 @@ def save_weights(
         row_biases_once: leave the biases of row-parallel projections to rank 0 and give the others zeros. In the
             parallel form (gpt_j_residual) GPT-NeoX adds every rank's copy; Deepy reads rank 0's in any case.
 
+        client: what is known of the run, such as its tokenizer (tokenizer_identity.py).
+
     Raises `UserError` when a parameter cannot be divided by `tp_size`; then the folder is removed.
     """
     # Not durable: its source is still there, and the manifest's sizes tell a file that lost its end with the power.
@@ -57,7 +60,7 @@ def save_weights(
         for layer, group in groupby(tensors, key=lambda item: layout.split_name(item[0].name)[0]):
             _write_layer(folder, layer, group, parameters, tp_size, heads, dtype, names, row_biases_once)
         for rank in range(pp_size * tp_size):
-            write_state_file(folder, rank, config=config, tp_size=tp_size)
+            write_state_file(folder, rank, config=config, tp_size=tp_size, client=client)
         return folder.publish(
             Manifest(
                 step=step,

@@ -28,6 +28,7 @@ from megatron.checkpoint.folder import write_latest
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.neox_names import NEOX, TRANSFORMER_ENGINE
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.tokenizer_identity import client_state
 from megatron.checkpoint.weights import save_weights
 from megatron.convert.drafts import draft_of
 from megatron.convert.outputs import Difference
@@ -46,6 +47,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.neox_arguments.yaml_files import CONFIG_DIR
+from megatron.tokenizer.build import create_tokenizer
 
 logger = get_logger(__name__)
 
@@ -167,6 +169,7 @@ def import_from(
             dtype=dtype,
             names=names,
             row_biases_once=args.model.gpt_j_residual,
+            client=_identity(args),
         )
         difference = None
         if check:
@@ -208,6 +211,18 @@ def _config(args: NeoXArgs, draft: Path, output: Path) -> dict[str, Any]:
         key: there + value.removeprefix(here) if isinstance(value, str) and value.startswith(here) else value
         for key, value in args.to_dict().items()
     }
+
+
+def _identity(args: NeoXArgs) -> dict[str, Any]:
+    """The record of the tokenizer that came with the model, for the checkpoint; empty where none did."""
+    keys = args.tokenizer
+    if not keys.vocab_file:
+        return {}
+    try:
+        return client_state(create_tokenizer(keys.tokenizer_type, keys.vocab_file, keys.merge_file))
+    except UserError as error:
+        logger.warning(f"the checkpoint does not record its tokenizer, which cannot be opened: {error}")
+        return {}
 
 
 def _stored_type(source: Source) -> torch.dtype:

@@ -14,10 +14,13 @@ from megatron.convert.hf.streamed import folder_outputs, folder_tokens
 from megatron.convert.outputs import Difference, checkpoint_outputs, compare_outputs, random_tokens
 from megatron.convert.pairs import Place, open_pair, reference_of
 from megatron.convert.parts.family import WORD_EMBEDDINGS
+from megatron.convert.ready_config import tokenizer_keys
 from megatron.convert.settings import Reference, open_source
+from megatron.convert.tokenizer_files import check_tokenizer
 from megatron.errors import UserError
 from megatron.log import progress
 from megatron.neox_arguments.schema_model import ModelConfig
+from megatron.tokenizer.build import create_tokenizer
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def verify(one: Place, other: Place, config_files: Sequence[str] = ()) -> Differ
     A checkpoint is run by our network, a Hugging Face folder by transformers, both layer by layer. `config_files`: of
     a GPT-NeoX run; without them its folder takes the configuration of the other side.
 
-    Raises `UserError` when one is missing, or their sizes differ.
+    Raises `UserError` when one is missing, or their sizes or tokenizers differ.
     """
 
     def open_side(place: Place, reference: Reference | None) -> _Ours | _Theirs:
@@ -82,10 +85,21 @@ def verify(one: Place, other: Place, config_files: Sequence[str] = ()) -> Differ
     first, second = open_pair(one, other, open_side, _reference_to)
     if first.vocab_size != second.vocab_size:
         raise UserError(f"{one.path} has {first.vocab_size} tokens, {other.path} has {second.vocab_size}")
+    _compare_tokenizers(first, second)
+    _compare_tokenizers(second, first)
     dtype = narrower(first.dtype, second.dtype)
     tokens = max((side.tokens() for side in (first, second)), key=lambda ids: ids.shape[1])
     shown = progress(first.outputs(tokens, dtype), what="comparing", unit="layers")
     return compare_outputs(shown, second.outputs(tokens, dtype))
+
+
+def _compare_tokenizers(one: _Ours | _Theirs, other: _Ours | _Theirs) -> None:
+    """The tokenizer in a Hugging Face folder is that of the checkpoint, if both are known."""
+    if isinstance(one, _Ours) and isinstance(other, _Theirs):
+        path = str(other.folder.path)
+        keys = tokenizer_keys(other.folder.path, path)
+        if keys:
+            check_tokenizer(one.reader, create_tokenizer(**keys), f"remove the tokenizer's files from {path}")
 
 
 def narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:

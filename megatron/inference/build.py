@@ -9,6 +9,7 @@ from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.find import Checkpoint
 from megatron.checkpoint.neox_reader import reader_of
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.tokenizer_identity import check_tokenizer
 from megatron.errors import UserError
 from megatron.inference.stage import Stage
 from megatron.layers.positions.rope_scaling import switch_length
@@ -34,6 +35,7 @@ def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, chec
     Raises:
         UserError: the checkpoint was made by another architecture or tokenizer, or lacks a weight.
     """
+    check_tokenizer(checkpoint, tokenizer, args.checkpoint.allow_config_changes)
     checksums = args.checkpoint.checkpoint_checksums
     reader = reader_of(checkpoint, args.model, tokenizer.vocab_size, checksums=checksums)
     check_fits(reader, args, tokenizer)

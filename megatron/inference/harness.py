@@ -15,6 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from megatron.errors import UserError
 from megatron.inference.exported_text import ExportedText
 from megatron.inference.generate import Limits, generate
 from megatron.inference.sampling import Draws, Sampling
@@ -69,6 +70,10 @@ def _complete(
                 written = written.split(stop)[0]
             texts[i] = written
     return [texts[i] for i in range(len(items))]
+
+
+class _TooLong(Exception):
+    """A request's number, and the tokens of its continuation: more than the model's positions."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +131,8 @@ class HarnessModel(TemplateLM):
         self.max_length = team.stage.max_positions
         self._once = Once(logger)
         self._eot, self._prefix = exported.eot, exported.prefix
-        # What the tokenizer's own template puts in front of every text, often nothing.
-        added = tokenizer.tokenize("")
-        self._added = added if added and tokenizer.tokenize("a")[: len(added)] == added else []
+        start, self._end = tokenizer.added
+        self._start = list(start)
 
     @property
     def eot_token_id(self) -> int:
@@ -144,17 +148,35 @@ class HarnessModel(TemplateLM):
         return self.info
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text; without the template's first tokens if asked for, or if the text itself begins with them."""
+        """Ids of a text that goes on, so without the tokenizer's end; without its start if asked for, or if the text
+        itself begins with that."""
         ids = self.text.tokenize(string)
-        if not self._added:
+        ids = ids[: len(ids) - len(self._end)]
+        if not self._start:
             return ids
         written = string.startswith(self.text.detokenize([self._prefix]))
         plain = add_special_tokens is False or (add_special_tokens is None and written)
-        return ids[len(self._added) :] if plain and ids[: len(self._added)] == self._added else ids
+        return ids[len(self._start) :] if plain and ids[: len(self._start)] == self._start else ids
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Score]:
+        """Scores of continuations. Raises `UserError` naming task and document of one that the model cannot take."""
+        try:
+            return super().loglikelihood(requests, disable_tqdm)
+        except _TooLong as error:
+            number, tokens = error.args
+            request = requests[number]
+            raise UserError(
+                f"{request.task_name}, document {request.doc_id}: a continuation of {tokens} tokens does not fit the "
+                f"model's {self.max_length} positions ({str(request.args[1])[:60]!r}...). Leave this task out, or "
+                "evaluate a model with more positions"
+            ) from None
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[Score]:
+        for number, (_, _, rest) in enumerate(requests):
+            if len(rest) > self.max_length:  # the harness's own adapter fails for it, too
+                raise _TooLong(number, len(rest))
         longest = max((len(context) + len(rest) for _, context, rest in requests), default=0)
         if longest > self.max_length + 1:
             self._once.warning(
@@ -173,7 +195,10 @@ class HarnessModel(TemplateLM):
         owners, pairs = [], []
         for number, (text,) in enumerate(request.args for request in requests):
             windows = get_rolling_token_windows(
-                self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+                [*self.tok_encode(text), *self._end],  # a whole text, with its end
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
             )
             for window in map(make_disjoint_window, windows):
                 owners.append(number)

@@ -104,7 +104,7 @@ class TextGenerator:
 
     def _complete(self, items: Sequence[tuple[int, str]], options: Mapping[str, Any]) -> list[Record]:
         """Records of numbered texts, by one copy of the model."""
-        prompts = self.tokenizer.tokenize_batch([text for _, text in items])
+        prompts = self.tokenizer.tokenize_openly([text for _, text in items])
         lengths = [len(prompt) for prompt in prompts]
         records: dict[int, Record] = {}
         for chunk in batches(self.stage, lengths, self.batch, options["what"]):

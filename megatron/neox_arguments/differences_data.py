@@ -68,7 +68,12 @@ DATA: tuple[_Difference, ...] = (
     Difference(
         "end-of-document token",
         "SentencePiece without one uses unk; a template's own eod is doubled by --append-eod",
-        "comes from the tokenizer's files or is an error; never doubled",
+        "comes from the tokenizer's files or is an error; never doubled, also where a text itself ends with it",
+    ),
+    Difference(
+        "start and end that a tokenizer adds",
+        "not recorded; doubled where a text has them; the end closes prompts",
+        "written once, recorded with data and checkpoints, other forms are refused; prompts and contexts stay open",
     ),
     Difference(
         "truncation and padding stored in a tokenizer.json",

@@ -11,7 +11,7 @@ from megatron.neox_arguments.merge import COMMAND_LINE, PYTHON_CALL
 # Groups about which only training cares, and the few of their keys that describe the trained model or this start.
 _OF_TRAINING = ("data", "optimizer", "schedule", "training", "checkpoint", "deepspeed")
 _KEPT = {"precision", "fp16", "bf16", "seed", "train_micro_batch_size_per_gpu"}
-_KEPT |= {"load", "iteration", "checkpoint_checksums"}
+_KEPT |= {"load", "iteration", "checkpoint_checksums", "allow_config_changes"}
 # The number of ranks was the training job's, a single token cannot be split, and the run's folder is not ours to write.
 _OTHERS = {"global_num_gpus", "sequence_parallel", "log_dir"}
 DEFAULT_BATCH = 8

@@ -184,7 +184,10 @@ class CheckpointConfig:
         False, "Begin from zero in `save` although all checkpoints in it are damaged or incomplete.", new=True
     )
     allow_config_changes: bool = key(
-        False, "Resume from a checkpoint although architecture, tokenizer or data order changed.", new=True
+        False,
+        "Resume from a checkpoint although architecture, tokenizer or data order changed; start from one, generate or "
+        "evaluate with another tokenizer.",
+        new=True,
     )
 
     # known, not available

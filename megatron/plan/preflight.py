@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron.checkpoint.find import Checkpoint
 from megatron.checkpoint.lock import refuse_if_held
 from megatron.checkpoint.start import Start, decide_start
+from megatron.checkpoint.tokenizer_identity import check_tokenizer
 from megatron.cluster.launch import Placement
 from megatron.data.order.sources import named_paths
 from megatron.data.order.splits import NAMES
@@ -72,6 +73,7 @@ def preflight(args: NeoXArgs, kind: str, wait: bool = False) -> Found:
         check_data(args, data_paths(args), found.tokenizer, found.start)
     else:
         check_requests(args.generation, kind)
+        check_tokenizer(found.start, found.tokenizer, args.checkpoint.allow_config_changes)
     return found
 
 

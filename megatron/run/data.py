@@ -5,10 +5,8 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from megatron.checkpoint.start import Start
+from megatron.checkpoint.tokenizer_identity import check_tokenizer
 from megatron.data.collate import CollateRules
 from megatron.data.order.datasets import DataPlan, epoch_samples, plan_datasets
 from megatron.data.order.phases import Progress
@@ -19,7 +17,6 @@ from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.fingerprint import Fingerprint
 from megatron.tokenizer.model_tokens import add_trained_ends
 
 
@@ -104,22 +101,6 @@ def note_trained_ends(args: NeoXArgs, plan: DataPlan) -> NeoXArgs:
 
 
 def check_saved_tokenizer(start: Start, tokenizer: Tokenizer, allow: bool) -> None:
-    """Refuse a checkpoint that was trained with other token ids, unless a new run takes only its weights."""
-    if start.checkpoint is not None and start.kind != "finetune":
-        check_identity(start.checkpoint.callbacks.get("TokenizerIdentity"), tokenizer, allow)
-
-
-def check_identity(saved: Mapping[str, Any] | None, tokenizer: Tokenizer, allow: bool) -> None:
-    """Raise `UserError` when the token ids recorded in `saved` mean something else in `tokenizer`.
-
-    Args:
-        saved: fingerprint of the checkpoint's tokenizer; None: not recorded.
-        allow: `allow_config_changes`.
-    """
-    if saved is None or allow or tokenizer.covers(Fingerprint.from_dict(saved)):
-        return
-    raise UserError(
-        f"the checkpoint was trained with another tokenizer than {tokenizer.describe()}: its tokens have "
-        "other ids. Use the tokenizer of the run, start a new run (another `save`), or set "
-        "allow_config_changes: true."
-    )
+    """Refuse a checkpoint whose tokenizer is not this one; `allow` (`allow_config_changes`): only warn."""
+    if start.checkpoint is not None:
+        check_tokenizer(start.checkpoint, tokenizer, allow)

@@ -20,6 +20,7 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.schedule import resume_schedule
 from megatron.checkpoint.start import Start, decide_start
+from megatron.checkpoint.tokenizer_identity import check_identity
 from megatron.cluster.status import StatusFile, run_folder
 from megatron.log import get_logger
 from megatron.mpu.state import ParallelState
@@ -27,7 +28,6 @@ from megatron.neox_arguments import NeoXArgs, plugin_key
 from megatron.neox_arguments.callback_key import choose_callbacks
 from megatron.neox_arguments.differences import differences_for
 from megatron.plugins import source_changes
-from megatron.run.data import check_identity
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.model_tokens import inherit
 from megatron.training.callback import Callback
@@ -50,7 +50,8 @@ class TokenizerIdentity(Callback):
         return self.tokenizer.fingerprint().to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_identity(state, self.tokenizer, self.allow)
+        if not self.allow:
+            check_identity(state, self.tokenizer, "the checkpoint")
 
 
 class AnnouncedEnd(Callback):

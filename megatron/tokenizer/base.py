@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from megatron.errors import UserError
 from megatron.registry import Registry
@@ -92,6 +95,35 @@ class Tokenizer(ABC):
         """Whether data made with a tokenizer of fingerprint `other` has the same ids here (equal or contained)."""
         return other == self._fingerprint or other.contained_in(self._ids)
 
+    def conflict(self, other: Fingerprint) -> str | None:
+        """Why tokens of a tokenizer of fingerprint `other` are not this one's; None when they are (see `covers`)."""
+        if not self.covers(other):
+            return "their ids mean different tokens"
+        if self._fingerprint.adds_the_same(other):
+            return None
+        return f"a text becomes {self._framed(other)!r} there, {self._framed(self._fingerprint)!r} here"
+
+    def _framed(self, fingerprint: Fingerprint) -> str:
+        head, tail = ([self._ids.get(i, str(i)) for i in ids or ()] for ids in (fingerprint.start, fingerprint.end))
+        return " ".join([*head, "text", *tail])
+
+    @cached_property
+    def added(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids that it puts by itself before and after every text, both often empty."""
+        alone = tuple(self.tokenize(""))
+        if not alone:
+            return (), ()
+        some = tuple(self.tokenize("a"))
+        cuts = [(alone[:at], alone[at:]) for at in range(len(alone) + 1)]
+        fits = (c for c in cuts if some[: len(c[0])] == c[0] and some[len(some) - len(c[1]) :] == c[1])
+        return next(fits, ((), ()))
+
+    def tokenize_openly(self, texts: Sequence[str]) -> list[list[int]]:
+        """`tokenize_batch` for texts that are to be continued: without the end that the tokenizer adds, and with one
+        start where a text begins with it already."""
+        start, end = self.added
+        return [ids[single(ids, start, ())][: -len(end) or None] for ids in self.tokenize_batch(texts)]
+
     def require_eod(self, purpose: str) -> int:
         """`eod`, or a `UserError` saying what needs it and how to provide one."""
         if self.eod is None:
@@ -126,7 +158,16 @@ class Tokenizer(ABC):
 
     @cached_property
     def _fingerprint(self) -> Fingerprint:
-        return Fingerprint.of(self._ids)
+        start, end = self.added
+        return replace(Fingerprint.of(self._ids), start=start, end=end)
+
+
+def single(ids: Sequence[int] | np.ndarray, start: Sequence[int], end: Sequence[int]) -> slice:
+    """Where the ids of a text have `start` and `end` once, when the text has one of them and the tokenizer added it."""
+    head, tail, size = len(start), len(end), len(ids)
+    first = head if head and list(ids[: 2 * head]) == [*start, *start] else 0
+    last = size - tail if tail and list(ids[max(size - 2 * tail, 0) :]) == [*end, *end] else size
+    return slice(first, last)
 
 
 Factory = Callable[[str | None, str | None], Tokenizer]

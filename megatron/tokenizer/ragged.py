@@ -47,3 +47,17 @@ class Ragged:
             own[at] = False
         framed[own] = self.ids
         return Ragged(framed, lengths)
+
+    def single(self, head: Sequence[int], tail: Sequence[int]) -> Ragged:
+        """Every row that has `head` twice at its start, or `tail` twice at its end, with only one of them."""
+        ends = np.cumsum(self.lengths)
+        begins, drop = ends - self.lengths, np.zeros(len(self.ids), bool)
+        lengths = self.lengths.copy()
+        for own, first in ((head, begins), (tail, ends - 2 * len(tail))):
+            rows = np.flatnonzero(self.lengths >= 2 * len(own)) if own else np.empty(0, np.int64)
+            for i, token in enumerate((*own, *own)):
+                rows = rows[self.ids[first[rows] + i] == token]
+            lengths[rows] -= len(own)
+            for i in range(len(own)):
+                drop[first[rows] + i] = True
+        return Ragged(self.ids[~drop], lengths) if drop.any() else self

@@ -75,12 +75,15 @@ def assert_same(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> None:
 class Model:
     """A checkpoint of a model with a real tokenizer, its Hugging Face copy, and the harness's adapters for both."""
 
-    def __init__(self, folder: Path, bos: bool) -> None:
+    def __init__(self, folder: Path, bos: bool, single: str = f"{BOS} $A") -> None:
+        """`single`: what the tokenizer makes of every text, if it has a begin token."""
         tokenizer, declared = byte_level(), {"eos_token": "<|endoftext|>"}
         if bos:
             tokenizer.add_special_tokens([BOS])
             number = tokenizer.token_to_id(BOS)
-            tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, number)])
+            tokenizer.post_processor = TemplateProcessing(
+                single=single, special_tokens=[(BOS, number), ("<|endoftext|>", 0)]
+            )
             declared["bos_token"] = BOS
         declared["tokenizer_class"] = "PreTrainedTokenizerFast"
         vocab_file = write_json(folder / "tokenizer.json", tokenizer, tokenizer_config=declared)
@@ -123,6 +126,32 @@ def test_equals_the_harness_own_adapter_on_the_exported_copy(model: Model, tmp_p
     # Only a moved space makes no difference.
     assert len({round(value, 3) for value, _ in ours["loglikelihood"]}) == len(PAIRS) - 1
     assert max(map(len, ours["generate"])) > 5
+
+
+def test_the_end_that_a_tokenizer_adds_is_not_between_context_and_continuation(tmp_path: Path):
+    """The harness's own adapter leaves it there (a continuation's first token is then never scored), so it is given
+    the tokenizer without its end; a whole text has its end, there too."""
+    model = Model(tmp_path, bos=True, single=f"{BOS} $A <|endoftext|>")
+    ours, theirs = all_answers(model.ours()), model.theirs()
+    assert theirs.tok_encode("x")[-1] == 0
+    expected = {"rolling": all_answers(theirs)["rolling"]}
+    begin = TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, theirs.prefix_token_id)])
+    theirs.tokenizer.backend_tokenizer.post_processor = begin
+    assert_same(ours, {**all_answers(theirs), **expected})
+
+
+def test_a_continuation_longer_than_the_model_is_named_before_anything_is_scored(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+):
+    adapter = model.ours()
+    monkeypatch.setattr(adapter.team, "ask", lambda *arguments: pytest.fail("something was scored"))
+    pairs = [("hello", " world"), ("hello", " x" * LONGEST), ("hello", "y" * LONGEST)]
+    asked = [
+        Instance("loglikelihood", {}, pair, 0, metadata=("tiny_task", 40 + number, 1))
+        for number, pair in enumerate(pairs)
+    ]
+    with pytest.raises(UserError, match=rf"tiny_task, document 41: .*\b{2 * LONGEST} tokens.*\b{LONGEST} positions"):
+        adapter.loglikelihood(asked)
 
 
 def answers_of_rank(rank: int, world: int, model: Model, layout: Layout) -> dict[str, list[Any]]:

@@ -19,7 +19,7 @@ from megatron.convert.hf.safetensors_writer import Planned, write_safetensors
 from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds
 from megatron.convert.precision import dtype_of
 from megatron.convert.settings import Reference, Settings, open_source
-from megatron.convert.tokenizer_files import open_tokenizer, save_tokenizer
+from megatron.convert.tokenizer_files import check_tokenizer, open_tokenizer, save_tokenizer
 from megatron.errors import UserError
 from megatron.log import get_logger, progress
 from megatron.neox_arguments.schema_model import ModelConfig
@@ -92,7 +92,7 @@ def export(
     _check_names(reader, table)
     dtype = dtype_of(precision, reader.dtype(WORD_EMBEDDINGS))
     with draft_of(output, "--output_dir") as draft:
-        kept, tokens = _write_tokenizer(settings, draft, tokenizer, vocab_is_hf, pad_token_id)
+        kept, tokens = _write_tokenizer(reader, settings, draft, tokenizer, vocab_is_hf, pad_token_id)
         _check_ids(tokens, settings, reader, pad_token_id)
         _write_config(draft, family, settings.model, reader, tokens, dtype)
         kept.pop("transformers_version", None)
@@ -120,12 +120,18 @@ def _check_names(reader: CheckpointReader, table: list[Rule | Constant]) -> None
 
 
 def _write_tokenizer(
-    settings: Settings, draft: Path, wanted: bool, vocab_is_hf: bool, pad_token_id: int | None
+    reader: CheckpointReader,
+    settings: Settings,
+    draft: Path,
+    wanted: bool,
+    vocab_is_hf: bool,
+    pad_token_id: int | None,
 ) -> tuple[dict[str, Any], ModelTokens]:
     """Write its files; what its generation_config.json holds, and the model's ids."""
     if not wanted:
         return {}, ModelTokens.of(None, settings.model_tokens, pad_token_id)
     opened = open_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file, vocab_is_hf)
+    check_tokenizer(reader, opened)
     save_tokenizer(opened, draft)
     return read_generation(opened) or {}, ModelTokens.of(opened, settings.model_tokens, pad_token_id)
 

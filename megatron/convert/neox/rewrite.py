@@ -17,7 +17,7 @@ from megatron.convert.importing import specs_of
 from megatron.convert.parts.family import WORD_EMBEDDINGS
 from megatron.convert.precision import dtype_of
 from megatron.convert.settings import saved_config
-from megatron.convert.tokenizer_files import open_tokenizer
+from megatron.convert.tokenizer_files import kept_identity, open_tokenizer
 from megatron.errors import UserError
 from megatron.log import progress
 from megatron.mpu.sharding import ParamSpec
@@ -66,6 +66,7 @@ def rewrite(
         config={**args.to_dict(), "model_parallel_size": tp},
         dtype=dtype,
         row_biases_once=args.model.gpt_j_residual,
+        client=kept_identity(reader),
     )
     _check(reader, CheckpointReader(open_checkpoint(made)), dtype)
     return made

@@ -22,6 +22,7 @@ from megatron.convert.raw.files import EMBEDDING, HEAD, PARAMS, TOKENIZER_MODEL,
 from megatron.convert.raw.formulas import raw_outputs
 from megatron.convert.raw.params import keys_of, params_of, unsupported
 from megatron.convert.settings import Settings, open_source
+from megatron.convert.tokenizer_files import check_tokenizer, open_tokenizer
 from megatron.errors import UserError
 from megatron.log import get_logger, progress
 from megatron.neox_arguments.schema_model import ModelConfig
@@ -70,7 +71,7 @@ def export_raw(
     with draft_of(output, "--output_dir") as draft:
         (draft / PARAMS).write_text(json.dumps(params_of(model, vocab_size)) + "\n", encoding="utf-8")
         _write_weights(draft, reader, model, shards, dtype, 0 if by_rows else 1)
-        _copy_tokenizer(settings, draft)
+        _copy_tokenizer(reader, settings, draft)
         difference = _check(draft, reader, model, dtype) if check else None
         publish(draft, output)
     return RawExported(output, difference)
@@ -95,13 +96,15 @@ def _add(files: list[TensorFileWriter], name: str, tensor: Tensor, embedding_dim
         file.add(name, part)
 
 
-def _copy_tokenizer(settings: Settings, draft: Path) -> None:
+def _copy_tokenizer(reader: CheckpointReader, settings: Settings, draft: Path) -> None:
     """The tokenizer as `tokenizer.model`, if it is of a kind that such a file holds."""
     vocab = Path(settings.vocab_file or "")
     file = vocab / TOKENIZER_MODEL if vocab.is_dir() else vocab
     if file.is_file() and (
         file.name == TOKENIZER_MODEL or settings.tokenizer_type in ("SPMTokenizer", "TiktokenTokenizer")
     ):
+        opened = open_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)
+        check_tokenizer(reader, opened, "give --config_file with its vocab_file")
         shutil.copyfile(file, draft / TOKENIZER_MODEL)
     else:
         logger.warning(f"no {TOKENIZER_MODEL}: the tokenizer of the checkpoint is not sentencepiece's or tiktoken's")

@@ -151,7 +151,7 @@ def _tokenizer_identity(encoder: ChunkEncoder) -> list[Any]:
 def tokenizer_identity(tokenizer: Tokenizer) -> list[Any]:
     """The id map, and digests of the files: merges and normalisers are not in the map."""
     files = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in tokenizer.files().items()}
-    return [tokenizer.fingerprint().to_dict(), files]
+    return [tokenizer.fingerprint().without_added().to_dict(), files]
 
 
 def _earlier(journal: Journal | None, skip_bad: bool) -> Tally | None:

@@ -36,7 +36,8 @@ class Output:
 
     `suffix`: what follows the prefix in its name (`_text_document`); `dtype`: of the values stored; `key`: the records'
     key that it is made of; `extra`: entries of its manifest besides the counts; `holds_ids`: whether the values are ids
-    of the tokenizer (or labels), False for rewards and the like.
+    of the tokenizer (or labels), False for rewards and the like; `framed`: whether the tokenizer put its own start and
+    end around the texts, as it does except for chats.
     """
 
     suffix: str
@@ -44,6 +45,7 @@ class Output:
     key: str
     extra: Mapping[str, Any] = field(default_factory=dict)
     holds_ids: bool = True
+    framed: bool = False
 
 
 @dataclass
@@ -272,7 +274,10 @@ def _finish(
         "bad_records": total.faults,
         "text_bytes": total.text_bytes[index],
     }
-    fingerprint = tokenizer.fingerprint() if output.holds_ids else None
+    fingerprint = tokenizer.fingerprint() if output.framed else tokenizer.fingerprint().without_added()
     return finalize_with_manifest(
-        builder, tokenizer=fingerprint, source=source, extra={**counts, **output.extra, **more}
+        builder,
+        tokenizer=fingerprint if output.holds_ids else None,
+        source=source,
+        extra={**counts, **output.extra, **more},
     )

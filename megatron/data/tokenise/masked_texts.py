@@ -17,6 +17,7 @@ from megatron.data.tokenise.texts import EncodeOptions, text_fixer, usable_texts
 from megatron.data.tokens.indexed import DTYPES, token_dtype
 from megatron.errors import UserError
 from megatron.tokenizer import Tokenizer
+from megatron.tokenizer.base import single
 from megatron.tokenizer.hugging_face import LibraryTokenizer
 
 INT32 = DTYPES[4]
@@ -78,7 +79,10 @@ class MaskedTextEncoder:
         for key in keys:
             # The name that GPT-NeoX gives the labels of its only key.
             labels = "_label_document" if keys == ("text",) else f"_{key}_label_document"
-            found += [Output(f"_{key}_document", dtype, key, extra), Output(labels, INT32, key, extra)]
+            found += [
+                Output(f"_{key}_document", dtype, key, extra, framed=True),
+                Output(labels, INT32, key, extra, framed=True),
+            ]
         return found
 
     def encode(self, chunk: Chunk) -> Encoded:
@@ -109,7 +113,7 @@ class MaskedTextEncoder:
         for text, ids, first in zip(texts, *self._tokenise(texts)):
             if not len(ids) or (first is None and self.drop_unmatched):
                 continue
-            row = np.append(ids, tail).astype(np.int64)
+            row = ids if list(ids[-1:]) == tail else np.append(ids, tail).astype(np.int64)
             rows.append(row)
             labels.append(np.where(np.arange(len(row)) < (first or 0), IGNORE, row))
             nbytes += len(text.encode("utf-8"))
@@ -120,9 +124,11 @@ class MaskedTextEncoder:
         if self.delimiter.text and isinstance(self.tokenizer, LibraryTokenizer):
             encodings = self.tokenizer.backend.encode_batch(list(texts))
             ends = [_end_of(self.delimiter.text, text) for text in texts]
-            found = [_first_after(np.array(e.offsets), end) for e, end in zip(encodings, ends)]
-            return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings], found
+            kept = [single(encoding.ids, *self.tokenizer.added) for encoding in encodings]
+            found = [_first_after(np.array(e.offsets[own]), end) for e, own, end in zip(encodings, kept, ends)]
+            return [np.array(e.ids[own], dtype=np.int64) for e, own in zip(encodings, kept)], found
         rows = [np.array(row, dtype=np.int64) for row in self.tokenizer.tokenize_batch(texts)]
+        rows = [row[single(row, *self.tokenizer.added)] for row in rows]
         pattern = np.array(self.delimiter.ids, dtype=np.int64)
         return rows, [_end_of_pattern(row, pattern) if len(pattern) else 0 for row in rows]
 

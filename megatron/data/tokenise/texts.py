@@ -34,12 +34,12 @@ class EncodeOptions:
     skip_bad: bool = False
 
     def eod_of(self, tokenizer: Tokenizer) -> int | None:
-        """The id to append to every document, None when nothing is or the tokenizer does it by itself.
+        """The id to append to every document that does not end with it, None when the tokenizer appends it to all.
 
         Raises `UserError` when eod is wanted and the tokenizer has none.
         """
         eod = tokenizer.require_eod("--append-eod") if self.append_eod else None
-        return None if eod is not None and tokenizer.tokenize("a")[-1:] == [eod] else eod
+        return None if eod is not None and tokenizer.added[1][-1:] == (eod,) else eod
 
 
 class TextEncoder:
@@ -50,7 +50,7 @@ class TextEncoder:
         self.tokenizer, self.options = tokenizer, options
         self.dtype = token_dtype(tokenizer.vocab_size)
         extra = {"append_eod": options.append_eod, "ftfy": options.ftfy}
-        self.outputs = tuple(Output(f"_{key}_document", self.dtype, key, extra) for key in options.keys)
+        self.outputs = tuple(Output(f"_{key}_document", self.dtype, key, extra, framed=True) for key in options.keys)
         self.eod, self._fix = options.eod_of(tokenizer), text_fixer(options.ftfy)
 
     def encode(self, chunk: Chunk) -> Encoded:
@@ -65,7 +65,7 @@ class TextEncoder:
 
     def _column(self, texts: list[str], tally: Tally, index: int) -> tuple[np.ndarray, np.ndarray]:
         given, texts = len(texts), usable_texts(texts, self._fix)
-        rows = self.tokenizer.encode_batch(texts)
+        rows = self.tokenizer.encode_batch(texts).single(*self.tokenizer.added)
         lengths = rows.lengths
         if len(rows.ids) and int(rows.ids.max()) >= self.tokenizer.vocab_size:  # 16 bits would wrap it silently
             raise DeepyError(
@@ -77,7 +77,7 @@ class TextEncoder:
             lengths = lengths[lengths > 0]
         rows = Ragged(rows.ids.astype(self.dtype, copy=False), lengths)
         if self.eod is not None:
-            rows = rows.frame((), (self.eod,))
+            rows = rows.frame((), (self.eod,)).single((), (self.eod,))
         tally.text_bytes[index] += sum(len(text) if text.isascii() else len(text.encode("utf-8")) for text in texts)
         tally.documents[index], tally.tokens[index] = len(texts), len(rows.ids)
         tally.empty[index] = given - len(texts)

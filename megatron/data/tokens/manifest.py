@@ -34,9 +34,10 @@ SCAN_BYTES = 1 << 28  # how much of a dataset without manifest is searched for i
 class Manifest:
     """What is known of a dataset. Holds no times or machine names: the same input gives the same file.
 
-    `tokenizer` is the fingerprint of the id map (`Fingerprint.to_dict`), None for what holds no ids (rewards,
-    log-probabilities); `source` is free text or a JSON-able description of the input. `bin_crc32` is of all bytes of
-    `.bin`, `bin_sample_crc32` of a few of them (`checksums.sample_crc32`), for every start; None in version 1.
+    `tokenizer` is its fingerprint (`Fingerprint.to_dict`: the id map, and what it put around every text), None for what
+    holds no ids (rewards, log-probabilities); `source` is free text or a JSON-able description of the input.
+    `bin_crc32` is of all bytes of `.bin`, `bin_sample_crc32` of a few of them (`checksums.sample_crc32`), for every
+    start; None in version 1.
     """
 
     items: int
@@ -150,7 +151,8 @@ def verify(dataset: IndexedDataset | str | Path, *, full: Callable[[int], None] 
 def check_tokenizer(data: IndexedDataset, tokenizer: Tokenizer, once: Once | None = None) -> None:
     """Refuse data that another tokenizer made.
 
-    Accepted: data whose id map equals the run's or is contained in it (a base vocabulary under its instruct extension).
+    Accepted: data whose id map equals the run's or is contained in it (a base vocabulary under its instruct extension),
+    and around whose texts the run's tokenizer would put the same start and end (where that is known).
     Without a fingerprint: one warning, and an error when an id is outside the vocabulary.
     """
     once = once or Once(get_logger(__name__))
@@ -168,10 +170,10 @@ def _has_fingerprint(prefix: str, tokenizer: Tokenizer, once: Once) -> bool:
     manifest = read_manifest(prefix)
     if manifest is None or manifest.tokenizer is None:
         return False
-    if not tokenizer.covers(Fingerprint.from_dict(manifest.tokenizer)):
+    if conflict := tokenizer.conflict(Fingerprint.from_dict(manifest.tokenizer)):
         raise UserError(
-            f"{prefix} was made with another tokenizer than this run's {tokenizer.describe()} (their ids mean "
-            "different tokens). Set tokenizer_type/vocab_file to the one that made the data, or tokenise it again."
+            f"{prefix} was made with another tokenizer than this run's {tokenizer.describe()} ({conflict}). "
+            "Set tokenizer_type/vocab_file to the one that made the data, or tokenise it again."
         )
     _compare_eod(prefix, manifest, tokenizer, once)
     return True

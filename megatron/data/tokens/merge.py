@@ -86,8 +86,10 @@ def _check(group: Group, parts: Sequence[Manifest | None]) -> None:
         logger.warning(f"{without[0]} has no manifest, so the result will not say which tokenizer made it")
     for prefix, part in known:
         base, other = known[0]
-        if part.tokenizer and other.tokenizer and part.tokenizer != other.tokenizer:
-            raise UserError(f"{prefix} and {base} were made with different tokenizers: tokenise one of them again")
+        if part.tokenizer and other.tokenizer:
+            _check_same_tokenizer(
+                prefix, Fingerprint.from_dict(part.tokenizer), base, Fingerprint.from_dict(other.tokenizer)
+            )
         for option in OPTIONS:
             if part.extra.get(option) != other.extra.get(option):
                 raise UserError(
@@ -96,6 +98,17 @@ def _check(group: Group, parts: Sequence[Manifest | None]) -> None:
                 )
         if group.shards:
             _check_shard(prefix, part, base, other)
+
+
+def _check_same_tokenizer(prefix: str, its: Fingerprint, base: str, others: Fingerprint) -> None:
+    if its != others:
+        raise UserError(f"{prefix} and {base} were made with different tokenizers: tokenise one of them again")
+    if not its.adds_the_same(others):
+        shown = [f"{one.start or ()} ... {one.end or ()}" for one in (its, others)]
+        raise UserError(
+            f"{prefix} and {base} were made with different starts and ends of their texts ({shown[0]} and {shown[1]}: "
+            "ids that the tokenizer puts around each): tokenise one of them again"
+        )
 
 
 def _check_shard(prefix: str, part: Manifest, base: str, other: Manifest) -> None:
@@ -128,10 +141,10 @@ def _check_companions(groups: Sequence[Group]) -> None:
 
 
 def _common_fingerprint(parts: Sequence[Manifest | None]) -> Fingerprint | None:
-    first = parts[0]
-    if first is None or first.tokenizer is None or not all(part and part.tokenizer for part in parts):
+    found = [Fingerprint.from_dict(part.tokenizer) for part in parts if part and part.tokenizer]
+    if len(found) < len(parts):
         return None
-    return Fingerprint.from_dict(first.tokenizer)
+    return found[0] if all(one.start is not None for one in found) else found[0].without_added()
 
 
 def _source(group: Group, parts: Sequence[Manifest | None]) -> Any:
