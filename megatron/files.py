@@ -13,6 +13,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from megatron.errors import UserError
 
 T = TypeVar("T")
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -29,11 +30,20 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
+def refuse_lfs_pointer(path: Path) -> None:
+    """Raise `UserError` when a clone without git-lfs has left a few lines of text in the place of the file."""
+    if path.is_file() and path.stat().st_size < 1024:
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise UserError(f"{path} is a git-lfs pointer, not the file: run `git lfs pull` in {path.parent}")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The mapping that a JSON file holds. Raises `UserError` naming the file for anything else in it.
 
     `FileNotFoundError` passes: what a missing file means is the caller's to say.
     """
+    refuse_lfs_pointer(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

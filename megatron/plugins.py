@@ -1,8 +1,9 @@
 """Code of the user's own that registers names: the `plugins` key of a configuration.
 
-A plugin is a Python module or file. It is imported once in every process that reads a configuration which names it
-(launcher, ranks, tools), at that moment: before the other keys are checked, because they may hold names that the plugin
-registers. A plugin is code and runs with all rights of the user.
+A plugin is a Python module or file. It is imported once in every process that reads a configuration of the user's which
+names it (launcher, ranks, tools), at that moment: before the other keys are checked, because they may hold names that
+the plugin registers. A plugin is code and runs with all rights of the user: a configuration that only a checkpoint
+holds imports nothing.
 """
 
 from __future__ import annotations
@@ -90,6 +91,12 @@ def find_loaded(names: Iterable[str]) -> list[Plugin]:
     return list(found.values())
 
 
+def find_moved(name: str) -> Plugin | None:
+    """The plugin of this name that was imported, or one whose name differs in the folder or package alone."""
+    exact = _LOADED.get(_key(name))
+    return exact or next((plugin for plugin in _LOADED.values() if _stem(plugin.name) == _stem(name)), None)
+
+
 def sources(names: Iterable[str]) -> dict[str, str]:
     """Name -> SHA-256 of the source of each of these plugins that was imported."""
     return {plugin.name: plugin.sha256 for plugin in find_loaded(names)}
@@ -110,13 +117,13 @@ def source_changes(before: Mapping[str, str] | None, now: Mapping[str, str] | No
     return lines
 
 
-def stem(name: str) -> str:
+def _stem(name: str) -> str:
     """The name of a plugin without its folder or package."""
     return Path(name).stem if is_file(name) else name.rpartition(".")[2]
 
 
 def _by_stem(digests: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    return {stem(name): (name, digest) for name, digest in digests.items()}
+    return {_stem(name): (name, digest) for name, digest in digests.items()}
 
 
 def _key(name: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megatron.errors import UserError
+from megatron.files import refuse_lfs_pointer
 
 _TENSOR_MAKERS = {
     ("collections", "OrderedDict"): OrderedDict,
@@ -66,6 +67,7 @@ _TENSORS_ALONE = SimpleNamespace(Unpickler=_Unpickler, load=_load, __name__="ten
 
 def load_foreign(path: Path) -> dict[str, Any]:
     """The content of a torch file, mapped into memory. Raises `UserError` when it is damaged or no such file."""
+    refuse_lfs_pointer(path)
     mapped = zipfile.is_zipfile(path)  # torch before 1.6 wrote another format, which cannot be mapped
     try:
         try:

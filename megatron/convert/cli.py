@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.log import configure, result
+from megatron.neox_arguments import plugin_key
 
 # Names of types that users write → the name here.
 PRECISIONS = {
@@ -49,6 +50,23 @@ def add_safety(flags: argparse.ArgumentParser, what: str) -> None:
     flags.add_argument("--overwrite", action="store_true", help=f"replace {what}")
 
 
+def add_plugins(flags: argparse.ArgumentParser) -> None:
+    """`--plugins`: the only way, beside a config file, to have code run that a model needs."""
+    flags.add_argument(
+        "--plugins",
+        nargs="+",
+        default=(),
+        metavar="MODULE_OR_FILE",
+        help="your own code that knows the model (documentation/plugins.md); it is run",
+    )
+
+
+def begin(given: argparse.Namespace) -> None:
+    """Set up logging, and import the plugins that the command line names."""
+    configure()
+    plugin_key.import_named(given.plugins, "--plugins")
+
+
 def add_import_flags(flags: argparse.ArgumentParser, model: str = "--hf-model") -> None:
     """The flags of every command that makes a checkpoint from a Hugging Face model."""
     flags.add_argument(model, dest="hf_model", required=True, metavar="PATH_OR_ID", help="a folder, or a Hub model")
@@ -56,13 +74,7 @@ def add_import_flags(flags: argparse.ArgumentParser, model: str = "--hf-model") 
     flags.add_argument("--output-dir", required=True, help="the folder to make, or one with other steps of the model")
     flags.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks to split the files for")
     flags.add_argument("--iteration", type=int, default=0, help="the step in the checkpoint's name")
-    flags.add_argument(
-        "--plugins",
-        nargs="+",
-        default=(),
-        metavar="MODULE_OR_FILE",
-        help="your own code that knows the family (documentation/plugins.md); it is run",
-    )
+    add_plugins(flags)
     add_safety(flags, "an existing iteration")
 
 
@@ -93,7 +105,7 @@ def report(made: str, difference: float | None, other: str) -> None:
 
 
 def add_config_files(flags: argparse.ArgumentParser, more: str = "") -> None:
-    """`--config_file`; `more` ends its help."""
+    """`--config_file` and `--plugins`, for a command that reads a checkpoint; `more` ends the help of the first."""
     flags.add_argument(
         "--config_file",
         nargs="+",
@@ -101,6 +113,7 @@ def add_config_files(flags: argparse.ArgumentParser, more: str = "") -> None:
         default=(),
         help=f"YAML files of the run; default: the checkpoint's own config, for a GPT-NeoX folder its configs/{more}",
     )
+    add_plugins(flags)
 
 
 def add_export_flags(flags: argparse.ArgumentParser) -> None:
@@ -144,7 +157,7 @@ def run_export(given: argparse.Namespace, hub: Hub, *, families: tuple[str, ...]
     `hub`: takes the finished folder. `families`: the only ones that will do. `given.reference`, where a command has it,
     names the published model whose network the checkpoint has and whose tokenizer is written.
     """
-    configure()
+    begin(given)
     from megatron.convert.hf.export_hf import export  # after the flags: torch takes seconds to import
     from megatron.convert.hf.folder import open_model
     from megatron.convert.hf.safetensors_writer import shard_bytes

@@ -201,7 +201,8 @@ def _check_same_model(keys: Mapping[str, Any], output: Path, iteration: int, key
     """
     others = [path for path in output.glob("*") if layout.step_of(path.name) not in (None, iteration)]
     if others and (output / CONFIG).is_file():
-        check_same_network(keys, [str(output / CONFIG)], f"{key}: {output} holds steps of another model")
+        problem = f"{key}: {output} holds steps of another model"
+        check_same_network(keys, [str(output / CONFIG)], problem, stored=True)
 
 
 def _config(args: NeoXArgs, draft: Path, output: Path) -> dict[str, Any]:

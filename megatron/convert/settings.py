@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.schema_model import ModelConfig
-from megatron.plugins import is_file, source_changes, sources, stem
+from megatron.plugins import source_changes, sources
 from megatron.tokenizer.model_tokens import inherit
 
 logger = get_logger(__name__)
@@ -127,16 +126,14 @@ def _open_neox(
 ) -> tuple[CheckpointReader, Settings]:
     """GPT-NeoX stores no resolved configuration, only a copy of its YAML files, and no vocabulary size."""
     folder = checkpoint.path
-    kept = sorted(str(path) for path in (folder / layout.CONFIGS).glob("*.y*ml"))
-    files = list(config_files) or kept
-    if not files and reference is not None:
+    args = read_neox_config(folder, config_files)
+    if args is None and reference is not None:
         tokenizer = {key: reference.tokenizer.get(key) for key in TOKENIZER_KEYS}
         tokenizer["tokenizer_type"] = tokenizer["tokenizer_type"] or ""
         settings = Settings(reference.model, **tokenizer, model_tokens=reference.model_tokens)
         return NeoXReader(checkpoint, reference.model, reference.vocab_size), settings
-    if not files:
+    if args is None:
         raise UserError(f"{folder} was written by GPT-NeoX and keeps no config; give --config_file with the run's YAML")
-    args = NeoXArgs.from_files(files)
     keys = {name: args.get(name) for name in TOKENIZER_KEYS}
     vocab_size = args.get("vocab_size") or open_tokenizer(**keys, vocab_is_hf=vocab_is_hf).vocab_size
     model = derive(args, Facts(vocab_size=vocab_size)).model
@@ -145,27 +142,24 @@ def _open_neox(
     return NeoXReader(checkpoint, model, vocab_size), Settings(model, **tokenizer, model_tokens=tokens)
 
 
-def saved_config(reader: CheckpointReader, given: NeoXArgs | None = None) -> NeoXArgs:
-    """The configuration in the manifest of a checkpoint. `given`: of the user's files, where plugins have moved.
+def read_neox_config(
+    folder: Path, config_files: Sequence[str], overrides: Sequence[str] = (), default: Sequence[str] = ()
+) -> NeoXArgs | None:
+    """The configuration of a GPT-NeoX folder: of the user's files, else of those it keeps, else of `default`.
 
-    Raises `UserError` when a plugin is not found, or is inside the checkpoint's folder and no file of the user names
-    it: a checkpoint is data, and reading one may not run what came with it.
+    None when there are none of them. Raises `UserError` when the kept ones name code or other files.
     """
-    where = str(reader.folder / layout.MANIFEST)
-    config = dict(reader.manifest.config)
-    own = list(given.launcher.plugins) if given is not None else []
-    known = {stem(name) for name in own}
-    theirs = [name for name in config.get("plugins") or () if stem(name) not in known]
-    root = Path(os.path.realpath(reader.folder.parent))
-    for name in theirs:
-        if is_file(name) and root in Path(os.path.realpath(name)).parents:
-            raise UserError(
-                f"{where}: the plugin {name} is inside the checkpoint's folder, and is not run only because the "
-                f"checkpoint names it; if you trust it, give --config_file with a config that has plugins: [{name}]"
-            )
-    if own or theirs:
-        config["plugins"] = [*own, *theirs]
-    args = NeoXArgs.from_saved(config, source=where)
+    kept = sorted(str(path) for path in (folder / layout.CONFIGS).glob("*.y*ml"))
+    if kept and not config_files:
+        return NeoXArgs.from_files(kept, overrides, stored=True)
+    files = list(config_files) or default
+    return NeoXArgs.from_files(files, overrides) if files else None
+
+
+def saved_config(reader: CheckpointReader) -> NeoXArgs:
+    """The configuration in the manifest of a checkpoint. Raises `UserError` for a plugin that only it names."""
+    config = reader.manifest.config
+    args = NeoXArgs.from_saved(config, source=str(reader.folder / layout.MANIFEST))
     before, now = config.get("plugin_sources"), sources(args.launcher.plugins)
     for message in source_changes(before, now) if before else ():
         logger.warning(f"changed since the checkpoint: {message}")
@@ -173,12 +167,13 @@ def saved_config(reader: CheckpointReader, given: NeoXArgs | None = None) -> Neo
 
 
 def read_settings(reader: CheckpointReader, config_files: Sequence[str]) -> Settings:
-    """The checkpoint's own config; tokenizer keys and plugins set in `config_files` win (files move).
+    """The checkpoint's own config; tokenizer keys set in `config_files` win (files move).
 
-    Raises `UserError` when a file sets an architecture key that the checkpoint contradicts.
+    Raises `UserError` when a file sets an architecture key that the checkpoint contradicts, or when the checkpoint
+    names a plugin that the user has not.
     """
     given = NeoXArgs.from_files(list(config_files)) if config_files else None
-    saved = saved_config(reader, given)
+    saved = saved_config(reader)
     tokenizer, tokens = {key: saved.get(key) for key in TOKENIZER_KEYS}, saved.get(MODEL_TOKENS)
     if given is not None:
         wrong = [
@@ -194,16 +189,19 @@ def read_settings(reader: CheckpointReader, config_files: Sequence[str]) -> Sett
     return Settings(saved.model, **tokenizer, model_tokens=tokens)
 
 
-def check_same_network(keys: Mapping[str, Any], config_files: Sequence[str], problem: str = "") -> None:
+def check_same_network(
+    keys: Mapping[str, Any], config_files: Sequence[str], problem: str = "", *, stored: bool = False
+) -> None:
     """Raise `UserError` when YAML files describe another network than flat `keys` with `vocab_size` do.
 
-    `problem`: how the message begins; by default it names the files.
+    `problem`: how the message begins; by default it names the files. `stored`: a checkpoint's folder holds them, and
+    the user has not named them.
     """
     facts = Facts(vocab_size=keys["vocab_size"])
     begin = problem or f"--config: {', '.join(config_files)} describes another model"
     run = {"seq_length": keys["max_position_embeddings"], "train_micro_batch_size_per_gpu": 1}
     there = derive(NeoXArgs.from_saved({**run, **keys}), facts).model
-    given = NeoXArgs.from_files(list(config_files))
+    given = NeoXArgs.from_files(list(config_files), stored=stored)
     vocab_size = given.get("vocab_size")
     if vocab_size not in (None, keys["vocab_size"]):
         raise UserError(f"{begin}: vocab_size: {vocab_size} there, {keys['vocab_size']} in the model")

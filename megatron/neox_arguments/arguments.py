@@ -16,7 +16,7 @@ from megatron.neox_arguments.derive import derive
 from megatron.neox_arguments.describe import describe
 from megatron.neox_arguments.draft import SET_BY_PROGRAM, Facts
 from megatron.neox_arguments.groups import GROUPS, all_keys
-from megatron.neox_arguments.keys import KeyInfo, group_keys
+from megatron.neox_arguments.keys import Entry, KeyInfo, group_keys
 from megatron.neox_arguments.merge import Overrides, merge, merge_values
 from megatron.neox_arguments.retired import RETIRED
 from megatron.neox_arguments.schema_data import DataConfig, TokenizerConfig
@@ -64,12 +64,16 @@ class NeoXArgs:
         return cls(**groups, sources=dict(sources or {}), notes=notes)
 
     @classmethod
-    def from_files(cls, paths: Sequence[str], overrides: Overrides = (), conf_dir: str | None = None) -> NeoXArgs:
+    def from_files(
+        cls, paths: Sequence[str], overrides: Overrides = (), conf_dir: str | None = None, *, stored: bool = False
+    ) -> NeoXArgs:
         """Config files, merged left to right, and overrides; the result still has to go through `derive`.
 
-        Raises `UserError` naming file and line for everything that is wrong with files, keys or types of values.
+        `stored`: the files came with a checkpoint and nobody else named them: no code is imported and no other file
+        read because they say so. Raises `UserError` naming file and line for everything that is wrong with files, keys
+        or types of values.
         """
-        return cls.from_values(*merge(paths, overrides, conf_dir))
+        return cls.from_values(*merge(paths, overrides, conf_dir, stored=stored))
 
     @classmethod
     def from_ymls(
@@ -93,9 +97,10 @@ class NeoXArgs:
         """The inverse of `to_dict`. Raises `UserError` for an unknown key or a wrong type.
 
         Values at their defaults count as not set, and computed values as computed, so that `derive` can run again.
-        Plugins that it names are imported first.
+        Plugins that it names must have been imported: a stored config is data, and no reason to run code.
         """
-        plugin_key.import_plugins(values.get(plugin_key.KEY), lambda name: source)
+        if (named := values.get(plugin_key.KEY)) is not None:
+            values = {**values, plugin_key.KEY: plugin_key.take_loaded(Entry(named, source)).value}
         typed, sources = {}, {}
         for name, value in values.items():
             info = _info(name, f"{source}: ")
@@ -116,6 +121,7 @@ class NeoXArgs:
         """The inverse of `to_resolved`. Raises `UserError` for a text that `to_resolved` did not write."""
         try:
             stored = json.loads(text)
+            plugin_key.import_plugins(stored["values"].get(plugin_key.KEY), lambda name: "resolved config")
             args = cls.from_saved(stored["values"])
             plugin_key.check_sources(args.launcher.plugins, args.launcher.plugin_sources)
             return dataclasses.replace(args, sources=dict(stored["sources"]), notes=tuple(stored["notes"]))

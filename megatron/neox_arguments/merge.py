@@ -76,13 +76,15 @@ class FlatValues(NamedTuple):
     notes: tuple[str, ...]
 
 
-def merge(paths: Sequence[str], overrides: Overrides = (), conf_dir: str | None = None) -> FlatValues:
+def merge(
+    paths: Sequence[str], overrides: Overrides = (), conf_dir: str | None = None, *, stored: bool = False
+) -> FlatValues:
     """Merge config files, left to right, and overrides.
 
-    A key in two files is an error unless the values are equal. Raises `UserError` naming file and line for everything
-    that is wrong with the files, the keys or the types of the values.
+    A key in two files is an error unless the values are equal. `stored`: of `read_config`. Raises `UserError` naming
+    file and line for everything that is wrong with the files, the keys or the types of the values.
     """
-    entries = _merge_files([config_path(path, conf_dir) for path in paths])
+    entries = _merge_files([config_path(path, conf_dir) for path in paths], stored)
     _replace_mixture(entries, conf_dir, mixture_files.read_named)
     overridden: dict[str, str] = {}
     for written, value, where in _split_overrides(overrides):
@@ -120,14 +122,14 @@ def merge_values(given: Mapping[str, Any]) -> FlatValues:
     return _check(entries, None, [])
 
 
-def _merge_files(paths: list[str]) -> dict[str, Entry]:
+def _merge_files(paths: list[str], stored: bool) -> dict[str, Entry]:
     merged: dict[str, Entry] = {}
     read: set[str] = set()
     for path in paths:
         if os.path.realpath(path) in read:
             raise UserError(f"{path}: this config file is given twice")
         read.add(os.path.realpath(path))
-        for name, entry in read_config(path).items():
+        for name, entry in read_config(path, stored=stored).items():
             if name in merged and name == plugin_key.KEY:
                 merged[name] = plugin_key.join(merged[name], entry)
             elif name in merged and merged[name].value != entry.value:

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.errors import UserError
 from megatron.neox_arguments.keys import Entry
-from megatron.plugins import Plugin, absolute, find_loaded, load_plugins, sources
+from megatron.plugins import Plugin, absolute, find_loaded, find_moved, load_plugins, sources
 
 KEY = "plugins"
 
@@ -35,6 +35,26 @@ def locate(entry: Entry, folder: str | None) -> Entry:
     folders = [os.getcwd()] if folder is None else [folder, os.getcwd()]
     lines = {one: entry.inside.get(one, entry.where) for one in written}
     found = {absolute(one, folders, where): where for one, where in lines.items()}
+    return Entry(list(found), entry.where, found)
+
+
+def take_loaded(entry: Entry) -> Entry:
+    """The key's entry in a config that only a checkpoint holds: by the names under which the user had them imported.
+
+    Raises `UserError` for a plugin that the user has named nowhere: code is not run because data names it.
+    """
+    written = items(entry.value)
+    if written is None:
+        return entry
+    found: dict[str, str] = {}
+    for name in written:
+        where, plugin = entry.inside.get(name, entry.where), find_moved(name)
+        if plugin is None:
+            raise UserError(
+                f"{where}: plugins: {name} is code, and is not run only because a checkpoint names it; if you trust "
+                f"it, give --plugins {name}, or --config_file with a config that has plugins: [{name}]"
+            )
+        found[plugin.name] = where
     return Entry(list(found), entry.where, found)
 
 

@@ -56,11 +56,19 @@ def normalise(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def read_config(path: str, _below: tuple[str, ...] = ()) -> dict[str, Entry]:
-    """Top-level keys of one file, over those of the files that it extends. Raises `UserError` naming file and line."""
+def read_config(path: str, _below: tuple[str, ...] = (), *, stored: bool = False) -> dict[str, Entry]:
+    """Top-level keys of one file, over those of the files that it extends. Raises `UserError` naming file and line.
+
+    `stored`: a checkpoint brought the file: it may name plugins that the user has named, and no other files.
+    """
     if os.path.realpath(path) in _below:
         raise UserError(f"{path}: the files that it extends lead back to itself")
     entries = _read_one(path)
+    if stored:
+        _refuse_other_files(entries, path)
+    if (plugins := entries.get(plugin_key.KEY)) is not None:
+        folder = os.path.dirname(os.path.abspath(path))
+        entries[plugin_key.KEY] = plugin_key.take_loaded(plugins) if stored else plugin_key.locate(plugins, folder)
     extends = entries.pop("extends", Entry([], path))
     merged: dict[str, Entry] = {}
     for base in extends.value if isinstance(extends.value, list) else [extends.value]:
@@ -70,6 +78,17 @@ def read_config(path: str, _below: tuple[str, ...] = ()) -> dict[str, Entry]:
         _inherit(merged, read_config(config_path(base, folder), (*_below, os.path.realpath(path))))
     _inherit(merged, entries)
     return merged
+
+
+def _refuse_other_files(entries: dict[str, Entry], path: str) -> None:
+    """Raise `UserError` when a config of a checkpoint would be completed from files that it names."""
+    for key in ("extends", "mixture"):
+        value = entries[key].value if key in entries else None
+        if isinstance(value, (str, list)) or (isinstance(value, dict) and "interpolate" in value):
+            raise UserError(
+                f"{entries[key].where}: {key} names other files, which are not read only because a checkpoint says so; "
+                f"if you trust it, give --config_file {path}"
+            )
 
 
 def _inherit(base: dict[str, Entry], child: dict[str, Entry]) -> None:
@@ -174,8 +193,7 @@ def _entries(root: yaml.MappingNode, path: str, loader: Any) -> dict[str, Entry]
         entries[name] = Entry(value, where, inside)
         if name == plugin_key.KEY:
             items = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
-            lines = {str(item.value): _line(item, path) for item in items}
-            entries[name] = plugin_key.locate(Entry(value, where, lines), folder)
+            entries[name] = Entry(value, where, {str(item.value): _line(item, path) for item in items})
     return entries
 
 

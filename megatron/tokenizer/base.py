@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron.errors import UserError
+from megatron.files import refuse_lfs_pointer
 from megatron.registry import Registry
 from megatron.tokenizer.fast import Recipe
 from megatron.tokenizer.fingerprint import Fingerprint
@@ -186,4 +187,5 @@ def required_file(path: str | None, key: str, tokenizer_type: str, what: str) ->
     found = Path(path).expanduser()
     if not found.exists():
         raise UserError(f"{key}: no such file: {path} ({tokenizer_type} needs {what})")
+    refuse_lfs_pointer(found)
     return found

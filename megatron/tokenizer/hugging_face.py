@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import UserError
+from megatron.files import refuse_lfs_pointer
 from megatron.tokenizer.base import TOKENIZERS, Tokenizer, required_file
 from megatron.tokenizer.fast import Recipe
 from megatron.tokenizer.hub import fetch
@@ -167,6 +168,7 @@ def _from_vocab_and_merges(name: str, vocab: Path, merges: Path) -> LibraryToken
 def _load_json(path: Path) -> tokenizers.Tokenizer:
     import tokenizers
 
+    refuse_lfs_pointer(path)
     try:
         return tokenizers.Tokenizer.from_file(str(path))
     # The library raises bare Exception for whatever is wrong inside the file.
@@ -183,6 +185,8 @@ def _byte_level_bpe(vocab: Path, merges: Path) -> tokenizers.Tokenizer:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
+    refuse_lfs_pointer(vocab)
+    refuse_lfs_pointer(merges)
     try:
         model = models.BPE.from_file(str(vocab), str(merges))
     except Exception as error:

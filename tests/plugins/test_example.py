@@ -23,7 +23,7 @@ from megatron.model.sequential import SequentialModel
 from megatron.mpu.sharding import named_parameters, unshard
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import NeoXArgs, plugin_key
 from megatron.neox_arguments.derive import derive
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.objectives import OBJECTIVES
@@ -142,6 +142,7 @@ def step(values: dict[str, Any], state: ParallelState) -> Outcome:
 
 def split_step(rank: int, world: int, values: dict[str, Any], sequence_parallel: bool) -> Outcome:
     topology = Topology({"pipe": 1, "data": 1, "model": world})
+    plugin_key.import_named(values["plugins"], "the test")  # as a rank does
     return step(values, ParallelState.build(topology, rank, torch.device("cpu"), sequence_parallel))
 
 

@@ -16,10 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_export_flags, add_precision, flags_for, run_export
+from megatron.convert.cli import add_export_flags, add_precision, begin, flags_for, run_export
 from megatron.errors import run_cli
 from megatron.hub import push
-from megatron.log import configure
 
 
 def main() -> int:
@@ -39,7 +38,7 @@ def main() -> int:
     flags.add_argument("--check-only", action="store_true", help="compare with an --output_dir that exists; no writing")
     given = flags.parse_args()
     if given.check_only:
-        configure()
+        begin(given)
         from megatron.convert.hf.check import check_pair  # after the flags: torch takes seconds to import
 
         found = check_pair(given.input_dir, given.output_dir, given.config_file or ())

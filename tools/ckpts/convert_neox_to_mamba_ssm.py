@@ -13,9 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_config_files
+from megatron.convert.cli import add_config_files, begin
 from megatron.errors import run_cli
-from megatron.log import configure
 
 
 def main() -> None:
@@ -25,7 +24,7 @@ def main() -> None:
     flags.add_argument("--output_dir", required=True, help="the folder to make")
     add_config_files(flags)
     given = flags.parse_args()
-    configure()
+    begin(given)
     from megatron.convert.raw.mamba_ssm import export_mamba_ssm  # after the flags: torch takes seconds to import
 
     print(export_mamba_ssm(given.input_dir, given.output_dir, given.config_file))

@@ -15,9 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_config_files, add_precision, add_safety, flags_for, report
+from megatron.convert.cli import add_config_files, add_precision, add_safety, begin, flags_for, report
 from megatron.errors import run_cli
-from megatron.log import configure
 
 
 def main() -> int:
@@ -31,7 +30,7 @@ def main() -> int:
     add_precision(flags, auto="as trained")
     add_safety(flags, "an earlier export in --output_dir")
     given = flags.parse_args()
-    configure()
+    begin(given)
     from megatron.convert.raw.export_raw import export_raw  # after the flags: torch takes seconds to import
 
     done = export_raw(

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_config_files
+from megatron.convert.cli import add_config_files, begin
 from megatron.errors import UserError, run_cli
-from megatron.log import configure
 
 if TYPE_CHECKING:
     from megatron.convert.pairs import Place
@@ -77,7 +76,7 @@ def places(given: argparse.Namespace) -> list[Place]:
 def main() -> None:
     """Print lines, then the prompt if it is wanted."""
     given = parser().parse_args()
-    configure()
+    begin(given)
     found = places(given)
     opened: list[object] = []
     for line in lines(given, found, opened):

@@ -15,9 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_config_files, add_precision, flags_for
+from megatron.convert.cli import add_config_files, add_precision, begin, flags_for
 from megatron.errors import run_cli
-from megatron.log import configure
 
 CONFIG_OF_20B = Path(__file__).resolve().parents[2] / "configs" / "20B.yml"
 
@@ -33,7 +32,7 @@ def main() -> int:
     add_precision(flags)
     flags.add_argument("--overwrite", action="store_true", help="replace an existing step")
     given = flags.parse_args()
-    configure()
+    begin(given)
     from megatron.convert.neox.rewrite import rewrite  # after the flags: torch takes seconds to import
 
     made = rewrite(

@@ -17,9 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_config_files
+from megatron.convert.cli import add_config_files, begin
 from megatron.errors import run_cli
-from megatron.log import configure
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Compare and print the difference."""
     given = parser().parse_args()
-    configure()
+    begin(given)
     from megatron.convert.pairs import Place  # after the flags: torch takes seconds to import
     from megatron.convert.verify import verify
 

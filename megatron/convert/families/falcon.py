@@ -119,7 +119,6 @@ def falcon_keys(fields: Fields) -> dict[str, Any]:
     """`FalconConfig`."""
     fields.only("alibi", False)
     fields.only("apply_residual_connection_post_layernorm", False)
-    fields.take("auto_map", None)
     hidden, heads = fields.take("hidden_size", 4544), fields.take("num_attention_heads", 71)
     new, parallel = fields.take("new_decoder_architecture", False), fields.take("parallel_attn", True)
     if new and not parallel:

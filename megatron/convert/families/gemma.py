@@ -128,10 +128,7 @@ def _sandwich_refusals(model: ModelConfig) -> list[str]:
 
 def _shared_keys(fields: Fields, rotary: dict[str, Any] | None = None) -> dict[str, Any]:
     """What Gemma 1, 2 and 3 have in common; `rotary` as in `decoder_keys`."""
-    for name in ("cache_implementation", "cache_position"):
-        fields.take(name, None)  # of generation
     fields.only("use_bidirectional_attention", False)
-    fields.take("hidden_act", None)
     return {
         **decoder_keys(fields, rotary),
         "head_dim": fields.take("head_dim", 256),

@@ -100,9 +100,6 @@ def unsupported(model: ModelConfig) -> list[str]:
 
 def gpt2_keys(fields: Fields) -> dict[str, Any]:
     """`GPT2Config`."""
-    for name in ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"):
-        fields.take(name, None)  # of other heads than the language model's
-    fields.take("summary_first_dropout", None)
     for name, value in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),

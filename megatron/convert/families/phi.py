@@ -86,7 +86,6 @@ def unsupported(model: ModelConfig) -> list[str]:
 
 def phi_keys(fields: Fields) -> dict[str, Any]:
     """`PhiConfig`: Phi-1, 1.5 and 2."""
-    fields.take("auto_map", None)
     fields.only("qk_layernorm", False)
     fields.only("tie_word_embeddings", False)
     activation, tanh = fields.choose("hidden_act", READ_PLAIN, "gelu_new")

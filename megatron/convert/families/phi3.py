@@ -77,10 +77,8 @@ def unsupported(model: ModelConfig) -> list[str]:
 def phi3_keys(fields: Fields) -> dict[str, Any]:
     """`Phi3Config`."""
     fields.only("attention_bias", False)
-    for name in ("auto_map", "original_max_position_embeddings"):
-        fields.take(name, None)  # the second is read with scaled positions
+    fields.take("original_max_position_embeddings", None)  # read with scaled positions
     dropout = fields.take("resid_pdrop", 0.0)
-    fields.only("embd_pdrop", dropout)
     window = fields.take("sliding_window", None)
     types = [FULL if window is None else SLIDING] * fields.take("num_hidden_layers")
     biases = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}

@@ -195,7 +195,8 @@ def _check_plan(draft: Path, reader: CheckpointReader, table: list[Rule | Consta
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(draft))
+        config = AutoConfig.from_pretrained(draft, trust_remote_code=False)
+        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     expected = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
     if not model.no_weight_tying:
         head = empty.get_output_embeddings()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from megatron.convert.hf.safetensors_reader import read_header, read_tensor
 from megatron.convert.parts.tensors import Stored
 from megatron.errors import UserError
+from megatron.files import read_json, refuse_lfs_pointer
 from megatron.tokenizer.hub import require_hub
 from megatron.tokenizer.model_tokens import GENERATION, ids_in, read_object
 
@@ -21,7 +21,8 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_WEIGHTS, _ENDS = ("model.safetensors", "pytorch_model.bin"), ("", ".index.json")
+_ADAPTER = "adapter_config.json"
 # Tables that older versions of transformers saved with the weights, and that every model computes.
 _BUFFERS = (".attention.bias", ".attention.masked_bias", ".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -34,9 +35,17 @@ class HuggingFaceFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if (path / _ADAPTER).is_file() and not any(
+            (path / f"{name}{end}").is_file() for name in _WEIGHTS for end in _ENDS
+        ):
+            base = read_json(path / _ADAPTER).get("base_model_name_or_path")
+            raise UserError(
+                f"{path} holds an adapter (PEFT) of {base}, not a whole model; merge it into that model first: "
+                "peft.AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(FOLDER)"
+            )
         if not (path / "config.json").is_file():
             raise UserError(f"{path} is not a Hugging Face folder: it has no config.json")
-        self.config: dict[str, Any] = _read_json(path / "config.json")
+        self.config: dict[str, Any] = read_json(path / "config.json")
         self.tensors: dict[str, Stored] = {}
         for file in self._files():
             self.tensors.update(_contents(path, file))
@@ -59,6 +68,7 @@ class HuggingFaceFolder:
         """Copy the tokenizer's files, chat template included, into a new folder; none when there are none."""
         for name in TOKENIZER_FILES:
             if (self.path / name).is_file():
+                refuse_lfs_pointer(self.path / name)
                 target.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(self.path / name, target / name)
         if (self.path / GENERATION).is_file() and target.is_dir():
@@ -69,7 +79,7 @@ class HuggingFaceFolder:
     def _files(self) -> list[str]:
         for name in _WEIGHTS:
             if (self.path / f"{name}.index.json").is_file():
-                return sorted(set(_read_json(self.path / f"{name}.index.json")["weight_map"].values()))
+                return _read_index(self.path / f"{name}.index.json")
             if (self.path / name).is_file():
                 return [name]
         raise UserError(f"{self.path} holds no weights ({' or '.join(_WEIGHTS)}, or their index)")
@@ -107,10 +117,24 @@ def _download(model: str, revision: str | None, cache_dir: str | None) -> Path:
         raise UserError(f"{what} from the Hub, and no folder has that name ({lines[0] if lines else error})") from error
 
 
+def _read_index(path: Path) -> list[str]:
+    """The files of a model in several. Raises `UserError` for an index that is none, or leads out of its folder."""
+    files = read_json(path).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(name, str) for name in files.values()):
+        raise UserError(f"{path}: weight_map is missing, or does not map tensors to files")
+    for tensor, name in files.items():
+        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+            raise UserError(
+                f"{path}: weight_map: {tensor} is in {name!r}, outside of the folder; only files in it are read"
+            )
+    return sorted(set(files.values()))
+
+
 def _contents(folder: Path, file: str) -> dict[str, Stored]:
     path = folder / file
     if not path.is_file():
         raise UserError(f"{path} is missing")
+    refuse_lfs_pointer(path)
     if file.endswith(".safetensors"):
         return read_header(path, without=_BUFFERS)
     found = {name: tensor for name, tensor in _load(path).items() if not name.endswith(_BUFFERS)}
@@ -119,13 +143,9 @@ def _contents(folder: Path, file: str) -> dict[str, Stored]:
 
 def _load(path: Path) -> dict[str, Tensor]:
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:
         raise UserError(f"{path} cannot be read safely: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        raise UserError(f"{path} does not hold tensors by name, as a model's file does")
+    return found

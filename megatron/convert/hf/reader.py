@@ -98,7 +98,7 @@ def rules_of(source: HuggingFaceFolder, family: str, model: ModelConfig) -> dict
         wanted.update(rules[rule.ours].theirs)
     extra = there - wanted
     if not model.no_weight_tying:
-        extra = {name for name in extra if not _is_tied_head(source, name, rules[WORD_EMBEDDINGS].theirs[0])}
+        extra -= _tied_heads(source, extra, rules[WORD_EMBEDDINGS].theirs[0])
     missing = sorted(wanted - there)
     if missing or extra:
         parts = [
@@ -110,11 +110,18 @@ def rules_of(source: HuggingFaceFolder, family: str, model: ModelConfig) -> dict
     return rules
 
 
-def _is_tied_head(source: HuggingFaceFolder, name: str, embedding: str) -> bool:
-    """Whether a tensor is the output matrix of a tied model, written out although it is the embedding."""
-    return name in ("lm_head.weight", "embed_out.weight") and torch.equal(source.tensor(name), source.tensor(embedding))
+def _tied_heads(source: HuggingFaceFolder, names: set[str], embedding: str) -> set[str]:
+    """The output matrix among `names`, written out although the model is tied. Raises `UserError` when it differs."""
+    heads = names & {"lm_head.weight", "embed_out.weight"}
+    for name in heads:
+        if not torch.equal(source.tensor(name), source.tensor(embedding)):
+            raise UserError(
+                f"{source.path}: config.json says that the embedding is the output matrix too (tie_word_embeddings), "
+                f"but {name} is stored and differs from {embedding}; set tie_word_embeddings: false there to keep both"
+            )
+    return heads
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Whether a folder is a Hugging Face model rather than a checkpoint."""
-    return (path / "config.json").is_file()
+    """Whether a folder is a Hugging Face model (or an adapter, which is refused later) rather than a checkpoint."""
+    return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))

@@ -33,10 +33,24 @@ def _config_of(folder: HuggingFaceFolder) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder.path)
+        return AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
     except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
         lines = " ".join(str(error).split())
+        if "auto_map" in folder.config:  # transformers' text advises to trust it, which there is no flag for
+            kind = folder.config.get("model_type")
+            lines = f"model_type {kind!r} is not known to it, and the code that came with the folder is not run"
         raise UserError(f"{folder.path / 'config.json'}: transformers does not take it: {lines}") from error
+
+
+def _build(folder: HuggingFaceFolder, config: Any) -> Any:
+    """transformers' own causal model of a config. Raises `UserError` when it has none."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+    except ValueError as error:
+        kind = folder.config.get("model_type")
+        raise UserError(f"{folder.path}: transformers has no causal language model of model_type {kind!r}") from error
 
 
 @torch.no_grad()
@@ -88,14 +102,12 @@ class StreamedModel:
     """
 
     def __init__(self, folder: HuggingFaceFolder, dtype: torch.dtype | None) -> None:
-        from transformers import AutoModelForCausalLM
-
         self._folder, self._dtype = folder, dtype
         with _quiet(), _parameters_on_meta():
             config = _config_of(folder)
             if hasattr(config, "rescale_every"):  # RWKV: it would scale weights that are not loaded, for fp16
                 config.rescale_every = 0
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            self.model = _build(folder, config)
         self.head: nn.Module = self.model.get_output_embeddings()
         self._empty = dict(self.model.named_parameters(remove_duplicate=False))
         self._tied = _tied_names(self._empty)

@@ -16,7 +16,7 @@ from megatron.checkpoint.weights import save_weights
 from megatron.convert.importing import specs_of
 from megatron.convert.parts.family import WORD_EMBEDDINGS
 from megatron.convert.precision import dtype_of
-from megatron.convert.settings import saved_config
+from megatron.convert.settings import read_neox_config, saved_config
 from megatron.convert.tokenizer_files import kept_identity, open_tokenizer
 from megatron.errors import UserError
 from megatron.log import progress
@@ -85,12 +85,13 @@ def _open(
         batch = {"train_batch_size": None, "gradient_accumulation_steps": None, "train_micro_batch_size_per_gpu": 1}
         facts = Facts(vocab_size=reader.entry(WORD_EMBEDDINGS).shape[0])
         return reader, derive(NeoXArgs.from_saved({**saved, **batch}, source=str(folder)), facts)
-    kept = sorted(str(path) for path in (folder / layout.CONFIGS).glob("*.y*ml"))
-    files = list(config_files) or kept or ([default_config] if default_config else [])
     tokenizer = folder.parent / _TOKENIZER_OF_20B
-    args = NeoXArgs.from_files(files, layouts)
+    default = [default_config] if default_config else []
+    args = read_neox_config(folder, config_files, layouts, default)
+    if args is None:
+        raise UserError(f"{folder} was written by GPT-NeoX and keeps no config; give --config_file with the run's YAML")
     if args.get("vocab_file") is None and tokenizer.is_file():
-        args = NeoXArgs.from_files(files, [*layouts, f"vocab_file={tokenizer}"])
+        args = args.replace(vocab_file=str(tokenizer))
     vocab_size = args.get("vocab_size")
     if vocab_size is None:
         keys = (args.get(key) for key in ("tokenizer_type", "vocab_file", "merge_file"))

@@ -1,24 +1,17 @@
-"""Reading a model's config.json field by field: a field that no reader takes is an error."""
+"""Reading a model's config.json field by field: one that no reader takes, and transformers reads, is an error."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from megatron.convert.parts.class_fields import fields_of
 from megatron.errors import UserError
+from megatron.log import get_logger
 from megatron.neox_arguments.rope_kinds import rope_problem
 
-# Fields that do not change what the network computes: files, classes, generation, outputs of the Python object.
-WITHOUT_MEANING = frozenset(
-    {
-        "_name_or_path", "_commit_hash", "architectures", "model_type", "transformers_version", "dtype", "torch_dtype",
-        "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
-        "tokenizer_class", "prefix", "task_specific_params", "finetuning_task", "id2label", "label2id", "problem_type",
-        "classifier_dropout", "return_dict", "output_attentions", "output_hidden_states", "is_decoder",
-        "is_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size", "chunk_size_feed_forward",
-        "pretraining_tp", "unsloth_version", "unsloth_fixed", "_attn_implementation_autoset", "vocab_size",
-    }
-)  # fmt: skip
+logger = get_logger(__name__)
+
 REQUIRED = object()
 # Kinds of scaled positions with the length of the model's first texts; where it is missing: max_position_embeddings.
 _WITH_LENGTH, _LENGTH = ("llama3", "yarn", "longrope"), "original_max_position_embeddings"
@@ -27,12 +20,12 @@ _WITH_LENGTH, _LENGTH = ("llama3", "yarn", "longrope"), "original_max_position_e
 class Fields:
     """The fields of one config.json.
 
-    A family's `read` takes what it knows; `finish` then raises `UserError` for the rest. `where` names the file.
+    A family's `read` takes what it knows; `finish` then decides about the rest. `where` names the file.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self._values = dict(values)
-        self._seen = set(WITHOUT_MEANING)
+        self._seen = {"vocab_size"}  # taken from the tensors' side
         self.where = where
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
@@ -94,8 +87,22 @@ class Fields:
         return {**keys, "rope_scaling": scaled}
 
     def finish(self) -> None:
-        """Raise `UserError` for fields that no rule has taken."""
-        unknown = {name: value for name, value in self._values.items() if name not in self._seen}
-        if unknown:
-            listed = ", ".join(f"{name}: {value!r}" for name, value in sorted(unknown.items()))
-            raise UserError(f"{self.where}: fields that are not known here, and might change the model: {listed}")
+        """Raise `UserError` for fields that no rule has taken and that change what transformers computes.
+
+        Those that its class of this model does not read are named in one warning, unless it knows them: what decides
+        is the comparison of logits with that class. Where it has no such class, every field is refused.
+        """
+        left = {name: value for name, value in self._values.items() if name not in self._seen and value is not None}
+        theirs = fields_of(str(self._values.get("model_type"))) if left else None
+        refused = {name: value for name, value in left.items() if theirs is None or theirs.honours(name, value)}
+        if refused:
+            raise UserError(
+                f"{self.where}: fields that are not known here, and might change the model: {_listed(refused)}"
+            )
+        unread = {name: value for name, value in left.items() if theirs is not None and name not in theirs.declared}
+        if unread:
+            logger.warning(f"{self.where}: left out, since {theirs.name} does not read it either: {_listed(unread)}")
+
+
+def _listed(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}: {value!r}" for name, value in sorted(fields.items()))

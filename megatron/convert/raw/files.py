@@ -28,6 +28,7 @@ from megatron.convert.parts.family import WORD_EMBEDDINGS, Rule
 from megatron.convert.parts.tensors import Stored
 from megatron.convert.parts.transforms import Split
 from megatron.errors import UserError
+from megatron.files import refuse_lfs_pointer
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
@@ -114,6 +115,7 @@ class RawFolder:
 
 def copy_tokenizer_model(file: Path, target: Path) -> None:
     """A tokenizer.model into a folder, under the name that its kind has here: Llama 3's is a table of tiktoken's."""
+    refuse_lfs_pointer(file)
     with open(file, "rb") as opened:
         tiktoken = opened.readline(256).endswith(b" 0\n")  # "<base64 of a token> <its rank>"
         count = 1 + sum(1 for _ in opened) if tiktoken else 0
@@ -211,6 +213,7 @@ def _weight_files(path: Path, flag: str) -> list[Path]:
 
 
 def _shapes(file: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    refuse_lfs_pointer(file)
     if file.suffix == ".safetensors":
         from safetensors import safe_open
 

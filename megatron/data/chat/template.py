@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.chat.conversation import BadChat, Conversation
+from megatron.data.chat.limits import TooMuch, limits
 from megatron.errors import UserError, nearest
 from megatron.log import get_logger
 from megatron.tokenizer import Tokenizer, create_tokenizer
@@ -31,18 +32,19 @@ class ChatTemplate:
     """A Jinja template and its variables.
 
     `source`: for chats; `tool_source`: for chats with tools, when the tokenizer has one of its own; `tokens`: special
-    tokens by name (`eos_token`); `extra`: further variables (`enable_thinking`).
+    tokens by name (`eos_token`); `extra`: further variables (`enable_thinking`); `origin`: what to call it in messages.
     """
 
     source: str
     tokens: Mapping[str, str] = field(default_factory=dict)
     tool_source: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = "the chat template"
 
     def render(self, chat: Conversation, *, add_generation_prompt: bool = False, leave_open: bool = False) -> str:
         """The text of a chat. `leave_open`: stop where the content of the last message ends.
 
-        Raises `BadChat` with the template's message when it refuses the chat.
+        Raises `BadChat` with the template's message when it refuses the chat, `TooMuch` when it does not end.
         """
         text, _ = self._render(chat, add_generation_prompt, leave_open, False)
         return text
@@ -75,15 +77,18 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
-            rendered: Any = render_jinja_template(
-                conversations=[chat.messages],
-                tools=chat.tools,
-                chat_template=self._source(chat),
-                return_assistant_tokens_mask=tagged,
-                continue_final_message=leave_open,
-                add_generation_prompt=add_generation_prompt,
-                **{**self.tokens, **self.extra},
-            )
+            with limits(self.origin):
+                rendered: Any = render_jinja_template(
+                    conversations=[chat.messages],
+                    tools=chat.tools,
+                    chat_template=self._source(chat),
+                    return_assistant_tokens_mask=tagged,
+                    continue_final_message=leave_open,
+                    add_generation_prompt=add_generation_prompt,
+                    **{**self.tokens, **self.extra},
+                )
+        except TooMuch:
+            raise
         # A template is somebody else's program and may raise anything.
         except Exception as error:
             raise BadChat(f"the chat template refuses it: {error or type(error).__name__}") from error
@@ -115,7 +120,8 @@ def load_template(folder: Path, choice: str | None = None, extra: Mapping[str, A
         tokens = {**_tokens_by_class(folder), **tokens}
     if "eos_token" in missing and "eos_token" not in tokens:
         tokens["eos_token"] = _end_of_document(folder)  # else the template writes nothing for it
-    return replace(template, tokens=tokens, extra=dict(extra or {}))
+    origin = f"the chat template of {folder}" if choice is None or choice in found else f"--chat-template {choice}"
+    return replace(template, tokens=tokens, extra=dict(extra or {}), origin=origin)
 
 
 def _choose(found: dict[str, str], choice: str | None, folder: Path) -> ChatTemplate | None:
@@ -173,7 +179,8 @@ def _tokens_by_class(folder: Path) -> dict[str, str]:
     from transformers import AutoTokenizer
 
     try:
-        tokens = AutoTokenizer.from_pretrained(str(folder), local_files_only=True).special_tokens_map
+        given = {"local_files_only": True, "trust_remote_code": False}
+        tokens = AutoTokenizer.from_pretrained(str(folder), **given).special_tokens_map
     # It fails in as many ways as there are classes, and these are only defaults.
     except Exception:
         return {}

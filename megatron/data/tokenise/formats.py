@@ -17,6 +17,7 @@ from typing import IO, Any
 from megatron.data.tokenise.chunks import BATCH_ROWS, Chunk, FilesChunk, LineChunk, Position, RowChunk, RowGroupChunk
 from megatron.data.tokenise.compression import COMPRESSIONS, open_input
 from megatron.errors import UserError
+from megatron.files import refuse_lfs_pointer
 
 CHUNK_BYTES = 1 << 18  # small enough to share a few megabytes among workers, large enough to hide the cost of sending
 GROUP_BYTES = 1 << 27  # a larger row group is cut; the cost: the rows before a piece are decoded again
@@ -231,6 +232,8 @@ def read_chunks(paths: Sequence[Path]) -> Iterator[Chunk]:
 
 def read_parts(parts: Sequence[Part], begin: Position = START) -> Iterator[Cut]:
     """The chunks of several parts of files, one after the other, from a position that an earlier reading gave."""
+    for part in parts[begin.file :]:
+        refuse_lfs_pointer(part.path)
     # Neighbouring text files go to one reader, so that small ones share chunks.
     kinds = itertools.groupby(range(begin.file, len(parts)), key=lambda index: READERS[kind_of(parts[index].path)])
     for reader, group in kinds:

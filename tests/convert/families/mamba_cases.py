@@ -79,7 +79,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 CONFIG_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("mamba/130M", {"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
     ("mamba/130M", {"intermediate_size": 1600}, "intermediate_size: 1600"),
-    ("mamba/130M", {"mixer_rms_eps": 1e-6}, "mixer_rms_eps"),
     ("mamba2/130M", {"time_step_limit": [0.0, 0.5]}, "time_step_limit"),
     ("mamba2/130M", {"num_heads": 20}, "num_heads: 20"),
     ("mamba2/130M", {"norm_before_gate": True}, "gated norm"),

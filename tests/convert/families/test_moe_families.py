@@ -75,7 +75,7 @@ def test_a_matrix_of_another_shape_is_named():
         ("mixtral/8x7B", {"num_experts": 4}, "num_experts and num_local_experts differ"),
         ("qwen3-moe/30B-A3B", {"mlp_only_layers": list(range(48))}, "no layer has experts"),
         ("qwen3-moe/30B-A3B", {"use_sliding_window": True}, "max_window_layers: 48 with use_sliding_window"),
-        ("qwen3-moe/30B-A3B", {"n_group": 8}, "not known here.*n_group: 8"),
+        ("qwen3-moe/30B-A3B", {"is_causal": False}, "not known here.*is_causal: False"),
     ],
 )
 def test_what_cannot_be_expressed_is_named(name, changes, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from pathlib import Path
 
@@ -65,10 +66,86 @@ def test_a_published_config_is_the_shipped_one(name):
     assert {k: v for k, v in theirs.items() if k not in about} == {k: v for k, v in ours.items() if k not in about}
 
 
+def warnings(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_config_has_no_field_that_is_not_read(name):
-    with pytest.raises(UserError, match="not known here.*colour: 'red'"):
-        read_config({**PUBLISHED[name], "colour": "red"}, "config.json")
+def test_a_field_that_transformers_does_not_read_is_named_in_one_warning(name, caplog):
+    with caplog.at_level("WARNING", logger="deepy"):
+        found = read_config({**PUBLISHED[name], "colour": "red", "size": None}, "config.json")
+    assert found == read_config(PUBLISHED[name], "config.json")
+    (warning,) = warnings(caplog)[:1]
+    assert warning.startswith("config.json: ") and "colour: 'red'" in warning and "size" not in warning
+    # of generation, files and code; all else that a published config has is read, or known to transformers' class
+    about = {"auto_map", "cache_implementation", "task_specific_params", "colour"}
+    assert {
+        part.split(": ")[0] for part in re.findall(r"(?:^|[:,] )(\w+: [^,{}]*)", warning.split("either: ")[1])
+    } <= about
+
+
+LEFTOVERS = {
+    # EleutherAI/gpt-neox-20b
+    "pythia/70M": {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
+    # gpt2-medium, gpt2-large, gpt2-xl
+    "gpt2/small": {"n_special": 0, "predict_special_tokens": True, "output_past": True},
+    # SmolLM2 and its Instruct, code in the folder, and what transformers 4 and TRL leave
+    "llama/llama3.2-1B": {
+        "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"a": {"b": "c"}},
+        "auto_map": {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}, "neftune_noise_alpha": None,
+        "attn_implementation": "flash_attention_2", "gradient_checkpointing": False, "quantization_config": None,
+        "sliding_window": None, "keys_to_ignore_at_inference": ["past_key_values"], "is_decoder": False,
+        "tokenizer_class": "PreTrainedTokenizerFast", "use_cache": False, "id2label": {"0": "a"}, "pretraining_tp": 2,
+    },
+    # Phi-4-mini
+    "phi3/phi4": {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},
+    "mixtral/8x7B": {"attention_bias": False},
+}  # fmt: skip
+KINDS = {"pythia/70M": "gpt_neox"}  # whose config.json is not among the published ones here
+
+
+def small(name: str) -> dict:
+    """A small config.json of the same class."""
+    kind = KINDS.get(name) or PUBLISHED[name]["model_type"]
+    config = AutoConfig.for_model(
+        kind, vocab_size=67, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        **({} if kind in ("gpt2", "gpt_neox") else {"num_key_value_heads": 2, "head_dim": 8}), pad_token_id=0,
+    )  # fmt: skip
+    return config.to_dict()
+
+
+def logits(fields: dict) -> torch.Tensor:
+    """Of transformers' own model with these fields, random weights and a fixed text."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**deepcopy(fields))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+        return model(torch.arange(2, 26).view(1, 24)).logits
+
+
+@pytest.mark.parametrize("name", LEFTOVERS)
+def test_what_published_models_leave_in_config_json_changes_nothing(name):
+    fields, more = small(name), LEFTOVERS[name]
+    assert read_config({**fields, **more}, "config.json") == read_config(fields, "config.json")
+    plain = {k: v for k, v in more.items() if k not in ("auto_map", "attn_implementation") and k.isidentifier()}
+    assert torch.equal(logits({**fields, **plain}), logits(fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("pythia/70M", {"is_causal": False}),
+        ("llama/llama3.2-1B", {"is_causal": False}),
+        ("gpt2/small", {"hidden_size": 64}),  # another name of n_embd
+    ],
+)
+def test_a_field_that_transformers_reads_and_we_do_not_is_refused(name, more):
+    fields = small(name)
+    assert not torch.equal(logits({**fields, **more}), logits(fields))
+    with pytest.raises(UserError, match=f"{next(iter(more))}: "):
+        read_config({**fields, **more}, "config.json")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -99,6 +176,7 @@ def test_there_and_back_is_bit_identical(tmp_path, architecture, keys):
     [
         ("qwen2.5/0.5B", {"use_mrope": True}, "use_mrope: True"),
         ("qwen3/0.6B", {"layer_types": ["chunked_attention"] * 28}, "layer_types: must be 28 times"),
+        ("qwen3/0.6B", {"per_layer_config": {"0": {"intermediate_size": 16}}}, "not known here.*per_layer_config: "),
         ("olmo3/7B", {"sliding_window": 1}, "sliding_window: 1"),
         ("gpt2/small", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True"),
         ("gpt2/small", {"embd_pdrop": 0.0}, "embd_pdrop: 0.0"),

@@ -45,6 +45,10 @@ pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parents[3]
 GQA = {**LLAMA, "num_kv_heads": 2}
+LFS_POINTER = (
+    "version https://git-lfs.github.com/spec/v1\n"
+    "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
+)
 
 
 def source_of(folder, keys, architecture, dtype=torch.float32, shard="50KB"):
@@ -212,8 +216,51 @@ def test_older_files_pickles_buffers_and_a_tied_head_written_twice(tmp_path):
     assert import_model(str(tmp_path / "hf"), tmp_path / "out").largest_difference < 1e-5
     tensors["lm_head.weight"][0, 0] += 1
     torch.save(tensors, tmp_path / "hf/pytorch_model.bin")
-    with pytest.raises(UserError, match="not known: lm_head.weight"):
+    with pytest.raises(UserError, match=r"lm_head.weight .* differs from .*; set tie_word_embeddings: false"):
         import_model(str(tmp_path / "hf"), tmp_path / "other")
+    changed(tmp_path / "hf", tie_word_embeddings=False)
+    assert import_model(str(tmp_path / "hf"), tmp_path / "other").largest_difference < 1e-5
+
+
+def test_files_that_are_not_what_their_names_say(tmp_path):
+    """The text of a git-lfs pointer is that of the specification of git-lfs (docs/spec.md)."""
+    source_of(tmp_path / "hf", GQA, "llama", shard="1GB")
+    weights = tmp_path / "hf/model.safetensors"
+    tensors, pickle = {"model.norm.weight": torch.ones(2)}, tmp_path / "hf/pytorch_model.bin"
+    index = tmp_path / "hf/model.safetensors.index.json"
+
+    def refused(*parts):
+        with pytest.raises(UserError) as error:
+            import_model(str(tmp_path / "hf"), tmp_path / "out")
+        assert all(str(part) in str(error.value) for part in parts), error.value
+        assert sorted(os.listdir(tmp_path)) == ["hf"]
+
+    weights.write_text(LFS_POINTER)
+    refused(weights, "git lfs pull")
+    weights.unlink()
+    for content in ("{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', "[" * 100_000):
+        index.write_text(content)
+        refused(index)
+    for name in ("../outside.safetensors", "/etc/passwd", "a/../../outside.bin"):
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        refused(index, name, "outside of the folder")
+    index.unlink()
+    for content in ([tensors], {"model": tensors}, torch.ones(3)):
+        torch.save(content, pickle)
+        refused(pickle)
+        pickle.unlink()  # an earlier one may still be mapped
+    pickle.write_text(LFS_POINTER)
+    refused(pickle, "git lfs pull")
+    pickle.unlink()
+    (tmp_path / "hf/adapter_config.json").write_text('{"base_model_name_or_path": "meta-llama/Llama-3.2-1B"}')
+    save_file({"base_model.model.lora_A.weight": torch.ones(2, 2)}, tmp_path / "hf/adapter_model.safetensors")
+    refused("adapter", "meta-llama/Llama-3.2-1B", "merge")
+    config = tmp_path / "hf/config.json"
+    config.unlink()
+    refused("adapter", "merge")
+    (tmp_path / "hf/adapter_config.json").unlink()
+    config.write_text(LFS_POINTER)
+    refused(config, "git lfs pull")
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
@@ -244,7 +291,7 @@ def changed(folder, **fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"logit_softcapping": 30.0}, "not known here.*logit_softcapping: 30.0"),
+        ({"is_causal": False}, "not known here.*is_causal: False"),
         ({"model_type": "t5"}, "model_type: 't5' is not known here. Known: .*gpt_neox"),
         ({"hidden_act": "quick_gelu"}, "hidden_act: 'quick_gelu' cannot be expressed"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rotary positions scaled as 'longrope'"),
