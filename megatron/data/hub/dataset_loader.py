@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.data.hub.records import FileRecords, Records, Request, Stamps, TableRecords, content_key, is_raw
 from megatron.data.hub.retry import Backoff
+from megatron.data.tokenise.compression import ending_of
 from megatron.errors import UserError, nearest
 from megatron.log import get_logger, progress
 from megatron.tokenizer.hub import require_hub
@@ -42,7 +43,7 @@ class Loader:
         if files := _local_files(request):
             return self._from_files(request, files)
         path = Path(request.dataset).expanduser()
-        if not path.exists() and (is_raw(path) or path.suffix in BUILDERS):
+        if not path.exists() and (is_raw(path) or ending_of(path) in BUILDERS):
             raise UserError(f"--dataset {request.dataset}: no such file")
         if path.is_dir() and (saved := _saved_folder(path, request.split)):
             return self._table(request, _saved_table(saved, request.split), str(saved))
@@ -53,19 +54,19 @@ class Loader:
         return self._from_hub(request, repo_files)
 
     def _from_files(self, request: Request, files: list[Path]) -> Records:
-        kinds = {is_raw(path) or path.suffix for path in files}
+        kinds = {is_raw(path) or ending_of(path) for path in files}
         if len(kinds) > 1:
             raise UserError(f"{', '.join(path.name for path in files[:5])}: give files of one kind")
         if kinds == {True} and request.split == "train":
             return self._raw(request, files)
-        name, options = ("parquet" if files[0].suffix == ".parquet" else "json"), dict[str, Any]()
+        name, options = ("parquet" if ending_of(files[0]) == ".parquet" else "json"), dict[str, Any]()
         if kinds != {True}:
-            if files[0].suffix not in BUILDERS:
+            if ending_of(files[0]) not in BUILDERS:
                 raise UserError(
                     f"{files[0]}: unknown kind of file. Known: .jsonl .ndjson .json (also as .gz .zst .xz .bz2), "
                     f".parquet, .arrow, {', '.join(BUILDERS)}, and folders"
                 )
-            name, options = BUILDERS[files[0].suffix]
+            name, options = BUILDERS[ending_of(files[0])]
         options = {**options, "data_files": {"train": [str(f) for f in files]}}
         return self._through_datasets(request, name, options)
 

@@ -64,8 +64,8 @@ def output_name(request: Request) -> str:
     """`<dataset tail>[_<subset>]_<split>`, without characters that file names should not have."""
     tail = Path(request.dataset).absolute().name  # also of "."
     for ending in (*COMPRESSIONS, *READERS, *BUILDERS):
-        if len(tail) > len(ending):
-            tail = tail.removesuffix(ending)
+        if len(tail) > len(ending) and tail.lower().endswith(ending):
+            tail = tail[: -len(ending)]
     parts = [tail, *([request.subset] if request.subset else []), request.split]
     return "_".join(re.sub(r"[^\w.+-]+", "-", part).strip("-") for part in parts)
 

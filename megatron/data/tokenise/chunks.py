@@ -307,6 +307,7 @@ def _document(where: str, record: Mapping[str, Any], keys: Sequence[str]) -> Doc
 def json_kind(value: Any) -> str:
     """The kind of a value in the words of JSON."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true/false", type(None): "null"}
+    names[bytes] = "bytes (a binary column: cast it to strings)"
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 

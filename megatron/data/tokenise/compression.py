@@ -17,6 +17,11 @@ from megatron.errors import UserError
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 
 
+def ending_of(path: Path) -> str:
+    """A file's last extension, in lower case: `.JSONL` is `.jsonl`."""
+    return path.suffix.lower()
+
+
 @contextmanager
 def open_input(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     """The decompressed content of a file, and a function that returns how many of its bytes on disk are consumed.
@@ -26,15 +31,16 @@ def open_input(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
     try:
         with path.open("rb") as raw:
-            if path.suffix in COMPRESSIONS and path.is_file() and not path.stat().st_size:
+            ending = ending_of(path)
+            if ending in COMPRESSIONS and path.is_file() and not path.stat().st_size:
                 raise EOFError("the file is empty; a compressed file never is")
             position = raw.tell if raw.seekable() else int  # a named pipe has no position: 0
-            if path.suffix == ".zst":
+            if ending == ".zst":
                 zstandard = _zstandard(path)
                 errors = (*errors, zstandard.ZstdError)
                 yield io.BufferedReader(_ZstdStream(raw, zstandard.ZstdDecompressor())), position
-            elif path.suffix in (".gz", ".xz", ".bz2"):
-                opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}[path.suffix]
+            elif ending in (".gz", ".xz", ".bz2"):
+                opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}[ending]
                 with opener(raw, "rb") as file:
                     yield file, position
             else:

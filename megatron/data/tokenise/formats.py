@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron.data.tokenise.chunks import BATCH_ROWS, Chunk, FilesChunk, LineChunk, Position, RowChunk, RowGroupChunk
-from megatron.data.tokenise.compression import COMPRESSIONS, open_input
+from megatron.data.tokenise.compression import COMPRESSIONS, ending_of, open_input
 from megatron.errors import UserError
 from megatron.files import refuse_lfs_pointer
 
@@ -57,7 +57,7 @@ def json_lines(part: Part, begin: Position = START) -> Iterator[Cut]:
         stop = None if part.stop is None else _line_start(file, part.stop)
         offset, number = (begin.offset, begin.number) if begin.offset else (origin, 1)
         if offset or stop is not None:  # looking for the borders has moved on
-            _go_to(file, offset, by_reading=path.suffix in COMPRESSIONS)
+            _go_to(file, offset, by_reading=ending_of(path) in COMPRESSIONS)
         consumed, parts = position() if offset else 0, list[bytes]()
         while block := file.read(CHUNK_BYTES if stop is None else min(CHUNK_BYTES, stop - offset - _size(parts))):
             cut = block.rfind(b"\n") + 1
@@ -216,13 +216,13 @@ SPLITTABLE = (".jsonl", ".ndjson", ".parquet", ".arrow")
 
 
 def kind_of(path: Path) -> str:
-    """A file's extension without that of its compression: `.jsonl` of `a.jsonl.zst`."""
-    return (path.with_suffix("") if path.suffix in COMPRESSIONS else path).suffix
+    """A file's extension without that of its compression, in lower case: `.jsonl` of `a.JSONL.zst`."""
+    return ending_of(path.with_suffix("") if ending_of(path) in COMPRESSIONS else path)
 
 
 def splittable(path: Path) -> bool:
     """Whether a part of the file can be read: not of a compressed file, nor of a single document."""
-    return path.suffix in SPLITTABLE
+    return ending_of(path) in SPLITTABLE
 
 
 def read_chunks(paths: Sequence[Path]) -> Iterator[Chunk]:

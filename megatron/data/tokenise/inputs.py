@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron.data.tokenise.compression import COMPRESSIONS
+from megatron.data.tokenise.compression import COMPRESSIONS, ending_of
 from megatron.data.tokenise.formats import READERS, kind_of
 from megatron.errors import UserError
 
@@ -31,7 +31,9 @@ def find_inputs(names: Iterable[str]) -> list[Path]:
         for part in [name] if os.path.exists(name) else [part for part in name.split(",") if part]:
             found += _expand(part)
     for path in found:
-        if kind_of(path) not in READERS or (path.suffix in COMPRESSIONS and kind_of(path) in (".parquet", ".arrow")):
+        if kind_of(path) not in READERS or (
+            ending_of(path) in COMPRESSIONS and kind_of(path) in (".parquet", ".arrow")
+        ):
             raise UserError(
                 f"{path}: unknown kind of file. Known: {', '.join(READERS)}, and all but the last two also compressed "
                 f"as {', '.join(COMPRESSIONS)}"

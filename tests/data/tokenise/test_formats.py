@@ -98,6 +98,27 @@ def test_every_format_gives_the_same_documents(
 
 
 @pytest.mark.parametrize("name", WRITERS)
+def test_the_case_of_an_extension_means_nothing(tmp_path: Path, name: str) -> None:
+    WRITERS[name](tmp_path / name, LINES)
+    (tmp_path / name).rename(tmp_path / name.upper())
+    assert [document.texts["text"] for document in documents(tmp_path / name.upper())] == TEXTS
+    assert find_inputs([str(tmp_path)]) == [tmp_path / name.upper()]
+
+
+@pytest.mark.parametrize("kind", ["binary", "large_binary", "dictionary"])
+def test_a_binary_column_is_called_that(tmp_path: Path, kind: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    values = pa.array([b"one", b"two"], pa.large_binary() if kind == "large_binary" else pa.binary())
+    pq.write_table(
+        pa.table({"text": values.dictionary_encode() if kind == "dictionary" else values}), tmp_path / "a.parquet"
+    )
+    assert [where for where, _ in faults(tmp_path / "a.parquet")] == ["a.parquet, row 0", "a.parquet, row 1"]
+    assert all(re.search("'text'.* bytes .*binary.*string", reason) for _, reason in faults(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize("name", WRITERS)
 def test_progress_adds_up_to_the_size_on_disk(tmp_path: Path, name: str) -> None:
     WRITERS[name](tmp_path / name, LINES)
     size = (tmp_path / name).stat().st_size
