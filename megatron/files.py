@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -41,12 +41,12 @@ def refuse_lfs_pointer(path: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The mapping that a JSON file holds. Raises `UserError` naming the file for anything else in it.
 
-    `FileNotFoundError` passes: what a missing file means is the caller's to say.
+    `FileNotFoundError` and `NotADirectoryError` pass: what a missing file means is the caller's to say.
     """
     refuse_lfs_pointer(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 5000 digits
         raise UserError(f"{path} cannot be read: {error}") from error
@@ -83,8 +83,9 @@ def _typed(value: Any, wanted: Any, where: str) -> Any:
             return from_json(wanted, value)  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-    if origin is tuple and isinstance(value, list):
-        return tuple(_typed(one, inner[0], where) for one in value)
+    if origin in (tuple, list, Sequence) and isinstance(value, list):
+        items = [_typed(one, inner[0], where) for one in value]
+        return items if origin is list else tuple(items)
     if origin is not None and issubclass(origin, Mapping) and isinstance(value, dict):
         return {name: _typed(one, inner[1], f"{where}.{name}") for name, one in value.items()}
     if wanted in (int, str, bool) and type(value) is wanted:

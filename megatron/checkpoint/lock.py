@@ -24,7 +24,7 @@ import psutil
 
 from megatron.checkpoint import layout
 from megatron.errors import UserError
-from megatron.files import write_atomically
+from megatron.files import read_json, write_atomically
 from megatron.log import get_logger
 
 logger = get_logger(__name__)
@@ -208,14 +208,24 @@ def _describe_holder(path: Path, holder: dict[str, Any]) -> str:
 
 
 def _parse(path: Path) -> dict[str, Any] | None:
-    """Content of a lock file; None when there is no file, empty when it makes no sense."""
+    """Content of a lock file, without a process id or a time that makes no sense; None when there is no file.
+
+    Empty when it is being written at this moment, or damaged: its heartbeat decides. Raises `UserError` for a folder.
+    """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder, so nobody can lock {path.parent}: remove it")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError:
-        return {}  # being written at this moment, or damaged: its heartbeat decides
-    return content if isinstance(content, dict) else {}
+    except UserError:
+        return {}
+    pid, started = content.get("pid"), content.get("started")
+    if type(pid) is not int or not 0 < pid < 1 << 31:
+        content.pop("pid", None)
+    if type(started) not in (int, float):
+        content.pop("started", None)
+    return content
 
 
 def _namespace() -> str:

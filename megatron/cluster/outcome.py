@@ -63,7 +63,8 @@ def await_end(code: int, run_folder: Path, since: float, patience: float = 600.0
         status = file.read(since)
         if status is not None and status.get("state") in ("ended", "failed"):
             logger.info(f"{run_folder}: {status['state']} at step {status.get('step')}: {status.get('reason')}")
-            return exit_code(int(status.get("exit_code") or 0))
+            found = status.get("exit_code")
+            return exit_code(found if isinstance(found, int) else 0)
         time.sleep(0.5)
     logger.error(f"{run_folder}: the ranks wrote nothing for {patience:g} s")
     return code

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import StopRequested, exit_code_of
-from megatron.files import write_atomically
+from megatron.errors import StopRequested, UserError, exit_code_of
+from megatron.files import read_json, write_atomically
 from megatron.log import Once, get_logger
 from megatron.neox_arguments import NeoXArgs
 
@@ -63,10 +63,9 @@ class StatusFile:
     def read(self, since: float = 0.0) -> dict[str, Any] | None:
         """The status, if it was written after `since` (seconds since the epoch) and is whole."""
         try:
-            status = json.loads(self.path.read_text(encoding="utf-8")) if self.path.stat().st_mtime >= since else None
-        except (OSError, ValueError):
+            return read_json(self.path) if self.path.stat().st_mtime >= since else None
+        except (OSError, UserError):
             return None
-        return status if isinstance(status, dict) else None
 
     def _replace(self, status: dict[str, Any]) -> None:
         """Never ends a run: on a full disk the text goes into the file that is there, which needs no new block."""

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron.files import write_atomically
+from megatron.errors import UserError
+from megatron.files import read_json, write_atomically
 from megatron.log import get_logger
 
 NAME = "pipeline_results.json"
@@ -62,13 +63,13 @@ class Results:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        content = None
-    if not isinstance(content, dict) or content.get("format_version") != FORMAT_VERSION:
+        content = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except UserError:
+        content = {}
+    if content.get("format_version") != FORMAT_VERSION:
         logger.warning(f"{path}: written by another version; every stage is done again")
         return {}
     return content

@@ -158,7 +158,7 @@ def _earlier(journal: Journal | None, skip_bad: bool) -> Tally | None:
     """The counts of the command that is resumed, which is logged."""
     if journal is None or journal.saved is None:
         return None
-    earlier = Tally.from_dict(journal.saved.counts)
+    earlier = journal.read_counts(Tally)
     if earlier.faults and not skip_bad:
         raise UserError(
             f"{journal.path}: the earlier command left out {earlier.faults} unusable records (--skip-bad-lines): give "

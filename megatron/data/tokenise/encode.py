@@ -69,11 +69,6 @@ class Tally:
         """Nothing counted yet, of a piece that stands for `nbytes` of the input."""
         return cls([0] * outputs, [0] * outputs, [0] * outputs, [0] * outputs, nbytes=nbytes)
 
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Tally:
-        """The inverse of `dataclasses.asdict`."""
-        return cls(**{**raw, "first_faults": [Fault(**fault) for fault in raw["first_faults"]]})
-
     def add(self, other: Tally) -> None:
         """Count another piece in."""
         for name in ("documents", "tokens", "empty", "text_bytes"):
@@ -199,7 +194,7 @@ class _Files:
         self.builders: list[IndexedDatasetBuilder] = []
         self.earlier = Tally.zero(len(encoder.outputs))
         if journal and journal.saved:
-            self.earlier = Tally.from_dict(journal.saved.counts)
+            self.earlier = journal.read_counts(Tally)
 
     def __enter__(self) -> _Files:
         return self

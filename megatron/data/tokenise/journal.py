@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from megatron.data.tokens.builder import IndexedDatasetBuilder, Mark
 from megatron.data.tokens.indexed import HEADER
 from megatron.data.tokens.partial import PARTIAL, WriteError
 from megatron.errors import UserError
+from megatron.files import from_json, read_json
 
+T = TypeVar("T")
 VERSION = 2  # 2: marks hold the checksum of what is written
 
 
@@ -66,6 +68,14 @@ class Journal:
     def start(self) -> Position:
         """Where to read from."""
         return self.saved.position if self.saved else START
+
+    def read_counts(self, kind: type[T]) -> T:
+        """The counts of the earlier command, as the dataclass that `advance` was given."""
+        assert self.saved is not None
+        try:
+            return from_json(kind, self.saved.counts)
+        except ValueError as error:
+            raise self._refuse(error) from error
 
     def watch(self, cuts: Iterable[tuple[Chunk, Position]]) -> Iterator[Chunk]:
         """The chunks, remembering where each ends; none when the earlier command had read all."""
@@ -119,21 +129,25 @@ class Journal:
         if not self.path.exists():
             return None
         try:
-            raw = json.loads(self.path.read_text(encoding="utf-8"))
+            raw = read_json(self.path)
             if raw["version"] != VERSION:
                 raise UserError(f"{self.path}: written by another version of Deepy; --restart starts from zero")
-            names = {**raw["identity"], **self._identity}
-            changed = [name for name in names if raw["identity"].get(name) != self._identity.get(name)]
-            marks = [Mark(**mark) for mark in raw["marks"]]
-            saved = Saved(Position(**raw["position"]), raw["counts"], marks, raw["complete"])
+            identity = raw["identity"]
+            changed = [
+                name for name in {**identity, **self._identity} if identity.get(name) != self._identity.get(name)
+            ]
+            saved = from_json(Saved, {key: raw[key] for key in ("position", "counts", "marks", "complete")})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{self.path}: not a valid journal ({error!r}); --restart starts from zero") from error
+            raise self._refuse(error) from error
         if changed:
             raise UserError(
                 f"{self.path}: an earlier command did not finish, and this one differs in {' and '.join(changed)}. "
                 "Run the earlier command again to resume it, or give --restart to start from zero"
             )
         return saved
+
+    def _refuse(self, error: Exception) -> UserError:
+        return UserError(f"{self.path}: not a valid journal ({error!r}); --restart starts from zero")
 
 
 def digest(value: Any) -> str:

@@ -27,6 +27,7 @@ from megatron.tokenizer.fingerprint import Fingerprint
 
 FORMAT_VERSION = 2  # 1 had no checksum of the tokens
 TURN_ENDS = "turn_ends"  # in `extra`: the tokens with which trained turns of chats end
+SUMMED = ("empty_documents", "bad_records", "text_bytes")  # counts among `extra`
 SCAN_BYTES = 1 << 28  # how much of a dataset without manifest is searched for ids beyond the vocabulary
 
 
@@ -107,6 +108,7 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise UserError(f"{path}: format version {version}, but this program reads up to {FORMAT_VERSION}.")
         manifest = from_json(Manifest, raw)
+        _check_extra(manifest.extra)
         if manifest.tokenizer is not None:
             Fingerprint.from_dict(manifest.tokenizer)
         return manifest
@@ -114,6 +116,14 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: not a dataset manifest ({error}). Remove it or tokenise the data again.") from error
+
+
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless the entries that Deepy reads are what it writes."""
+    counts = [key for key in SUMMED if type(extra.get(key, 0)) is not int]
+    shard = extra.get("shard") or {}
+    if counts or not isinstance(shard, Mapping) or (shard and not {"run", "index", "count"} <= shard.keys()):
+        raise ValueError(f"extra.{counts[0] if counts else 'shard'} makes no sense")
 
 
 def verify(dataset: IndexedDataset | str | Path, *, full: Callable[[int], None] | None = None) -> Manifest | None:

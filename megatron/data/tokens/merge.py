@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.indexed import IndexedDataset
-from megatron.data.tokens.manifest import TURN_ENDS, Manifest, finalize_with_manifest, manifest_path, verify
+from megatron.data.tokens.manifest import SUMMED, TURN_ENDS, Manifest, finalize_with_manifest, manifest_path, verify
 from megatron.data.tokens.merge_inputs import COMPANIONS, Group
 from megatron.data.tokens.partial import WriteError
 from megatron.data.tokens.prefixes import SHARD_NAME
@@ -19,7 +19,6 @@ from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.tokenizer import Fingerprint
 
-SUMMED = ("empty_documents", "bad_records", "text_bytes")  # counts among a manifest's `extra`
 OPTIONS = ("append_eod", "eod", "ftfy")  # must be equal where a manifest has them
 
 logger = get_logger(__name__)

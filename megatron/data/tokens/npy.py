@@ -161,7 +161,7 @@ def read_npy(path: Path, dtype: str | None) -> tuple[MappedFile, np.dtype]:
     if content.read(0, len(MAGIC)).tobytes() == MAGIC:
         try:
             values = np.load(path, mmap_mode="r")
-        except (ValueError, OSError) as error:
+        except Exception as error:  # numpy reads the header with Python's tokenizer, which raises errors of its own
             raise UserError(f"{path}: not a whole .npy file ({error}).") from error
         if values.ndim != 1 or values.dtype.kind not in "iub" or values.dtype.byteorder == ">":
             raise UserError(f"{path} holds {values.dtype} of shape {values.shape}; expected a flat array of ids.")

@@ -72,7 +72,7 @@ def _verify_one(path: str, full: bool, vocab_size: int | None, files: TokenFiles
     for check in checks:
         faults.extend(check())
     facts = [f"{len(data)} items", f"{data.num_documents} documents", f"{data.num_tokens} tokens", data.dtype.name]
-    facts.append("manifest" if manifest is not None else "no manifest")
+    facts.append("manifest" if manifests.manifest_path(data.prefix).exists() else "no manifest")
     facts += ["labels"] if labels is not None else []
     facts += [] if full else [f"{100 * sum(map(len, pieces)) / max(1, data.num_tokens):.3g} % of the tokens checked"]
     return Report(data.prefix, ", ".join(facts), faults)
