@@ -1,9 +1,9 @@
 """What changed in the configuration since a checkpoint, and whether the run may be resumed with it.
 
-Architecture, tokenizer and data order decide what the saved numbers mean; changing them is refused unless
-`allow_config_changes: true`. Everything else (learning rate, batch size, layout, ...) may change and is logged.
-Sources and their weights may change for the steps to come: the record of the data order in the checkpoint
-(data/order/frozen) has the past.
+Architecture, tokenizer and optimizer decide what the saved numbers mean; changing them is refused unless
+`allow_config_changes: true`. The order of the data cannot change within a run. Everything else (learning rate, batch
+size, layout, ...) may change and is logged. Sources and their weights may change for the steps to come: the record of
+the data order in the checkpoint (data/order/saved_order) has the past, and knows the data by content, wherever it lies.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.errors import UserError
@@ -70,14 +71,33 @@ ARCHITECTURE = (
     "head_size",
     "ffn_dim",
 )
+# Those of the architecture that change no parameter's shape: a model with another value can load the weights.
+SHAPELESS = frozenset(
+    (
+        "bias_gelu_fusion",
+        "final_logit_softcapping",
+        "scale_embedding",
+        "layernorm_epsilon",
+        "rms_norm_epsilon",
+        "scalenorm_epsilon",
+        "gpt_j_residual",
+        "rotary_pct",
+        "rotary_emb_base",
+        "rotary_emb_base_local",
+        "rope_scaling",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "sliding_window_width",
+        "mup_embedding_mult",
+        "mup_rp_embedding_mult",
+    )
+)
 TOKENIZER = ("tokenizer_type", "tokenizer_fingerprint")
 DATA_ORDER = (
     "seed",
     "seq_length",
-    "data_path",
     "split",
     "pack_impl",
-    "dataset_impl",
 )
 OPTIMIZER = ("optimizer_type",)
 # These are for this start only, so a difference means nothing.
@@ -137,6 +157,7 @@ def check_config(
     saved: Mapping[str, Any],
     current: Mapping[str, Any],
     *,
+    path: Path | None = None,
     allow: bool = False,
     finetune: bool = False,
     load_optim: bool = True,
@@ -145,7 +166,8 @@ def check_config(
     """Messages for every change since the checkpoint; raises `UserError` when one would break the run.
 
     Args:
-        allow: `allow_config_changes`: log it and continue.
+        path: the checkpoint's folder, which the error's advice for a new run names; None: there is no run.
+        allow: `allow_config_changes`: log it and continue; the order of the data cannot change all the same.
         finetune: a new run on old weights, for which only the architecture must agree.
         load_optim: whether optimizer state is loaded, so that the optimizer must agree.
         load_data: whether the order of the samples is continued, so that its data keys must agree.
@@ -156,25 +178,35 @@ def check_config(
         matters.add("data order")
     if load_optim and not finetune:
         matters.add("optimizer")
-    refused = [change for change in breaking if change.kind in matters]
-    if refused and not allow:
+    matter = [change for change in breaking if change.kind in matters]
+    refused = [change for change in matter if not allow or change.kind == "data order"]
+    if refused:
         lines = "\n".join(f"  {change.kind}: {change}" for change in refused)
+        advice = ", or ".join(["Restore these keys", *_other_ways(refused, current, path)])
         raise UserError(
-            f"the configuration changed since the checkpoint in a way that breaks the run:\n{lines}\n"
-            f"Restore these keys, {_other_way(refused, current)}, or set allow_config_changes: true."
+            f"the configuration changed since the checkpoint in a way that breaks the run:\n{lines}\n{advice}."
         )
     harmless = [change for change in breaking if change.kind not in matters]
-    messages = [f"changed since the checkpoint (allow_config_changes): {change}" for change in refused]
+    messages = [f"changed since the checkpoint (allow_config_changes): {change}" for change in matter]
     return messages + [f"changed since the checkpoint: {change}" for change in harmless + others]
 
 
-def _other_way(refused: list[Change], current: Mapping[str, Any]) -> str:
-    """What else would do: a first start may take less of the checkpoint."""
+def _other_ways(refused: list[Change], current: Mapping[str, Any], path: Path | None) -> list[str]:
+    """What else the user may do, each as it is typed."""
+    if path is None:
+        return []
     kinds = {change.kind for change in refused}
-    less = {"data order": "init_from.data=restart", "optimizer": "init_from.optimizer=reset"}
-    if not current.get("init_from") or not kinds <= set(less):
-        return "start a new run (another `save`)"
-    return "start a new run with " + " and ".join(less[kind] for kind in sorted(kinds)) + " (another `save`)"
+    without_load = ", load=null" if current.get("load") else ""
+    if kinds == {"optimizer"} and not current.get("init_from"):
+        return ["set no_load_optim=true for a new optimizer"]
+    if kinds <= {"data order", "optimizer"}:
+        parts = {"data order": "data: restart", "optimizer": "optimizer: reset"}
+        keys = ", ".join([f"path: {path}", *(parts[kind] for kind in sorted(kinds))])
+        return [f"start a new run from this checkpoint: another `save`{without_load}, and init_from={{{keys}}}"]
+    if all(change.key in SHAPELESS or change.kind in ("tokenizer", "optimizer") for change in refused):
+        same = ", if both tokenizers have the same number of tokens" if "tokenizer" in kinds else ""
+        return [f"set allow_config_changes=true to go on with this model all the same{same}"]
+    return [f"start a new run with new weights: another `save`{without_load}"]
 
 
 def _plain(value: Any) -> Any:

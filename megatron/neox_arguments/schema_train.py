@@ -185,7 +185,7 @@ class CheckpointConfig:
     )
     allow_config_changes: bool = key(
         False,
-        "Resume from a checkpoint although architecture, tokenizer or data order changed; start from one, generate or "
+        "Resume from a checkpoint although architecture, tokenizer or optimizer changed; start from one, generate or "
         "evaluate with another tokenizer.",
         new=True,
     )

@@ -62,6 +62,7 @@ def check_fit(args: NeoXArgs, start: Start) -> None:
     check_config(
         saved,
         args.to_dict(),
+        path=start.checkpoint.path,
         allow=options.allow_config_changes,
         finetune=start.kind == "finetune",
         load_optim=load_optim,

@@ -161,6 +161,7 @@ def resume_config(args: NeoXArgs, start: Start) -> NeoXArgs:
     for message in check_config(
         saved.config,
         args.to_dict(),
+        path=start.checkpoint.path,
         allow=args.checkpoint.allow_config_changes,
         finetune=start.kind == "finetune",
         load_optim=start.load_optim and not args.checkpoint.no_load_optim,

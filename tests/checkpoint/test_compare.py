@@ -1,11 +1,14 @@
 """Configuration changes since a checkpoint: which are refused, which are said."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.compare import check_config, compare_configs
+from megatron.checkpoint.compare import SHAPELESS, check_config, compare_configs
+from megatron.convert.importing import specs_of
 from megatron.errors import UserError
+from tests.convert import helpers
 
 pytestmark = pytest.mark.cpu
 
@@ -14,6 +17,8 @@ SAVED = {
     "attention_config": ["global", "global"],
     "tokenizer_type": "HFTokenizer",
     "data_path": "a",
+    "seed": 1,
+    "rms_norm_epsilon": 1e-5,
     "lr": 1e-3,
     "train_batch_size": 8,
     "optimizer_type": "adam",
@@ -29,17 +34,62 @@ def test_tuples_and_lists_are_the_same_and_new_keys_are_no_change():
 @pytest.mark.parametrize(
     ("key", "value", "kind"),
     [
-        ("hidden_size", 32, "architecture"),
+        ("rms_norm_epsilon", 1e-3, "architecture"),
         ("tokenizer_type", "CharLevelTokenizer", "tokenizer"),
-        ("data_path", "b", "data order"),
         ("optimizer_type", "sgd", "optimizer"),
     ],
 )
 def test_breaking_changes_are_refused_unless_allowed(key, value, kind):
     now = {**SAVED, key: value}
-    with pytest.raises(UserError, match=rf"{kind}: {key}: .*now.*\n.*allow_config_changes"):
+    with pytest.raises(UserError, match=rf"{kind}: {key}: .*now.*\nRestore"):
         check_config(SAVED, now)
     assert "allow_config_changes" in check_config(SAVED, now, allow=True)[0]
+
+
+@pytest.mark.parametrize("allow", [False, True])
+def test_the_order_of_the_data_cannot_change_within_a_run(allow):
+    with pytest.raises(
+        UserError, match=r"data order: seed: 1 .*now 2\n.*init_from=\{path: a/b, data: restart\}"
+    ) as error:
+        check_config(SAVED, {**SAVED, "seed": 2}, path=Path("a/b"), allow=allow)
+    assert "allow_config_changes" not in str(error.value)
+    assert check_config(SAVED, {**SAVED, "data_path": "b"})  # known by its content, wherever it is
+
+
+BASE = {**helpers.LLAMA, "pos_emb": "rotary", "sliding_window_width": 4, "gpt_j_residual": True}
+OTHER = {
+    "bias_gelu_fusion": True,
+    "final_logit_softcapping": 20.0,
+    "scale_embedding": True,
+    "layernorm_epsilon": 1e-3,
+    "rms_norm_epsilon": 1e-3,
+    "scalenorm_epsilon": 1e-3,
+    "gpt_j_residual": False,
+    "rotary_pct": 0.5,
+    "rotary_emb_base": 500.0,
+    "rotary_emb_base_local": 50.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "query_pre_attn_scalar": 3.0,
+    "attn_logit_softcapping": 20.0,
+    "sliding_window_width": 2,
+    "mup_embedding_mult": 2.0,
+    "mup_rp_embedding_mult": 2.0,
+}
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_what_may_be_allowed_changes_no_parameter(norm):
+    """`allow_config_changes` is advised for these alone: another width would not fit the weights."""
+    assert OTHER.keys() == SHAPELESS
+
+    def shapes(**changes):
+        args = helpers.resolved(**{**BASE, "norm": norm, **changes})
+        return {name: spec.shape for name, spec in specs_of(args, helpers.VOCAB, 1).items()}
+
+    usual = shapes()
+    for key, value in OTHER.items():
+        assert shapes(**{key: value}) == usual, key
+    assert shapes(hidden_size=64) != usual
 
 
 def test_other_changes_are_listed():

@@ -1,6 +1,7 @@
 """`init_from`: where a run starts, with which message, and what is refused without opening a tensor."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -99,10 +100,10 @@ def test_only_what_is_taken_must_agree():
     now = {**SAVED, "seed": 2, "optimizer_type": "sgd", "init_from": {"path": "p"}}
     said = check_config(SAVED, now, load_optim=False, load_data=False)
     assert len(said) == 2 and not any("init_from" in line for line in said)
-    with pytest.raises(UserError, match=r"data order: seed(.|\n)*init_from\.data=restart \("):
-        check_config(SAVED, now, load_optim=False)
-    with pytest.raises(UserError, match=r"init_from\.data=restart and init_from\.optimizer=reset"):
-        check_config(SAVED, now)
+    with pytest.raises(UserError, match=r"data order: seed(.|\n)*init_from=\{path: p/x, data: restart\}"):
+        check_config(SAVED, now, load_optim=False, path=Path("p/x"))
+    with pytest.raises(UserError, match=r"init_from=\{path: p/x, data: restart, optimizer: reset\}"):
+        check_config(SAVED, now, path=Path("p/x"))
     for key, kind in (("hidden_size", "architecture"), ("tokenizer_type", "tokenizer")):
-        with pytest.raises(UserError, match=rf"{kind}: {key}(.|\n)*start a new run \(another"):
-            check_config(SAVED, {**now, key: "x"}, load_optim=False, load_data=False)
+        with pytest.raises(UserError, match=rf"{kind}: {key}(.|\n)*Restore these keys, or"):
+            check_config(SAVED, {**now, key: "x"}, path=Path("p/x"), load_optim=False, load_data=False)

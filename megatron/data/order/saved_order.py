@@ -22,7 +22,9 @@ from megatron.errors import UserError
 
 STATE_VERSION = 3
 
-_NEW_ORDER = "For a new order of the data, start in another `save` with finetune: true or init_from: {data: restart}."
+_NEW_ORDER = (
+    "For a new order of the data, start in another `save` with init_from={path: <this run's save>, data: restart}."
+)
 
 
 @dataclass(frozen=True)
