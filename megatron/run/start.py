@@ -157,7 +157,8 @@ def resume_config(args: NeoXArgs, start: Start) -> NeoXArgs:
         return args
     saved = start.checkpoint.manifest
     tokens = inherit(args.tokenizer.model_tokens, saved.config.get("model_tokens"))
-    args = args.replace("the checkpoint", model_tokens=tokens)
+    if tokens != args.tokenizer.model_tokens:
+        args = args.replace("the checkpoint", model_tokens=tokens)
     for message in check_config(
         saved.config,
         args.to_dict(),

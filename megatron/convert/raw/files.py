@@ -29,6 +29,7 @@ from megatron.convert.parts.tensors import Stored
 from megatron.convert.parts.transforms import Split
 from megatron.errors import UserError
 from megatron.files import refuse_lfs_pointer
+from megatron.tokenizer.model_tokens import BOS, EOS
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
@@ -96,12 +97,25 @@ class RawFolder:
 
     def copy_tokenizer(self, target: Path) -> None:
         """The tokenizer of the folder, or of the one above it, into a new folder: sentencepiece's or tiktoken's."""
-        for folder in (self.path, self.path.parent):
-            file = folder / TOKENIZER_MODEL
-            if file.is_file():
-                target.mkdir(parents=True, exist_ok=True)
-                copy_tokenizer_model(file, target)
-                return
+        if (file := self._tokenizer()) is not None:
+            target.mkdir(parents=True, exist_ok=True)
+            copy_tokenizer_model(file, target)
+
+    def model_tokens(self) -> dict[str, Any] | None:
+        """The key `model_tokens` of a Llama 3, whose published code ends texts at each of these; else None.
+
+        The files are the same for base and chat models, so a base model has ends here that it never writes.
+        """
+        file = self._tokenizer()
+        if file is None or (count := _count_tiktoken(file)) is None:
+            return None
+        ids = _llama3_description(count)["special_tokens"]
+        ends = [ids[token] for token in ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")]
+        return {"config": {BOS: ids["<|begin_of_text|>"], EOS: ends}}
+
+    def _tokenizer(self) -> Path | None:
+        files = (folder / TOKENIZER_MODEL for folder in (self.path, self.path.parent))
+        return next((file for file in files if file.is_file()), None)
 
     def _whole(self, name: str, parts: list[tuple[tuple[int, ...], torch.dtype]]) -> Stored:
         shape, dtype = parts[0]
@@ -115,15 +129,20 @@ class RawFolder:
 
 def copy_tokenizer_model(file: Path, target: Path) -> None:
     """A tokenizer.model into a folder, under the name that its kind has here: Llama 3's is a table of tiktoken's."""
-    refuse_lfs_pointer(file)
-    with open(file, "rb") as opened:
-        tiktoken = opened.readline(256).endswith(b" 0\n")  # "<base64 of a token> <its rank>"
-        count = 1 + sum(1 for _ in opened) if tiktoken else 0
-    if tiktoken:
+    if (count := _count_tiktoken(file)) is not None:
         shutil.copyfile(file, target / "tokenizer.tiktoken")
         (target / "tokenizer.tiktoken.json").write_text(json.dumps(_llama3_description(count), indent=1) + "\n")
     else:
         shutil.copyfile(file, target / TOKENIZER_MODEL)
+
+
+def _count_tiktoken(file: Path) -> int | None:
+    """How many tokens a table of tiktoken's has; None for another kind of file. Raises `UserError` for none at all."""
+    refuse_lfs_pointer(file)
+    with open(file, "rb") as opened:
+        if not opened.readline(256).endswith(b" 0\n"):  # "<base64 of a token> <its rank>"
+            return None
+        return 1 + sum(1 for _ in opened)
 
 
 def _llama3_description(count: int) -> dict[str, Any]:

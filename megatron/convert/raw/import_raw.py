@@ -64,7 +64,7 @@ def import_raw(
         tokens = random_tokens(keys["vocab_size"], model.max_position_embeddings, model.layer_windows or ())
         return compare_outputs(checkpoint_outputs(reader, model, tokens, dtype), raw_outputs(raw, keys, tokens, dtype))
 
-    incoming = Incoming(raw, str(folder), "convert_raw_llama_weights_to_neox.py", keys, rules, same)
+    incoming = Incoming(raw, str(folder), "convert_raw_llama_weights_to_neox.py", keys, rules, same, raw.model_tokens())
     return import_from(
         incoming, output, tp=tp, pp=pp, iteration=iteration, precision=precision, check=check, key="--output_dir"
     )

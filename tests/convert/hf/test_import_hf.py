@@ -458,6 +458,40 @@ def test_all_tokens_that_end_a_text_come_back(tmp_path, vocabulary):  # noqa: F8
     assert back == {**generation, "pad_token_id": 4}
 
 
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+@pytest.mark.parametrize(
+    ("config", "generation"),
+    [
+        ({"bos_token_id": 5, "eos_token_id": 6, "pad_token_id": None}, {"eos_token_id": 7}),
+        ({"eos_token_id": [6, 7]}, {"eos_token_id": [7, 6, 9], "pad_token_id": 7, "temperature": 0.6}),
+        ({"bos_token_id": None, "eos_token_id": None, "pad_token_id": VOCAB + 3}, {"bos_token_id": 5}),
+        ({}, {}),
+        ({"eos_token_id": [6, 7], "pad_token_id": -1}, None),
+    ],
+)
+def test_the_ids_of_a_model_s_own_files_come_back(tmp_path, vocabulary, tokenizer, config, generation):  # noqa: F811
+    source_of(tmp_path / "hf", LLAMA, "llama")
+    path = tmp_path / "hf/config.json"
+    others = {key: value for key, value in json.loads(path.read_text()).items() if key not in IDS}
+    path.write_text(json.dumps({**others, **config}))
+    for file in vocabulary.iterdir() if tokenizer else ():
+        (tmp_path / "hf" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "hf/generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (tmp_path / "hf/generation_config.json").write_text(json.dumps(generation))
+    import_model(str(tmp_path / "hf"), tmp_path / "out", check=False)
+    export(tmp_path / "out", tmp_path / "back", check=False, tokenizer=tokenizer)
+    back = [json.loads((tmp_path / "back" / name).read_text()) for name in ("config.json", "generation_config.json")]
+    ids = [{key: value for key, value in found.items() if key in IDS} for found in back]
+    assert ids[0] == config
+    # Without the file, transformers makes one of config.json.
+    expected = {key: value for key, value in (config if generation is None else generation).items() if key in IDS}
+    assert ids[1] == expected
+
+
 @pytest.mark.slow
 def test_the_command_makes_a_folder_that_dry_runs_and_knows_its_tokenizer(tmp_path, vocabulary):  # noqa: F811
     """The model has more rows than the tokenizer has tokens, as Pythia's do."""

@@ -230,6 +230,7 @@ def test_the_commands_with_a_tokenizer_of_tiktoken(tmp_path, monkeypatch, capsys
     assert args.get("tokenizer_type") == "TiktokenTokenizer" and args.get("model_parallel_size") == 2
     special = json.loads((tmp_path / "out/tokenizer/tokenizer.tiktoken.json").read_text())["special_tokens"]
     assert len(special) == 256 and special["<|begin_of_text|>"] == 2 and special["<|eot_id|>"] == 11
+    assert args.get("model_tokens") == {"config": {"bos_token_id": 2, "eos_token_id": [3, 10, 11]}}
     back = ("--input_dir", tmp_path / "out", "--output_dir", tmp_path / "back", "--num_output_shards", 2)
     code, out, error = run(monkeypatch, capsys, "convert_neox_to_raw_llama.py", *back, "--precision", "bf16")
     assert code == 0 and "logit difference" in out, error
