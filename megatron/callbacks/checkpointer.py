@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
+from megatron.checkpoint import layout
 from megatron.checkpoint.agreement import gather
 from megatron.checkpoint.cadence import is_save_step
 from megatron.checkpoint.find import list_checkpoints
@@ -198,8 +199,15 @@ def _newest(trainer: Trainer) -> str:
 def config_texts(args: NeoXArgs) -> dict[str, str]:
     """name -> text of the YAML files that the values came from, as far as they can be read from here."""
     files = {source.rsplit(":", 1)[0] for source in args.sources.values() if ":" in source}
-    return {
-        os.path.basename(path): Path(path).read_text(encoding="utf-8")
-        for path in sorted(files)
-        if path.endswith((".yml", ".yaml", ".json")) and os.path.isfile(path)
-    }
+    found: dict[str, str] = {}
+    for path in sorted(files):
+        if path.endswith((".yml", ".yaml", ".json")) and os.path.isfile(path):
+            found[_free_name(path, {layout.RESOLVED, *found})] = Path(path).read_text(encoding="utf-8")
+    return found
+
+
+def _free_name(path: str, taken: set[str]) -> str:
+    """A file's name, with as many of its folders in front as nobody else has: `b-run.yml` after `a/run.yml`."""
+    parts = Path(path).absolute().parts[1:]
+    names = ("-".join(parts[-depth:]) for depth in range(1, len(parts) + 1))
+    return next((name for name in names if name not in taken), f"{len(taken)}-{parts[-1]}")

@@ -23,6 +23,7 @@ LATEST = "latest"
 MANIFEST = "manifest.json"
 LOCK = "lock.json"
 CONFIGS = "configs"
+RESOLVED = "resolved.yml"  # in CONFIGS, next to copies of the user's files
 
 _STEP = re.compile(r"^global_step(\d{1,18})$", re.ASCII)
 

@@ -22,7 +22,7 @@ from megatron.errors import UserError
 _LAYER = re.compile(r"^layer_(\d+)-model_(\d+)-model_states\.pt$")
 _WHOLE = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _ZERO3 = re.compile(r"^zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt$")
-_OURS = ("optim_layer_*.pt", "rng_rank_*.pt", f"{layout.CONFIGS}/resolved.yml")
+_OURS = ("optim_layer_*.pt", "rng_rank_*.pt", f"{layout.CONFIGS}/{layout.RESOLVED}")
 
 WEIGHTS_ONLY = (
     "Only GPT-NeoX's weights are read, not its optimizer state, random states and order of samples, so its run cannot "

@@ -117,6 +117,6 @@ def _write_states(
         )
     if state.rank == 0:
         plain = json.loads(json.dumps(config))
-        folder.write_text(f"{layout.CONFIGS}/resolved.yml", yaml.safe_dump(plain, sort_keys=True))
+        folder.write_text(f"{layout.CONFIGS}/{layout.RESOLVED}", yaml.safe_dump(plain, sort_keys=True))
         for name, text in config_files.items():
             folder.write_text(f"{layout.CONFIGS}/{Path(name).name}", text)

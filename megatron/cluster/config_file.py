@@ -1,12 +1,20 @@
-"""The resolved config on its way to the ranks: a private file that disappears with the job."""
+"""The resolved config on its way to the ranks: a private file that disappears with the job.
+
+A launcher that is killed cannot remove its file; the next one on that machine does.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
+
+_PREFIX = ".deepy-resolved-"
 
 
 @contextlib.contextmanager
@@ -18,7 +26,9 @@ def config_file(text: str, folder: Path | None = None) -> Iterator[Path]:
     """
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".deepy-resolved-", suffix=".json", dir=folder)  # mode 0600
+    _remove_left_over(Path(tempfile.gettempdir() if folder is None else folder))
+    prefix = f"{_PREFIX}{os.getpid()}-{socket.gethostname()}."
+    handle, name = tempfile.mkstemp(prefix=prefix, suffix=".json", dir=folder)  # mode 0600
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
@@ -26,3 +36,13 @@ def config_file(text: str, folder: Path | None = None) -> Iterator[Path]:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
+
+
+def _remove_left_over(folder: Path) -> None:
+    """Remove this user's files of launchers of this machine that no longer run."""
+    for path in folder.glob(f"{_PREFIX}*.json"):
+        owner, _, rest = path.name.removeprefix(_PREFIX).partition("-")
+        if owner.isdigit() and rest.rsplit(".", 2)[0] == socket.gethostname() and not psutil.pid_exists(int(owner)):
+            with contextlib.suppress(OSError):
+                if path.stat().st_uid == os.getuid():
+                    path.unlink()

@@ -8,11 +8,12 @@ import signal
 import pytest
 import torch
 
-from megatron.callbacks.checkpointer import Checkpointer
+from megatron.callbacks.checkpointer import Checkpointer, config_texts
 from megatron.callbacks.exit_interval import ExitInterval
 from megatron.callbacks.skipped_steps import SkippedSteps
 from megatron.callbacks.stop_on_signal import StopOnSignal
 from megatron.errors import DeepyError, NumericsError, StopRequested
+from megatron.neox_arguments import NeoXArgs
 from megatron.run.train import report_stop
 from megatron.training.callback import Callback
 from tests.callbacks.fakes import Log, out, trainer_of
@@ -55,6 +56,16 @@ def run(folder, outs=(), start=0, stop_at=None, **keys):
 )
 def test_cadence(tmp_path, keys, expected):
     assert run(tmp_path, **keys) == (expected, expected)
+
+
+def test_files_of_one_name_are_all_kept_with_the_checkpoint(tmp_path):
+    texts = {"a/run.yml": "num_layers: 2\n", "b/run.yml": "hidden_size: 16\n", "mine/resolved.yml": "seed: 7\n"}
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    found = config_texts(NeoXArgs.from_files([str(tmp_path / name) for name in texts]))
+    assert sorted(found.values()) == sorted(texts.values()) and "resolved.yml" not in found
+    assert found["run.yml"] == texts["a/run.yml"] and found["b-run.yml"] == texts["b/run.yml"]
 
 
 def test_stopping_saves_where_it_stops(tmp_path):

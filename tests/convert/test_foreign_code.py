@@ -147,6 +147,26 @@ def test_the_advice_works_as_typed_and_runs_the_user_s_file(work, call):  # noqa
             (work / "ran").unlink()
 
 
+def test_verify_runs_no_code_of_a_hugging_face_folder(work, call, monkeypatch):  # noqa: F811
+    """`transformers` asks on a terminal whether to run it, unless it is told not to (here with a yes at hand)."""
+    monkeypatch.setattr("builtins.input", lambda *_: (work / "ran").touch() or "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE", 1)
+    (work / "theirs").mkdir()
+    for file in Path("hf").iterdir():
+        (work / "theirs" / file.name).write_bytes(file.read_bytes())
+    config = json.loads(Path("hf/config.json").read_text())
+    where = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
+    Path("theirs/config.json").write_text(json.dumps({**config, "model_type": "mine", "auto_map": where}))
+    write_payload(work / "theirs/mine.py")
+    code, _, error = call("tools/ckpts/verify.py", "theirs", "theirs")
+    assert code == 2 and "'mine'" in error and "not run" in error and "trust_remote_code" not in error, error
+    # A class that transformers has needs none of it.
+    Path("theirs/config.json").write_text(json.dumps({**config, "auto_map": where}))
+    code, out, error = call("tools/ckpts/verify.py", "theirs", "hf")
+    assert code == 0 and "largest logit difference" in out, error
+    assert not (work / "ran").exists()
+
+
 @pytest.mark.parametrize("more", [{"extends": "../../../secret.yml"}, {"mixture": "../../../secret"}])
 def test_a_kept_config_reads_no_other_file(work, call, more):  # noqa: F811
     (work / "secret.yml").write_text("my_secret: 7\n")

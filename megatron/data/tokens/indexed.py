@@ -30,6 +30,7 @@ from megatron.checksums import sample_crc32
 from megatron.data.tokens.mapped_file import MappedFile, map_file
 from megatron.data.tokens.prefixes import find_prefix
 from megatron.errors import UserError
+from megatron.files import refuse_lfs_pointer
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -76,6 +77,8 @@ class IndexedDataset:
 
     def _open(self) -> None:
         idx_path, bin_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
+        refuse_lfs_pointer(idx_path)
+        refuse_lfs_pointer(bin_path)
         code, items, docs = _read_header(idx_path)
         expected, found = HEADER.size + 12 * items + 8 * docs, idx_path.stat().st_size
         if found != expected:

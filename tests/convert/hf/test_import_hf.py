@@ -40,15 +40,12 @@ from tests.convert.hf.test_export_hf import CASES
 from tests.convert.test_tools import TEMPLATE, vocabulary  # noqa: F401 (a fixture)
 from tests.data.hub_server import Hub, Repo
 from tests.distributed import run_distributed
+from tests.test_files import POINTER
 
 pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parents[3]
 GQA = {**LLAMA, "num_kv_heads": 2}
-LFS_POINTER = (
-    "version https://git-lfs.github.com/spec/v1\n"
-    "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
-)
 
 
 def source_of(folder, keys, architecture, dtype=torch.float32, shard="50KB"):
@@ -223,7 +220,6 @@ def test_older_files_pickles_buffers_and_a_tied_head_written_twice(tmp_path):
 
 
 def test_files_that_are_not_what_their_names_say(tmp_path):
-    """The text of a git-lfs pointer is that of the specification of git-lfs (docs/spec.md)."""
     source_of(tmp_path / "hf", GQA, "llama", shard="1GB")
     weights = tmp_path / "hf/model.safetensors"
     tensors, pickle = {"model.norm.weight": torch.ones(2)}, tmp_path / "hf/pytorch_model.bin"
@@ -235,7 +231,7 @@ def test_files_that_are_not_what_their_names_say(tmp_path):
         assert all(str(part) in str(error.value) for part in parts), error.value
         assert sorted(os.listdir(tmp_path)) == ["hf"]
 
-    weights.write_text(LFS_POINTER)
+    weights.write_text(POINTER)
     refused(weights, "git lfs pull")
     weights.unlink()
     for content in ("{}", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', "[" * 100_000):
@@ -249,7 +245,7 @@ def test_files_that_are_not_what_their_names_say(tmp_path):
         torch.save(content, pickle)
         refused(pickle)
         pickle.unlink()  # an earlier one may still be mapped
-    pickle.write_text(LFS_POINTER)
+    pickle.write_text(POINTER)
     refused(pickle, "git lfs pull")
     pickle.unlink()
     (tmp_path / "hf/adapter_config.json").write_text('{"base_model_name_or_path": "meta-llama/Llama-3.2-1B"}')
@@ -259,7 +255,7 @@ def test_files_that_are_not_what_their_names_say(tmp_path):
     config.unlink()
     refused("adapter", "merge")
     (tmp_path / "hf/adapter_config.json").unlink()
-    config.write_text(LFS_POINTER)
+    config.write_text(POINTER)
     refused(config, "git lfs pull")
 
 
