@@ -3,17 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron.data.chat.conversation import BadChat, Conversation, join_parts
 from megatron.data.chat.marks import content_text
 from megatron.data.chat.template import ChatTemplate
-from megatron.data.chat.written import CALLS, CONTENT, find_fields
+from megatron.data.chat.written import CALLS, CONTENT, Span, Written, find_fields
 
 
-def adapt_contents(template: ChatTemplate, chat: Conversation) -> Conversation:
-    """The chat with contents that the template accepts, as it is where it accepts that. Raises `BadChat`."""
-    return _fill(template, _join(template, chat))
+@dataclass(frozen=True)
+class Form:
+    """A chat in a form that its template accepts: `text` is its rendering, `spans` are what the template's tags enclose
+    in it, if there are any, and `written` are the fields of messages that it has."""
+
+    chat: Conversation
+    text: str
+    spans: list[Span]
+    written: Written
+
+
+def choose_form(template: ChatTemplate, chat: Conversation) -> Form:
+    """The chat as it is, or the first form of it that the template accepts and of which it writes all tool calls.
+
+    Some templates need a text next to calls, be it empty; DeepSeek-V3's writes calls only next to null. When none is
+    written whole, the first form that is accepted. Raises `BadChat` when none is.
+    """
+    chat = _join(template, chat)
+    empty = [i for i, m in enumerate(chat.messages) if CONTENT not in m or (m.get(CALLS) and not content_text(m))]
+    accepted, refusals = list[Form](), list[BadChat]()
+    for one in _forms(chat, empty):
+        try:
+            text, spans = template.render_tagged(one) if template.is_tagged(one) else (template.render(one), [])
+        except BadChat as error:
+            refusals.append(error)
+            continue
+        form = Form(one, text, spans, find_fields(template, one, text))
+        if not any(key == CALLS for _, key in form.written.missing):
+            return form
+        accepted.append(form)
+    if not accepted:
+        raise refusals[0]
+    return accepted[0]
 
 
 def _join(template: ChatTemplate, chat: Conversation) -> Conversation:
@@ -31,33 +61,10 @@ def _join(template: ChatTemplate, chat: Conversation) -> Conversation:
     return join_parts(chat) if any(str(part) in text for part in parts) else chat
 
 
-def _fill(template: ChatTemplate, chat: Conversation) -> Conversation:
-    """The chat, with the kind of no content next to tool calls or reasoning for which the template writes them all.
-
-    Some templates need a text, be it empty; DeepSeek-V3's writes calls only next to null.
-    """
-    empty = [i for i, m in enumerate(chat.messages) if CONTENT not in m or (m.get(CALLS) and not content_text(m))]
-    if not empty:
-        return chat
-    accepted, refusal = list[Conversation](), list[BadChat]()
-    for form in _forms(chat, empty):
-        try:
-            text = template.render(form)
-        except BadChat as error:
-            refusal.append(error)
-            continue
-        if not any(key == CALLS for _, key in find_fields(template, form, text).missing):
-            return form
-        accepted.append(form)
-    if not accepted:
-        raise refusal[0]
-    return accepted[0]
-
-
 def _forms(chat: Conversation, empty: list[int]) -> Iterator[Conversation]:
-    """The chat, and with "" or null as the contents of the messages `empty`."""
+    """The chat, then with "" and null as the contents of the messages `empty`, if there are any."""
     yield chat
-    for content in ("", None):
+    for content in ("", None) if empty else ():
         yield replace(
             chat, messages=[{**m, CONTENT: content} if i in empty else m for i, m in enumerate(chat.messages)]
         )

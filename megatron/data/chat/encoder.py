@@ -12,7 +12,6 @@ import numpy as np
 import tokenizers
 from tokenizers import processors
 
-from megatron.data.chat.contents import adapt_contents
 from megatron.data.chat.conversation import (
     BadChat,
     Conversation,
@@ -225,7 +224,6 @@ class ChatEncoder:
         if self._fix:
             chat = map_content(chat, self._fix)
         with _name_key(name):
-            chat = adapt_contents(self.template, chat)
             rendered = self._finder.find(chat)
             if _is_text(rendered.text):
                 return rendered

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.data.chat.contents import choose_form
 from megatron.data.chat.conversation import BadChat, Conversation
 from megatron.data.chat.marks import (
     BEGIN,
@@ -34,7 +35,7 @@ from megatron.data.chat.marks import (
 )
 from megatron.data.chat.skeleton import Skeleton, SkeletonMaker
 from megatron.data.chat.template import ChatTemplate
-from megatron.data.chat.written import CALLS, CONTENT, Written, cut, find_fields, has_content, is_content_lost
+from megatron.data.chat.written import CALLS, CONTENT, Span, Written, cut, has_content, is_content_lost
 
 TAGS = "mark the model's part in the template with {% generation %} ... {% endgeneration %}"
 LOST = f"its position in the rendering is unknown, so it cannot be trained; {TAGS}"
@@ -86,15 +87,20 @@ class TurnFinder:
 
     def find(self, chat: Conversation) -> Rendered:
         """The rendering of `chat` and the turns to train. Raises `BadChat`, naming the message if possible."""
+        form = choose_form(self.template, chat)
+        chat, text, written = form.chat, form.text, form.written
         generated = [i for i, m in enumerate(chat.messages) if m["role"] in self.roles and i >= chat.prompt]
         generated = generated[-1:] if self.only_last else generated
-        text = self.template.render(chat, leave_open=self.leave_open)
-        written = find_fields(self.template, chat, self.template.render(chat) if self.leave_open else text)
         written.require_calls(generated)
+        text = self.template.render(chat, leave_open=True) if self.leave_open else text
         # The tags mark the assistant's turns; `transformers` does not support them in a chat that is left open.
         tagged = self.template.is_tagged(chat) and self.roles == ("assistant",) and not self.leave_open
-        turns = self._tagged_turns(chat, generated) if tagged else self._derived_turns(chat, text, generated, written)
-        return Rendered(text, turns, tuple(self._losses(chat, text, turns, generated, written)))
+        turns = (
+            self._tagged_turns(chat, form.spans, generated)
+            if tagged
+            else self._derived_turns(chat, text, generated, written)
+        )
+        return Rendered(text, turns, tuple(self._losses(chat, text, turns, generated, written, tagged)))
 
     def _derived_turns(self, chat: Conversation, text: str, generated: list[int], written: Written) -> tuple[Turn, ...]:
         if not generated:
@@ -108,10 +114,9 @@ class TurnFinder:
                 low = turn.end
         return tuple(turns)
 
-    def _tagged_turns(self, chat: Conversation, generated: list[int]) -> tuple[Turn, ...]:
+    def _tagged_turns(self, chat: Conversation, spans: list[Span], generated: list[int]) -> tuple[Turn, ...]:
         if not generated:
             return ()
-        _, spans = self.template.render_tagged(chat)
         if generated[0] > 0 and (self.only_last or chat.prompt):
             # Each turn has the same number of tags in whatever part of the chat it is rendered.
             _, earlier = self.template.render_tagged(replace(chat, messages=chat.messages[: generated[0]]))
@@ -122,7 +127,7 @@ class TurnFinder:
         return turns
 
     def _losses(
-        self, chat: Conversation, text: str, turns: Sequence[Turn], generated: list[int], written: Written
+        self, chat: Conversation, text: str, turns: Sequence[Turn], generated: list[int], written: Written, tagged: bool
     ) -> Iterator[str]:
         """What of the messages is not written, or not trained although it should be. Raises `BadChat` for an answer of
         which nothing is written: its end would be trained alone."""
@@ -139,7 +144,7 @@ class TurnFinder:
                 yield f"{CONTENT} (written, but not trained)"
                 continue
             alone = not any(number == i for number, _ in written.found)
-            if i in generated and alone and is_content_lost(self.template, chat, text, i):
+            if tagged and i in generated and alone and is_content_lost(self.template, chat, text, i):
                 raise BadChat(f"{_name(chat, i)}: the chat template does not write its content")
             yield f"{CONTENT} (or a part of it)"
 

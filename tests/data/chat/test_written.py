@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron.data.chat.contents import adapt_contents
 from megatron.data.chat.conversation import BadChat, conversation
 from megatron.data.chat.template import ChatTemplate
 from megatron.data.chat.turns import Rendered, TurnFinder
@@ -47,7 +46,7 @@ def found(source: str | ChatTemplate, messages: list[Message]) -> tuple[Rendered
     """The rendering, and its trained pieces."""
     made = source if isinstance(source, ChatTemplate) else ChatTemplate(source)
     rendered = TurnFinder(made, added_tokens=(*SPECIAL, "<｜tool▁call▁end｜>", "<｜end▁of▁sentence｜>")).find(
-        adapt_contents(made, conversation(messages))
+        conversation(messages)
     )
     return rendered, [rendered.text[turn.start : turn.end] for turn in rendered.turns]
 
