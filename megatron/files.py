@@ -38,20 +38,20 @@ def refuse_lfs_pointer(path: Path) -> None:
                 raise UserError(f"{path} is a git-lfs pointer, not the file: run `git lfs pull` in {path.parent}")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The mapping that a JSON file holds. Raises `UserError` naming the file for anything else in it.
+def read_json(path: Path, advice: str = "") -> dict[str, Any]:
+    """The mapping that a JSON file holds. Raises `UserError` naming the file, with `advice`, for anything else in it.
 
     `FileNotFoundError` and `NotADirectoryError` pass: what a missing file means is the caller's to say.
     """
-    refuse_lfs_pointer(path)
     try:
+        refuse_lfs_pointer(path)
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, a number of 5000 digits
-        raise UserError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error}. {advice}".rstrip()) from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} cannot be read: it holds {_in_words(content)} instead of a mapping")
+        raise UserError(f"{path} cannot be read: it holds {_in_words(content)} instead of a mapping. {advice}".rstrip())
     return content
 
 

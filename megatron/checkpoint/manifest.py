@@ -108,7 +108,7 @@ class Manifest:
         """The manifest of a checkpoint folder. Raises `UserError` when there is none, or when it makes no sense."""
         path = folder / layout.MANIFEST
         try:
-            raw = read_json(path)
+            raw = read_json(path, "The checkpoint is damaged.")
             version = raw.get("format", 0)
             if isinstance(version, int) and version > layout.FORMAT_VERSION:
                 raise UserError(

@@ -28,6 +28,7 @@ from megatron.errors import UserError
 from megatron.files import from_json, read_json
 
 T = TypeVar("T")
+_RESTART = "--restart starts from zero"
 VERSION = 2  # 2: marks hold the checksum of what is written
 
 
@@ -129,7 +130,7 @@ class Journal:
         if not self.path.exists():
             return None
         try:
-            raw = read_json(self.path)
+            raw = read_json(self.path, _RESTART)
             if raw["version"] != VERSION:
                 raise UserError(f"{self.path}: written by another version of Deepy; --restart starts from zero")
             identity = raw["identity"]
@@ -147,7 +148,7 @@ class Journal:
         return saved
 
     def _refuse(self, error: Exception) -> UserError:
-        return UserError(f"{self.path}: not a valid journal ({error!r}); --restart starts from zero")
+        return UserError(f"{self.path}: not a valid journal ({error!r}). {_RESTART}")
 
 
 def digest(value: Any) -> str:

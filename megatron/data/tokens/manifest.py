@@ -27,6 +27,7 @@ from megatron.tokenizer.fingerprint import Fingerprint
 
 FORMAT_VERSION = 2  # 1 had no checksum of the tokens
 TURN_ENDS = "turn_ends"  # in `extra`: the tokens with which trained turns of chats end
+_AGAIN = "Remove it or tokenise the data again."
 SUMMED = ("empty_documents", "bad_records", "text_bytes")  # counts among `extra`
 SCAN_BYTES = 1 << 28  # how much of a dataset without manifest is searched for ids beyond the vocabulary
 
@@ -103,7 +104,7 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
     """The manifest of a dataset, None when it has none. Raises `UserError` when the file is damaged."""
     path = manifest_path(prefix)
     try:
-        raw = read_json(path)
+        raw = read_json(path, _AGAIN)
         version = raw.get("format_version")
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise UserError(f"{path}: format version {version}, but this program reads up to {FORMAT_VERSION}.")
@@ -115,7 +116,7 @@ def read_manifest(prefix: str | Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a dataset manifest ({error}). Remove it or tokenise the data again.") from error
+        raise UserError(f"{path}: not a dataset manifest ({error}). {_AGAIN}") from error
 
 
 def _check_extra(extra: Mapping[str, Any]) -> None:
