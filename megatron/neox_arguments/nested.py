@@ -126,6 +126,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "fp16.initial_scale_power": (0, 127),  # of 2, and fp32 ends at 2^128
     "fp16.loss_scale_window": (1, LARGEST),
     "fp16.min_loss_scale": (1, LARGEST),
+    # Some published models have no padding but -1.
+    **{f"model_tokens.{file}.{name}": (-1, LARGEST) for file in ("config", "generation") for name in _TOKEN_IDS},
     "zero_optimization.offload_optimizer.ratio": (0, 1),
     "zero_optimization.offload_param.ratio": (0, 1),
     "zero_optimization.reduce_bucket_size": (1, LARGEST),
