@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,13 @@ def test_retired_keys_at_neox_defaults_share_one_line(tmp_path: Path) -> None:
 def test_keys_of_other_versions_are_errors_with_advice(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.yml:7: unknown key 'mlp_type': .*activation: swiglu"):
         loaded(tmp_path, mlp_type="llama")
+
+
+def test_what_is_advised_instead_of_a_key_exists():
+    texts = {name: retired.instead for name, retired in RETIRED.items()}
+    for name, info in all_keys().items():
+        of_values = info.unavailable if isinstance(info.unavailable, dict) else {"": info.unavailable or ""}
+        texts |= {f"{name} {value}": text for value, text in of_values.items()}
+    named = {word for text in texts.values() for word in re.findall(r"\b[a-z][a-z0-9]*(?:[._][a-z0-9]+)+\b", text)}
+    keys = {word for word in named if not word.endswith((".py", ".jsonl"))}
+    assert len(keys) > 20 and {word.split(".")[0] for word in keys} <= set(all_keys())
