@@ -30,16 +30,18 @@ def folder_tokens(folder: HuggingFaceFolder) -> Tensor:
 def _config_of(folder: HuggingFaceFolder) -> Any:
     """transformers' config of a folder. Raises `UserError` when a field is of a type that it does not take."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
     except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
         lines = " ".join(str(error).split())
-        if "auto_map" in folder.config:  # transformers' text advises to trust it, which there is no flag for
-            kind = folder.config.get("model_type")
+        kind = folder.config.get("model_type")
+        if kind not in CONFIG_MAPPING and "auto_map" in folder.config:  # its text advises to trust the folder
             lines = f"model_type {kind!r} is not known to it, and the code that came with the folder is not run"
         raise UserError(f"{folder.path / 'config.json'}: transformers does not take it: {lines}") from error
+    config._attn_implementation = None  # the one for this machine, not for that of whoever saved the file
+    return config
 
 
 def _build(folder: HuggingFaceFolder, config: Any) -> Any:
