@@ -83,7 +83,8 @@ def as_shown(error: BaseException) -> DeepyError | None:
 
 def cannot_write(error: OSError, text: str) -> DeepyError:
     """`text` as a `MachineError` when the machine gave out, else as a `UserError`: the place cannot be written."""
-    return MachineError(text) if error.errno in _MACHINE_ERRNOS else UserError(text)
+    short = error.errno is None  # how numpy reports that less was written than asked
+    return MachineError(text) if short or error.errno in _MACHINE_ERRNOS else UserError(text)
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -18,7 +18,7 @@ from megatron.data.tokens import cache as caches
 from megatron.data.tokens import cache_lock
 from megatron.data.tokens.cache import IndexCache, IndexCaches, content_key, index_folder
 from megatron.data.tokens.indexed import IndexedDataset
-from megatron.errors import UserError
+from megatron.errors import MachineError, UserError
 from tests.data.corpus import GOLDEN, write
 from tests.data.packing_cases import packing
 
@@ -176,7 +176,7 @@ def test_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, room: int) -> 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:
-        with pytest.raises(UserError, match=r"x-a+: (File too large|.*disk is full).*data_cache_path") as told:
+        with pytest.raises(MachineError, match=r"x-a+: (File too large|.*disk is full).*data_cache_path") as told:
             IndexCache(tmp_path).arrays("x", "a" * 64, lambda: {"x": np.arange(100_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
