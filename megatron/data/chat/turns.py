@@ -174,8 +174,10 @@ class TurnFinder:
         if self._is_open(i, chat):
             return Turn(i, start, len(text))
         if calls or (text_found and not content_text(message).strip()):  # more may follow the marked text
-            stop = self._end_of_call(i, text, skeleton, start if end is None else end, places)
             called = written.found.get((i, CALLS))
+            known = (called.ends if called is not None else None) or ()
+            at = max(start if end is None else end, *known, 0)
+            stop = self._end_of_call(i, text, skeleton, at, places)
             if stop is None or (called is not None and not called.is_inside(text, [(start, stop)])):
                 raise BadChat(f"{_name(chat, i)}: its end in the rendering is unknown; {TAGS}")
             return Turn(i, start, stop)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron.data.chat.conversation import BadChat, conversation
@@ -90,6 +92,36 @@ def test_calls_that_cannot_be_marked_are_found_by_their_text(change: tuple[str, 
     rendered, trained = found(TOOLS.replace(*change), calling(call("weather", {"city": 'Zü"rich\n'})))
     assert "weather" in trained[0] and "rich" in trained[0]
     assert rendered.lost == ()
+
+
+CALLING = (  # the model's part in double brackets
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}[[{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}"
+    "{{ '<call>' + c.function.name + ' ' + (c.function.arguments | tojson) + '</call>' }}{% endfor %}"
+    "{{ '<|im_end|>' }}]]{{ '\\n' }}"
+    "{% else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+VALUES = st.sampled_from(["Paris", "", "<|im_end|>", 'a "b"', "x\ny ", " z", 3, True, None, [], ["Rome", {"k": 1}], {}])
+ARGUMENTS = st.dictionaries(st.sampled_from(["city", "<|im_end|>", "name", "k "]), VALUES, max_size=3)
+CALLS = st.lists(ARGUMENTS.map(lambda arguments: call("weather", arguments)), min_size=1, max_size=2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(CALLS, min_size=1, max_size=3), st.sampled_from([None, "", "I look it up."]))
+def test_derived_turns_of_calls_are_those_of_the_same_template_with_tags(calls: list[Any], content: str | None) -> None:
+    """Also where an argument holds what ends a turn."""
+    plain, tagged = CALLING.replace("[[", "").replace("]]", ""), CALLING
+    for mark, tag in (("[[", "{% generation %}"), ("]]", "{% endgeneration %}")):
+        tagged = tagged.replace(mark, tag)
+    messages = say(("user", "Weather?"))
+    for some in calls:
+        messages += [{"role": "assistant", "content": content, "tool_calls": some}, *say(("tool", "20"))]
+    messages += say(("assistant", "done"))
+    texts, spans = render_jinja_template([messages], chat_template=tagged, return_assistant_tokens_mask=True)
+    rendered, trained = found(plain, messages)
+    assert rendered.text == texts[0]
+    assert trained == [texts[0][start:end] for start, end in spans[0]]
 
 
 def test_calls_outside_the_tags_are_counted() -> None:
