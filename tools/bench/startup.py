@@ -7,6 +7,10 @@ model of the same size with `deepspeed.initialize` and takes one step. Both take
     python prepare_data.py stdlib -d ./data
     python tools/bench/startup.py                       # one rank
     python tools/bench/startup.py --ranks 4 model_parallel_size=2 pipe_parallel_size=2
+
+With `--resume` it resumes a checkpoint instead, by turns with and without its checksums (`checkpoint_checksums`):
+
+    python tools/bench/startup.py --resume num_layers=8 hidden_size=512
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -50,8 +55,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each (default 5, after one warm-up)")
     parser.add_argument("--config", default="configs/tiny.yml")
+    parser.add_argument("--resume", action="store_true", help="resume a checkpoint, with and without its checksums")
     parser.add_argument("overrides", nargs="*", help="key=value, as for deepy.py")
     options = parser.parse_args()
+    if options.resume:
+        return compare_checksums(options)
     deepy_seconds, hand_seconds = [], []
     for turn in range(options.rounds + 1):
         ours, theirs = deepy(options), by_hand(options.ranks)
@@ -65,19 +73,47 @@ def main() -> None:
     print(f"ratio: {statistics.median(ratios):.2f} (min {min(ratios):.2f}, max {max(ratios):.2f})")
 
 
-def deepy(options: argparse.Namespace) -> float:
-    """Wall seconds until the line of iteration 1 appears."""
+def compare_checksums(options: argparse.Namespace) -> None:
+    """Wall seconds from the command to the end of the first step after a resume, and CPU seconds of all processes; the
+    checkpoint is in the page cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        deepy(options, f"save={folder}", "extra_save_iters=[1]", "exit_interval=1")
+        size = sum(path.stat().st_size for path in Path(folder).rglob("*.pt"))
+        found: dict[str, list[tuple[float, float]]] = {"true": [], "false": []}
+        for turn in range(options.rounds + 1):
+            for checksums, costs in found.items():
+                before = cpu_seconds()
+                wall = deepy(options, f"load={folder}", f"checkpoint_checksums={checksums}", iteration=2)
+                costs += [(wall, cpu_seconds() - before)] if turn > 0 else []
+    print(f"{options.ranks} ranks, {options.rounds} rounds, a checkpoint of {size / 1e6:.0f} MB")
+    for kind, name in enumerate(("wall", "CPU")):
+        checked, unchecked = ([cost[kind] for cost in costs] for costs in found.values())
+        ratios = [a / b for a, b in zip(checked, unchecked, strict=True)]
+        medians = f"{statistics.median(checked):.2f} s with checksums, {statistics.median(unchecked):.2f} s without"
+        print(
+            f"{name}: {medians} (medians); ratio {statistics.median(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f})"
+        )
+
+
+def cpu_seconds() -> float:
+    """Of all processes that have ended so far."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def deepy(options: argparse.Namespace, *more: str, iteration: int = 1) -> float:
+    """Wall seconds until the line of an iteration appears."""
     command = [sys.executable, "deepy.py", "train.py", options.config, f"num_gpus={options.ranks}"]
-    command += ["train_iters=2", "log_interval=1", "eval_iters=0", "checkpoint_factor=0", *options.overrides]
+    command += ["train_iters=2", "log_interval=1", "eval_iters=0", "checkpoint_factor=0", *options.overrides, *more]
     start = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     for line in process.stdout:
-        if re.search(r"iteration\s+1/", line):
+        if re.search(rf"iteration\s+{iteration}/", line):
             seconds = time.perf_counter() - start
             process.communicate()
             return seconds
-    raise SystemExit(f"deepy.py did not reach iteration 1:\n{process.stderr.read()}")
+    raise SystemExit(f"deepy.py did not reach iteration {iteration}:\n{process.stderr.read()}")
 
 
 def by_hand(ranks: int) -> float:
