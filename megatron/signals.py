@@ -30,7 +30,6 @@ def handle_stop_signals(handler: Callable[[int, FrameType | None], None]) -> dic
 
     An ignored SIGHUP stays ignored: that is what nohup is for.
     """
-    signal.set_wakeup_fd(-1)  # see ExitAtStop
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     heeded = [number for number in STOP_SIGNALS if not (nohup and number == signal.SIGHUP)]
     return {number: signal.signal(number, handler) for number in heeded}
@@ -61,6 +60,7 @@ class ExitAtStop:
         self._grace = 0.0
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
+        signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._handle(lambda number, frame: None)
         threading.Thread(target=self._watch, name="exit-at-stop", daemon=True).start()
 
@@ -70,12 +70,12 @@ class ExitAtStop:
         self._handle(_raise)
 
     def _handle(self, handler: Callable[[int, FrameType | None], None]) -> None:
+        self._handler = handler
         handle_stop_signals(handler)
-        signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
 
     def _watch(self) -> None:
         while byte := os.read(self._reading, 1):
-            if byte[0] in STOP_SIGNALS:
+            if byte[0] in STOP_SIGNALS and signal.getsignal(byte[0]) is self._handler:
                 time.sleep(self._grace)
                 os.write(2, f"{_text(byte[0])}\n".encode())
                 os._exit(StopRequested.exit_code)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,15 +52,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, *argv: str, torchrun: int = 0) -> subprocess.Popen[str]:
+def start(folder: Path, *argv: str, torchrun: int = 0, alone: bool = False, **popen: Any) -> subprocess.Popen[str]:
+    """The run under deepy.py, under torchrun with so many ranks, or `python train.py`."""
+    head = [sys.executable] if alone else [sys.executable, str(ROOT / "deepy.py")]
     if torchrun:
         head = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(torchrun), "--standalone"]
-    else:
-        head = [sys.executable, str(ROOT / "deepy.py")]
     drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
     env = {k: v for k, v in os.environ.items() if k not in drop} | {"OMP_NUM_THREADS": "1"}
     command = [*head, str(ROOT / "train.py"), "run.yml", *argv]
-    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **popen}
+    return subprocess.Popen(command, cwd=folder, env=env, **options)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -115,15 +118,77 @@ def test_a_killed_rank_ends_the_job_within_seconds(folder: Path) -> None:
     assert status(folder / "run")["exit_code"] == 5 and "rank 1 of 2" in status(folder / "run")["reason"]
 
 
-def test_ctrl_c_saves_and_the_same_command_resumes(folder: Path) -> None:
-    process = start(folder, "num_gpus=2", "train_iters=100000")
+def test_ctrl_c_on_a_pipe_saves_and_the_same_command_resumes(folder: Path) -> None:
+    """`deepy.py ... 2>&1 | tee log`: Ctrl-C ends tee as well, so that nobody reads the output any more."""
+    process = start(folder, "num_gpus=2", "train_iters=100000", stderr=subprocess.STDOUT)
+    tee = subprocess.Popen(["tee", "log"], cwd=folder, stdin=process.stdout, stdout=subprocess.DEVNULL)
+    assert process.stdout is not None
+    process.stdout.close()
     wait_for_step(folder / "run", 2, process)
-    process.send_signal(signal.SIGINT)
-    rc, text = finish(process)
-    assert rc == 3, text
+    for one in (tee, process):
+        one.send_signal(signal.SIGINT)
+    assert process.wait(timeout=100) == 3 and tee.wait() == -signal.SIGINT
     stopped = status(folder / "run")
-    assert (stopped["state"], stopped["exit_code"]) == ("ended", 3)
+    assert (stopped["state"], stopped["exit_code"], stopped["reason"]) == ("ended", 3, "stopped by Ctrl-C")
     rc, text = finish(start(folder, "num_gpus=2", f"train_iters={stopped['step'] + 2}"))
     assert rc == 0, text
     assert f"at step {stopped['step']}" in text  # resuming from ... at step N
     assert list(losses(folder / "run"))[-2:] == [stopped["step"] + 1, stopped["step"] + 2]
+
+
+def test_ctrl_c_under_torchrun_saves(folder: Path) -> None:
+    process = start(folder, "train_iters=100000", torchrun=1, start_new_session=True)
+    wait_for_step(folder / "run", 2, process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    text = finish(process)[1]
+    found = status(folder / "run")
+    assert (found["state"], found["exit_code"], found["reason"]) == ("ended", 3, "stopped by Ctrl-C"), text
+    assert (folder / "run" / f"global_step{found['step']}").is_dir()
+
+
+def test_a_closed_terminal_saves(folder: Path) -> None:
+    controller, terminal = pty.openpty()
+    streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+    process = start(folder, "train_iters=100000", alone=True, preexec_fn=lambda: os.login_tty(0), **streams)
+    os.close(terminal)
+    wait_for_step(folder / "run", 2, process)
+    os.close(controller)  # SIGHUP for the process, EIO for what it prints
+    assert process.wait(timeout=100) == 3
+    found = status(folder / "run")
+    assert (found["state"], found["exit_code"], found["reason"]) == ("ended", 3, "stopped by SIGHUP")
+    assert (folder / "run" / f"global_step{found['step']}").is_dir()
+
+
+@pytest.mark.parametrize(("number", "end"), [(signal.SIGKILL, ("failed", 5)), (signal.SIGTERM, ("ended", 3))])
+def test_a_start_that_is_ended_says_so(folder: Path, number: signal.Signals, end: tuple[str, int]) -> None:
+    """kill -9 of a rank that imports torch, SIGTERM to the launcher: the status was that of the start before."""
+    (folder / "run").mkdir()
+    before = {"state": "running", "step": 40, "exit_code": None, "reason": None}
+    (folder / "run" / "status.json").write_text(json.dumps(before))
+    process = start(folder, "num_gpus=2")
+    deadline = time.monotonic() + 60
+    while len(ranks := ranks_of(process)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(ranks[1] if number == signal.SIGKILL else process.pid, number)
+    rc, text = finish(process)
+    found = status(folder / "run")
+    assert (rc, found["state"], found["exit_code"], found["step"]) == (end[1], *end, 40), text
+    assert number.name in found["reason"] and "Traceback" not in text
+
+
+def test_a_hung_rank_ends_the_job_and_is_named(folder: Path) -> None:
+    process = start(folder, "model_parallel_size=2", "train_iters=100000", "watchdog_seconds=4")
+    wait_for_step(folder / "run", 5, process)
+    begin = time.monotonic()
+    os.kill(ranks_of(process)[1], signal.SIGSTOP)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)  # cannot be obeyed in a collective, and does not make it wait longer
+    rc, text = finish(process)
+    assert rc == 5 and 3.9 < time.monotonic() - begin < 30
+    found = status(folder / "run")
+    assert (found["state"], found["exit_code"]) == ("failed", 5)
+    assert re.search(r"no progress for \d+ s: rank 1 of 2 does not answer", found["reason"])
+    assert found["reason"] in text.splitlines()[-1]
+    loop = 'megatron/training/trainer.py", line'
+    assert loop in text and loop in (folder / "run" / "logs" / "rank_1.log").read_text()

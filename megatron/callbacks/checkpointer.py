@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +155,7 @@ class Checkpointer(Callback):
             logger.warning(f"no checkpoint at iteration {trainer.step}: {trainer.save_blocked_by}")
             return
         check_weights(trainer)
-        options = trainer.args.checkpoint
+        options, started = trainer.args.checkpoint, time.monotonic()
         path = save_checkpoint(
             self.root,
             trainer.step,
@@ -168,7 +169,7 @@ class Checkpointer(Callback):
             save_optim=not options.no_save_optim,
             save_rng=not options.no_save_rng,
         )
-        trainer.saved_step = trainer.step
+        trainer.saved_step, trainer.progress.save_seconds = trainer.step, time.monotonic() - started
         trainer.call("saved", str(path))
         self._delete_old(trainer)
 

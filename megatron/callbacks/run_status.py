@@ -1,8 +1,8 @@
 """The run folder: what other tools read about a run instead of parsing its console.
 
     <folder>/resolved.yml    every key with its resolved value
-    <folder>/status.json     {"version", "state", "step", "train_iters", "heartbeat", "reason", "exit_code", "pid",
-                              "host"}
+    <folder>/status.json     {"version", "state", "step", "train_iters", "heartbeat", "reason", "exit_code",
+                              "stop_seconds", "pid", "host"}
     <folder>/metrics.jsonl   one object per log and evaluation (callbacks/metrics_file)
     <folder>/logs/           output of the ranks (written by the launcher)
 
@@ -22,7 +22,6 @@ from megatron.files import write_atomically
 from megatron.training.callback import Callback
 
 if TYPE_CHECKING:
-    from megatron.training.engine import StepOut
     from megatron.training.trainer import Trainer
 
 # Seconds between heartbeats: fine enough for a watchdog, too rare to load a shared file system.
@@ -45,7 +44,7 @@ class RunStatus(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file = StatusFile(folder)
-        self._last = 0.0
+        self._last, self._ended = 0.0, False
 
     @classmethod
     def build(cls, context: RunContext) -> RunStatus | None:
@@ -61,12 +60,14 @@ class RunStatus(Callback):
 
     def loaded(self, trainer: Trainer) -> None:
         self._write(trainer, "running")
+        trainer.progress.listeners.append(lambda: self._heartbeat(trainer))
 
-    def after_step(self, trainer: Trainer, out: StepOut) -> None:
-        if time.monotonic() - self._last >= HEARTBEAT_SECONDS:
+    def _heartbeat(self, trainer: Trainer) -> None:
+        if not self._ended and time.monotonic() - self._last >= HEARTBEAT_SECONDS:
             self._write(trainer, "running")
 
     def end(self, trainer: Trainer) -> None:
+        self._ended = True
         code = trainer.stop_code if trainer.saved_step == trainer.step else min(trainer.stop_code, 1)
         self._write(trainer, "ended", trainer.stop_reason or "train_iters reached", code)
 
@@ -77,8 +78,10 @@ class RunStatus(Callback):
         self._write(trainer, "running")
 
     def error(self, trainer: Trainer, error: BaseException) -> None:
+        self._ended = True
         self._file.write_failure(error, trainer.step, trainer.args.training.train_iters)
 
     def _write(self, trainer: Trainer, state: str, reason: str | None = None, exit_code: int | None = None) -> None:
         self._last = time.monotonic()
-        self._file.write(state, trainer.step, trainer.args.training.train_iters, reason, exit_code)
+        train_iters = trainer.args.training.train_iters
+        self._file.write(state, trainer.step, train_iters, reason, exit_code, trainer.progress.stop_seconds)

@@ -1,4 +1,4 @@
-"""What this machine has, found without importing torch: visible GPUs, usable CPU cores, a free port."""
+"""What this machine has, found without importing torch: visible GPUs, usable CPU cores, a free port, time."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ def count_gpus(env: Mapping[str, str]) -> int:
             break
         count += 1
     return count
+
+
+def end_of_job(env: Mapping[str, str] = os.environ) -> float | None:
+    """When the scheduler ends the job, in seconds since the epoch; None when it does not say (SLURM before 22.05)."""
+    end = env.get("SLURM_JOB_END_TIME", "")
+    return float(end) if end.isdigit() else None
 
 
 def choose_accelerator(env: MutableMapping[str, str] = os.environ) -> None:

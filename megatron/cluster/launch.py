@@ -31,7 +31,7 @@ from megatron.cluster.launchers import (
 from megatron.cluster.local import LocalJob, run_local
 from megatron.cluster.node import node_job, with_library_on_path
 from megatron.cluster.outcome import await_end, outcome, record_end
-from megatron.cluster.status import StatusFile, run_folder
+from megatron.cluster.status import run_folder, stop_limits
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
@@ -181,6 +181,7 @@ def launch(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[
             stop_signal=launcher.stop_signal,
             stopped_code=launcher.stopped_code,
             failure_line=launcher.failure_line,
+            **stop_limits(args.values()),
         )
         code = run_local(whole).code
     if code > 128 and not launcher.waits and folder:
@@ -202,11 +203,9 @@ def _launch_here(user_script: str, args: NeoXArgs, placement: Placement, log_fol
         job = node_job(
             placement.resources, 0, command, master_addr="127.0.0.1", master_port=port, log_folder=log_folder
         )
-        folder = run_folder(args)
-        sign_of_life = StatusFile(folder).path if folder is not None else None
         started = time.time()
-        end = run_local(replace(job, sign_of_life=sign_of_life))
-    if folder is not None:
+        end = run_local(replace(job, **stop_limits(args.values())))
+    if (folder := run_folder(args)) is not None:
         record_end(folder, started, end)
     return end.code
 

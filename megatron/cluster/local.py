@@ -422,7 +422,7 @@ def _report(run: _Run, culprit: _Rank) -> str:
     shown_last = culprit.output.straight and all(r.output.last_write <= culprit.output.last_write for r in run.ranks)
     tail = "" if shown_last else culprit.output.tail()
     who = run.job.name or f"rank {culprit.rank} of {world}"
-    reason = f"{who} failed: {how}"
+    reason = f"{who} lost another rank" if code == LostRankError.exit_code else f"{who} failed: {how}"
     head = f"{reason}{where}"
     logger.error(f"{head}\n{tail}" if tail else head)
     return reason

@@ -6,9 +6,11 @@ python -m megatron.cluster.node --node_rank=1 --resources=... --master_addr=... 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron import log
@@ -17,6 +19,7 @@ from megatron.cluster.devices import count_cores, count_gpus
 from megatron.cluster.hostfile import Resources
 from megatron.cluster.launchers import decode
 from megatron.cluster.local import LocalJob, rank_environment, run_local
+from megatron.cluster.status import stop_limits
 from megatron.errors import UserError, run_cli
 
 
@@ -45,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             log_folder=Path(given.log_folder) if given.log_folder else None,
             launcher_fd=2,
         )
-        return run_local(job).code
+        return run_local(replace(job, **stop_limits(json.loads(text)["values"]))).code
 
 
 def node_job(

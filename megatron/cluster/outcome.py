@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.checkpoint.lock import is_held
 from megatron.cluster.local import JobEnd, exit_code
 from megatron.cluster.status import StatusFile
-from megatron.errors import StopRequested
+from megatron.errors import LostRankError, StopRequested
 from megatron.log import get_logger
 
 logger = get_logger(__name__)
@@ -44,6 +44,8 @@ def record_end(run_folder: Path, since: float, end: JobEnd) -> None:
     if status is None or end.code == 0 or (own is None and is_held(run_folder)):
         return
     if own is not None and own.get("exit_code") == end.code and not end.known_best:
+        if end.code == LostRankError.exit_code:
+            logger.error(f"{own.get('reason')}")  # last, since it names the rank
         return  # the run has said why itself
     state = "ended" if end.code == StopRequested.exit_code else "failed"
     file.update(status, state=state, exit_code=end.code, reason=end.reason)

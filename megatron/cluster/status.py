@@ -6,10 +6,11 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import StopRequested, UserError, exit_code_of
+from megatron.errors import LostRankError, StopRequested, UserError, exit_code_of
 from megatron.files import read_json, write_atomically
 from megatron.log import Once, get_logger
 from megatron.neox_arguments import NeoXArgs
@@ -25,6 +26,17 @@ def run_folder(args: NeoXArgs) -> Path | None:
     return Path(chosen) if chosen else None
 
 
+def stop_limits(values: Mapping[str, Any]) -> dict[str, Any]:
+    """How long a `LocalJob` waits for ranks that were asked to stop: until the run shows no progress for a while.
+
+    `values`: those of the configuration, by key.
+    """
+    folder, seconds = values["save"] or values["log_dir"], values["watchdog_seconds"]
+    limits: dict[str, Any] = {"sign_of_life": StatusFile(Path(folder)).path} if folder else {}
+    # The ranks' own watchdog comes first, and a run shows its progress every few seconds only.
+    return {**limits, "patience": seconds + 10.0} if seconds > 0 else limits
+
+
 class StatusFile:
     """`status.json` of a run folder. `state` is one of starting, running, ended, failed."""
 
@@ -33,9 +45,15 @@ class StatusFile:
         self._once = Once(logger)
 
     def write(
-        self, state: str, step: int, train_iters: int | None, reason: str | None = None, code: int | None = None
+        self,
+        state: str,
+        step: int,
+        train_iters: int | None,
+        reason: str | None = None,
+        code: int | None = None,
+        stop_seconds: float | None = None,
     ) -> dict[str, Any]:
-        """Replace the file; returns what it holds now."""
+        """Replace the file; returns what it holds now. `stop_seconds`: what a stop takes, checkpoint included."""
         status = {
             "version": STATUS_VERSION,
             "state": state,
@@ -44,6 +62,7 @@ class StatusFile:
             "heartbeat": time.time(),
             "reason": reason,
             "exit_code": code,
+            "stop_seconds": None if stop_seconds is None else round(stop_seconds, 1),
             "pid": os.getpid(),
             "host": socket.gethostname(),
         }
@@ -51,8 +70,13 @@ class StatusFile:
         return status
 
     def write_failure(self, error: BaseException, step: int, train_iters: int | None) -> None:
-        """The run ends with this error, which is no failure when it is a request to stop."""
-        code = exit_code_of(error)
+        """The run ends with this error, which is no failure when it is a request to stop.
+
+        A lost rank that another rank has named already stays named.
+        """
+        code, found = exit_code_of(error), self.read() or {}
+        if code == LostRankError.exit_code == found.get("exit_code"):
+            return
         state = "ended" if code == StopRequested.exit_code else "failed"
         self.write(state, step, train_iters, f"{type(error).__name__}: {error}", code)
 

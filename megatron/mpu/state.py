@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -86,8 +87,12 @@ class ParallelState:
         device: torch.device | str,
         sequence_parallel: bool = False,
         ep_size: int = 1,
+        timeout: timedelta | None = None,
     ) -> ParallelState:
-        """Make the process groups. torch.distributed must be initialised; collective over all ranks of the world."""
+        """Make the process groups. torch.distributed must be initialised; collective over all ranks of the world.
+
+        `timeout` of their collectives; None: torch's default.
+        """
         if dist.get_world_size() != topology.world_size:
             raise ValueError(f"{topology} needs {topology.world_size} ranks, there are {dist.get_world_size()}")
         groups: dict[str, dist.ProcessGroup] = {}
@@ -100,7 +105,9 @@ class ParallelState:
             for ranks in (finer if name.startswith("expert") else topology).groups(*axes):
                 if len(ranks) == 1:
                     continue
-                made = dist.new_group(ranks)  # every rank must take part in making every group, in the same order
+                made = dist.new_group(
+                    ranks, timeout
+                )  # every rank must take part in making every group, in the same order
                 if rank in ranks:
                     groups[name] = made
         return cls(topology, rank, torch.device(device), sequence_parallel, groups, ep_size)

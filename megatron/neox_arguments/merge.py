@@ -12,6 +12,7 @@ import yaml
 from megatron.errors import UserError, nearest
 from megatron.neox_arguments import mixture_files, plugin_key
 from megatron.neox_arguments.coerce import WrongValue, coerce, thaw
+from megatron.neox_arguments.exclusive_keys import SAME_FACT, WINS_OVER
 from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.keys import Entry, KeyInfo
 from megatron.neox_arguments.nested import check_nested
@@ -20,49 +21,6 @@ from megatron.neox_arguments.yaml_files import config_path, normalise, parse_val
 
 COMMAND_LINE = "command line"
 PYTHON_CALL = "Python call"
-
-_SAME_FACT = {
-    "lr": ("optimizer.params.lr",),
-    "optimizer_type": ("optimizer.type",),
-    "zero_stage": ("zero_optimization.stage",),
-    "precision": ("fp16.enabled", "bf16.enabled", "fp16.type", "bf16.type"),
-}
-"""Flat keys and the places inside mappings that say the same; an override of one removes the others."""
-
-_LISTS = tuple(
-    f"{role}_{kind}"
-    for kind in ("data_paths", "data_weights", "label_data_paths")
-    for role in ("train", "valid", "test")
-)
-_SOURCES = ("train_data_paths", "train_data_weights", "train_label_data_paths", "train_data_names")
-_CAPS = ("train_data_max_epochs", "train_data_max_tokens")
-_WINS_OVER: dict[str, tuple[str, ...]] = {
-    "data_path": (*_LISTS, "train_data_names", "mixture"),
-    "train_data_paths": ("data_path", "mixture"),
-    "mixture": ("data_path", *_SOURCES, *_CAPS, "train_data_holdout"),
-    "train_data_weights": ("weight_by_num_documents",),
-    "weight_by_num_documents": ("train_data_weights",),
-    "target_budget": _CAPS,
-    **dict.fromkeys(_CAPS, ("target_budget",)),
-    "train_iters": ("train_epochs",),
-    "train_epochs": ("train_iters",),
-    "lr_decay_fraction": ("lr_decay_iters",),
-    "override_lr_scheduler": ("use_checkpoint_lr_scheduler",),
-    "use_checkpoint_lr_scheduler": ("override_lr_scheduler",),
-    "init_from": ("load", "finetune", "iteration", "no_load_optim"),
-    "load": ("init_from",),
-    "checkpoint_policy": ("checkpoint_activations",),
-    "checkpoint_activations": ("checkpoint_policy",),
-    "communication_data_type": ("fp32_allreduce",),
-    "fp32_allreduce": ("communication_data_type",),
-    "use_qk_layernorm": ("use_separate_qk_norms",),
-    "use_separate_qk_norms": ("use_qk_layernorm",),
-    "moe_layers": ("moe_expert_interval",),
-    "moe_expert_interval": ("moe_layers",),
-    "include": ("exclude",),
-    "exclude": ("include",),
-}
-"""Keys that exclude others: an override of one removes the others that only files set."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """`key=value` texts of a command line, or key → value from Python; a key may reach inside (`optimizer.params.lr`)."""
@@ -101,7 +59,7 @@ def _remove_excluded(entries: dict[str, Entry], overridden: Mapping[str, str]) -
     for name, where in overridden.items():
         if name not in entries or _is_off(entries[name].value):
             continue
-        losers = [key for key in _WINS_OVER.get(name, ()) if key in entries and key not in overridden]
+        losers = [key for key in WINS_OVER.get(name, ()) if key in entries and key not in overridden]
         removed = {key: entries.pop(key) for key in losers}
         if shown := [f"{key} ({entry.where})" for key, entry in removed.items() if not _is_off(entry.value)]:
             notes.append(f"{_source(where)}: {name} wins over {', '.join(shown)}")
@@ -181,7 +139,7 @@ def _apply_override(entries: dict[str, Entry], written: str, value: Any, where: 
     else:
         entries[name] = Entry(value, where)
     dotted = ".".join([name, *inner])
-    for flat, places in _SAME_FACT.items():
+    for flat, places in SAME_FACT.items():
         if dotted == flat:
             for place in places:
                 _remove_inside(entries, *place.split("."))

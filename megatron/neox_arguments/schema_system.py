@@ -72,6 +72,13 @@ class LauncherConfig:
     no_ssh_check: bool = key(False, "Do not test ssh before launching.")
     comment: str | None = key(None, "Comment for the scheduler.")
     account: str | None = key(None, "Account for the scheduler.")
+    watchdog_seconds: float = key(
+        600.0,
+        "Seconds without progress in a step after which a run ends with exit code 5, names the silent rank and prints"
+        " the Python stacks of all; also those without a sign of life after which ranks that were asked to stop are"
+        " killed. Three times the longest step of the run is waited for in any case. <= 0: never.",
+        new=True,
+    )
     deepspeed_mpi: bool = key(False, "MPI's variables win over a RANK in the environment.")
     deepspeed_slurm: bool = key(False, "SLURM's variables win over a RANK in the environment.")
     autotuning_run: Literal["tune", "run"] | None = key(None, "DeepSpeed autotuning.", unavailable=_TUNE)

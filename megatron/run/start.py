@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -28,13 +28,11 @@ from megatron.neox_arguments import NeoXArgs, plugin_key
 from megatron.neox_arguments.callback_key import choose_callbacks
 from megatron.neox_arguments.differences import differences_for
 from megatron.plugins import source_changes
+from megatron.run.end import AnnouncedEnd
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.model_tokens import inherit
 from megatron.training.callback import Callback
 from megatron.training.trainer import Trainer
-
-if TYPE_CHECKING:
-    from megatron.training.engine import StepOut
 
 logger = get_logger(__name__)
 
@@ -52,17 +50,6 @@ class TokenizerIdentity(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not self.allow:
             check_identity(state, self.tokenizer, "the checkpoint")
-
-
-class AnnouncedEnd(Callback):
-    """Notes in the lock that the job is about to end, so that a restart waits for its last checkpoint."""
-
-    def __init__(self, lock: SaveLock) -> None:
-        self.lock = lock
-
-    def after_step(self, trainer: Trainer, out: StepOut) -> None:
-        if trainer.stop_reason is not None or trainer.step == trainer.args.training.train_iters:
-            self.lock.announce_end()
 
 
 @contextlib.contextmanager

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from megatron.callbacks import RunContext, build_callbacks
 from megatron.checkpoint.manifest import git_revision
 from megatron.cluster.status import run_folder
-from megatron.errors import DeepyError, StopRequested
 from megatron.log import get_logger
 from megatron.mpu.owned import count_parameters
 from megatron.neox_arguments.derive import check_device, check_trainable
 from megatron.run.batches import DataOrder, build_batches, named_sets, open_data_on_ranks
 from megatron.run.data import note_trained_ends, resolve_epochs, resume_order
+from megatron.run.end import report_stop, watched
 from megatron.run.start import TokenizerIdentity, begin, log_start, resume_config, save_lock, setup_status, share_start
 from megatron.training.setup import Process, build_engine, build_model, build_schedule
 from megatron.training.trainer import Trainer
@@ -37,7 +37,7 @@ def train(process: Process) -> int:
         plan = open_data_on_ranks(args, process, *resume_order(start))
         args = note_trained_ends(args, plan)
         batches = build_batches(args, process, plan)
-        process = Process(args, state, tokenizer)
+        process = replace(process, args=args)
         model = build_model(process, None if start.checkpoint is not None else args.training.seed)
         logger.info(f"parameters: {count_parameters(model, state):,}")
         context = RunContext(args, state, tokenizer.vocab_size, run_folder(args), batches, named_sets(plan, batches))
@@ -48,18 +48,10 @@ def train(process: Process) -> int:
         steps = batches.get("train", lambda consumed: iter(()))
         trainer = Trainer(args, engine, steps, callbacks, build_schedule(args))
         begin(trainer, start)
-        trainer.run()
+        with watched(trainer, process.store):
+            trainer.run()
     # srun and mpirun kill the ranks that are left as soon as one leaves with a code other than 0.
     dist.barrier()
     if trainer.stop_code:
         report_stop(trainer)
     return 0
-
-
-def report_stop(trainer: Trainer) -> NoReturn:
-    """Raise the error of a run that was asked to stop: `StopRequested` when everything is saved."""
-    how = f"{trainer.stop_reason} at iteration {trainer.step}"
-    if trainer.saved_step == trainer.step:
-        raise StopRequested(f"{how} with everything saved; the same command resumes it")
-    last = f"the last checkpoint is of iteration {trainer.saved_step}" if trainer.saved_step else "nothing is saved"
-    raise DeepyError(f"{how}; {last}")

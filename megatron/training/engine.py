@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,8 @@ class StepOut:
         trained_tokens: number of trained tokens of the global batch.
         loss_scale: fp16 loss scale after the step, else None.
         padding: number of inputs of the global batch that are padding.
+        votes: which of the things that ranks can vote for (`Engine.votes`) any rank of the job voted for, the same on
+            every rank; empty when the step came to no update.
     """
 
     loss: Tensor
@@ -32,6 +34,7 @@ class StepOut:
     trained_tokens: int
     loss_scale: float | None = None
     padding: int = 0
+    votes: tuple[bool, ...] = ()
 
 
 class Engine(Protocol):
@@ -40,6 +43,11 @@ class Engine(Protocol):
     state: ParallelState
     module: nn.Module
     before_update: Callable[[], None] | None
+    beat: Callable[[], None]
+    """Called at every sign of progress in long work: a micro-batch, a parameter that is read or written."""
+    votes: Callable[[], Sequence[bool]]
+    """What this rank votes for, asked at the start of a step: always the same number of things. Votes ride on
+    reductions that a step makes anyway."""
 
     def train_batch(self, batch: StepBatch, lr: float) -> StepOut: ...
     def eval_batch(self, batch: StepBatch) -> tuple[Tensor, int]: ...

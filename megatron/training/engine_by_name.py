@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class StateByName:
     deepspeed: Any
     precision: str
     skipped_steps: int = 0
+    beat: Callable[[], None]
     _params: dict[str, Parameter]
     _gradients: Gradients
     _optimizer_state: OptimizerState
@@ -74,6 +76,7 @@ class StateByName:
     def read(self, name: str, needed: bool = True) -> dict[str, Tensor]:
         """fp32 master weight and optimizer moments of a parameter: this rank's tensor-parallel part, experts of all
         expert-parallel ranks. Collective over the data group; empty on ranks on which it is not `needed`."""
+        self.beat()
         p, found = self._params[name], {}
         for key, value in self._optimizer_state.read(p).items():
             found[key] = gather_experts(value, spec_of(p), self.state, needed)
@@ -83,6 +86,7 @@ class StateByName:
         """Set what `read` gave. Call on every data rank with the same values, then `finish_writing` once."""
         if set(values) - {"weight"} and not self._optimizer_state.keys():
             self._optimizer_state.materialize()
+        self.beat()
         p = self._params[name]
         mine = {key: own_experts(value, spec_of(p), self.state) for key, value in values.items()}
         self._optimizer_state.write(p, mine)

@@ -7,7 +7,7 @@ Shapes: `g` micro-batches of a step (gradient accumulation), `b` micro-batch, `s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import deepspeed
@@ -57,6 +57,9 @@ class DeepSpeedEngine(StateByName):
         self.max_norm = max_norm
         self.pipelined = state.pp_size > 1
         self.before_update: Callable[[], None] | None = None
+        self.beat: Callable[[], None] = lambda: None
+        self.votes: Callable[[], Sequence[bool]] = tuple
+        self._votes: tuple[bool, ...] = ()
         extra = {} if self.pipelined or grid is None else {"mpu": grid}
         fp32 = keep_in_fp32(model.parameters(), stage)
         with fp32, expert_parallel(model.parameters(), state) as has_experts:
@@ -115,7 +118,8 @@ class DeepSpeedEngine(StateByName):
             batch: this data rank's share of the global batch.
             lr: learning rate of this step.
         """
-        trained, padding = self._counts(batch)
+        trained, padding, *votes = self._counts(batch, self.votes())
+        self._votes = tuple(count > 0 for count in votes)
         if trained == 0:
             # Decided before any forward: a mean over nothing would be NaN.
             return StepOut(torch.zeros((), device=self.state.device), None, True, 0, self._loss_scale(), padding)
@@ -129,7 +133,8 @@ class DeepSpeedEngine(StateByName):
         update = self._update
         assert update is not None, "DeepSpeed finished a step without taking it"
         self.skipped_steps += update.skipped
-        return StepOut(loss.detach(), update.norm, update.skipped, trained, self._loss_scale(), padding)
+        scale = self._loss_scale()
+        return StepOut(loss.detach(), update.norm, update.skipped, trained, scale, padding, update.votes)
 
     def _train_plain(self, micro_batches: Iterator[tuple[Any, Any]]) -> Tensor:
         self.module.train()
@@ -166,14 +171,15 @@ class DeepSpeedEngine(StateByName):
                 dist.all_reduce(total, group=group)
         return total, trained
 
-    def _counts(self, batch: StepBatch) -> tuple[int, int]:
-        """Trained tokens and padding of the global batch: they differ per data rank, so both are added up over it."""
+    def _counts(self, batch: StepBatch, votes: Sequence[bool] = ()) -> list[int]:
+        """Trained tokens and padding of the global batch, and the votes: they differ per data rank, so all are added
+        up over it."""
         trained = batch.mask.sum(dtype=torch.float64)
-        counts = torch.stack([trained, trained.new_tensor(batch.padding)])
+        counts = torch.cat([trained.view(1), trained.new_tensor([batch.padding, *votes])])
         if (group := self.state.group("data")) is not None:
             counts = counts.to(self.state.device)
             dist.all_reduce(counts, group=group)
-        return int(counts[0]), int(counts[1])
+        return [int(count) for count in counts.tolist()]
 
     def _micro_batches(self, batch: StepBatch, weight: float) -> Iterator[tuple[tuple[Tensor, ...], Any]]:
         """The step as (inputs, labels) pairs on the device. labels = (targets, mask, weight), see objectives."""
@@ -185,6 +191,7 @@ class DeepSpeedEngine(StateByName):
         }
         scale = torch.full((), weight, dtype=torch.float32, device=device)  # a tensor from Python waits for the device
         for i in range(batch.tokens.shape[0]):
+            self.beat()
             inputs = tuple(on_device[name][i] for name in ("tokens", "positions", "doc_ids") if name in on_device)
             yield inputs, (on_device["targets"][i], on_device["mask"][i], scale)
 
@@ -200,6 +207,7 @@ class DeepSpeedEngine(StateByName):
             loss_scale=scale,
             optimizer_skips=self.precision == "fp16",
             before_update=self.before_update,
+            votes=self._votes,
         )
         self.deepspeed._step_applied = not self._update.skipped
         self.deepspeed.losses = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron import log
 from megatron.errors import DeepyError, LostRankError
@@ -31,6 +32,7 @@ from megatron.training.engine_experts import split_expert_groups
 from megatron.training.rendezvous import share_config
 from megatron.training.setup_deepspeed import grid_of, layer_partitioner, quiet_stdout
 from megatron.training.setup_distributed import find_rank, init_distributed, leave_job, open_store, pick_device
+from megatron.training.watchdog import collective_timeout
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,13 @@ class Process:
         args: the derived configuration, the same on every rank.
         state: this rank's place in the layout.
         tokenizer: the run's tokenizer.
+        store: where the ranks met.
     """
 
     args: NeoXArgs
     state: ParallelState
     tokenizer: Tokenizer
+    store: dist.Store | None = None
 
 
 def start_process(
@@ -85,11 +89,12 @@ def start_process(
             "model": args.parallel.model_parallel_size,
         }
     )
+    timeout = collective_timeout(args.launcher.watchdog_seconds)
     state = ParallelState.build(
-        topology, info.rank, device, args.parallel.sequence_parallel, args.parallel.expert_parallel_size
+        topology, info.rank, device, args.parallel.sequence_parallel, args.parallel.expert_parallel_size, timeout
     )
     seed_everything(args.training.seed, state)
-    return Process(args, state, tokenizer)
+    return Process(args, state, tokenizer, store)
 
 
 def build_model(process: Process, seed: int | None) -> torch.nn.Module:

@@ -13,6 +13,7 @@ from megatron.log import get_logger
 from megatron.mpu.topology import RankInfo, ranks_from_environment
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.setup_deepspeed import init_deepspeed
+from megatron.training.watchdog import collective_timeout
 
 logger = get_logger(__name__)
 
@@ -72,7 +73,8 @@ def init_distributed(args: NeoXArgs, info: RankInfo, device: torch.device, store
     for name, value in (("RANK", info.rank), ("WORLD_SIZE", info.world_size)):
         os.environ.setdefault(name, str(value))
     if not dist.is_initialized():
-        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size)
+        timeout = collective_timeout(args.launcher.watchdog_seconds)
+        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     init_deepspeed(device)
 
 

@@ -12,6 +12,7 @@ from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.callback import Callback
 from megatron.training.engine import Engine
+from megatron.training.progress import Progress
 from megatron.training.rendezvous import lost_rank
 
 
@@ -29,6 +30,7 @@ class Trainer:
         step: completed optimizer steps (NeoX's `iteration`).
         consumed: samples of the global batch sequence used so far.
         saved_step: the step of the newest complete checkpoint in `save`; None when there is none.
+        progress: what the loop is doing, and how long things take.
         stop_reason: why the loop will end after this step; None to continue. See `request_stop`.
         stop_code: exit code that it then has: 0 when that is the plan, 3 when somebody asked for it.
         save_blocked_by: why no checkpoint may be written now, set by a callback; None when one may.
@@ -43,12 +45,14 @@ class Trainer:
         batches: Callable[[int], Iterator[StepBatch]],
         callbacks: Sequence[Callback],
         learning_rate: Callable[[int], float],
+        progress: Progress | None = None,
     ) -> None:
         self.args = args
         self.engine = engine
         self.batches = batches
         self.callbacks = list(callbacks)
         self.learning_rate = learning_rate
+        self.progress = progress or Progress()
         self.step = 0
         self.consumed = 0
         self.lr = 0.0
@@ -77,16 +81,20 @@ class Trainer:
         """Train from the current `step` to `train_iters`."""
         target = self.args.training.train_iters or 0
         self.engine.before_update = lambda: self.call("before_update")
+        self.engine.beat = self.progress.beat
         try:
             self.call("loaded")
             batches = self.batches(self.consumed) if self.step < target else iter(())
             while self.step < target and self.stop_reason is None:
+                self.progress.enter("reading data", self.step + 1)
                 self.call("before_step")
                 self.lr = self.learning_rate(self.step)
                 batch = next(batches)
+                self.progress.enter("training", self.step + 1)
                 out = self.engine.train_batch(batch, self.lr)
                 self.step += 1
                 self.consumed += self.args.training.train_batch_size
+                self.progress.enter("callbacks", self.step)
                 self.call("after_step", out)
             self.call("end")
         except BaseException as error:

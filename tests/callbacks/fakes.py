@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,7 @@ class LoopEngine(fake_engine.FakeEngine):
         super().__init__(state, seed=1)
         self.outs, self.eval_loss = iter(outs), eval_loss
         self.before_update: Any = None
+        self.votes: Any = tuple
         self.evaluated: list[int] = []
 
     def train_batch(self, batch: Any, lr: float) -> StepOut:
@@ -53,7 +55,7 @@ class LoopEngine(fake_engine.FakeEngine):
             self.before_update()
         if not result.skipped:
             self.step()
-        return result
+        return dataclasses.replace(result, votes=tuple(self.votes()))
 
     def param_norms(self) -> dict[str, torch.Tensor]:
         return {}

@@ -14,7 +14,7 @@ from megatron.callbacks.skipped_steps import SkippedSteps
 from megatron.callbacks.stop_on_signal import StopOnSignal
 from megatron.errors import DeepyError, NumericsError, StopRequested
 from megatron.neox_arguments import NeoXArgs
-from megatron.run.train import report_stop
+from megatron.run.end import report_stop
 from megatron.training.callback import Callback
 from tests.callbacks.fakes import Log, out, trainer_of
 from tests.callbacks.test_stopping import SendsItself

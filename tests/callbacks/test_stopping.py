@@ -1,20 +1,22 @@
-"""`exit_interval`, and a signal that reaches one rank only."""
+"""`exit_interval`, and signals to a process that trains; to one of several: tests/training/test_stop.py."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import time
 
 import pytest
 
+from megatron.callbacks import stop_on_signal
 from megatron.callbacks.exit_interval import ExitInterval
 from megatron.callbacks.run_status import RunStatus
 from megatron.callbacks.stop_on_signal import StopOnSignal
-from megatron.mpu.state import ParallelState
-from megatron.mpu.topology import Topology
+from megatron.cluster.devices import end_of_job
+from megatron.signals import STOP_SIGNALS
 from megatron.training.callback import Callback
 from tests.callbacks.fakes import Log, trainer_of
-from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.cpu
 
@@ -40,22 +42,6 @@ class SendsItself(Log):
             os.kill(os.getpid(), self.number)
 
 
-def stop_one(rank, world, number):
-    state = ParallelState.build(Topology({"pipe": 1, "data": world, "model": 1}), rank, "cpu")
-    before = signal.getsignal(number)
-    ended = Log()
-    callbacks = [StopOnSignal(), ended] + ([SendsItself(number, 3)] if rank == 1 else [])
-    trainer = trainer_of(callbacks, state=state)
-    during = signal.getsignal(number)
-    trainer.run()
-    return trainer.step, trainer.stop_reason, during != before, signal.getsignal(number) == before
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(number):
-    assert run_distributed(stop_one, 2, number) == [(3, f"stopped by {number.name}", True, True)] * 2
-
-
 class Saves(Callback):
     def end(self, trainer):
         trainer.saved_step = trainer.step
@@ -67,6 +53,65 @@ def test_a_signal_stops_a_single_process_and_the_status_says_whether_all_is_save
     trainer.run()
     assert (trainer.step, trainer.stop_reason) == (2, "stopped by SIGTERM")
     assert f'"exit_code": {code}' in (tmp_path / "status.json").read_text()
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_every_stop_signal_does_it_and_is_given_back(number):
+    before = signal.getsignal(number)
+    trainer = trainer_of([StopOnSignal(), SendsItself(number, 3)])
+    trainer.run()
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert (trainer.step, trainer.stop_reason, trainer.stop_code) == (3, f"stopped by {name}", 3)
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once_unless_it_is_the_same_one(tmp_path, monkeypatch):
+    class Twice(Log):
+        def before_step(self, trainer):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)  # from the terminal and from torchrun
+
+    trainer = trainer_of([StopOnSignal(), Twice()])
+    trainer.run()
+    assert trainer.step == 1
+    monkeypatch.setattr(stop_on_signal, "SAME_SECONDS", 0.0)
+    trainer = trainer_of([StopOnSignal(), Twice(), RunStatus(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run()
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (trainer.step, status["state"], status["exit_code"]) == (0, "failed", 130)
+
+
+class TakesTime(Callback):
+    """Steps of 0.1 s, an evaluation of 0.2 s after step 2, and a checkpoint of 0.5 s at step 3."""
+
+    def before_update(self, trainer):
+        time.sleep(0.1)
+
+    def after_step(self, trainer, out):
+        if trainer.step == 2:
+            time.sleep(0.2)
+        if trainer.step == 3:
+            trainer.progress.save_seconds = 0.5
+
+
+def test_a_run_stops_before_the_time_limit_of_its_job(tmp_path, monkeypatch):
+    """Two steps, the longest pause and a checkpoint are 0.9 s, a quarter more is 1.1 s: that long before the end."""
+    monkeypatch.setattr(stop_on_signal, "MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(stop_on_signal, "FIRST_SAVE_SECONDS", 0.0)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3))
+    until = end_of_job()
+    trainer = trainer_of([TakesTime(), StopOnSignal(until), Saves(), RunStatus(tmp_path)], train_iters=1000)
+    trainer.run()
+    left = until - time.time()
+    assert 0.6 < left < 1.4 and trainer.stop_code == 3 and "time limit" in trainer.stop_reason
+    assert 0.9 <= json.loads((tmp_path / "status.json").read_text())["stop_seconds"] < 1.2
+
+
+def test_a_run_that_begins_too_late_votes_after_its_first_measured_step():
+    trainer = trainer_of([StopOnSignal(time.time() - 60), Saves()])
+    trainer.run()
+    assert (trainer.step, trainer.stop_code) == (3, 3)
 
 
 def test_an_error_gives_the_signals_back():

@@ -38,7 +38,8 @@ if given["pdsh"]:
     pdsh = find_launcher("pdsh")
     other = {k: getattr(pdsh, k) for k in ("stop_signal", "stopped_code", "failure_line")} | {"name": "pdsh"}
 sys.exit(run_local(LocalJob([sys.executable, "-u", given["script"]], envs, log_folder=logs, settle=0.5, grace=1.5,
-                            launcher_fd=given["fd"], patience=3.0, sign_of_life=Path("alive"), **other)).code)
+                            launcher_fd=given["fd"], patience=given["patience"],
+                            sign_of_life=Path("alive"), **other)).code)
 """
 
 
@@ -50,7 +51,7 @@ class Job:
         script.write_text("import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + code)
         fd, pdsh = popen.pop("launcher_fd", None), popen.pop("pdsh", False)
         given = {"ranks": ranks, "script": str(script), "logs": str(logs) if logs else None}
-        given |= {"fd": fd, "pdsh": pdsh}
+        given |= {"fd": fd, "pdsh": pdsh, "patience": popen.pop("patience", 60.0)}
         env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         env["PYTHONPATH"] = str(ROOT)
         options = {
@@ -273,7 +274,7 @@ def test_an_abandoned_agent_does_not_wait_for_ever(tmp_path: Path) -> None:
     (tmp_path / "up").mkdir()
     read_fd, write_fd = os.pipe()
     code = f"signal.signal(15, signal.SIG_IGN)\nopen({str(tmp_path)!r} + f'/up/{{rank}}', 'w').close()\ntime.sleep(60)"
-    job = Job(tmp_path, code, ranks=2, launcher_fd=write_fd, pass_fds=[write_fd])
+    job = Job(tmp_path, code, ranks=2, launcher_fd=write_fd, pass_fds=[write_fd], patience=3.0)
     os.close(write_fd)
     job.wait_for(tmp_path / "up", 2)
     os.close(read_fd)
@@ -298,7 +299,7 @@ def is_stopped_here():
     while True: os.kill(os.getpid(), signal.SIGSTOP)
 hangs_here() if rank else is_stopped_here()
 """
-    job = Job(tmp_path, code, ranks=2, logs=tmp_path / "logs")
+    job = Job(tmp_path, code, ranks=2, logs=tmp_path / "logs", patience=3.0)
     job.wait_for(tmp_path / "up", 2)
     job.process.send_signal(signal.SIGTERM)
     rc, _, err = job.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +64,7 @@ class Faults:
     nan_gradients: tuple[int, ...] = ()
     all_masked: tuple[int, ...] = ()
     corrupt_weight: tuple[int, int] | None = None  # (rank, step)
+    signal: tuple[int, int, int] | None = None  # (rank, step, number): the rank gets it in this step
 
 
 @dataclass
@@ -96,6 +98,8 @@ class Recorder(Callback):
         if self.faults.corrupt_weight == (trainer.state.rank, trainer.step + 1):
             with torch.no_grad():
                 next(iter(trainer.engine.params().values())).view(-1)[0] += 1e-3
+        if self.faults.signal is not None and self.faults.signal[:2] == (trainer.state.rank, trainer.step + 1):
+            os.kill(os.getpid(), self.faults.signal[2])
 
     def before_update(self, trainer: Any) -> None:
         if trainer.step + 1 in self.faults.nan_gradients:

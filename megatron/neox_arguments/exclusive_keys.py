@@ -1,0 +1,46 @@
+"""Keys of which an override replaces others that files set, because both say the same or only one can hold."""
+
+from __future__ import annotations
+
+SAME_FACT = {
+    "lr": ("optimizer.params.lr",),
+    "optimizer_type": ("optimizer.type",),
+    "zero_stage": ("zero_optimization.stage",),
+    "precision": ("fp16.enabled", "bf16.enabled", "fp16.type", "bf16.type"),
+}
+"""Flat keys and the places inside mappings that say the same; an override of one removes the others."""
+
+_LISTS = tuple(
+    f"{role}_{kind}"
+    for kind in ("data_paths", "data_weights", "label_data_paths")
+    for role in ("train", "valid", "test")
+)
+_SOURCES = ("train_data_paths", "train_data_weights", "train_label_data_paths", "train_data_names")
+_CAPS = ("train_data_max_epochs", "train_data_max_tokens")
+WINS_OVER: dict[str, tuple[str, ...]] = {
+    "data_path": (*_LISTS, "train_data_names", "mixture"),
+    "train_data_paths": ("data_path", "mixture"),
+    "mixture": ("data_path", *_SOURCES, *_CAPS, "train_data_holdout"),
+    "train_data_weights": ("weight_by_num_documents",),
+    "weight_by_num_documents": ("train_data_weights",),
+    "target_budget": _CAPS,
+    **dict.fromkeys(_CAPS, ("target_budget",)),
+    "train_iters": ("train_epochs",),
+    "train_epochs": ("train_iters",),
+    "lr_decay_fraction": ("lr_decay_iters",),
+    "override_lr_scheduler": ("use_checkpoint_lr_scheduler",),
+    "use_checkpoint_lr_scheduler": ("override_lr_scheduler",),
+    "init_from": ("load", "finetune", "iteration", "no_load_optim"),
+    "load": ("init_from",),
+    "checkpoint_policy": ("checkpoint_activations",),
+    "checkpoint_activations": ("checkpoint_policy",),
+    "communication_data_type": ("fp32_allreduce",),
+    "fp32_allreduce": ("communication_data_type",),
+    "use_qk_layernorm": ("use_separate_qk_norms",),
+    "use_separate_qk_norms": ("use_qk_layernorm",),
+    "moe_layers": ("moe_expert_interval",),
+    "moe_expert_interval": ("moe_layers",),
+    "include": ("exclude",),
+    "exclude": ("include",),
+}
+"""Keys that exclude others: an override of one removes the others that only files set."""

@@ -1,0 +1,251 @@
+"""Ends a job that makes no progress, and names the rank that is to blame.
+
+Each rank has a thread that publishes in the rendezvous store what the main thread is doing. When a rank's own main
+thread stands still for too long, the thread reads what the others do. While one of them may well be busy (a checkpoint,
+an evaluation, data), it waits; when all stand still, or do not even publish any more (SIGSTOP, a dead host, native code
+that holds the interpreter), every rank writes its Python stacks to its log and ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.errors import LostRankError
+from megatron.training.progress import PHASES, Progress
+
+# Seconds for what is not a step: data, checkpoints, evaluations, callbacks, and the first two steps (compilation).
+SLOW_SECONDS = 3600.0
+# Where a rank waits for others, by the file of its innermost Python frame.
+_COLLECTIVES = ("torch/distributed/", "deepspeed/comm/", "megatron/mpu/collectives")
+
+
+def collective_timeout(seconds: float) -> timedelta | None:
+    """The timeout of torch's collectives under a watchdog of `seconds`: later than it, which knows whom to blame, and
+    long enough for what ranks may rightly wait for. None without a watchdog: torch's own."""
+    return timedelta(seconds=max(seconds, SLOW_SECONDS) + 600) if seconds > 0 else None
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank publishes.
+
+    Attributes:
+        beat: number of the publication.
+        step, phase: where its main thread is.
+        still: seconds for which it has stood still there, as far as its process ran.
+        limit: seconds for which it may.
+        waits: it waits for other ranks.
+    """
+
+    beat: int
+    step: int
+    phase: str
+    still: float
+    limit: float
+    waits: bool
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Comparable between ranks: the smaller one is behind."""
+        return self.step, PHASES.index(self.phase)
+
+
+def name_silent(signs: Mapping[int, Sign | None], world_size: int) -> str:
+    """Who is to blame for a job that stands still: ranks that do not answer, else those behind the others, else those
+    that do not wait for others while the others do. `signs`: of the ranks that answer; None for one that does not."""
+    answering = {rank: sign for rank, sign in signs.items() if sign is not None}
+    silent = [rank for rank in signs if rank not in answering]
+    if silent:
+        return f"{_ranks(silent, world_size)} not answer (stopped, or its host is gone)"
+    first = min(sign.place for sign in answering.values())
+    behind = [rank for rank, sign in answering.items() if sign.place == first]
+    busy = [rank for rank, sign in answering.items() if not sign.waits]
+    where = f"in step {first[0]} ({PHASES[first[1]]})"
+    if len(behind) < world_size:
+        return f"{_ranks(behind, world_size)} not continue {where}, the others are further"
+    if 0 < len(busy) < world_size:
+        return f"{_ranks(busy, world_size)} not continue {where}, the others wait for it"
+    return f"all {world_size} ranks stand still {where}" if world_size > 1 else f"the run stands still {where}"
+
+
+def _ranks(ranks: list[int], world_size: int) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown} of {world_size} {'do' if len(ranks) > 1 else 'does'}"
+
+
+class Watchdog:
+    """Watches the main thread of this process, as a context manager in it.
+
+    Args:
+        progress: what the main thread is doing.
+        seconds: for which a step may stand still, at least; three times the longest of the run's earlier ones may too.
+        rank, world_size: of the job.
+        store: the job's rendezvous store (none is needed by a single rank).
+        record: called on one rank with the reason for which the job ends.
+        slow_seconds: for which anything else may stand still.
+        end: ends this process with an exit code, at once.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        seconds: float,
+        rank: int,
+        world_size: int,
+        store: dist.Store | None,
+        record: Callable[[str], None],
+        slow_seconds: float = SLOW_SECONDS,
+        end: Callable[[int], Any] = os._exit,
+    ) -> None:
+        self.progress, self.seconds, self.rank, self.world_size = progress, seconds, rank, world_size
+        self.record, self.slow_seconds, self.end = record, max(slow_seconds, seconds), end
+        self.period = min(max(seconds / 40, 0.1), 5.0)
+        self._patience = max(1.0, 3 * self.period)  # for an answer of the store
+        # Some ranks read the signs of all and decide, not thousands.
+        self._judges = rank % max(1, world_size // 16) == 0 or rank == 1
+        self._records = self._store_lost = False
+        self._asking: threading.Thread | None = None
+        self._store = None if world_size == 1 or store is None else store.clone()
+        self._main = threading.main_thread().ident
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._count, self._still, self._longest = -1, 0.0, 0.0
+        self._beat = 0
+        self._seen: dict[int, tuple[int, float]] = {}
+
+    def __enter__(self) -> Watchdog:
+        if self._store is not None:
+            self._store.set_timeout(timedelta(seconds=self._patience))
+            if self.rank == 0:
+                self._store.delete_key(_VERDICT)  # of the start before: torchrun keeps its store over restarts
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        before, asking = time.monotonic(), 0.0
+        while not self._stop.wait(self.period):
+            started = time.monotonic()
+            # Of a process that was stopped or a machine that slept, that time does not count.
+            sign = self._look(min(started - before, 2 * self.period) + min(asking, 3 * self._patience))
+            if (reason := self._judge(sign)) is not None:
+                self._end_job(sign, reason)
+                return
+            before = time.monotonic()
+            asking = before - started
+
+    def _judge(self, own: Sign) -> str | None:
+        """Publish our sign; why the job has to end, if it has to."""
+        reason: list[str | None] = [None]
+        if self._asking is None or not self._asking.is_alive():
+            # On a thread, since the store never answers when the process of its host is stopped.
+            self._asking = threading.Thread(target=self._ask, args=(own, reason), name="watchdog-store", daemon=True)
+            self._asking.start()
+            self._asking.join(self._patience)
+        if own.still <= own.limit or not (self._asking.is_alive() or self._store_lost):
+            return reason[0]
+        self._records = self.rank == 1
+        host = f"{_ranks([0], self.world_size)} not answer (stopped, or its host is gone)"
+        return f"no progress for {own.still:.0f} s: {host}"
+
+    def _ask(self, own: Sign, reason: list[str | None]) -> None:
+        try:
+            if self._store is not None and not self._store_lost:
+                self._store.set(_key(self.rank), json.dumps(vars(own)))
+            reason[0] = self._compare(own)
+        except RuntimeError:  # the store's host is gone
+            self._store_lost = True
+
+    def _compare(self, own: Sign) -> str | None:
+        """Why the job has to end, from what the other ranks published."""
+        if own.still <= own.limit / 2:
+            self._seen.clear()
+            return None
+        if self._store is not None and self._store.check([_VERDICT]):
+            recorder, _, reason = self._store.get(_VERDICT).decode().partition(" ")
+            self._records = self.rank == int(recorder)
+            return reason
+        if not self._judges:
+            return None
+        signs = self._read(own)
+        if own.still <= own.limit or not all(sign is None or sign.still > sign.limit for sign in signs.values()):
+            return None
+        reason = f"no progress for {own.still:.0f} s: {name_silent(signs, self.world_size)}"
+        recorder = min(rank for rank, sign in signs.items() if sign is not None)
+        if self._store is not None:
+            # Several may come here at once, and see different ranks: the first verdict is everybody's.
+            verdict = self._store.compare_set(_VERDICT, "", f"{recorder} {reason}").decode()
+            recorder, reason = int(verdict.partition(" ")[0]), verdict.partition(" ")[2]
+        self._records = self.rank == recorder
+        return reason
+
+    def _look(self, elapsed: float) -> Sign:
+        """What the main thread is doing, `elapsed` seconds after the look before."""
+        count, step, phase = self.progress.count, self.progress.step, self.progress.phase
+        warm = step > self.progress.first + 1  # the first two steps compile
+        if count != self._count:
+            if warm and phase == "training":
+                self._longest = max(self._longest, self._still)
+            self._count, self._still = count, 0.0
+        else:
+            self._still += elapsed
+        in_step = warm and phase == "training"
+        limit = max(self.seconds, 3 * self._longest) if in_step else self.slow_seconds
+        self._beat += 1
+        return Sign(self._beat, step, phase, self._still, limit, self._still > limit / 2 and self._waits())
+
+    def _waits(self) -> bool:
+        frame = sys._current_frames().get(self._main or 0)
+        return frame is not None and any(part in frame.f_code.co_filename for part in _COLLECTIVES)
+
+    def _read(self, own: Sign) -> dict[int, Sign | None]:
+        """The sign of every rank; None for one whose sign has not changed for a while."""
+        assert self._store is not None or self.world_size == 1
+        found: dict[int, Sign | None] = dict.fromkeys(range(self.world_size))
+        found[self.rank] = own
+        now, patience = time.monotonic(), min(own.limit / 3, 30.0)
+        others = [rank for rank in found if rank != self.rank]
+        if self._store is None or not others:
+            return found
+        if not self._store.check([_key(rank) for rank in others]):
+            others = [rank for rank in others if self._store.check([_key(rank)])]
+        for rank, text in zip(others, self._store.multi_get([_key(rank) for rank in others])):
+            sign = Sign(**json.loads(text))
+            beat, since = self._seen.get(rank, (-1, now))
+            if sign.beat != beat:
+                self._seen[rank] = (sign.beat, since := now)
+            if now - since < patience:
+                found[rank] = sign
+        return found
+
+    def _end_job(self, own: Sign, reason: str) -> None:
+        # Not through sys.stderr, whose lock the main thread may hold.
+        os.write(2, f"rank {self.rank}: {reason}; the Python stacks of this rank:\n".encode())
+        faulthandler.dump_traceback(2, all_threads=True)
+        if self._records:
+            self.record(f"LostRankError: {reason}")
+            os.write(2, f"LostRankError: {reason}\n".encode())
+        else:
+            time.sleep(1.0)  # the first exit makes others end the rest: the reason is to be recorded before
+        self.end(LostRankError.exit_code)
+
+
+_VERDICT = "deepy/watchdog/verdict"
+
+
+def _key(rank: int) -> str:
+    return f"deepy/watchdog/{rank}"
