@@ -6,42 +6,35 @@ The template runs in transformers' sandbox, which bounds neither. Both limits en
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 from megatron.errors import UserError
 
 SECONDS = 10.0  # for one chat, of the process's own time; real templates take less than a thousandth
 MEMORY = 2 << 30  # bytes on top of what the process has
-_LAST_RESORT = (
-    3  # times SECONDS: a single operation, 9 ** 9 ** 9, cannot be interrupted; then the system ends the process
-)
+_LAST_RESORT = 3  # times SECONDS: a single operation (9 ** 9 ** 9) is not interrupted; the system ends the process then
 
 
 class TooMuch(UserError):
     """The error for a template that reached a limit; not one of a single chat, so no chat is skipped for it."""
 
 
-@contextmanager
-def limits(template: str) -> Iterator[None]:
+def limits(template: str) -> AbstractContextManager[None]:
     """Bound what runs inside. `template`: its name in messages.
 
     Memory is bounded in the main thread only (the limit is the whole process's), and on Linux. Raises `TooMuch`.
     """
     main = threading.current_thread() is threading.main_thread()
-    timer = _signal_after if main else _interrupt_after
-    try:
-        with _bounded_memory() if main and sys.platform == "linux" else nullcontext(), timer(SECONDS, template):
-            yield
-    except MemoryError as error:
-        raise TooMuch(
-            f"{template} takes more than {MEMORY >> 30} GiB of memory for one chat; use another one"
-        ) from error
+    return _bound_main_thread(template) if main else _bound_thread(template)
 
 
 def _too_slow(template: str) -> TooMuch:
@@ -49,34 +42,64 @@ def _too_slow(template: str) -> TooMuch:
 
 
 @contextmanager
-def _signal_after(seconds: float, template: str) -> Iterator[None]:
-    """Raise in the main thread. Timers of processor time: others use that of the clock."""
+def _bound_main_thread(template: str) -> Iterator[None]:
+    """One generator with all steps, because its cost counts for every chat. Its timers are of processor time."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise _too_slow(template)
 
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_PROF, _LAST_RESORT * seconds)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)  # again, should the first be lost in a callback
+    before, memory = signal.signal(signal.SIGVTALRM, stop), _bound_memory()
+    signal.setitimer(signal.ITIMER_PROF, _LAST_RESORT * SECONDS)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS, 1.0)  # again, should the first be lost in a callback
     try:
         yield
+    except MemoryError as error:
+        raise TooMuch(
+            f"{template} takes more than {MEMORY >> 30} GiB of memory for one chat; use another one"
+        ) from error
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGVTALRM, before)
+        if memory is not None:
+            resource.setrlimit(resource.RLIMIT_AS, memory)
+
+
+def _bound_memory() -> tuple[int, int] | None:
+    """Bound the process's address space. Returns the limits to restore; None when they were narrower already."""
+    if sys.platform != "linux":
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = _process_size(int(time.monotonic()), os.getpid()) + MEMORY
+    if soft != resource.RLIM_INFINITY and soft <= wanted:
+        return None
+    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+    return soft, hard
+
+
+@functools.lru_cache(maxsize=1)
+def _process_size(second: int, pid: int) -> int:
+    """Bytes of this process's address space, asked once a second: it costs as much as half a rendering."""
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read(64).split()[0]) * resource.getpagesize()
+
+
+class _Stopped(Exception):
+    """What is thrown into another thread: only a class can be."""
 
 
 @contextmanager
-def _interrupt_after(seconds: float, template: str) -> Iterator[None]:
-    """The same for another thread, which no signal reaches."""
-    thread, lock, done = threading.get_ident(), threading.Lock(), False
+def _bound_thread(template: str) -> Iterator[None]:
+    """The time limit for a thread that no signal reaches."""
+    thread, lock, done = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
+    interrupt = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
     def stop() -> None:
         with lock:
             if not done:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Stopped))
+                interrupt(thread, ctypes.py_object(_Stopped))
 
-    timer = threading.Timer(seconds, stop)
+    timer = threading.Timer(SECONDS, stop)
     timer.daemon = True
     timer.start()
     try:
@@ -87,23 +110,4 @@ def _interrupt_after(seconds: float, template: str) -> Iterator[None]:
         with lock:
             done = True
         timer.cancel()
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)  # what has not arrived yet
-
-
-class _Stopped(Exception):
-    """What is thrown into another thread: only a class can be."""
-
-
-@contextmanager
-def _bounded_memory() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm", "rb", buffering=0) as file:
-        wanted = int(file.read(64).split()[0]) * resource.getpagesize() + MEMORY
-    if soft != resource.RLIM_INFINITY and soft <= wanted:
-        yield
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        interrupt(thread, None)  # what has not arrived yet
