@@ -83,5 +83,7 @@ class RunStatus(Callback):
 
     def _write(self, trainer: Trainer, state: str, reason: str | None = None, exit_code: int | None = None) -> None:
         self._last = time.monotonic()
+        if state == "running" and (self._file.read() or {}).get("state") == "failed":
+            return  # another rank has ended the job, because this one did not answer
         train_iters = trainer.args.training.train_iters
         self._file.write(state, trainer.step, train_iters, reason, exit_code, trainer.progress.stop_seconds)

@@ -10,8 +10,8 @@ import yaml
 
 from megatron.callbacks import RunContext, build_callbacks, run_status
 from megatron.callbacks.run_status import RunStatus
-from megatron.cluster.status import run_folder
-from megatron.errors import NumericsError
+from megatron.cluster.status import StatusFile, run_folder
+from megatron.errors import LostRankError, NumericsError
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from tests.callbacks.fakes import Log, args_of, batches, trainer_of
@@ -73,6 +73,24 @@ def test_a_run_that_fails_says_why(tmp_path, fails_at, error, code):
     end = status(tmp_path)
     assert (end["state"], end["step"], end["exit_code"]) == ("failed", 2, code)
     assert end["reason"] == "NumericsError: the loss is bad"
+
+
+def test_a_rank_that_was_given_up_does_not_replace_the_reason(tmp_path, monkeypatch):
+    """Rank 0 is stopped; another rank ends the job and says why; rank 0 wakes, steps on, and loses its connection."""
+    monkeypatch.setattr(run_status, "HEARTBEAT_SECONDS", 0.0)
+
+    class GivenUp(Log):
+        def after_step(self, trainer, out):
+            file = StatusFile(tmp_path)
+            if trainer.step == 2:
+                file.update(file.read(), state="failed", exit_code=5, reason="rank 0 of 2 does not answer")
+            if trainer.step == 4:
+                raise LostRankError("another rank is gone")
+
+    with pytest.raises(LostRankError):
+        trainer_of([RunStatus(tmp_path), GivenUp()]).run()
+    end = status(tmp_path)
+    assert (end["state"], end["exit_code"], end["reason"]) == ("failed", 5, "rank 0 of 2 does not answer")
 
 
 def test_resolved_yml_loads_as_the_same_configuration(tmp_path):
