@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -77,5 +78,6 @@ class ExitAtStop:
         while byte := os.read(self._reading, 1):
             if byte[0] in STOP_SIGNALS and signal.getsignal(byte[0]) is self._handler:
                 time.sleep(self._grace)
-                os.write(2, f"{_text(byte[0])}\n".encode())
+                with contextlib.suppress(OSError):  # a killed launcher no longer reads
+                    os.write(2, f"{_text(byte[0])}\n".encode())
                 os._exit(StopRequested.exit_code)

@@ -86,3 +86,14 @@ def test_a_process_prints_its_stacks_and_continues(tmp_path: Path) -> None:
     process.terminate()
     _, err = process.communicate(timeout=10)
     assert process.returncode == 3 and 'work.py", line' in err and "in main" in err
+
+
+def test_a_killed_launcher_that_read_the_output_keeps_no_rank_alive(tmp_path: Path) -> None:
+    process = start(tmp_path, "rendezvous")
+    assert process.stderr is not None
+    process.stderr.close()
+    process.terminate()
+    try:
+        assert process.wait(timeout=10) == 3
+    finally:
+        process.kill()
