@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -144,9 +145,9 @@ class ChatEncoder:
         self.outputs = _outputs(options, token_dtype(tokenizer.vocab_size), extra)
 
     def _turn_ends(self) -> list[int]:
-        """The token that these chats teach to end a turn with, as seen in one question and answer; [] for none.
+        """The tokens that these chats teach to end a turn with: those trained after the text of a single answer.
 
-        There is none where turns are left open, end with plain text, or are not trained.
+        There are none where turns are left open, end with plain text, or are not trained.
         """
         if self.options.leave_open or self.options.for_rm:
             return []
@@ -158,7 +159,7 @@ class ChatEncoder:
         (encoding,) = self._backend.encode_batch([rendered.text], add_special_tokens=False)
         _, labels = self._label(rendered, encoding, LabelRules(self.rules.eos))
         special = {*self._backend.get_added_tokens_decoder(), self.rules.eos}
-        return [int(i) for i in labels[labels >= 0][-1:] if i in special]
+        return sorted(set(takewhile(special.__contains__, map(int, labels[labels >= 0][::-1]))))
 
     def encode(self, chunk: Chunk) -> Encoded:
         """Render, tokenise and label the records of a chunk; those without a message are counted and left out."""

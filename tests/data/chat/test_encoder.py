@@ -45,6 +45,25 @@ def test_the_decoded_trained_text_is_the_answers(folder: Path) -> None:
         assert texts(built, {"messages": THREE}) == [[message["content"] + end for message in THREE[1::2]]]
 
 
+def test_the_tokens_that_end_a_trained_turn_are_recorded(folder: Path) -> None:
+    written = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|im_end|>{% endfor %}"
+    chatml = ("chatml", "chatml of a base model", "tagged", "stripping", "reasoning", "tools")
+    ends = dict.fromkeys(chatml, "<|im_end|>")
+    ends |= {"headers": "<|eot|>", "instruct": "<|endoftext|>", "channels": "<|return|>"}
+    ends |= dict.fromkeys(("zephyr", "bare", "inst"), "</s>")
+    for name, expected in ends.items():
+        built = made(folder, name)
+        ids = [built.tokenizer.backend.token_to_id(expected)]
+        assert [output.extra["turn_ends"] for output in built.outputs] == [ids, ids], name
+    # The template's own end, and the eos after it, where both are trained.
+    built = made(folder, "instruct")
+    both = ChatEncoder(built.tokenizer, ChatTemplate(written, {}), ChatOptions(), built.rules.eos)
+    ids = sorted(built.tokenizer.backend.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>"))
+    assert both.outputs[0].extra["turn_ends"] == ids
+    for option in ("leave_open", "for_rm"):
+        assert made(folder, "chatml", **{option: True}).outputs[0].extra["turn_ends"] == []
+
+
 def test_a_prompt_and_its_answer(folder: Path) -> None:
     """Known fault 13: exactly the tokens of the answer and the eos that ends it."""
     built = made(folder, "instruct", prompt_key="q", completion_key="a", keys=())
