@@ -27,7 +27,7 @@ def config_file(text: str, folder: Path | None = None) -> Iterator[Path]:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     _remove_left_over(Path(tempfile.gettempdir() if folder is None else folder))
-    prefix = f"{_PREFIX}{os.getpid()}-{socket.gethostname()}."
+    prefix = f"{_PREFIX}{os.getpid()}-{_here()}."
     handle, name = tempfile.mkstemp(prefix=prefix, suffix=".json", dir=folder)  # mode 0600
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -38,11 +38,19 @@ def config_file(text: str, folder: Path | None = None) -> Iterator[Path]:
             os.unlink(name)
 
 
+def _here() -> str:
+    """Where process ids mean the same: containers may share the host's name and its temporary folder."""
+    try:
+        return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
 def _remove_left_over(folder: Path) -> None:
     """Remove this user's files of launchers of this machine that no longer run."""
     for path in folder.glob(f"{_PREFIX}*.json"):
         owner, _, rest = path.name.removeprefix(_PREFIX).partition("-")
-        if owner.isdigit() and rest.rsplit(".", 2)[0] == socket.gethostname() and not psutil.pid_exists(int(owner)):
+        if owner.isdigit() and rest.rsplit(".", 2)[0] == _here() and not psutil.pid_exists(int(owner)):
             with contextlib.suppress(OSError):
                 if path.stat().st_uid == os.getuid():
                     path.unlink()

@@ -41,9 +41,12 @@ def test_a_killed_launcher_s_file_is_removed_by_the_next_one(tmp_path: Path) -> 
     killed.wait()
     elsewhere = tmp_path / left.name.replace(f"-{socket.gethostname()}.", f"-{socket.gethostname()}-2.")
     elsewhere.write_text("{}")
-    assert left.exists() and kept.exists() and elsewhere != left
+    here = os.stat("/proc/self/ns/pid").st_ino
+    container = tmp_path / left.name.replace(f".{here}.", f".{here + 1}.")
+    container.write_text("{}")
+    assert container != left and left.exists() and kept.exists() and elsewhere != left
     with config_file("text", tmp_path) as mine:
-        assert sorted(tmp_path.iterdir()) == sorted([kept, elsewhere, mine]) and mine.read_text() == "text"
+        assert sorted(tmp_path.iterdir()) == sorted([kept, elsewhere, container, mine]) and mine.read_text() == "text"
         assert stat.S_IMODE(os.stat(mine).st_mode) == 0o600
     running.communicate("")
-    assert list(tmp_path.iterdir()) == [elsewhere]
+    assert sorted(tmp_path.iterdir()) == sorted([elsewhere, container])
