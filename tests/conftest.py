@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 # Before anything imports torch: many small processes on few cores are fastest with one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,6 +15,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.warm_python import WarmPython
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -37,6 +41,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
+    """Commands as a user types them, each in a new process, which costs no seconds of imports."""
+    from tests.warm_python import WarmPython
+
+    with WarmPython(tmp_path_factory.mktemp("bin")) as warm:
+        yield warm
 
 
 @pytest.fixture(autouse=True)

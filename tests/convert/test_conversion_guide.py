@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import re
-import runpy
-import shlex
 import shutil
-import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from megatron.convert.families import FAMILIES
-from megatron.convert.hf import folder as hf_folder
 from tests.convert.families.cases import OLMO
 from tests.convert.helpers import LLAMA, NEOX, hugging_face, resolved
 from tests.convert.raw.raw_files import raw_tensors, write_raw
 from tests.convert.test_tools import vocabulary  # noqa: F401 (a fixture)
-from tests.tools.command import ROOT
+from tests.documented import ROOT, commands
 
 pytestmark = pytest.mark.cpu
 
 GUIDE = (ROOT / "documentation" / "conversion.md").read_text(encoding="utf-8")
 EVEN = 68  # tokens that two files of LLaMA's divide
 GQA = {**LLAMA, "num_kv_heads": 2, "intermediate_size": 88}
-
-
-def commands() -> list[list[str]]:
-    blocks = re.findall(r"```bash\n(.*?)```", GUIDE, flags=re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line]
-    assert len(lines) > 15 and all(line.startswith("python ") for line in lines)
-    return [shlex.split(line)[1:] for line in lines]
 
 
 def published(folder, keys, architecture, tokenizer):
@@ -44,32 +33,32 @@ def published(folder, keys, architecture, tokenizer):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch, vocabulary):  # noqa: F811
-    """The models that the guide names, tiny, in the place of downloads (these have a test of their own)."""
+    """The models that the guide names, tiny, as folders of these names instead of downloads (tested elsewhere)."""
     pythia = {**NEOX, "gpt_j_residual": True}
     places = {
-        "EleutherAI/pythia-70m": ("pythia", pythia, "neox"),
-        "meta-llama/Llama-2-7b-hf": ("llama-hf", GQA, "llama"),
-        "allenai/OLMo-2-1124-7B": ("olmo-2", OLMO, "olmo2"),
+        "EleutherAI/pythia-70m": (pythia, "neox"),
+        "meta-llama/Llama-2-7b-hf": (GQA, "llama"),
+        "allenai/OLMo-2-1124-7B": (OLMO, "olmo2"),
     }
-    for name, keys, architecture in places.values():
-        published(tmp_path / "hub" / name, keys, architecture, vocabulary)
-    monkeypatch.setattr(hf_folder, "_download", lambda model, *_: tmp_path / "hub" / places[model][0])
+    for name, (keys, architecture) in places.items():
+        published(tmp_path / name, keys, architecture, vocabulary)
     monkeypatch.setattr("tests.convert.helpers.VOCAB", EVEN)
     theirs = published(tmp_path / "raw-hf", GQA, "llama", vocabulary)
     params = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5, "rope_theta": 500.0}
     write_raw(tmp_path / "LLaMA" / "7B", raw_tensors(theirs, 4, 2), {**params, "vocab_size": -1, "multiple_of": 8}, 2)
 
 
-def test_every_command_works(tmp_path, hub, monkeypatch, capsys):
+def test_every_command_works(tmp_path, hub, monkeypatch, warm_python):
     monkeypatch.chdir(tmp_path)
-    for name, *arguments in commands():
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
-        with pytest.raises(SystemExit) as end:
-            runpy.run_path(str(ROOT / name), run_name="__main__")
-        out, error = capsys.readouterr()
-        assert end.value.code == 0, f"{name} {arguments}: {error}"
-        assert out and "Traceback" not in error, name
-    for one, other in (("hub/pythia", "hf"), ("hub/olmo-2", "olmo-hf")):
+    for name in ("tools", "huggingface"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    given = commands("documentation/conversion.md", ("bash",))
+    assert len(given) > 15 and all(command.startswith("python ") for command in given)
+    for command in given:
+        done = warm_python.run(command, tmp_path)
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        assert done.stdout and "Traceback" not in done.stderr, command
+    for one, other in (("EleutherAI/pythia-70m", "hf"), ("allenai/OLMo-2-1124-7B", "olmo-hf")):
         theirs, again = (load_file(f"{folder}/model.safetensors") for folder in (one, other))
         assert theirs.keys() == again.keys() and all(torch.equal(again[n], tensor) for n, tensor in theirs.items())
     first, again = (

@@ -33,7 +33,7 @@ def main() -> None:
     lifeline = int(sys.argv[2])
     folder = os.path.dirname(listener.getsockname())
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a rank leaves behind becomes our child, and is swept away after the call
-    _preload()
+    preload()
     while True:
         ready, _, _ = select.select([listener, lifeline], [], [])
         if lifeline in ready:
@@ -51,7 +51,7 @@ def main() -> None:
             os.execv(sys.executable, [sys.executable, "-m", "tests.distributed.server", *sys.argv[1:]])  # start afresh
 
 
-def _preload() -> None:
+def preload() -> None:
     """Import what ranks need. Dynamo and inductor are what deepspeed.initialize() would import lazily, for 7-30 s."""
     warnings.filterwarnings("ignore")
     import torch

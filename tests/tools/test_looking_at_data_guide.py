@@ -26,7 +26,7 @@ def test_every_command_works(tmp_path: Path) -> None:
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "python").symlink_to(sys.executable)
-    _make_stdlib(tmp_path / "data" / "stdlib")
+    make_stdlib(tmp_path / "data" / "stdlib")
     blocks = re.findall(r"```bash\n(.*?)```", GUIDE, flags=re.DOTALL)
     assert len(blocks) == 8 and blocks[0] == FIRST
     script = "set -e -o pipefail\n" + "".join(blocks).removeprefix(FIRST)
@@ -46,7 +46,7 @@ def test_every_command_works(tmp_path: Path) -> None:
     assert all((tmp_path / f"{name}.html").stat().st_size > 5000 for name in ("samples", "chats"))
 
 
-def _make_stdlib(folder: Path) -> None:
+def make_stdlib(folder: Path) -> None:
     """400 short documents and a tokenizer, where prepare_data.py puts the real ones."""
     texts = [f"document {i}\n" + " ".join(f"word {i * j}" for j in range(1, 40)) for i in range(400)]
     train_bpe(texts, 300, folder / "tokenizer.json")
