@@ -21,7 +21,7 @@ from tests.documented import DOCUMENTS, ROOT, commands
 from tests.tools.test_looking_at_data_guide import make_stdlib
 from tests.warm_python import WarmPython
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.slow, pytest.mark.timeout(500)]
 
 # Their blocks in `bash` are run by tests that also compare what is printed.
 ELSEWHERE = {

@@ -48,6 +48,8 @@ def hub(tmp_path, monkeypatch, vocabulary):  # noqa: F811
     write_raw(tmp_path / "LLaMA" / "7B", raw_tensors(theirs, 4, 2), {**params, "vocab_size": -1, "multiple_of": 8}, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_every_command_works(tmp_path, hub, monkeypatch, warm_python):
     monkeypatch.chdir(tmp_path)
     for name in ("tools", "huggingface"):
