@@ -53,7 +53,7 @@ def evaluation_notes(plan: DataPlan, eval_iters: int) -> list[str]:
                 enough = max(1, math.ceil(eval_iters / passes))
                 notes.append(
                     f"{role}: each evaluation reads {row.prefix} {passes:.1f} times (eval_iters {eval_iters} x batch "
-                    f"{plan.batch}, {row.documents:,} documents); eval_iters={enough} reads it once"
+                    f"{plan.batch}, {row.documents:,} documents); eval_iters={enough} is enough"
                 )
     return notes
 
