@@ -11,13 +11,12 @@ An id is a number, a list of numbers (models with several ends) or null, as in t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron.errors import UserError
+from megatron.files import read_json
 from megatron.tokenizer.base import Tokenizer
 
 BOS, EOS, PAD = "bos_token_id", "eos_token_id", "pad_token_id"
@@ -90,18 +89,7 @@ def ids_in(fields: Mapping[str, Any] | None, where: str = GENERATION) -> dict[st
 def read_generation(tokenizer: Tokenizer) -> dict[str, Any] | None:
     """The generation_config.json next to the tokenizer's files, None without one. Raises `UserError`."""
     path = tokenizer.files().get(GENERATION)
-    return None if path is None else read_object(path)
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `UserError` naming it when there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    return content
+    return None if path is None else read_json(path)
 
 
 def inherit(given: Mapping[str, Any] | None, saved: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from megatron.convert.parts.tensors import Stored
 from megatron.errors import UserError
 from megatron.files import read_json, refuse_lfs_pointer
 from megatron.tokenizer.hub import require_hub
-from megatron.tokenizer.model_tokens import GENERATION, ids_in, read_object
+from megatron.tokenizer.model_tokens import GENERATION, ids_in
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -61,7 +61,7 @@ class HuggingFaceFolder:
         generation = self.path / GENERATION
         found = {"config": ids_in(self.config, str(self.path / "config.json"))}
         if generation.is_file():
-            found["generation"] = ids_in(read_object(generation), str(generation))
+            found["generation"] = ids_in(read_json(generation), str(generation))
         return found
 
     def copy_tokenizer(self, target: Path) -> None:

@@ -163,7 +163,7 @@ def match_sources(
 def check_sources(saved: SavedRole, now: Sequence[SavedSource], progress: Progress) -> list[int | None]:
     """`match_sources`. Raises `UserError` when a source that was drawn from is missing or changed."""
     places = match_sources(saved.sources, now, replaced=True)
-    faults = []
+    faults: list[str] = []
     for d, (old, place) in enumerate(zip(saved.sources, places, strict=True)):
         if not any(phase.weights[d] > 0 for phase in saved.phases if phase.step < progress.steps):
             continue  # it was not read
