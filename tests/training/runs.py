@@ -22,7 +22,7 @@ from megatron.errors import DeepyError
 from megatron.mpu.random import seed_everything
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import NeoXArgs, plugin_key
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.run import train as run_module
 from megatron.tokenizer import build_tokenizer
@@ -128,6 +128,7 @@ class Recorder(Callback):
 def process_of(rank: int, keys: dict[str, Any], layout: Layout) -> Process:
     """What `start_process` makes, in a rank that has joined already."""
     log.configure(rank)
+    plugin_key.import_plugins(keys.get(plugin_key.KEY), lambda name: "test")  # the launcher's config names them
     args = NeoXArgs.from_saved({**KEYS, **keys, **layout.keys()})
     tokenizer = build_tokenizer(args.tokenizer)
     args = derive(args, Facts(vocab_size=tokenizer.vocab_size, num_devices=layout.world))
