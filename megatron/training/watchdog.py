@@ -116,7 +116,7 @@ class Watchdog:
         self._judges = rank % max(1, world_size // 16) == 0 or rank == 1
         self._records = self._store_lost = False
         self._asking: threading.Thread | None = None
-        self._store = None if world_size == 1 or store is None else store.clone()
+        self._store = None if world_size == 1 or store is None else store.clone()  # type: ignore[attr-defined]
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
