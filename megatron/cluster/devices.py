@@ -82,6 +82,8 @@ def reserve_port(port: int | None) -> Iterator[int]:
         try:
             holder.bind(("127.0.0.1", port or 0))
         except OSError as error:
+            if port is None:
+                raise
             raise UserError(
                 f"master_port={port} cannot be used ({error.strerror}): leave it unset to get a free one"
             ) from None

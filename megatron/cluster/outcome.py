@@ -45,7 +45,7 @@ def record_end(run_folder: Path, since: float, end: JobEnd) -> None:
         return
     if own is not None and own.get("exit_code") == end.code and not end.known_best:
         if end.code == LostRankError.exit_code:
-            logger.error(f"{own.get('reason')}")  # last, since it names the rank
+            logger.error(str(own.get("reason") or "a rank was lost"))  # last, since it names the rank
         return  # the run has said why itself
     state = "ended" if end.code == StopRequested.exit_code else "failed"
     file.update(status, state=state, exit_code=end.code, reason=end.reason)

@@ -51,7 +51,7 @@ def add_safety(flags: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_plugins(flags: argparse.ArgumentParser) -> None:
-    """`--plugins`: the only way, beside a config file, to have code run that a model needs."""
+    """`--plugins`: the only way, besides a config file, to have code run that a model needs."""
     flags.add_argument(
         "--plugins",
         nargs="+",

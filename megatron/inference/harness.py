@@ -148,8 +148,8 @@ class HarnessModel(TemplateLM):
         return self.info
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text that goes on, so without the tokenizer's end; without its start if asked for, or if the text
-        itself begins with that."""
+        """Ids of a text that is continued, so without the tokenizer's end; without its start if asked for, or if the
+        text itself begins with that."""
         ids = self.text.tokenize(string)
         ids = ids[: len(ids) - len(self._end)]
         if not self._start:

@@ -105,9 +105,8 @@ class ParallelState:
             for ranks in (finer if name.startswith("expert") else topology).groups(*axes):
                 if len(ranks) == 1:
                     continue
-                made = dist.new_group(
-                    ranks, timeout
-                )  # every rank must take part in making every group, in the same order
+                # Every rank must take part in making every group, in the same order.
+                made = dist.new_group(ranks, timeout)
                 if rank in ranks:
                     groups[name] = made
         return cls(topology, rank, torch.device(device), sequence_parallel, groups, ep_size)

@@ -34,7 +34,8 @@ def coerce(value: Any, info: KeyInfo) -> Any:
 def check_path(path: str | None) -> None:
     """Raise `WrongValue` for a text that no file can have as its name: to look for it would raise an `OSError`."""
     name = (path or "").encode(errors="replace")
-    if long := max(map(len, name.split(b"/"))) > 255 or len(name) > 4095 or b"\0" in name:
+    long = max(map(len, name.split(b"/"))) > 255
+    if long or len(name) > 4095 or b"\0" in name:
         raise WrongValue(f"no file can have the name {describe(path)}" + " (255 bytes per part)" * long)
 
 

@@ -181,7 +181,7 @@ def _unknown(name: str) -> str:
 
 def _check(entries: dict[str, Entry], conf_dir: str | None, notes: list[str]) -> FlatValues:
     """The values in their types; plugins are imported first, because other keys may hold names that they register.
-    What is to be said at the start is added to `notes`."""
+    Adds to `notes` what is to be logged at the start."""
     _replace_mixture(entries, conf_dir, mixture_files.resolve)
     flat = FlatValues({}, {}, ())
     silent: list[str] = []

@@ -152,7 +152,7 @@ def _compose(text: str) -> Iterator[tuple[yaml.Node | None, Any]]:
 
 def _measure(node: yaml.Node, seen: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
     """(values in a node once its aliases are expanded, their depth). `seen` holds the same of the nodes looked at, by
-    id, so that each is looked at once; None: `node` lies inside of it. Raises `yaml.YAMLError` for what is too much."""
+    id, so that each is looked at once; None: `node` is inside it. Raises `yaml.YAMLError` for what is too much."""
     if id(node) not in seen:
         seen[id(node)] = None
         parts = node.value if isinstance(node, yaml.SequenceNode) else []

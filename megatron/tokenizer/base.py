@@ -166,9 +166,9 @@ class Tokenizer(ABC):
 def single(ids: Sequence[int] | np.ndarray, start: Sequence[int], end: Sequence[int]) -> slice:
     """Where the ids of a text have `start` and `end` once, when the text has one of them and the tokenizer added it."""
     head, tail, size = len(start), len(end), len(ids)
-    first = head if head and list(ids[: 2 * head]) == [*start, *start] else 0
-    last = size - tail if tail and list(ids[max(size - 2 * tail, 0) :]) == [*end, *end] else size
-    return slice(first, last)
+    first = head if head and size >= 2 * head + tail and list(ids[: 2 * head]) == [*start, *start] else 0
+    ends_twice = tail and size - first >= 2 * tail + head and list(ids[size - 2 * tail :]) == [*end, *end]
+    return slice(first, size - tail if ends_twice else size)
 
 
 Factory = Callable[[str | None, str | None], Tokenizer]

@@ -1,6 +1,6 @@
 """Which tokens start, end and pad the texts of a model. Four facts that are often four different tokens:
 
-* the end of a document, `Tokenizer.eod`: what stands between the documents of training data;
+* the end of a document, `Tokenizer.eod`: what separates the documents of training data;
 * the model's own ids, in the config.json and generation_config.json of a published model: the key `model_tokens` keeps
   them as they are, from the import over every checkpoint to the export;
 * the ends of turns of the chats that a run trained on: `model_tokens.trained_ends`;
@@ -48,11 +48,11 @@ class ModelTokens:
         known = dict(stored or {})
         end = tokenizer.declared_id("eos_token") if tokenizer is not None else None
         more = _list_of([end, tokenizer.eod]) if tokenizer is not None else []
-        beside = ids_in(read_generation(tokenizer)) if tokenizer is not None else None
+        from_files = ids_in(read_generation(tokenizer)) if tokenizer is not None else None
         config = known.get("config")
         if config is None:
-            config = {**_guess(tokenizer, more), **(beside or {})}
-        generation = known.get("generation", beside)
+            config = {**_guess(tokenizer, more), **(from_files or {})}
+        generation = known.get("generation", from_files)
         if generation is None:  # as transformers makes one of a config.json
             generation = {name: value for name, value in config.items() if value is not None}
         config, generation = dict(config), dict(generation)

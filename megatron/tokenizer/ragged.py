@@ -53,8 +53,8 @@ class Ragged:
         ends = np.cumsum(self.lengths)
         begins, drop = ends - self.lengths, np.zeros(len(self.ids), bool)
         lengths = self.lengths.copy()
-        for own, first in ((head, begins), (tail, ends - 2 * len(tail))):
-            rows = np.flatnonzero(self.lengths >= 2 * len(own)) if own else np.empty(0, np.int64)
+        for own, other, first in ((head, tail, begins), (tail, head, ends - 2 * len(tail))):
+            rows = np.flatnonzero(lengths >= 2 * len(own) + len(other)) if own else np.empty(0, np.int64)
             for i, token in enumerate((*own, *own)):
                 rows = rows[self.ids[first[rows] + i] == token]
             lengths[rows] -= len(own)

@@ -45,14 +45,13 @@ class Trainer:
         batches: Callable[[int], Iterator[StepBatch]],
         callbacks: Sequence[Callback],
         learning_rate: Callable[[int], float],
-        progress: Progress | None = None,
     ) -> None:
         self.args = args
         self.engine = engine
         self.batches = batches
         self.callbacks = list(callbacks)
         self.learning_rate = learning_rate
-        self.progress = progress or Progress()
+        self.progress = Progress()
         self.step = 0
         self.consumed = 0
         self.lr = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
 
@@ -18,7 +19,9 @@ from megatron.data.tokens.merge import merge_groups
 from megatron.data.tokens.merge_inputs import Group
 from megatron.errors import UserError
 from megatron.tokenizer import create_tokenizer
+from megatron.tokenizer.base import single
 from megatron.tokenizer.hugging_face import LibraryTokenizer
+from megatron.tokenizer.ragged import Ragged
 from tests.tokenizer.vocabularies import byte_level, write_json
 
 pytestmark = pytest.mark.cpu
@@ -55,6 +58,16 @@ def once(made: LibraryTokenizer, text: str, start: bool, end: bool) -> list[int]
     ids = made.backend.encode(text, add_special_tokens=False).ids
     head = [0] if start and ids[:1] != [0] else []
     return [*head, *ids, *([1] if end and ids[-1:] != [1] else [])]
+
+
+def test_a_token_that_is_both_start_and_end_is_counted_once_for_each() -> None:
+    """[9, 9] is the start and the end of an empty text; each further one next to them is the text's own."""
+    rows = [[9, 9], [9, 5, 9], [9, 9, 9], [9, 9, 5, 9], [9, 5, 9, 9], [9, 9, 5, 9, 9], [9, 9, 9, 9]]
+    expected = [[9, 9], [9, 5, 9], [9, 9], [9, 5, 9], [9, 5, 9], [9, 5, 9], [9, 9]]
+    assert [row[single(row, (9,), (9,))] for row in rows] == expected
+    together = Ragged(np.concatenate(rows), np.array([len(row) for row in rows])).single((9,), (9,))
+    assert together.ids.tolist() == [i for row in expected for i in row]
+    assert together.lengths.tolist() == [len(row) for row in expected]
 
 
 @pytest.mark.parametrize("form", FORMS)
