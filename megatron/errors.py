@@ -5,11 +5,12 @@
 | 0    | -               | done                                                                      |
 | 1    | any other error | a bug: the traceback is shown                                             |
 | 2    | `UserError`     | the input is wrong: one message naming file, line or key and the fix      |
-| 3    | `StopRequested` | stopped on request with everything saved: start me again                  |
+| 3    | `StopRequested` | stopped on request, everything is saved or nothing trained: start again   |
 | 4    | `NumericsError` | the numbers went bad: do not restart blindly                              |
 | 5    | `LostRankError` | a rank hangs or is lost                                                   |
 | 6    | `MachineError`  | the disk is full or failed, a limit is reached: make room, start me again |
 | 130  | -               | ended at once, by a second Ctrl-C (a tool: by the first; 143: by SIGTERM)  |
+| 128+N| -               | a run without the callback `stop_on_signal`: ended at once by signal N    |
 | 141  | -               | a tool whose reader is gone (`| head`); runs continue                     |
 """
 
@@ -116,7 +117,9 @@ def run_cli(main: Callable[[], int | None], *, is_run: bool = False) -> None:
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered goes nowhere, without a word
+        if is_run:  # its output cannot raise that: a socket lost its peer (a tracker's, a plugin's)
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered goes nowhere, silently
         code = READER_GONE
     except Exception as error:
         shown = as_shown(error)

@@ -61,7 +61,17 @@ def test_a_run_outlives_its_terminal(tmp_path: Path) -> None:
     assert process.wait(timeout=60) == 3 and (tmp_path / "done").exists()
 
 
-def test_a_tool_ends_with_its_reader_and_without_a_word(tmp_path: Path) -> None:
+def test_a_run_that_loses_the_peer_of_a_socket_shows_where(tmp_path: Path) -> None:
+    lines = "import socket\none, other = socket.socketpair()\nother.close()\none.sendall(b'metrics')\n"
+    work = WORK.replace("    log.configure()\n", "".join(f"    {line}\n" for line in lines.splitlines()), 1)
+    (tmp_path / "work.py").write_text(work.replace("IS_RUN", "True").replace("CODE", "0"))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "work.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "in main" in done.stderr and "BrokenPipeError" in done.stderr.splitlines()[-1]
+
+
+def test_a_tool_ends_with_its_reader_and_silently(tmp_path: Path) -> None:
     codes, shown = shell(tmp_path, "2>/dev/null | head -1", is_run=False)
     assert codes == [141, 0] and shown == "line 0 of the result\n"
     codes, shown = shell(tmp_path, "2>&1 >/dev/null | head -1", is_run=False)  # its messages are not its result
