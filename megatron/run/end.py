@@ -24,8 +24,12 @@ class AnnouncedEnd(Callback):
     def __init__(self, lock: SaveLock) -> None:
         self.lock = lock
 
+    def before_step(self, trainer: Trainer) -> None:
+        if trainer.step + 1 == trainer.args.training.train_iters:
+            self.lock.announce_end()  # already here: the last checkpoint is written in callbacks that come before
+
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
-        if trainer.stop_reason is not None or trainer.step == trainer.args.training.train_iters:
+        if trainer.stop_reason is not None:
             self.lock.announce_end()
 
 
