@@ -14,6 +14,7 @@ from megatron.errors import LostRankError, StopRequested, UserError, exit_code_o
 from megatron.files import read_json, write_atomically
 from megatron.log import Once, get_logger
 from megatron.neox_arguments import NeoXArgs
+from megatron.training.progress import SLOW_SECONDS
 
 logger = get_logger(__name__)
 
@@ -29,12 +30,13 @@ def run_folder(args: NeoXArgs) -> Path | None:
 def stop_limits(values: Mapping[str, Any]) -> dict[str, Any]:
     """How long a `LocalJob` waits for ranks that were asked to stop: until the run shows no progress for a while.
 
-    `values`: those of the configuration, by key.
+    That is as long as a checkpoint may take (`status.json` does not change while one waits for others or the disk);
+    a hung step is ended by the ranks' own watchdog long before. `values`: those of the configuration, by key.
     """
     folder, seconds = values["save"] or values["log_dir"], values["watchdog_seconds"]
     limits: dict[str, Any] = {"sign_of_life": StatusFile(Path(folder)).path} if folder else {}
     # The ranks' own watchdog comes first, and a run shows its progress every few seconds only.
-    return {**limits, "patience": seconds + 10.0} if seconds > 0 else limits
+    return {**limits, "patience": max(seconds, SLOW_SECONDS) + 10.0} if seconds > 0 else limits
 
 
 class StatusFile:

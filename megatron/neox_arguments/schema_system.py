@@ -75,8 +75,8 @@ class LauncherConfig:
     watchdog_seconds: float = key(
         600.0,
         "Seconds without progress in a step after which a run ends with exit code 5, names the silent rank and prints"
-        " the Python stacks of all; also those without a sign of life after which ranks that were asked to stop are"
-        " killed. Three times the longest step of the run is waited for in any case. <= 0: never.",
+        " the Python stacks of all. Three times the longest step of the run is waited for in any case, and an hour for"
+        " what is not a step. <= 0: never.",
         new=True,
     )
     deepspeed_mpi: bool = key(False, "MPI's variables win over a RANK in the environment.")

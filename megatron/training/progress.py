@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 # The phases of a step, in their order.
 PHASES = ("reading data", "training", "callbacks")
+# Seconds for what is not a step: data, checkpoints, evaluations, callbacks, and the first two steps (compilation).
+SLOW_SECONDS = 3600.0
 
 
 class Progress:

@@ -1,9 +1,9 @@
 """Ends a job that makes no progress, and names the rank that is to blame.
 
 Each rank has a thread that publishes in the rendezvous store what the main thread is doing. When a rank's own main
-thread stands still for too long, the thread reads what the others do. While one of them may well be busy (a checkpoint,
-an evaluation, data), it waits; when all stand still, or do not even publish any more (SIGSTOP, a dead host, native code
-that holds the interpreter), every rank writes its Python stacks to its log and ends.
+thread makes no progress for too long, the thread reads what the others do. While one of them may well be busy (a
+checkpoint, an evaluation, data), it waits; when none makes progress, or some do not even publish any more (SIGSTOP, a
+dead host, native code that holds the interpreter), every rank writes its Python stacks to its log and ends.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.errors import LostRankError
-from megatron.training.progress import PHASES, Progress
+from megatron.training.progress import PHASES, SLOW_SECONDS, Progress
 
-# Seconds for what is not a step: data, checkpoints, evaluations, callbacks, and the first two steps (compilation).
-SLOW_SECONDS = 3600.0
 # Where a rank waits for others, by the file of its innermost Python frame.
 _COLLECTIVES = ("torch/distributed/", "deepspeed/comm/", "megatron/mpu/collectives")
 
@@ -43,7 +41,7 @@ class Sign:
     Attributes:
         beat: number of the publication.
         step, phase: where its main thread is.
-        still: seconds for which it has stood still there, as far as its process ran.
+        still: seconds for which it has made no progress there, as far as its process ran.
         limit: seconds for which it may.
         waits: it waits for other ranks.
     """
@@ -62,8 +60,8 @@ class Sign:
 
 
 def name_silent(signs: Mapping[int, Sign | None], world_size: int) -> str:
-    """Who is to blame for a job that stands still: ranks that do not answer, else those behind the others, else those
-    that do not wait for others while the others do. `signs`: of the ranks that answer; None for one that does not."""
+    """Who is to blame for a job that makes no progress: ranks that do not answer, else those behind the others, else
+    those that do not wait for others while the others do. `signs`: of the ranks; None for one that does not answer."""
     answering = {rank: sign for rank, sign in signs.items() if sign is not None}
     silent = [rank for rank in signs if rank not in answering]
     if silent:
@@ -76,7 +74,7 @@ def name_silent(signs: Mapping[int, Sign | None], world_size: int) -> str:
         return f"{_ranks(behind, world_size)} not continue {where}, the others are further"
     if 0 < len(busy) < world_size:
         return f"{_ranks(busy, world_size)} not continue {where}, the others wait for it"
-    return f"all {world_size} ranks stand still {where}" if world_size > 1 else f"the run stands still {where}"
+    return f"{f'all {world_size} ranks make' if world_size > 1 else 'the run makes'} no progress {where}"
 
 
 def _ranks(ranks: list[int], world_size: int) -> str:
@@ -89,11 +87,11 @@ class Watchdog:
 
     Args:
         progress: what the main thread is doing.
-        seconds: for which a step may stand still, at least; three times the longest of the run's earlier ones may too.
+        seconds: for which a step may make no progress, at least; or three times the longest of the run's earlier ones.
         rank, world_size: of the job.
         store: the job's rendezvous store (none is needed by a single rank).
         record: called on one rank with the reason for which the job ends.
-        slow_seconds: for which anything else may stand still.
+        slow_seconds: for which anything else may make no progress.
         end: ends this process with an exit code, at once.
     """
 

@@ -14,8 +14,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megatron.training.progress import Progress
-from megatron.training.watchdog import SLOW_SECONDS, Sign, Watchdog, collective_timeout, name_silent
+from megatron.training.progress import SLOW_SECONDS, Progress
+from megatron.training.watchdog import Sign, Watchdog, collective_timeout, name_silent
 
 pytestmark = pytest.mark.cpu
 
@@ -34,8 +34,8 @@ def sign(step: int, phase: str = STEP, waits: bool = True) -> Sign:
         ([sign(21), sign(21), sign(21), sign(21, DATA)], "rank 3 of 4 does not continue in step 21 (reading data)"),
         ([sign(21), sign(20, REST), sign(21, DATA), sign(21)], "rank 1 of 4 does not continue in step 20 (callbacks)"),
         ([sign(21), sign(21), sign(21, waits=False), sign(21)], "rank 2 of 4 does not continue in step 21 (training)"),
-        ([sign(21)] * 4, "all 4 ranks stand still in step 21 (training)"),
-        ([sign(7, DATA)], "the run stands still in step 7 (reading data)"),
+        ([sign(21)] * 4, "all 4 ranks make no progress in step 21 (training)"),
+        ([sign(7, DATA)], "the run makes no progress in step 7 (reading data)"),
     ],
 )
 def test_who_is_blamed(signs: list[Sign | None], blamed: str) -> None:
@@ -95,7 +95,7 @@ def test_a_hung_step_ends_every_rank_with_code_5_and_one_reason(store: dist.Stor
         time.sleep(1.5)
     assert [[code for code, _ in one.ended] for one in made] == [[5]] * 3 and 0.9 < took < 4
     (reason,) = [reason for one in made for reason in one.reasons]
-    assert "all 3 ranks stand still in step 4" in reason  # here no rank waits in a collective
+    assert "all 3 ranks make no progress in step 4" in reason  # here no rank waits in a collective
     stacks = capfd.readouterr().err
     assert all(f"rank {rank}: no progress" in stacks for rank in range(3)) and "in wait" in stacks
 
@@ -158,7 +158,7 @@ def test_the_first_two_steps_and_steps_that_were_always_long_are_waited_for() ->
         assert rank.ended == []
         rank.progress.enter(STEP, 5)
         assert 1.8 < wait([rank], 10) < 4  # three times 0.7 s
-    assert [code for code, _ in rank.ended] == [5] and "the run stands still in step 5" in rank.reasons[0]
+    assert [code for code, _ in rank.ended] == [5] and "the run makes no progress in step 5" in rank.reasons[0]
 
 
 def test_the_collectives_of_torch_wait_longer_than_the_watchdog() -> None:
