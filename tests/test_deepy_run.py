@@ -146,6 +146,16 @@ def test_ctrl_c_under_torchrun_saves(folder: Path) -> None:
     assert (folder / "run" / f"global_step{found['step']}").is_dir()
 
 
+def test_without_the_callback_a_signal_ends_the_run_without_a_checkpoint(folder: Path) -> None:
+    process = start(folder, "num_gpus=2", "train_iters=100000", "callbacks.stop_on_signal=false")
+    wait_for_step(folder / "run", 2, process)
+    process.send_signal(signal.SIGTERM)
+    rc, text = finish(process)
+    found = status(folder / "run")
+    assert (rc, found["state"], found["exit_code"]) == (143, "failed", 143) and "Traceback" not in text, text
+    assert "SIGTERM" in found["reason"] and not list((folder / "run").glob("global_step*"))
+
+
 def test_a_closed_terminal_saves(folder: Path) -> None:
     controller, terminal = pty.openpty()
     streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}

@@ -21,13 +21,27 @@ PLACES = {
     "rendezvous": "BLOCK",
     "setup": "starting.allow(30.0)\ntry:\n    while True: time.sleep(0.01)\nfinally: open('released', 'w').close()",
     "stuck": "starting.allow(0.5)\nBLOCK",
+    "training": "starting.allow(5.0)\nlose_at_stop()\nBLOCK",
+    "forks": """\
+codes, context = [], multiprocessing.get_context("fork")
+for grace in (0.0, 5.0):
+    if grace: starting.allow(grace)
+    with context.Pool(2) as pool:
+        assert pool.map(abs, [-1, 2]) == [1, 2]
+    child = context.Process(target=time.sleep, args=(60,), daemon=True)
+    child.start(); time.sleep(0.3); child.terminate(); child.join(5)
+    codes.append(child.exitcode)
+open('codes', 'w').write(str(codes))
+time.sleep(0.3)""",
+    "complete": "starting.allow(5.0)\ngive_back(handle_stop_signals(print), complete=True)\n"
+    "while not os.path.exists('end'): time.sleep(0.01)",
 }
 # A mutex locked twice: the main thread waits in C for ever, without the interpreter's lock.
 BLOCK = "mutex = ctypes.create_string_buffer(64)\nfor _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(mutex)"
 SCRIPT = """
-import ctypes, os, time
+import ctypes, multiprocessing, os, time
 from megatron.errors import run_cli
-from megatron.signals import ExitAtStop
+from megatron.signals import ExitAtStop, give_back, handle_stop_signals, lose_at_stop
 
 def main():
     starting = ExitAtStop()
@@ -58,7 +72,7 @@ def start(folder: Path, place: str, *prefix: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["import", "rendezvous", "setup", "stuck"])
 def test_a_process_that_is_starting_stops_at_once_with_code_3(tmp_path: Path, place: str) -> None:
     for number in SIGNALS if place == "import" else [signal.SIGTERM]:
         (tmp_path / "up").unlink(missing_ok=True)
@@ -97,3 +111,27 @@ def test_a_killed_launcher_that_read_the_output_keeps_no_rank_alive(tmp_path: Pa
         assert process.wait(timeout=10) == 3
     finally:
         process.kill()
+
+
+def test_a_run_that_saves_nothing_at_a_signal_does_not_say_that_it_did(tmp_path: Path) -> None:
+    process = start(tmp_path, "training")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGTERM and "SIGTERM" in err and "Traceback" not in err
+
+
+def test_a_complete_run_ends_as_such(tmp_path: Path) -> None:
+    process = start(tmp_path, "complete")
+    for number in SIGNALS:
+        process.send_signal(number)
+    time.sleep(0.3)
+    (tmp_path / "end").touch()
+    assert process.communicate(timeout=10)[1] == "" and process.returncode == 0
+
+
+def test_forked_processes_are_ended_alone(tmp_path: Path) -> None:
+    """As lm-evaluation-harness ends those that compute the errors of a perplexity."""
+    process = start(tmp_path, "forks")
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    assert (tmp_path / "codes").read_text() == f"{[-signal.SIGTERM] * 2}"

@@ -13,7 +13,7 @@ from megatron.callbacks.context import RunContext
 from megatron.cluster.devices import end_of_job
 from megatron.errors import StopRequested
 from megatron.log import get_logger
-from megatron.signals import STOP_SIGNALS, handle_stop_signals, name_signal
+from megatron.signals import STOP_SIGNALS, give_back, handle_stop_signals, name_signal
 from megatron.training.callback import Callback
 
 if TYPE_CHECKING:
@@ -84,12 +84,11 @@ class StopOnSignal(Callback):
             return
 
     def end(self, trainer: Trainer) -> None:
-        self._restore()
+        self._give_back(complete=True)
 
     def error(self, trainer: Trainer, error: BaseException) -> None:
-        self._restore()
+        self._give_back(complete=False)
 
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+    def _give_back(self, *, complete: bool) -> None:
+        give_back(self._previous, complete=complete)
         self._previous = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import re
 import select
@@ -58,7 +59,7 @@ class LocalJob:
     grace: float = 4.0
     launcher_fd: int | None = None
     """A pipe whose other end belongs to whoever started us remotely: when that closes, the ranks are asked to stop."""
-    patience: float = 600.0
+    patience: float = math.inf
     """Seconds without a sign of life after which ranks that were asked to stop are killed."""
     sign_of_life: Path | None = None
     """A file that the ranks replace every few seconds while they make progress (`status.json`)."""
@@ -372,7 +373,7 @@ def _conclude(run: _Run) -> JobEnd:
         return _conclude_stop(run, codes)
     culprit = min(run.failures, key=lambda rank: (_blame(_code(rank)), rank.ended))
     code = _code(culprit)
-    if code == LostRankError.exit_code and StopRequested.exit_code in codes:
+    if code == LostRankError.exit_code and (StopRequested.exit_code in codes or _ended_at_once(run)):
         return _conclude_stop(run, codes)  # one stopped before the signal reached the others, which lost it
     return JobEnd(exit_code(code), _report(run, culprit), known_best=code < 0)
 
@@ -385,9 +386,18 @@ def _conclude_stop(run: _Run, codes: list[int | None]) -> JobEnd:
         return JobEnd(0)
     if run.job.name is not None and StopRequested.exit_code not in codes:
         return JobEnd(128 + run.received[0])  # of another launcher, which says nothing about the ranks
+    if (number := _ended_at_once(run)) is not None:
+        lost = "what was trained since the last checkpoint is lost"
+        return JobEnd(128 + number, f"ended at once by {name_signal(number)}: {lost}")
     # A rank that the signal itself ended had no handler yet: it was starting, with nothing to save.
     name = f"by {name_signal(run.received[0])}" if run.received else "on request"
     return JobEnd(StopRequested.exit_code, f"stopped {name}")
+
+
+def _ended_at_once(run: _Run) -> int | None:
+    """The signal that we passed on with which a rank that saves nothing at a signal says that it ended."""
+    codes = {rank.code for rank in run.ranks}
+    return next((number for number in run.passed_on if 128 + number in codes), None)
 
 
 def _code(rank: _Rank) -> int:

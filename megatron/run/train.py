@@ -16,6 +16,7 @@ from megatron.run.batches import DataOrder, build_batches, named_sets, open_data
 from megatron.run.data import note_trained_ends, resolve_epochs, resume_order
 from megatron.run.end import report_stop, watched
 from megatron.run.start import TokenizerIdentity, begin, log_start, resume_config, save_lock, setup_status, share_start
+from megatron.signals import lose_at_stop
 from megatron.training.setup import Process, build_engine, build_model, build_schedule
 from megatron.training.trainer import Trainer
 
@@ -48,6 +49,7 @@ def train(process: Process) -> int:
         steps = batches.get("train", lambda consumed: iter(()))
         trainer = Trainer(args, engine, steps, callbacks, build_schedule(args))
         begin(trainer, start)
+        lose_at_stop()
         with watched(trainer, process.store):
             trainer.run()
     # srun and mpirun kill the ranks that are left as soon as one leaves with a code other than 0.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,8 +14,10 @@ from megatron.callbacks import stop_on_signal
 from megatron.callbacks.exit_interval import ExitInterval
 from megatron.callbacks.run_status import RunStatus
 from megatron.callbacks.stop_on_signal import StopOnSignal
+from megatron.checkpoint.lock import SaveLock
 from megatron.cluster.devices import end_of_job
-from megatron.signals import STOP_SIGNALS
+from megatron.run.end import AnnouncedEnd
+from megatron.signals import STOP_SIGNALS, raise_stop_requests
 from megatron.training.callback import Callback
 from tests.callbacks.fakes import Log, trainer_of
 
@@ -65,6 +68,27 @@ def test_every_stop_signal_does_it_and_is_given_back(number):
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_has_trained_does_not_stop_as_one_that_starts(fails):
+    class Fails(Callback):
+        def before_step(self, trainer):
+            if fails:
+                raise RuntimeError("broken")
+
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        raise_stop_requests()
+        start = signal.getsignal(signal.SIGTERM)
+        with contextlib.suppress(RuntimeError):
+            trainer_of([StopOnSignal(), Fails()]).run()
+        found = {signal.getsignal(number) for number in STOP_SIGNALS}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    # What the other handler does needs a process of its own: tests/test_signals.py.
+    assert start not in found and len(found) == 1 and (found == {signal.SIG_IGN}) is not fails
+
+
 def test_a_second_ctrl_c_ends_the_run_at_once_unless_it_is_the_same_one(tmp_path, monkeypatch):
     class Twice(Log):
         def before_step(self, trainer):
@@ -112,6 +136,25 @@ def test_a_run_that_begins_too_late_votes_after_its_first_measured_step():
     trainer = trainer_of([StopOnSignal(time.time() - 60), Saves()])
     trainer.run()
     assert (trainer.step, trainer.stop_code) == (3, 3)
+
+
+@pytest.mark.parametrize(("stop", "last"), [(None, 3), (2, 2)])
+def test_the_lock_says_that_the_run_ends_while_its_last_checkpoint_is_written(tmp_path, stop, last):
+    """So that the same command, started again in that time, waits for it longer than for a run that only trains."""
+    ending = {}
+
+    class WritesCheckpoints(Callback):  # in both places in which the real one does
+        def after_step(self, trainer, out):
+            ending[trainer.step] = json.loads((tmp_path / "lock.json").read_text()).get("ending", False)
+
+        def end(self, trainer):
+            if trainer.stop_reason is not None:
+                self.after_step(trainer, None)
+
+    stops = [ExitInterval(stop)] if stop else []
+    with SaveLock(tmp_path) as lock:
+        trainer_of([WritesCheckpoints(), *stops, AnnouncedEnd(lock)], train_iters=3).run()
+    assert ending == {step: step == last for step in range(1, last + 1)}
 
 
 def test_an_error_gives_the_signals_back():

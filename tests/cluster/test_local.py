@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import re
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cluster.local import exit_code, rank_environment
+from megatron.cluster.local import LocalJob, exit_code, rank_environment
+from megatron.cluster.status import stop_limits
 
 pytestmark = pytest.mark.cpu
 
@@ -173,6 +175,29 @@ def test_ranks_without_a_handler_have_nothing_to_save_yet_and_that_is_no_failure
     job.process.send_signal(signal.SIGTERM)
     rc, _, err = job.finish()
     assert rc == 3 and "failed" not in err
+
+
+def test_ranks_that_save_nothing_at_a_signal_did_not_stop_with_everything_saved(tmp_path: Path) -> None:
+    """One ends by the signal, with the code that shells show for it; the other then fails, as its peer is gone."""
+    (tmp_path / "up").mkdir()
+    code = f"""
+signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number) if rank else time.sleep(0.3) or sys.exit(5))
+open({str(tmp_path)!r} + f'/up/{{rank}}', 'w').close()
+time.sleep(60)
+"""
+    job = Job(tmp_path, code, ranks=2)
+    job.wait_for(tmp_path / "up", 2)
+    job.process.send_signal(signal.SIGTERM)
+    rc, _, err = job.finish()
+    assert rc == 143 and "failed" not in err
+
+
+@pytest.mark.parametrize(("seconds", "least"), [(4.0, 3600.0), (600.0, 3600.0), (7200.0, 7200.0), (0.0, math.inf)])
+def test_a_stop_waits_for_a_checkpoint_as_long_as_the_ranks_do(tmp_path: Path, seconds: float, least: float) -> None:
+    for folder in (None, str(tmp_path)):
+        limits = stop_limits({"save": folder, "log_dir": None, "watchdog_seconds": seconds})
+        job = LocalJob(["true"], [], **limits)
+        assert least <= job.patience and (job.patience <= least + 60) and (job.sign_of_life is None) is (folder is None)
 
 
 def test_a_second_interrupt_ends_the_job_at_once(tmp_path: Path) -> None:

@@ -39,6 +39,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.yml").write_text((ROOT / "configs" / "text_generation.yml").read_text())
     (folder / "prompts.txt").write_text("hello\nworld, how\nx\n")
     (folder / "choice.yml").write_text(TASK)
+    perplexity = TASK.replace("local_choice", "local_perplexity").replace("multiple_choice", "loglikelihood")
+    perplexity = perplexity.replace("doc_to_choice: choices\n", "").replace(
+        "doc_to_target: answer", "doc_to_target: ' a'"
+    )
+    perplexity = perplexity.replace("metric: acc, aggregation: mean, higher_is_better: true", "metric: perplexity")
+    (folder / "perplexity.yml").write_text(perplexity)
     documents = [{"question": f"number {i}", "choices": [" a", " bb"], "answer": i % 2} for i in range(5)]
     (folder / "choice.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
     return folder
@@ -90,7 +96,7 @@ def test_generate_under_deepy_and_torchrun(folder: Path):
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_eval_under_deepy(folder: Path):
-    given = ("-d", ".", "run.yml", "--eval_tasks", "choice.yml", "--eval_results_prefix", "small")
+    given = ("-d", ".", "run.yml", "--eval_tasks", "choice.yml", "perplexity.yml", "--eval_results_prefix", "small")
     done = start(folder, str(ROOT / "eval.py"), *given, "model_parallel_size=2", "num_gpus=4", "tensorboard_dir=tb")
     assert done.returncode == 0, done.stderr
     assert "local_choice" in done.stdout and "acc" in done.stdout
@@ -98,6 +104,7 @@ def test_eval_under_deepy(folder: Path):
     results = json.loads(path.read_text())
     assert results["n-samples"]["local_choice"]["effective"] == 5  # on two copies of the model: none counted twice
     assert results["results"]["local_choice"]["acc,none"] in [i / 5 for i in range(6)]
+    assert results["results"]["local_perplexity"]["perplexity_stderr,none"] > 0  # by forked processes
     assert list((folder / "tb").iterdir())
     assert results["config"]["checkpoint"].endswith("global_step1")
 
