@@ -63,7 +63,7 @@ class NeoXReader(CheckpointReader):
     """
 
     def __init__(self, checkpoint: Checkpoint, model: ModelConfig, vocab_size: int) -> None:
-        self.folder = checkpoint.path
+        self.checkpoint, self.folder = checkpoint, checkpoint.path
         self.heads = Heads.of(model)
         self._files: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._numbered: dict[str, dict[int, dict[str, Any]]] = {}  # of files that hold a whole model

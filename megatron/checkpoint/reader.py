@@ -32,7 +32,7 @@ class CheckpointReader:
     """
 
     def __init__(self, checkpoint: Checkpoint, *, checksums: bool = True) -> None:
-        self.folder, self.manifest = checkpoint.path, checkpoint.manifest
+        self.checkpoint, self.folder, self.manifest = checkpoint, checkpoint.path, checkpoint.manifest
         self._checksums = checksums
         if checkpoint.by_neox:
             raise UserError(f"{self.folder} was written by GPT-NeoX: reading its weights needs the run's config")

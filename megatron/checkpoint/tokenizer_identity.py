@@ -23,10 +23,17 @@ def client_state(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"callbacks": {NAME: tokenizer.fingerprint().to_dict()}}
 
 
-def check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer, allow: bool) -> None:
+def kept_identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The same for a copy of a checkpoint's weights: what that one recorded."""
+    saved = checkpoint.callbacks.get(NAME)
+    return {} if saved is None else {"callbacks": {NAME: saved}}
+
+
+def check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer, allow: bool = False, way_out: str = ALLOW) -> None:
     """`check_identity` for a checkpoint; GPT-NeoX's record nothing. `allow` (allow_config_changes): only a warning."""
+    saved, where, config = checkpoint.callbacks.get(NAME), str(checkpoint.path), checkpoint.manifest.config
     try:
-        check_identity(checkpoint.callbacks.get(NAME), tokenizer, str(checkpoint.path), checkpoint.manifest.config)
+        check_identity(saved, tokenizer, where, config, way_out)
     except UserError as error:
         if not allow:
             raise

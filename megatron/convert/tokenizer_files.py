@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.tokenizer_identity import NAME, check_identity
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.tokenizer.base import Tokenizer
@@ -27,18 +24,6 @@ def open_tokenizer(
         return create_tokenizer(tokenizer_type, vocab_file, merge_file)
     except UserError as error:
         raise UserError(f"{error} ({LEAVE_OUT[0].upper()}{LEAVE_OUT[1:]}.)") from error
-
-
-def check_tokenizer(reader: CheckpointReader, tokenizer: Tokenizer, way_out: str = LEAVE_OUT) -> None:
-    """Raise `UserError` when a checkpoint was trained with another tokenizer, as far as it records that."""
-    saved = reader.state()["client"].get("callbacks", {}).get(NAME)
-    check_identity(saved, tokenizer, str(reader.folder), reader.manifest.config, way_out)
-
-
-def kept_identity(reader: CheckpointReader) -> dict[str, Any]:
-    """The record of a checkpoint's tokenizer, for a copy of its weights."""
-    saved = reader.state()["client"].get("callbacks", {}).get(NAME)
-    return {} if saved is None else {"callbacks": {NAME: saved}}
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.tokenizer_identity import check_tokenizer
 from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.hf.streamed import folder_outputs, folder_tokens
 from megatron.convert.outputs import Difference, checkpoint_outputs, compare_outputs, random_tokens
@@ -16,7 +17,6 @@ from megatron.convert.pairs import Place, open_pair, reference_of
 from megatron.convert.parts.family import WORD_EMBEDDINGS
 from megatron.convert.ready_config import tokenizer_keys
 from megatron.convert.settings import Reference, open_source
-from megatron.convert.tokenizer_files import check_tokenizer
 from megatron.errors import UserError
 from megatron.log import progress
 from megatron.neox_arguments.schema_model import ModelConfig
@@ -99,7 +99,8 @@ def _compare_tokenizers(one: _Ours | _Theirs, other: _Ours | _Theirs) -> None:
         path = str(other.folder.path)
         keys = tokenizer_keys(other.folder.path, path)
         if keys:
-            check_tokenizer(one.reader, create_tokenizer(**keys), f"remove the tokenizer's files from {path}")
+            tokenizer = create_tokenizer(**keys)
+            check_tokenizer(one.reader.checkpoint, tokenizer, way_out=f"remove the tokenizer's files from {path}")
 
 
 def narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:

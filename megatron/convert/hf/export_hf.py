@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.tokenizer_identity import check_tokenizer
 from megatron.convert.drafts import check_free, draft_of, publish
 from megatron.convert.families import choose_family
 from megatron.convert.hf.check import compare
@@ -19,7 +20,7 @@ from megatron.convert.hf.safetensors_writer import Planned, write_safetensors
 from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds
 from megatron.convert.precision import dtype_of
 from megatron.convert.settings import Reference, Settings, open_source
-from megatron.convert.tokenizer_files import check_tokenizer, open_tokenizer, save_tokenizer
+from megatron.convert.tokenizer_files import LEAVE_OUT, open_tokenizer, save_tokenizer
 from megatron.errors import UserError
 from megatron.log import get_logger, progress
 from megatron.neox_arguments.schema_model import ModelConfig
@@ -131,7 +132,7 @@ def _write_tokenizer(
     if not wanted:
         return {}, ModelTokens.of(None, settings.model_tokens, pad_token_id)
     opened = open_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file, vocab_is_hf)
-    check_tokenizer(reader, opened)
+    check_tokenizer(reader.checkpoint, opened, way_out=LEAVE_OUT)
     save_tokenizer(opened, draft)
     return read_generation(opened) or {}, ModelTokens.of(opened, settings.model_tokens, pad_token_id)
 

@@ -59,10 +59,6 @@ class HuggingFaceReader(CheckpointReader):
     def local_weight(self, name: str, spec: ParamSpec, tp_rank: int, tp_size: int) -> Tensor:
         return shard(self.weight(name), spec, tp_rank, tp_size).clone()
 
-    def state(self) -> dict[str, Any]:
-        """Nothing: a published model has no counters."""
-        return {"scalars": {}, "client": {}}
-
     def _type_of(self, name: str) -> str:
         return str(self._source.tensors[self._rules[name].theirs[0]].dtype).removeprefix("torch.")
 

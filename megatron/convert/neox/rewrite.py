@@ -12,12 +12,13 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.find import Checkpoint, find_checkpoint, open_checkpoint
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.tokenizer_identity import kept_identity
 from megatron.checkpoint.weights import save_weights
 from megatron.convert.importing import specs_of
 from megatron.convert.parts.family import WORD_EMBEDDINGS
 from megatron.convert.precision import dtype_of
 from megatron.convert.settings import read_neox_config, saved_config
-from megatron.convert.tokenizer_files import kept_identity, open_tokenizer
+from megatron.convert.tokenizer_files import open_tokenizer
 from megatron.errors import UserError
 from megatron.log import progress
 from megatron.mpu.sharding import ParamSpec
@@ -66,7 +67,7 @@ def rewrite(
         config={**args.to_dict(), "model_parallel_size": tp},
         dtype=dtype,
         row_biases_once=args.model.gpt_j_residual,
-        client=kept_identity(reader),
+        client=kept_identity(checkpoint),
     )
     _check(reader, CheckpointReader(open_checkpoint(made)), dtype)
     return made

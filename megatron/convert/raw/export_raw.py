@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.tensor_file import TensorFileWriter
+from megatron.checkpoint.tokenizer_identity import check_tokenizer
 from megatron.convert.drafts import check_free, draft_of, publish
 from megatron.convert.outputs import checkpoint_outputs, compare_outputs, random_tokens
 from megatron.convert.parts.family import WORD_EMBEDDINGS
@@ -22,7 +23,7 @@ from megatron.convert.raw.files import EMBEDDING, HEAD, PARAMS, TOKENIZER_MODEL,
 from megatron.convert.raw.formulas import raw_outputs
 from megatron.convert.raw.params import keys_of, params_of, unsupported
 from megatron.convert.settings import Settings, open_source
-from megatron.convert.tokenizer_files import check_tokenizer, open_tokenizer
+from megatron.convert.tokenizer_files import open_tokenizer
 from megatron.errors import UserError
 from megatron.log import get_logger, progress
 from megatron.neox_arguments.schema_model import ModelConfig
@@ -104,7 +105,7 @@ def _copy_tokenizer(reader: CheckpointReader, settings: Settings, draft: Path) -
         file.name == TOKENIZER_MODEL or settings.tokenizer_type in ("SPMTokenizer", "TiktokenTokenizer")
     ):
         opened = open_tokenizer(settings.tokenizer_type, settings.vocab_file, settings.merge_file)
-        check_tokenizer(reader, opened, "give --config_file with its vocab_file")
+        check_tokenizer(reader.checkpoint, opened, way_out="give --config_file with its vocab_file")
         shutil.copyfile(file, draft / TOKENIZER_MODEL)
     else:
         logger.warning(f"no {TOKENIZER_MODEL}: the tokenizer of the checkpoint is not sentencepiece's or tiktoken's")
