@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate
 
-from megatron.checkpoint.agreement import gather
+from megatron.checkpoint.agreement import gather, together
 from megatron.checkpoint.find import Checkpoint
 from megatron.log import ProgressBar
 from megatron.mpu.state import ParallelState
@@ -25,7 +25,8 @@ def find_damage(checkpoint: Checkpoint, state: ParallelState, *, load_optim: boo
     problem, manifest = None, checkpoint.manifest
     mine = _share(checkpoint, state, load_optim)
     size = sum(manifest.files[name].bytes for name in mine)
-    with ProgressBar(f"checking {checkpoint.path.name}", size, "B") as report:
+    what = f"checking {checkpoint.path.name}"
+    with together(what, state), ProgressBar(what, size, "B") as report:
         for name in mine:
             if problem := manifest.wrong_file(checkpoint.path, name):
                 break

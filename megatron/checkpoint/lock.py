@@ -30,7 +30,7 @@ from megatron.log import get_logger
 logger = get_logger(__name__)
 
 SAVING_SECONDS = 600.0  # for a job that is ending: time to write the largest checkpoints
-WATCH_SECONDS = 30.0  # for any other: it may have been told to stop, and says so after its step
+WATCH_SECONDS = 30.0  # for any other: it may have been asked to stop, and notes it in the lock after its step
 _POLL_SECONDS = 0.2
 
 

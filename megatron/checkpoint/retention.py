@@ -29,7 +29,7 @@ def to_delete(
         latest: the step that `latest` names; never deleted.
         keep_last_n: `keep_last_n_checkpoints`; None or <= 0 keeps all.
         extra: `extra_save_iters`; these stay, whatever their number.
-        good: the newest that training is known to go on from; stays until a newer one has taken its place.
+        good: the newest that is known to be good; stays until a newer one has taken its place.
     """
     if keep_last_n is None or keep_last_n <= 0:
         return []

@@ -178,7 +178,10 @@ class CheckpointConfig:
     no_load_optim: bool = key(False, "Do not load optimizer and schedule.")
     no_load_rng: bool = key(False, "Do not load random-generator state.")
     checkpoint_checksums: bool = key(
-        True, "Compare every file that is read of a checkpoint with the checksum in its manifest.", new=True
+        True,
+        "Compare every file that is read of a checkpoint with the checksum in its manifest (the small state file is "
+        "always compared).",
+        new=True,
     )
     restart_if_damaged: bool = key(
         False, "Begin from zero in `save` although all checkpoints in it are damaged or incomplete.", new=True

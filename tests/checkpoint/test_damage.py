@@ -11,14 +11,20 @@ import shutil
 import zlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import yaml
 
+from megatron.checkpoint.damage import find_damage
 from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.errors import UserError
+from megatron.mpu.state import ParallelState
+from megatron.mpu.topology import Topology
 from tests.checkpoint.starts import decide, put
+from tests.distributed import run_distributed
 from tests.training.runs import corpus, run
 from tests.training.tiny import Layout
 
@@ -74,6 +80,21 @@ def test_an_older_checkpoint_is_taken_on_all_ranks(
         assert not report.error and report.steps == [4, 5, 6, 7, 8]
         assert report.loss == expected.loss and report.state == expected.state
     assert decide(save).step == 8
+
+
+def without_threads(rank: int, world: int, folder: Path) -> str:
+    """Checks a checkpoint where rank 1 cannot compute a checksum, as at the limit of its threads."""
+    state = ParallelState.build(Topology({"pipe": 1, "data": 1, "model": world}), rank, torch.device("cpu"))
+    refuse = mock.Mock(side_effect=RuntimeError("can't start new thread") if rank == 1 else lambda path: 0)
+    with mock.patch("megatron.checkpoint.manifest.file_crc32", refuse), pytest.raises(Exception) as caught:
+        find_damage(open_checkpoint(folder), state)
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_check_stops_all(saved: dict[str, Any]) -> None:
+    """Else the others would wait for it until the time-out."""
+    other, own = run_distributed(without_threads, 2, Path(saved["save"]) / "global_step6", timeout=60)
+    assert "rank 1" in other and "can't start new thread" in other and own == "can't start new thread"
 
 
 def test_without_checksums_it_is_used(tmp_path: Path, saved: dict[str, Any]) -> None:
