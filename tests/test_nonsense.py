@@ -138,7 +138,7 @@ def test_manifest_of_a_checkpoint(save: Path) -> None:
     def read() -> None:
         start = decide(save)
         assert start.checkpoint is not None and start.step in (2, 4)
-        check_config(start.checkpoint.manifest.config, {"hidden_size": 32}, allow=True)
+        check_config(start.checkpoint.manifest.config, {"hidden_size": 32}, path=save, allow=True)
 
     assert attack(save / "global_step4" / layout.MANIFEST, read, 300, as_json=True) == 0
 

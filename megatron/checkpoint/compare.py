@@ -3,7 +3,8 @@
 Architecture, tokenizer and optimizer decide what the saved numbers mean; changing them is refused unless
 `allow_config_changes: true`. The order of the data cannot change within a run. Everything else (learning rate, batch
 size, layout, ...) may change and is logged. Sources and their weights may change for the steps to come: the record of
-the data order in the checkpoint (data/order/saved_order) has the past, and knows the data by content, wherever it lies.
+the data order in the checkpoint (data/order/saved_order) has the past, and knows the data by content, wherever it is
+stored.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint import layout
+from megatron.checkpoint.init_from import advise_new_run
 from megatron.errors import UserError
 
 ARCHITECTURE = (
@@ -157,7 +160,8 @@ def check_config(
     saved: Mapping[str, Any],
     current: Mapping[str, Any],
     *,
-    path: Path | None = None,
+    path: Path,
+    trains: bool = True,
     allow: bool = False,
     finetune: bool = False,
     load_optim: bool = True,
@@ -166,47 +170,54 @@ def check_config(
     """Messages for every change since the checkpoint; raises `UserError` when one would break the run.
 
     Args:
-        path: the checkpoint's folder, which the error's advice for a new run names; None: there is no run.
+        path: the checkpoint's folder, which the error's advice names.
+        trains: False for generation and evaluation, for which only the architecture must agree.
         allow: `allow_config_changes`: log it and continue; the order of the data cannot change all the same.
         finetune: a new run on old weights, for which only the architecture must agree.
         load_optim: whether optimizer state is loaded, so that the optimizer must agree.
         load_data: whether the order of the samples is continued, so that its data keys must agree.
     """
     breaking, others = compare_configs(saved, current)
-    matters = {"architecture"} if finetune else {"architecture", "tokenizer"}
-    if load_data and not finetune:
+    weights_only = finetune or not trains
+    matters = {"architecture"} if weights_only else {"architecture", "tokenizer"}
+    if load_data and not weights_only:
         matters.add("data order")
-    if load_optim and not finetune:
+    if load_optim and not weights_only:
         matters.add("optimizer")
     matter = [change for change in breaking if change.kind in matters]
     refused = [change for change in matter if not allow or change.kind == "data order"]
     if refused:
         lines = "\n".join(f"  {change.kind}: {change}" for change in refused)
-        advice = ", or ".join(["Restore these keys", *_other_ways(refused, current, path)])
+        other = _other_way(refused, current, path) if trains else _use_own_config(path)
         raise UserError(
-            f"the configuration changed since the checkpoint in a way that breaks the run:\n{lines}\n{advice}."
+            "the configuration changed since the checkpoint in a way that breaks the run:\n"
+            f"{lines}\nRestore these keys, or {other}."
         )
     harmless = [change for change in breaking if change.kind not in matters]
     messages = [f"changed since the checkpoint (allow_config_changes): {change}" for change in matter]
     return messages + [f"changed since the checkpoint: {change}" for change in harmless + others]
 
 
-def _other_ways(refused: list[Change], current: Mapping[str, Any], path: Path | None) -> list[str]:
-    """What else the user may do, each as it is typed."""
-    if path is None:
-        return []
+def _use_own_config(path: Path) -> str:
+    """For a model that is only used; a converted checkpoint has no YAML."""
+    resolved = path / layout.CONFIGS / layout.RESOLVED
+    where = resolved if resolved.is_file() else f"`config` in {path / layout.MANIFEST}"
+    return f"use the checkpoint's own config ({where}) with load={path}"
+
+
+def _other_way(refused: list[Change], current: Mapping[str, Any], path: Path) -> str:
+    """What else the user may do, as it is typed."""
     kinds = {change.kind for change in refused}
-    without_load = ", load=null" if current.get("load") else ""
     if kinds == {"optimizer"} and not current.get("init_from"):
-        return ["set no_load_optim=true for a new optimizer"]
+        return "set no_load_optim=true for a new optimizer"
     if kinds <= {"data order", "optimizer"}:
         parts = {"data order": "data: restart", "optimizer": "optimizer: reset"}
-        keys = ", ".join([f"path: {path}", *(parts[kind] for kind in sorted(kinds))])
-        return [f"start a new run from this checkpoint: another `save`{without_load}, and init_from={{{keys}}}"]
+        return advise_new_run(path, [parts[kind] for kind in sorted(kinds)], current.get("load"))
     if all(change.key in SHAPELESS or change.kind in ("tokenizer", "optimizer") for change in refused):
         same = ", if both tokenizers have the same number of tokens" if "tokenizer" in kinds else ""
-        return [f"set allow_config_changes=true to go on with this model all the same{same}"]
-    return [f"start a new run with new weights: another `save`{without_load}"]
+        return f"set allow_config_changes=true to continue with this model{same}"
+    without_load = ", load=null" if current.get("load") else ""
+    return f"start a new run with new weights: another `save`{without_load}"
 
 
 def _plain(value: Any) -> Any:

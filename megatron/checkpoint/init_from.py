@@ -5,8 +5,9 @@ It is for the first start only. From its first checkpoint on the run is resumed 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.manifest import Manifest
@@ -56,6 +57,17 @@ class InitFrom:
             f"learning-rate schedule of this config, at its step {first} (override_lr_scheduler is not needed)",
         )
         return "; ".join(parts)
+
+
+def advise_new_run(path: Path, keys: Sequence[str], load: str | None) -> str:
+    """How to start a new run from the checkpoint in `path`, as it is typed, for an error message.
+
+    Args:
+        keys: of `init_from` besides the path, as `data: restart`.
+        load: this run's key, which may not be set with `init_from`.
+    """
+    without_load, init_from = ", load=null" if load else "", ", ".join([f"path: {path}", *keys])
+    return f"start a new run from this checkpoint: another `save`{without_load}, and init_from={{{init_from}}}"
 
 
 def check_init(

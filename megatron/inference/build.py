@@ -35,6 +35,8 @@ def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, chec
     Raises:
         UserError: the checkpoint was made by another architecture or tokenizer, or lacks a weight.
     """
+    if checkpoint.skipped:
+        logger.warning(f"using {checkpoint.path}{checkpoint.skipped_note}")
     check_tokenizer(checkpoint, tokenizer, args.checkpoint.allow_config_changes)
     checksums = args.checkpoint.checkpoint_checksums
     reader = reader_of(checkpoint, args.model, tokenizer.vocab_size, checksums=checksums)
@@ -84,7 +86,7 @@ def check_fits(reader: CheckpointReader, args: NeoXArgs, tokenizer: Tokenizer) -
     vocab.json and merges.txt), so that is a warning, not an error.
     """
     saved = reader.manifest.config
-    for message in check_config(saved, args.to_dict(), finetune=True):
+    for message in check_config(saved, args.to_dict(), path=reader.folder, trains=False):
         logger.debug(message)
     trained = reader.entry(TIED_NAME).shape[0]
     origin = ", ".join(f"{key}: {saved[key]}" for key in ("tokenizer_type", "vocab_file") if saved.get(key))

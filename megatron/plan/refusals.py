@@ -42,7 +42,7 @@ def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer, start
                 check_tokenizer(data, tokenizer)
         # A number of epochs is turned into steps by the run, which counts the data for it.
         if args.training.train_iters is not None and documents < _QUICKLY_COUNTED:
-            open_data(args, tokenizer, *resume_order(start))
+            open_data(args, tokenizer, *resume_order(start, args.checkpoint.load))
 
 
 def check_folders(args: NeoXArgs) -> None:
@@ -102,6 +102,6 @@ def check_data_plan(args: NeoXArgs, tokenizer: Tokenizer, start: Start) -> DataP
     Raises `UserError` for missing, foreign or too little data, and for a tokenizer or data of past steps that changed.
     """
     check_saved_tokenizer(start, tokenizer, args.checkpoint.allow_config_changes)
-    plan = open_data(args, tokenizer, *resume_order(start))
+    plan = open_data(args, tokenizer, *resume_order(start, args.checkpoint.load))
     plan.check_tokenizer(tokenizer)
     return plan

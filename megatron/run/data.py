@@ -5,6 +5,9 @@ Imports no torch.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from megatron.checkpoint.init_from import advise_new_run
 from megatron.checkpoint.start import Start
 from megatron.checkpoint.tokenizer_identity import check_tokenizer
 from megatron.data.collate import CollateRules
@@ -74,24 +77,28 @@ def collate_rules(args: NeoXArgs, tokenizer: Tokenizer) -> CollateRules:
     )
 
 
-def resume_order(start: Start) -> tuple[SavedOrder, tuple[int, int]]:
+def resume_order(start: Start, load: str | None) -> tuple[SavedOrder, tuple[int, int]]:
     """The sample order that a run continues, and its steps and samples so far.
 
-    Empty and (0, 0) for a run that begins. Raises `UserError` when `init_from` asks for an order that is missing.
+    Empty and (0, 0) for a run that begins. `load`: the run's key, for a message about what changed.
+
+    Raises `UserError` when `init_from` asks for an order that is missing.
     """
     if start.checkpoint is None or start.kind == "finetune":
         return SavedOrder(), (0, 0)
     saved = start.checkpoint.manifest
     order = start.checkpoint.callbacks.get("DataOrder") if start.load_data else None
-    if start.init is None:
-        return SavedOrder.read(order), (saved.step, saved.consumed)
-    if start.load_data and order is None:
+    if start.init is not None and start.load_data and order is None:
         raise UserError(
             f"init_from: {start.checkpoint.path} has no sample order (it was converted, or trained without data), so "
             "its data cannot be continued; set init_from.data=restart"
         )
-    first = start.init.first_step(saved), start.init.consumed(saved)
-    return SavedOrder.read(order).inherit(saved.step, first), first
+    found, done = SavedOrder.read(order), (saved.step, saved.consumed)
+    if start.init is not None:
+        done = start.init.first_step(saved), start.init.consumed(saved)
+        found = found.inherit(saved.step, done)
+    remedy = advise_new_run(start.checkpoint.path, ["data: restart"], load)
+    return replace(found, remedy=f"For a new order of the data, {remedy}."), done
 
 
 def note_trained_ends(args: NeoXArgs, plan: DataPlan) -> NeoXArgs:

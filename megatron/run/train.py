@@ -35,7 +35,7 @@ def train(process: Process) -> int:
         start = share_start(args, state)
         log_start(args, start)
         args = resume_config(args, start)
-        plan = open_data_on_ranks(args, process, *resume_order(start))
+        plan = open_data_on_ranks(args, process, *resume_order(start, args.checkpoint.load))
         args = note_trained_ends(args, plan)
         batches = build_batches(args, process, plan)
         process = replace(process, args=args)

@@ -42,8 +42,8 @@ def test_tuples_and_lists_are_the_same_and_new_keys_are_no_change():
 def test_breaking_changes_are_refused_unless_allowed(key, value, kind):
     now = {**SAVED, key: value}
     with pytest.raises(UserError, match=rf"{kind}: {key}: .*now.*\nRestore"):
-        check_config(SAVED, now)
-    assert "allow_config_changes" in check_config(SAVED, now, allow=True)[0]
+        check_config(SAVED, now, path=Path("p/x"))
+    assert "allow_config_changes" in check_config(SAVED, now, path=Path("p/x"), allow=True)[0]
 
 
 @pytest.mark.parametrize("allow", [False, True])
@@ -53,7 +53,7 @@ def test_the_order_of_the_data_cannot_change_within_a_run(allow):
     ) as error:
         check_config(SAVED, {**SAVED, "seed": 2}, path=Path("a/b"), allow=allow)
     assert "allow_config_changes" not in str(error.value)
-    assert check_config(SAVED, {**SAVED, "data_path": "b"})  # known by its content, wherever it is
+    assert check_config(SAVED, {**SAVED, "data_path": "b"}, path=Path("p/x"))  # known by its content, wherever it is
 
 
 BASE = {**helpers.LLAMA, "pos_emb": "rotary", "sliding_window_width": 4, "gpt_j_residual": True}
@@ -93,7 +93,7 @@ def test_what_may_be_allowed_changes_no_parameter(norm):
 
 
 def test_other_changes_are_listed():
-    messages = check_config(SAVED, {**SAVED, "lr": 2e-3, "train_batch_size": 16})
+    messages = check_config(SAVED, {**SAVED, "lr": 2e-3, "train_batch_size": 16}, path=Path("p/x"))
     assert len(messages) == 2
     assert re.search(r"\blr: 0\.001 .*now 0\.002$", messages[0])
     assert re.search(r"\btrain_batch_size: 8 .*now 16$", messages[1])
@@ -101,10 +101,10 @@ def test_other_changes_are_listed():
 
 def test_finetuning_takes_new_data_and_optimizer_but_not_another_architecture():
     now = {**SAVED, "data_path": "b", "optimizer_type": "sgd"}
-    assert len(check_config(SAVED, now, finetune=True)) == 2
+    assert len(check_config(SAVED, now, finetune=True, path=Path("p/x"))) == 2
     with pytest.raises(UserError, match="architecture: hidden_size"):
-        check_config(SAVED, {**now, "hidden_size": 8}, finetune=True)
+        check_config(SAVED, {**now, "hidden_size": 8}, finetune=True, path=Path("p/x"))
 
 
 def test_a_new_optimizer_without_its_old_state():
-    assert check_config(SAVED, {**SAVED, "optimizer_type": "sgd"}, load_optim=False)
+    assert check_config(SAVED, {**SAVED, "optimizer_type": "sgd"}, path=Path("p/x"), load_optim=False)

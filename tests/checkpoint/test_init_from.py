@@ -98,7 +98,7 @@ SAVED = {"hidden_size": 16, "tokenizer_type": "HFTokenizer", "seed": 1, "optimiz
 
 def test_only_what_is_taken_must_agree():
     now = {**SAVED, "seed": 2, "optimizer_type": "sgd", "init_from": {"path": "p"}}
-    said = check_config(SAVED, now, load_optim=False, load_data=False)
+    said = check_config(SAVED, now, path=Path("p/x"), load_optim=False, load_data=False)
     assert len(said) == 2 and not any("init_from" in line for line in said)
     with pytest.raises(UserError, match=r"data order: seed(.|\n)*init_from=\{path: p/x, data: restart\}"):
         check_config(SAVED, now, load_optim=False, path=Path("p/x"))

@@ -79,7 +79,6 @@ def without_optimizer(folder: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "optimizer": False}))
 
 
-OTHERS = r"(init_from)=\{path: <this run's save>, (data: restart)\}"
 OTHER_TOKENIZER = "tokenizer_type=HFTokenizer | vocab_file=other.json"
 SAVING = [
     Row("all damaged", "", r"set another `save`", NEW, no_manifests),
@@ -117,8 +116,15 @@ SAVING = [
     Row(
         "other data",
         "data_path=more/text_document",
-        OTHERS,
-        NEW + " | {0}={{path: ckpt, {1}}}",
+        rf"more/text_document: .*{FROM_HERE}",
+        NEW + " | {0}",
+        lambda folder: corpus(folder / "more", 8),
+    ),
+    Row(
+        "other data with load",
+        "data_path=more/text_document | load=ckpt | save=x",
+        rf"more/text_document: .*(load=null), and {INIT_FROM}",
+        NEW + " | {0} | {1}",
         lambda folder: corpus(folder / "more", 8),
     ),
     Row(

@@ -186,7 +186,7 @@ def plan_datasets(
     wanted = dict(zip(NAMES, (train_samples, valid_samples, test_samples), strict=True))
     names = [name for name in NAMES if wanted[name] > 0 or (name == "valid" and set_samples > 0)]
     found = find_sources(data, names, seq_length, caches)
-    builder = OrderBuilder(data, seq_length, seed, progress, (saved or SavedOrder()).roles, caches)
+    builder = OrderBuilder(data, seq_length, seed, progress, saved or SavedOrder(), caches)
     roles: dict[str, RoleOrder] = {}
     for name, sources in found.roles.items():
         if sources.sources and wanted[name] > 0:

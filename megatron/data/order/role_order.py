@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.data.order.caps import Caps
@@ -19,7 +19,7 @@ from megatron.data.order.phases import (
     phases_from,
     shares,
 )
-from megatron.data.order.saved_order import SavedRole, SavedSource, check_past, check_sources, match_sources
+from megatron.data.order.saved_order import SavedOrder, SavedRole, SavedSource, check_past, check_sources, match_sources
 from megatron.data.order.sources import RoleSources, Source
 from megatron.data.packing import PACKINGS, Packing, Segment, count_samples
 from megatron.data.sample import SampleDataset
@@ -117,12 +117,12 @@ class OrderBuilder:
     seq_length: int
     seed: int
     progress: Progress
-    saved: Mapping[str, SavedRole]
+    saved: SavedOrder
     caches: IndexCaches
 
     def order_training(self, name: str, found: RoleSources, samples: int) -> RoleOrder:
         """`samples` from the sources of training. Raises `UserError` when what the run has read would change."""
-        planned, saved = self._bind(found.sources), self.saved.get(name)
+        planned, saved = self._bind(found.sources), self.saved.roles.get(name)
         asked = phases_from(found.weights, self.progress.start[0])
         kept: list[tuple[Segment, ...]] = [()] * len(planned)
         if saved is None:
@@ -141,7 +141,7 @@ class OrderBuilder:
         """`samples` of validation or test data, which may change: unchanged sources keep their order."""
         planned = self._bind(found.sources)
         kept: list[tuple[Segment, ...]] = [()] * len(planned)
-        saved = self.saved.get(name)
+        saved = self.saved.roles.get(name)
         if saved is not None:
             now = [one.save() for one in planned]
             places = match_sources(saved.sources, now)
@@ -189,7 +189,7 @@ class OrderBuilder:
     ) -> tuple[list[SourceOrder], list[tuple[int, Weights]], SavedRole]:
         """Both sides in one order of sources: those of the checkpoint first, then the new ones."""
         now = [one.save() for one in planned]
-        places = check_sources(saved, now, self.progress)
+        places = check_sources(saved, now, self.progress, self.saved.remedy)
         origin = {
             place: d for d, place in enumerate(places) if place is not None
         }  # present place -> place in the checkpoint
@@ -207,7 +207,9 @@ class OrderBuilder:
             return SavedRole(saved.samples, sources, phases)
 
         names = [one.source.name for one in planned]
-        check_past(then(range(len(planned))), wanted, names, self.progress, self.data.mixture is not None)
+        check_past(
+            then(range(len(planned))), wanted, names, self.progress, self.data.mixture is not None, self.saved.remedy
+        )
         order = [*origin, *(i for i in range(len(planned)) if i not in origin)]
         for i in order[len(origin) :]:
             LOGGER.info(f"{names[i]} is a new source: it is not in the training data of the checkpoint")

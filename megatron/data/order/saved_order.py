@@ -22,10 +22,6 @@ from megatron.errors import UserError
 
 STATE_VERSION = 3
 
-_NEW_ORDER = (
-    "For a new order of the data, start in another `save` with init_from={path: <this run's save>, data: restart}."
-)
-
 
 @dataclass(frozen=True)
 class SavedSource:
@@ -67,10 +63,16 @@ class SavedRole:
 
 @dataclass(frozen=True)
 class SavedOrder:
-    """The order of a run. `start`: its first step, and the samples consumed before it (`Progress.start`)."""
+    """The order of a run.
+
+    Attributes:
+        start: its first step, and the samples consumed before it (`Progress.start`).
+        remedy: how to begin a new order instead, for the errors about a change of this one.
+    """
 
     roles: Mapping[str, SavedRole] = field(default_factory=dict)
     start: tuple[int, int] = (0, 0)
+    remedy: str = ""
 
     @staticmethod
     def read(record: Mapping[str, Any] | None) -> SavedOrder:
@@ -160,8 +162,13 @@ def match_sources(
     return places
 
 
-def check_sources(saved: SavedRole, now: Sequence[SavedSource], progress: Progress) -> list[int | None]:
-    """`match_sources`. Raises `UserError` when a source that was drawn from is missing or changed."""
+def check_sources(
+    saved: SavedRole, now: Sequence[SavedSource], progress: Progress, remedy: str = ""
+) -> list[int | None]:
+    """`match_sources`. Raises `UserError` when a source that was drawn from is missing or changed.
+
+    `remedy`: see `SavedOrder`.
+    """
     places = match_sources(saved.sources, now, replaced=True)
     faults: list[str] = []
     for d, (old, place) in enumerate(zip(saved.sources, places, strict=True)):
@@ -184,7 +191,7 @@ def check_sources(saved: SavedRole, now: Sequence[SavedSource], progress: Progre
         raise UserError(
             f"training data that this run has read is missing or changed:\n{lines}\n"
             "Keep every source that was drawn from in the list, unchanged; weight 0 from now on stops it, and new "
-            f"data is a new source. {_NEW_ORDER}"
+            f"data is a new source. {remedy}"
         )
     return places
 
@@ -204,6 +211,7 @@ def check_past(
     names: Sequence[str],
     progress: Progress,
     named_mixture: bool = False,
+    remedy: str = "",
 ) -> None:
     """Raise `UserError` when `wanted` differs from the checkpoint in steps that are done.
 
@@ -211,6 +219,7 @@ def check_past(
         saved: with one weight for each of `names` in its phases.
         wanted: (step, weights) pairs of the configuration.
         named_mixture: they are given by name; for the message.
+        remedy: see `SavedOrder`.
     """
     ours = phases_from(steps_and_weights(saved.phases), progress.start[0])  # without an earlier run's
     was, is_now = phases_before(ours, progress.steps), phases_before(wanted, progress.steps)
@@ -232,8 +241,8 @@ def check_past(
     all_pairs = [(step if i else 0, weights) for i, (step, weights) in enumerate([*was, *future])]
     pairs = ", ".join(f"[{step}, {_format_weights(weights, names, named_mixture)}]" for step, weights in all_pairs)
     order = "" if named_mixture else f" (in the order {', '.join(names)})"
-    remedy = f"Only steps from {progress.steps} on may have new ones: write [{pairs}]{order}."
-    raise UserError("\n".join([f"{key}: the weights of past steps cannot change:", *lines, f"{remedy} {_NEW_ORDER}"]))
+    allowed = f"Only steps from {progress.steps} on may have new ones: write [{pairs}]{order}."
+    raise UserError("\n".join([f"{key}: the weights of past steps cannot change:", *lines, f"{allowed} {remedy}"]))
 
 
 def _format_weights(weights: Weights, names: Sequence[str], named: bool) -> str:
