@@ -6,7 +6,7 @@ A checkpoint is opened once: what needs it is passed the `Checkpoint`, which kno
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -32,31 +32,54 @@ class Checkpoint:
         path: its folder, `<save>/global_step<N>`.
         manifest: what it holds; GPT-NeoX writes none, so there only the step is known.
         by_neox: whether GPT-NeoX wrote it: then it gives weights only.
+        skipped: newer folders next to it that it was taken in place of, as the latest: name → what is wrong.
     """
 
     path: Path
     manifest: Manifest
     by_neox: bool = False
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
-    @cached_property
+    @property
+    def skipped_note(self) -> str:
+        """The `skipped` ones, to be added to a message; empty when there are none."""
+        named = ", ".join(f"{name} ({why})" for name, why in self.skipped.items())
+        return f"; newer checkpoints are damaged or incomplete: {named}" if named else ""
+
+    @property
     def callbacks(self) -> Mapping[str, Any]:
         """What the callbacks of the run saved, by name: plain values, without tensors.
 
         Raises `UserError` when the state file is damaged or is not that of the manifest.
         """
+        if self.state_problem:
+            raise UserError(f"{self.path} is damaged: {self.state_problem}. {advise_others(self.path)}")
+        return self._state[0]
+
+    @property
+    def state_problem(self) -> str | None:
+        """What is wrong with the state file, in words; None when nothing is."""
+        return self._state[1]
+
+    @cached_property
+    def _state(self) -> tuple[Mapping[str, Any], str | None]:
+        """`callbacks` and `state_problem`; the small file is compared whatever `checkpoint_checksums` is."""
         if self.by_neox:
-            return {}
+            return {}, None
         name, found = layout.state_file(0), self.manifest
         if problem := found.wrong_file(self.path, name):
-            raise UserError(f"{self.path} is damaged: {problem}. {advise_others(self.path)}")
-        state = read_plain(self.path / name)
+            return {}, problem
+        try:
+            state = read_plain(self.path / name)
+        except UserError as error:
+            return {}, str(error)
         if (state.get("iteration"), state.get("global_samples")) != (found.step, found.consumed):
-            raise UserError(
-                f"{self.path} is damaged: {layout.MANIFEST} has step {found.step} and {found.consumed} samples, {name} "
-                f"has {state.get('iteration')} and {state.get('global_samples')}. {advise_others(self.path)}"
+            return {}, (
+                f"{layout.MANIFEST} has step {found.step} and {found.consumed} samples, {name} has "
+                f"{state.get('iteration')} and {state.get('global_samples')}"
             )
         callbacks = (state.get("client") or {}).get("callbacks", {})
-        return callbacks if isinstance(callbacks, dict) else {}
+        return callbacks if isinstance(callbacks, dict) else {}, None
 
     def check_files(self, checksums: bool = False) -> None:
         """Every file is there with its size and, if asked, its CRC-32. Raises `UserError` naming the first that is
@@ -106,7 +129,8 @@ class Listing:
         root: the folder (it need not exist).
         checkpoints: the complete ones by step, ascending.
         incomplete: folders named like a checkpoint that are not complete: name → what is wrong.
-        latest: the step to resume from: what the file `latest` names when that is complete, else the highest step.
+        latest: the step to resume from: the highest complete one not above the step that the file `latest` names; the
+            highest of all where there is none or no such file.
     """
 
     root: Path
@@ -124,12 +148,16 @@ class Listing:
         return _BY_NEOX in self.incomplete.values()
 
     def choose(self, iteration: int | None, key: str) -> Checkpoint:
-        """The checkpoint of `iteration` (None: the latest). Raises `UserError` listing what there is."""
+        """The checkpoint of `iteration` (None: the latest; it knows what was `skipped`).
+
+        Raises `UserError` listing what there is.
+        """
         if not self.root.is_dir():
             raise UserError(f"{key}: {self.describe()}; give a global_step<N> folder or a save folder")
         step = self.latest if iteration is None else iteration
         if step in self.checkpoints:
-            return self.checkpoints[step]
+            newer = {name: why for name, why in self.incomplete.items() if (layout.step_of(name) or 0) > step}
+            return replace(self.checkpoints[step], skipped=newer if iteration is None else {})
         wanted = "no checkpoint" if iteration is None else f"no complete checkpoint of iteration {iteration}"
         raise UserError(f"{key}: {wanted} in {self.root}: {self.describe()}")
 

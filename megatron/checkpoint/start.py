@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron.checkpoint.find import NONE_DAMAGED, Checkpoint, Damaged, Listing, find_checkpoint, list_checkpoints
+from megatron.checkpoint.find import NONE_DAMAGED, Checkpoint, Damaged, find_checkpoint, list_checkpoints
 from megatron.checkpoint.init_from import InitFrom
 from megatron.checkpoint.neox_folder import WEIGHTS_ONLY
 from megatron.errors import UserError
@@ -22,7 +22,7 @@ class Start:
             (first start: weights of `load` only, step 0) or `init` (first start, from `init_from`).
         checkpoint: the checkpoint that it starts from, opened; None when fresh.
         step: the step the run starts at.
-        message: the decision in words, to be logged.
+        message: the decision in words, to be logged; with the newer checkpoints that are `skipped`.
         init: the keys of `init_from`; None unless `kind` is `init`.
     """
 
@@ -36,6 +36,11 @@ class Start:
     def resumes(self) -> bool:
         """Whether the checkpoint's own run continues, with its schedule and the state of its loop."""
         return self.kind in ("resume", "load")
+
+    @property
+    def skips(self) -> bool:
+        """Whether newer checkpoints are damaged or incomplete, so that the run begins from an older one."""
+        return self.checkpoint is not None and bool(self.checkpoint.skipped)
 
     @property
     def load_optim(self) -> bool:
@@ -64,19 +69,19 @@ def decide_start(options: CheckpointConfig, *, to_write: bool = True, damaged: D
     * else `load` unset or equal to `save`: a fresh start.
     * else `load` must hold what is asked for.
 
-    A checkpoint whose state cannot be read counts as incomplete, and so do those in `damaged`: an older one is taken.
+    A checkpoint whose state cannot be read counts as incomplete, and so do those in `damaged`: an older one is taken,
+    and the message says so.
 
     Raises `UserError` listing what the folder holds when the checkpoint asked for is missing or incomplete, and with
     `to_write` when `save` cannot be a folder to write in.
     """
     while True:
         start = _decide(options, to_write, damaged)
-        try:
-            if start.checkpoint is not None:
-                _ = start.checkpoint.callbacks
+        if (found := start.checkpoint) is None:
             return start
-        except UserError as error:
-            damaged = {**damaged, start.checkpoint.path: str(error)}  # type: ignore[union-attr]
+        if found.state_problem is None:
+            return replace(start, message=start.message + found.skipped_note)
+        damaged = {**damaged, found.path: found.state_problem}
 
 
 def _decide(options: CheckpointConfig, to_write: bool, damaged: Damaged) -> Start:
@@ -89,10 +94,10 @@ def _decide(options: CheckpointConfig, to_write: bool, damaged: Damaged) -> Star
             check_folder("save", Path(save))
         saved = list_checkpoints(save, damaged=damaged)
         if saved.latest is not None:
-            newest = saved.checkpoints[saved.latest]
+            newest = saved.choose(None, "save")
             if same and iteration is not None and newest.manifest.config.get("iteration") != iteration:
                 return _start_from(saved.choose(iteration, "load"), options)
-            return _resume(newest, saved, options, init)
+            return _resume(newest, options, init)
         if saved.holds_neox:  # a new run among them would look like GPT-NeoX's run, continued
             raise UserError(
                 f"save: {save} holds checkpoints of GPT-NeoX. {WEIGHTS_ONLY}: name this folder in `load`, and another "
@@ -145,11 +150,11 @@ def _start_from_other_run(save: str | None, init: InitFrom, damaged: Damaged) ->
     return Start("init", checkpoint, init.first_step(checkpoint.manifest), message, init)
 
 
-def _resume(newest: Checkpoint, saved: Listing, options: CheckpointConfig, init: InitFrom | None) -> Start:
+def _resume(newest: Checkpoint, options: CheckpointConfig, init: InitFrom | None) -> Start:
     step = newest.manifest.step
     message = f"resuming from {newest.path} at step {step}"
     load, iteration = options.load, options.iteration
-    ignored = [f"load: {load}"] if load is not None and not _same_folder(load, saved.root) else []
+    ignored = [f"load: {load}"] if load is not None and not _same_folder(load, newest.path.parent) else []
     ignored += [f"iteration: {iteration}"] if iteration not in (None, step) else []
     ignored += ["finetune"] if options.finetune else []
     ignored += [f"init_from: {init.path}"] if init is not None else []
@@ -160,9 +165,6 @@ def _resume(newest: Checkpoint, saved: Listing, options: CheckpointConfig, init:
     if init is not None and not (origin and _same_folder(origin, init.path)):
         first = f"from {origin}" if origin else "without init_from"
         message += f"; note: this run started {first}; to start from {init.path}, use another `save`"
-    if saved.incomplete:
-        folders = [f"{name} ({why})" for name, why in sorted(saved.incomplete.items())]
-        message += f"; damaged or incomplete folders are ignored: {', '.join(folders)}"
     return Start("resume", newest, step, message)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def setup_status(args: NeoXArgs, rank: int) -> Iterator[None]:
 def share_start(args: NeoXArgs, state: ParallelState) -> Start:
     """Where the run starts, from a checkpoint whose files are as they were written, if there is one like that.
 
-    Rank 0 decides and opens the checkpoint; the others are sent what it read: they could see
+    Rank 0 decides and opens the checkpoint; it sends the others what it read: they could see
     a shared file system at another moment, and would ask it the same questions.
 
     Call it with the lock held: the job that held it before may have saved a newer checkpoint until then.
@@ -132,7 +133,7 @@ def log_start(args: NeoXArgs, start: Start) -> None:
         logger.info("what differs from GPT-NeoX for this config:")
         for line in differences:
             logger.info(f"  {line}")
-    logger.info(start.message)
+    logger.log(logging.WARNING if start.skips else logging.INFO, start.message)
 
 
 def resume_config(args: NeoXArgs, start: Start) -> NeoXArgs:

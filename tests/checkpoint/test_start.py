@@ -1,5 +1,7 @@
 """What `load` and `save` mean, and errors that list what a folder holds."""
 
+import re
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -79,6 +81,27 @@ def test_load_without_a_checkpoint_never_starts_fresh(save, tmp_path):
     (empty / "model.safetensors").write_text("")
     with pytest.raises(UserError, match="config.json, model.safetensors.*Hugging Face"):
         decide(save, empty)
+
+
+@pytest.mark.parametrize(("key", "finetune"), [("save", False), ("load", False), ("load", True), ("init_from", False)])
+def test_a_step_back_names_what_is_wrong_with_the_newer_ones(tmp_path, key, finetune):
+    """One has another state file of the same size, one lacks a file. An older folder that is damaged is not named."""
+    root = tmp_path / key
+    for step in (2, 10, 20, 30):
+        put(root, step)
+    states = [root / f"global_step{step}" / "mp_rank_00_model_states.pt" for step in (2, 20, 30)]
+    states[0].unlink()
+    data = states[1].read_bytes()
+    states[1].write_bytes(bytes(len(data)))
+    states[2].unlink()
+    found = {"save": {"save": root}, "load": {"load": root}}.get(key, {"init_from": {"path": str(root)}})
+    start = decide(**{"save": None, **found}, finetune=finetune)
+    assert start.checkpoint.path == root / "global_step10" and start.skips
+    name = states[1].name
+    numbers = rf"[^()]*\b{zlib.crc32(bytes(len(data)))}\b[^()]*\b{zlib.crc32(data)}"
+    says = rf": global_step20 \({name} {numbers}\), global_step30 \({name} is missing\)$"
+    assert re.search(says, start.message) and "global_step2 " not in start.message, start.message
+    assert not decide(None, root, 10).skips
 
 
 def test_incomplete_folders_are_ignored_and_named(save):

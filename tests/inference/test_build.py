@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron.checkpoint.find import open_checkpoint
+from megatron.checkpoint.find import find_checkpoint, open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.errors import UserError
 from megatron.inference.build import build_stage
@@ -78,6 +79,22 @@ def test_another_tokenizer_of_the_same_size_is_reported(folder: Path, caplog: py
     assert "trained with tokenizer_type: CharLevelTokenizer" in caplog.text
 
 
-def test_another_architecture_is_refused_by_its_keys(folder: Path):
-    with pytest.raises(UserError, match=r"norm: 'layernorm' .*now 'rmsnorm'"):
-        build_stage(inference_args(GPT_LLAMA, Layout()), ParallelState.single(), Letters(), open_checkpoint(folder))
+def test_another_architecture_is_refused_by_its_keys(folder: Path, tmp_path: Path):
+    """The message names the config to use: the file that a run's checkpoint has, else that of the manifest."""
+    copy, args = Path(shutil.copytree(folder, tmp_path / folder.name)), inference_args(GPT_LLAMA, Layout())
+    checkpoint = open_checkpoint(copy)
+    for named in ("configs/resolved.yml", "manifest.json"):
+        with pytest.raises(UserError, match=rf"(?s)norm: 'layernorm' .*now 'rmsnorm'.*{copy / named}\).*load={copy}\."):
+            build_stage(args, ParallelState.single(), Letters(), checkpoint)
+        (copy / "configs/resolved.yml").unlink(missing_ok=True)  # a converted checkpoint has none
+
+
+def test_an_older_checkpoint_than_the_newest_is_reported(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    shutil.copytree(folder, tmp_path / folder.name)
+    (tmp_path / "global_step99").mkdir()
+    args = inference_args(GPT_NEOX, Layout())
+    with caplog.at_level(logging.WARNING):
+        build_stage(args, ParallelState.single(), Letters(), find_checkpoint(tmp_path))
+    assert "global_step99 (no manifest.json)" in caplog.text
