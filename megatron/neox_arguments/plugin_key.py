@@ -50,9 +50,11 @@ def take_loaded(entry: Entry) -> Entry:
     for name in written:
         where, plugin = entry.inside.get(name, entry.where), find_moved(name)
         if plugin is None:
+            near = os.path.join(os.path.dirname(where.rpartition(":")[0]), name)  # where its own config looks first
+            path = near if os.path.isfile(near) else name
             raise UserError(
                 f"{where}: plugins: {name} is code, and is not run only because a checkpoint names it; if you trust "
-                f"it, give --plugins {name}, or --config_file with a config that has plugins: [{name}]"
+                f"it, give --plugins {path}, or --config_file with a config that has plugins: [{path}]"
             )
         found[plugin.name] = where
     return Entry(list(found), entry.where, found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,7 +89,8 @@ def test_no_tool_runs_what_a_gpt_neox_folder_names(work, call, where, name):  # 
     write_config(work / "neox/global_step9/configs/run.yml", plugins=[name])
     for tool, arguments in TOOLS.items():
         code, _, error = call(tool, *fill(arguments, "neox/global_step9"))
-        assert code == 2 and "run.yml:" in error and f"--plugins {name}" in error, (tool, error)
+        typed = where if name.endswith(".py") else name
+        assert code == 2 and "run.yml:" in error and re.search(rf"--plugins \S*{typed},", error), (tool, error)
         assert not (work / "ran").exists() and not (work / "out").exists(), tool
 
 
@@ -126,7 +128,7 @@ def test_an_import_next_to_other_steps_runs_nothing(work, call):  # noqa: F811
     with (work / "shop/config.yml").open("a") as file:
         file.write("plugins: [payload.py]\n")
     code, _, error = call("huggingface/convert_hf_to_neox.py", *given, "--iteration", 2)
-    assert code == 2 and "config.yml:" in error and "--plugins payload.py" in error, error
+    assert code == 2 and "config.yml:" in error and f"--plugins {work}/shop/payload.py," in error, error
     assert not (work / "ran").exists()
 
 
@@ -145,6 +147,17 @@ def test_the_advice_works_as_typed_and_runs_the_user_s_file(work, call):  # noqa
             assert code == 0 and "largest logit difference" in out, error
             assert (work / "ran").read_text() == str(mine)
             (work / "ran").unlink()
+
+
+def test_the_file_next_to_its_config_is_named_as_it_can_be_typed(work, call):  # noqa: F811
+    write_config(work / "neox/global_step9/configs/run.yml", plugins=["payload.py"])
+    theirs = write_payload(work / "neox/global_step9/configs/payload.py")
+    code, _, error = call("tools/ckpts/verify.py", "neox/global_step9", "hf")
+    advised = re.search(r"give (--plugins) ([^,]+),", error)
+    assert code == 2 and advised and not (work / "ran").exists(), error
+    with remembered():
+        code, _, error = call("tools/ckpts/verify.py", "neox/global_step9", "hf", *advised.groups())
+    assert code == 0 and (work / "ran").read_text() == str(theirs), error
 
 
 def test_verify_runs_no_code_of_a_hugging_face_folder(work, call, monkeypatch):  # noqa: F811

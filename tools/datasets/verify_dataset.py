@@ -1,4 +1,4 @@
-"""Check token datasets: sizes, pointers, document index, range of the ids, checksum of the index, labels next to them.
+"""Check token datasets: sizes, pointers, document index, range of the ids, checksums, labels next to them.
 
 python tools/datasets/verify_dataset.py data/stdlib/stdlib_text_document
 python tools/datasets/verify_dataset.py 'data/*_document' --full
