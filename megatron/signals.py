@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megatron.errors import StopRequested
+from megatron.streams import open_closed
 
 # Ctrl-C, kill and schedulers, a closed terminal, Ctrl-\, schedulers' warnings.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
@@ -82,6 +83,7 @@ class ExitAtStop:
     """
 
     def __init__(self) -> None:
+        open_closed()
         faulthandler.register(DUMP_SIGNAL, all_threads=True)
         self._grace = 0.0
         self._reading, self._writing = os.pipe()

@@ -27,16 +27,20 @@ class _Unbuffered(io.BufferedWriter):
         return count
 
 
-def keep_writing(*names: str) -> None:
-    """From now on `sys.stdout` or `sys.stderr` drops what it cannot write. A stream that was replaced stays as it is.
-
-    A descriptor that was closed from the start leads nowhere, rather than into the next file that is opened.
-    """
-    for fd in (0, 1, 2):
+def open_closed() -> None:
+    """A stream that was closed from the start leads nowhere, rather than into the next file that is opened."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def keep_writing(*names: str) -> None:
+    """From now on `sys.stdout` or `sys.stderr` drops what it cannot write; one that was replaced stays as it is."""
+    open_closed()
     for name in names:
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper) or stream is not getattr(sys, f"__{name}__"):

@@ -17,6 +17,10 @@ WORK = """
 import sys
 from megatron import log
 from megatron.errors import run_cli
+from megatron.signals import ExitAtStop
+
+if IS_RUN:
+    ExitAtStop()  # as deepy.py and train.py begin
 
 def main():
     log.configure()
@@ -42,7 +46,14 @@ def shell(folder: Path, redirection: str, *, is_run: bool, code: int = 0) -> tup
 
 @pytest.mark.parametrize(
     "redirection",
-    ["2>/dev/null | head -1", "2>&1 | head -1", "2>&1 >/dev/null | head -1", ">&- 2>&-", "> /dev/full 2>&1"],
+    [
+        "2>/dev/null | head -1",
+        "2>&1 | head -1",
+        "2>&1 >/dev/null | head -1",
+        ">&- 2>&-",
+        "> /dev/null 2>&-",
+        "> /dev/full 2>&1",
+    ],
 )
 def test_a_run_needs_no_reader(tmp_path: Path, redirection: str) -> None:
     codes, shown = shell(tmp_path, redirection, is_run=True, code=3)

@@ -272,7 +272,7 @@ def _escalate(run: _Run) -> None:
 def _end_stop(run: _Run, now: float) -> None:
     """Kill ranks that were asked to stop: at a second Ctrl-C, or when they give no sign of life."""
     if run.interrupts > 1:
-        last = "ended at once by a second Ctrl-C: what was trained since the last checkpoint is lost"
+        last = "ended at once by a second Ctrl-C, which waits for no checkpoint"
         run.cut_short = JobEnd(INTERRUPTED, last)
     elif run.hung is not None:
         if now - run.hung < 1.0:  # the stacks are being written
