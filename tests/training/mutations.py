@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -40,8 +41,8 @@ def mean_of_means() -> Any:
     """Each data rank divides by its own number of trained tokens."""
     from megatron.training.engine_deepspeed import DeepSpeedEngine
 
-    def local_count(self: Any, batch: Any) -> tuple[int, int]:
-        return int(batch.mask.sum()) * self.state.dp_size, 0
+    def local_count(self: Any, batch: Any, votes: Sequence[bool] = ()) -> list[int]:
+        return [int(batch.mask.sum()) * self.state.dp_size, 0, *votes]
 
     return mock.patch.object(DeepSpeedEngine, "_counts", local_count)
 
