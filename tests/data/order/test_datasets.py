@@ -157,7 +157,7 @@ def test_data_that_changed_since_the_checkpoint_is_refused(tmp_path: Path) -> No
     paths = (numbered(tmp_path / "a", 1), numbered(tmp_path / "b", 100))
     config = DataConfig(train_data_paths=paths, train_data_weights=(3.0, 1.0))
     counts = {"seq_length": 4, "seed": 5, "train_samples": 40, "progress": Progress(1, 10, 10)}
-    state = reread(plan_datasets(config, **counts))
+    state = replace(reread(plan_datasets(config, **counts)), remedy="set data: restart")
     with pytest.raises(UserError, match=r"b: .* 1 sources(.|\n)*weight 0 (.|\n)*data: restart"):
         plan_datasets(DataConfig(train_data_paths=paths[:1]), saved=state, **counts)
     with pytest.raises(UserError, match=r"train_data_weights: (.|\n)*0 to 9: a 0\.75 .*\b0\.5\b.* b 0\.25 .*\b0\.5\b"):
