@@ -84,6 +84,14 @@ def run(folder: Path, code: str, ranks: int = 2, logs: Path | None = None, timeo
     return Job(folder, code, ranks, logs).finish(timeout)
 
 
+def terminate_when_up(folder: Path, code: str) -> tuple[int, str, str]:
+    """SIGTERM to a job of two ranks once each has made its file in `up`: its exit code, stdout and stderr."""
+    job = Job(folder, code, ranks=2)
+    job.wait_for(folder / "up", 2)
+    job.process.send_signal(signal.SIGTERM)
+    return job.finish()
+
+
 def test_ranks_get_their_variables_and_rank_0_keeps_its_stdout(tmp_path: Path) -> None:
     code = (
         "keys = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS DS_ACCELERATOR'\n"
@@ -185,10 +193,7 @@ signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number) if ra
 open({str(tmp_path)!r} + f'/up/{{rank}}', 'w').close()
 time.sleep(60)
 """
-    job = Job(tmp_path, code, ranks=2)
-    job.wait_for(tmp_path / "up", 2)
-    job.process.send_signal(signal.SIGTERM)
-    rc, _, err = job.finish()
+    rc, _, err = terminate_when_up(tmp_path, code)
     assert rc == 143 and "failed" not in err
 
 
@@ -225,10 +230,7 @@ signal.signal(15, stop)
 open({str(tmp_path)!r} + f'/up/{{rank}}', 'w').close()
 time.sleep(60)
 """
-    job = Job(tmp_path, code, ranks=2)
-    job.wait_for(tmp_path / "up", 2)
-    job.process.send_signal(signal.SIGTERM)
-    rc, _, err = job.finish()
+    rc, _, err = terminate_when_up(tmp_path, code)
     assert rc == 1 and err.rstrip().endswith("OSError: disk full")
 
 
