@@ -9,6 +9,8 @@ from typing import Any, get_args, get_origin
 from megatron.errors import nearest
 from megatron.neox_arguments.keys import LARGEST, KeyInfo, union_members
 
+LONGEST_SHOWN = 200  # characters of a value in a message
+
 
 class WrongValue(ValueError):
     """The value does not fit the key; the message says what is expected and what the value is."""
@@ -34,9 +36,10 @@ def coerce(value: Any, info: KeyInfo) -> Any:
 def check_path(path: str | None) -> None:
     """Raise `WrongValue` for a text that no file can have as its name: to look for it would raise an `OSError`."""
     name = (path or "").encode(errors="replace")
-    long = max(map(len, name.split(b"/"))) > 255
-    if long or len(name) > 4095 or b"\0" in name:
-        raise WrongValue(f"no file can have the name {describe(path)}" + " (255 bytes per part)" * long)
+    if max(map(len, name.split(b"/"))) > 255 or len(name) > 4095 or b"\0" in name:
+        raise WrongValue(
+            f"no file can have the name {describe(path)}: a path has at most 4095 bytes, a name in it 255, none is zero"
+        )
 
 
 def coerce_type(value: Any, annotation: Any) -> Any:
@@ -187,14 +190,15 @@ def _plural(word: str) -> str:
 
 
 def describe(value: Any) -> str:
-    """A value for a message: `'1x'`, `3`, `true`, `a list of 2`."""
+    """A value for a message: `'1x'`, `3`, `true`, `a list of 2`; the start of a long text."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (list, tuple)):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
         return "a mapping"
-    return f"{value!r}"
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
 
 
 def _advice(value: Any, member: Any) -> str:

@@ -76,7 +76,7 @@ def test_a_whole_number_has_64_bits(tmp_path: Path, key: str, number: str) -> No
         ("num_gpus", 2**40, "1000000"),
         ("num_workers", 10**6, "1000"),
         ("save", "x" * 256, "255"),
-        ("train_data_paths", ["data/a", "y/" * 3000], "255"),
+        ("train_data_paths", ["data/a", "y/" * 3000], "4095"),
         ("load", "a\0b", "name"),
         ("padded_vocab_size", 100, "50304.*128"),
         ("npy_eod", -5, "-5"),
