@@ -17,6 +17,7 @@ from megatron.neox_arguments import (
     rules_mixture,
     rules_model,
     rules_moe,
+    rules_output,
     rules_parallel,
     rules_rwkv,
     rules_scales,
@@ -77,6 +78,7 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     rules_start.init_from,
     rules_start.plugin_sources,
     rules_train.evaluation,
+    rules_output.profiling,
     rules_data.registered_names,
     check_callbacks,
 )

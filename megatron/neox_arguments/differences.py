@@ -377,6 +377,14 @@ DIFFERENCES: tuple[Difference, ...] = (
         "Generation and logging",
     ),
     Difference(
+        "profile, memory_profiling",
+        "need a GPU, tensorboard_dir and memory_profiling_path; steps are counted from the last start; rank 0's memory",
+        "a trace of every rank, on a CPU too; steps are those of the run; a snapshot of every rank's memory, also when "
+        "an error ends the run",
+        lambda args: args.logging.profile or args.logging.memory_profiling,
+        "Generation and logging",
+    ),
+    Difference(
         "reported TFLOPS and MFU",
         "24 c B s L h^2 (1 + s/6h + V/16Lh): ignores grouped queries and feed-forward widths, counts recomputation",
         "6 per parameter in a matrix product plus full attention 12 L h s, recomputation not counted",

@@ -78,7 +78,7 @@ RETIRED: dict[str, Retired] = {
     "contiguous_checkpointing": Retired(False, _MEMORY),
     "checkpoint_in_cpu": Retired(False, _MEMORY),
     "synchronize_each_layer": Retired(False, "run with CUDA_LAUNCH_BLOCKING=1 to find a failing kernel"),
-    "profile_backward": Retired(False, "run under the torch profiler"),
+    "profile_backward": Retired(False, "profile: true records the time of every operation"),
     "lazy_mpu_init": Retired(False, "ranks are set up at start"),
     # found at run time
     "local_rank": Retired(None, _RUNTIME),

@@ -11,7 +11,6 @@ from megatron.neox_arguments.keys import key
 
 _TUNE = "autotuning is not available; try sizes with --dry-run and short runs"
 _COMET = "Comet is not available yet; use use_wandb, tensorboard_dir or metrics.jsonl"
-_PROFILE = "profiling keys are not available yet; run under the torch profiler"
 _NOISE = "the gradient noise scale is not available yet"
 _DS = "this DeepSpeed feature is not available"
 
@@ -122,11 +121,26 @@ class LoggingConfig:
     comet_experiment_name: str | None = key(None, "Comet experiment.", unavailable=_COMET)
     comet_tags: tuple[str, ...] | None = key(None, "Comet tags.", unavailable=_COMET)
     comet_others: dict[str, Any] | None = key(None, "Comet metadata.", unavailable=_COMET)
-    memory_profiling: bool = key(False, "Record CUDA memory history.", unavailable=_PROFILE)
-    memory_profiling_path: str | None = key(None, "Folder of memory snapshots.", unavailable=_PROFILE)
-    profile: bool = key(False, "Profile steps.", unavailable=_PROFILE)
-    profile_step_start: int = key(10, "First profiled step.", unavailable=_PROFILE)
-    profile_step_stop: int = key(12, "Last profiled step.", unavailable=_PROFILE)
+    memory_profiling: bool = key(
+        False,
+        "Write a snapshot of each GPU's memory after the profiled steps, for pytorch.org/memory_viz.",
+        differs="one file per rank, not of rank 0 alone; written when an error ends the run, too",
+    )
+    memory_profiling_path: str | None = key(
+        None,
+        "Folder of memory snapshots. Default: that of the traces.",
+        differs="may be unset",
+        path=True,
+    )
+    profile: bool = key(
+        False,
+        "Record steps with torch's profiler, a trace per rank in tensorboard_dir (else the run folder's profile/).",
+        differs="on a CPU too; without tensorboard_dir and memory_profiling_path too",
+    )
+    profile_step_start: int = key(
+        10, "Steps before the first profiled one.", differs="counts the run's steps, not those since the last start"
+    )
+    profile_step_stop: int = key(12, "The last profiled step.")
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,12 @@ def train(process: Process) -> int:
         args = note_trained_ends(args, plan)
         batches = build_batches(args, process, plan)
         process = replace(process, args=args)
-        model = build_model(process, None if start.checkpoint is not None else args.training.seed)
-        logger.info(f"parameters: {count_parameters(model, state):,}")
         context = RunContext(args, state, tokenizer.vocab_size, run_folder(args), batches, named_sets(plan, batches))
         identity = TokenizerIdentity(tokenizer, args.checkpoint.allow_config_changes)
         callbacks = [DataOrder(plan), identity, *build_callbacks(context), *announced_end]
+        # After the callbacks: the profiler sees the memory of the model.
+        model = build_model(process, None if start.checkpoint is not None else args.training.seed)
+        logger.info(f"parameters: {count_parameters(model, state):,}")
         engine = build_engine(process, model)
         # With train_iters 0 there is nothing to train on, only what is loaded to be validated and tested.
         steps = batches.get("train", lambda consumed: iter(()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -67,6 +68,20 @@ def test_same_losses_as_on_a_cpu(
     on_gpu = losses(tmp_path, "on_gpu", "cuda", precision=precision, intra_document_masking=masked)
     assert len(on_gpu) == 6
     assert on_gpu == pytest.approx(on_cpu(masked), rel=TOLERANCE[precision])
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_a_profile_has_kernels_and_the_model_s_memory(tmp_path: Path) -> None:
+    corpus(tmp_path)
+    steps = {"profile_step_start": 2, "profile_step_stop": 4}
+    losses(tmp_path, "profiled", "cuda", precision="bfloat16", profile=True, memory_profiling=True, **steps)
+    folder = tmp_path / "profiled" / "profile"
+    (trace,) = folder.glob("rank0.*.pt.trace.json")
+    assert any(event.get("cat") == "kernel" for event in json.loads(trace.read_text())["traceEvents"])
+    snapshot = pickle.loads((folder / "mem_snapshot_rank0.pickle").read_bytes())
+    frames = [frame["name"] for events in snapshot["device_traces"] for one in events for frame in one["frames"]]
+    assert "build_model" in frames and "train_batch" in frames
 
 
 @pytest.mark.cpu

@@ -30,6 +30,8 @@ def data(tmp_path_factory):
 def test_console_and_run_folder(tmp_path, data, capsys):
     save = tmp_path / "save"
     keys = {"data_path": data, "save": str(save), "eval_iters": 1, "eval_interval": 3, "peak_theoretical_tflops": 0.01}
+    keys |= {"profile": True, "profile_step_start": 2, "profile_step_stop": 3, "memory_profiling": True}
+    keys["callbacks"] = {"profiler": {"stacks": False}}
     report = run({**keys, "git_hash": "abc", "log_interval": 2, "keep_last_n_checkpoints": 1}, Layout(pp=2, dp=2))[0]
     shown = capsys.readouterr().out  # what the ranks wrote to stdout and stderr
     assert report.exit_code == 0 and not UNHEALTHY.search(shown)
@@ -51,6 +53,12 @@ def test_console_and_run_folder(tmp_path, data, capsys):
     assert json.loads((save / "status.json").read_text())["state"] == "ended"
     assert yaml.safe_load((save / "resolved.yml").read_text())["git_hash"] == "abc"
     assert [path.name for path in save.glob("global_step*")] == ["global_step6"]
+
+    traces = {path.name.split(".")[0]: json.loads(path.read_text()) for path in (save / "profile").iterdir()}
+    assert sorted(traces) == ["rank0", "rank1", "rank2", "rank3"]
+    for trace in traces.values():
+        assert any(event["name"] == "aten::mm" for event in trace["traceEvents"])
+    assert len(re.findall("memory_profiling: there is no GPU", shown)) == 1  # said, and no reason to refuse
 
 
 def test_every_zero_or_less_switches_off_what_is_periodic(tmp_path, data, capsys):
