@@ -92,9 +92,6 @@ class SelfAttention(Mixer):
         self.qk_layernorm: nn.Module | None = None
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
-        if model.use_qk_layernorm:
-            # Over d, one weight for all heads: GPT-NeoX's runs over [heads/tp, d], which depends on the layout.
-            self.qk_layernorm = build_norm(model, self.state, width=self.d, region="tensor")
         self.norm_per_head = model.qk_norm_per_head
         if self.norm_per_head:
             self.q_norm, self.k_norm = (build_rms_norm(model, self.state, width=self.d, region="tensor") for _ in "qk")
@@ -102,6 +99,9 @@ class SelfAttention(Mixer):
             tp, eps = self.state.tp_size, model.rms_norm_epsilon
             self.q_norm = SplitRMSNorm(self.heads * tp * self.d, eps=eps, state=self.state)
             self.k_norm = SplitRMSNorm(self.kv_heads * tp * self.d, eps=eps, state=self.state)
+        elif model.use_qk_layernorm:
+            # Over d, one weight for all heads: GPT-NeoX's runs over [heads/tp, d], which depends on the layout.
+            self.qk_layernorm = build_norm(model, self.state, width=self.d, region="tensor")
 
     def document_need(self) -> Need:
         return self.choice.backend.form_for(self.query_key_value.weight), self.window

@@ -113,12 +113,12 @@ def attention_size(model: ModelConfig) -> Size:
     if model.use_bias_in_attn_linear:
         split += qkv_rows
         replicated += h * model.use_bias_in_attn_output
-    if model.use_qk_layernorm:
-        replicated += norm_parameters(model, d)  # one norm over the head dimension, for queries and keys
     if model.use_separate_qk_norms and model.qk_norm_per_head:
         replicated += 2 * d
     elif model.use_separate_qk_norms:
         split += (heads + kv) * d
+    elif model.use_qk_layernorm:
+        replicated += norm_parameters(model, d)  # one norm over the head dimension, for queries and keys
     return Size(split, replicated)
 
 

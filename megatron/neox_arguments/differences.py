@@ -103,7 +103,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         "use_qk_layernorm",
         "normalises [heads per rank, head dimension] together",
         "normalises each head",
-        lambda args: args.model.use_qk_layernorm,
+        lambda args: args.model.use_qk_layernorm and not args.model.use_separate_qk_norms,
     ),
     Difference(
         "use_bias_in_mlp: false",

@@ -36,8 +36,6 @@ WINS_OVER: dict[str, tuple[str, ...]] = {
     "checkpoint_activations": ("checkpoint_policy",),
     "communication_data_type": ("fp32_allreduce",),
     "fp32_allreduce": ("communication_data_type",),
-    "use_qk_layernorm": ("use_separate_qk_norms",),
-    "use_separate_qk_norms": ("use_qk_layernorm",),
     "moe_layers": ("moe_expert_interval",),
     "moe_expert_interval": ("moe_layers",),
     "include": ("exclude",),

@@ -122,10 +122,26 @@ def residual_form(draft: Draft) -> None:
         draft.fail("gpt_j_tied", "needs gpt_j_residual: true")
     if draft["norm_placement"] in ("olmo3", "sandwich") and draft["gpt_j_residual"]:
         draft.fail("norm_placement", f"{draft['norm_placement']} blocks are sequential; set gpt_j_residual: false")
-    if draft["use_qk_layernorm"] and draft["use_separate_qk_norms"]:
-        draft.fail("use_separate_qk_norms", "use_qk_layernorm is set too; keep one of the two")
-    if draft["qk_norm_per_head"] and not draft["use_separate_qk_norms"]:
+    _query_key_norms(draft)
+
+
+def _query_key_norms(draft: Draft) -> None:
+    """use_separate_qk_norms says which norms use_qk_layernorm means, as in GPT-NeoX's fork; alone it asks for none."""
+    together, separate, per_head = draft["use_qk_layernorm"], draft["use_separate_qk_norms"], draft["qk_norm_per_head"]
+    if per_head and not separate:
         draft.fail("qk_norm_per_head", "needs use_separate_qk_norms: true")
+    if separate and not (together or per_head):
+        draft.note(
+            f"{draft.source('use_separate_qk_norms')}: use_separate_qk_norms has no effect without use_qk_layernorm:"
+            " true, as in GPT-NeoX's fork: queries and keys are not normalised"
+        )
+        draft.set("use_separate_qk_norms", False, "use_qk_layernorm")
+    elif separate and not per_head and "rmsnorm" not in draft["norm"]:
+        draft.fail(
+            "use_separate_qk_norms",
+            f"norms over all heads are RMSNorms; GPT-NeoX's fork builds norms of the kind norm: {draft['norm']} here."
+            " Set norm: rmsnorm or qk_norm_per_head: true",
+        )
 
 
 def attention(draft: Draft) -> None:

@@ -62,8 +62,8 @@ def optimizer(draft: Draft) -> None:
         draft.fail("lr", f"is {rate}, but optimizer.params.lr is {inner} ({where}); keep one of the two")
     rate = rate if rate is not None else inner
     draft.set("lr", 0.001 if rate is None else rate, "optimizer.params.lr" if inner is not None else "default 0.001")
-    if draft["lr"] <= 0:
-        draft.fail("lr" if draft.is_set("lr") else "optimizer.params.lr", f"must be above 0, is {draft['lr']}")
+    if draft["lr"] < 0:  # 0 is GPT-NeoX's way to evaluate only
+        draft.fail("lr" if draft.is_set("lr") else "optimizer.params.lr", f"must not be negative, is {draft['lr']}")
     used = optimizer_params(draft["optimizer_type"], mapping)
     for name in sorted(params.keys() - used.keys() - {"lr", "weight_decay"}):
         draft.note(f"optimizer.params.{name} has no effect: {draft['optimizer_type']} does not have it")

@@ -101,7 +101,7 @@ class ModelConfig(MambaConfig):
     )
     use_separate_qk_norms: bool = key(
         False,
-        "An RMSNorm over all query heads together and one over all key heads.",
+        "With use_qk_layernorm: an RMSNorm over all query heads together and one over all key heads instead.",
         differs="over the whole width on any layout, where the GPT-NeoX fork normalises each rank's part",
     )
     qk_norm_per_head: bool = key(

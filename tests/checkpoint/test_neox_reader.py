@@ -98,7 +98,8 @@ def test_mamba_of_several_tensor_parallel_ranks_is_no_other_layouts_model(tmp_pa
 
 @pytest.mark.parametrize("form", ["pipe", "nested"])
 def test_norms_behind_the_branches_and_on_all_queries_together(tmp_path, form):
-    keys = {**LLAMA, "norm_placement": "olmo3", "use_separate_qk_norms": True, "num_kv_heads": 2}
+    norms = {"use_qk_layernorm": True, "use_separate_qk_norms": True}
+    keys = {**LLAMA, "norm_placement": "olmo3", **norms, "num_kv_heads": 2}
     model, theirs, tensors = model_of(keys, "olmo2")
     folder = write_neox(tmp_path / "global_step9", tensors, keys, form=form)
     assert largest_difference(folder, model, theirs) < 1e-5

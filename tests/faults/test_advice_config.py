@@ -72,7 +72,12 @@ CONFIG = [
     Row("width over ranks", "model_parallel_size=2 | intermediate_size=49", r"(mlp_multiple_of): (2)", "{0}={1}"),
     Row("tied blocks", "gpt_j_tied=true", r"gpt_j_tied: needs (gpt_j_residual): (true)", "{0}={1}"),
     Row("placement", "norm_placement=olmo3 | gpt_j_residual=true", r"set (gpt_j_residual): (false)", "{0}={1}"),
-    Row("norms of q and k", "use_separate_qk_norms=true | use_qk_layernorm=true", r"keep one", "-use_qk_layernorm"),
+    Row(
+        "norms of q and k",
+        "use_separate_qk_norms=true | use_qk_layernorm=true | norm=layernorm",
+        r"Set norm: (rmsnorm) or",
+        "norm={0}",
+    ),
     Row("norms per head", "qk_norm_per_head=true", r"needs (use_separate_qk_norms): (true)", "{0}={1}"),
     Row("local layers", "attention_config=[[[local], all]]", r"need (sliding_window_width)", "{0}=4"),
     Row(
@@ -85,7 +90,7 @@ CONFIG = [
     Row("bias of the head", "use_bias_in_head=true", r"set (no_weight_tying): (true)", "{0}={1}"),
     Row(
         "unit offset",
-        "norm=rmsnorm_unit_offset | use_separate_qk_norms=true",
+        "norm=rmsnorm_unit_offset | use_qk_layernorm=true | use_separate_qk_norms=true",
         r"needs (qk_norm_per_head): (true)",
         "{0}={1}",
     ),

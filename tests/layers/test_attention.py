@@ -78,10 +78,19 @@ def test_qk_layernorm_is_over_each_head(norm: str) -> None:
 
 
 def test_separate_qk_norms_are_over_all_heads() -> None:
-    layer = _layer(use_separate_qk_norms=True, use_bias_in_attn_linear=False)
+    """With use_qk_layernorm, as in GPT-NeoX's fork, where use_separate_qk_norms alone builds none; its parameters."""
+    assert _layer(use_separate_qk_norms=True).q_norm is None
+    layer = _layer(use_qk_layernorm=True, use_separate_qk_norms=True, norm="rmsnorm", use_bias_in_attn_linear=False)
+    assert [name for name, _ in layer.named_parameters() if "norm" in name] == ["q_norm.scale", "k_norm.scale"]
     assert layer.q_norm.scale.shape == (32,)
     assert layer.k_norm.scale.shape == (16,)
     before = layer(_x(), Context(POSITIONS))
+    q, k, _ = layer.double()._project(_x().double(), torch.zeros_like(POSITIONS), entered=False)
+    for normed, rows, norm in ((q, slice(0, 32), layer.q_norm), (k, slice(32, 48), layer.k_norm)):
+        plain = _x().double() @ layer.query_key_value.weight[rows].T
+        expected = plain / (plain.square().mean(-1, keepdim=True) + 1e-8).sqrt() * norm.scale
+        assert (normed.reshape(32, -1) - expected).abs().max() < 1e-6
+    layer.float()
     with torch.no_grad():
         layer.query_key_value.weight[:32] *= 3
     assert (layer(_x(), Context(POSITIONS)) - before).abs().max() < 1e-3

@@ -27,7 +27,7 @@ FORMS: list[dict[str, Any]] = [
     {"norm": "scalenorm"},
     {"norm": "non_parametric_layernorm"},
     {"use_qk_layernorm": True},
-    {"use_separate_qk_norms": True},
+    {"use_qk_layernorm": True, "use_separate_qk_norms": True, "norm": "rmsnorm"},
     {"pos_emb": "alibi"},
     {"pos_emb": "learned"},
     {"sliding_window_width": 5},

@@ -53,7 +53,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
     "olmoe": (
         OlmoeConfig,
         OlmoeForCausalLM,
-        {"use_separate_qk_norms": True},
+        {"use_qk_layernorm": True, "use_separate_qk_norms": True},
         {"num_experts": 4, "norm_topk_prob": False},
     ),
     "qwen2_moe": (

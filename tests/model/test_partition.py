@@ -113,7 +113,7 @@ FORMS = [
     LLAMA,
     {"pos_emb": "learned", "use_qk_layernorm": True},
     {"gpt_j_residual": True, "gpt_j_tied": True},
-    {"norm_placement": "olmo3", "norm": "rmsnorm", "use_separate_qk_norms": True},
+    {"norm_placement": "olmo3", "norm": "rmsnorm", "use_qk_layernorm": True, "use_separate_qk_norms": True},
     {"norm_placement": "sandwich", "norm": "rmsnorm", "use_separate_qk_norms": True, "qk_norm_per_head": True},
 ]
 

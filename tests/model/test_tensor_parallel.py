@@ -25,7 +25,7 @@ FORMS: list[dict[str, Any]] = [
     {"pos_emb": "learned"},
     {"pos_emb": "alibi", "use_qk_layernorm": True},
     {"pos_emb": "sinusoidal", "norm": "scalenorm", "activation": "geglu", "intermediate_size": 48},
-    {"use_separate_qk_norms": True, "norm_placement": "olmo3", "norm": "rmsnorm"},
+    {"use_qk_layernorm": True, "use_separate_qk_norms": True, "norm_placement": "olmo3", "norm": "rmsnorm"},
     {"use_separate_qk_norms": True, "qk_norm_per_head": True, "head_dim": 12, "use_bias_in_attn_output": False},
     {"gpt_j_residual": True, "gpt_j_tied": True},
     {"gpt_j_residual": True, "use_bias_in_mlp": False, "norm": "non_parametric_layernorm"},

@@ -118,7 +118,7 @@ def test_attention_per_layer(config: list, window: int, kinds: str, windows: lis
         ({"use_mup": True}, "set mup_base_hidden_size"),
         ({"gpt_j_tied": True}, "needs gpt_j_residual: true"),
         ({"norm_placement": "olmo3", "gpt_j_residual": True}, "olmo3 blocks are sequential"),
-        ({"use_qk_layernorm": True, "use_separate_qk_norms": True}, "use_separate_qk_norms: use_qk_layernorm "),
+        ({"use_qk_layernorm": True, "use_separate_qk_norms": True, "norm": "layernorm"}, "Set norm: rmsnorm"),
         ({"checkpoint_policy": "full", "checkpoint_activations": False}, "checkpoint_activations is false"),
         ({"head_dim": 0}, "head_dim: must be above 0, is 0"),
         ({"qk_norm_per_head": True}, "needs use_separate_qk_norms: true"),
@@ -130,6 +130,15 @@ def test_mistakes(changes: dict, message: str, tmp_path: Path) -> None:
         derived(tmp_path, **changes)
     assert re.search(message, str(error.value))
     assert "a.yml:" in str(error.value)
+
+
+def test_norms_of_queries_and_keys_as_in_the_fork(tmp_path: Path) -> None:
+    """use_separate_qk_norms acts with use_qk_layernorm only, and one line says so."""
+    args = derived(tmp_path, use_separate_qk_norms=True)
+    assert not args.model.use_separate_qk_norms
+    assert [note for note in args.notes if re.search(r"a\.yml:\d+: use_separate_qk_norms .* use_qk_layernorm", note)]
+    args = derived(tmp_path, use_separate_qk_norms=True, use_qk_layernorm=True, norm="rmsnorm")
+    assert args.model.use_separate_qk_norms and not args.notes
 
 
 def test_padded_vocabulary_waits_for_the_tokenizer(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_zero(tmp_path: Path) -> None:
         ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam is not available: "),
         ({"optimizer": {"params": {"lr": 0.1}}, "lr": 0.2}, "lr: is 0.2, but optimizer.params.lr is 0.1"),
         ({"optimizer": {"type": "SGD"}, "optimizer_type": "adam"}, "is adam, but optimizer.type is SGD"),
-        ({"optimizer": {"params": {"lr": 0}}}, "optimizer.params.lr: must be above 0"),
+        ({"optimizer": {"params": {"lr": -0.1}}}, "optimizer.params.lr: must not be negative, is -0.1"),
         ({"optimizer": {"params": {"betas": [0.9, 1.0]}}}, r"optimizer\.params\.betas: must be in \[0, 1\)"),
         ({"optimizer": {"params": {"weight_decay": 0.5}}, "weight_decay": 0.1}, "weight_decay: is 0.1, but"),
         ({"weight_decay": -1}, "weight_decay: must not be negative"),

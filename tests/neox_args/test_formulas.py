@@ -22,7 +22,7 @@ pytestmark = pytest.mark.cpu
         {"norm": "scalenorm", "pos_emb": "alibi"},
         {"norm": "non_parametric_layernorm", "pos_emb": "sinusoidal"},
         {"use_qk_layernorm": True},
-        {"use_separate_qk_norms": True, "norm": "rmsnorm", "norm_placement": "olmo3"},
+        {"use_qk_layernorm": True, "use_separate_qk_norms": True, "norm": "rmsnorm", "norm_placement": "olmo3"},
         {"activation": "geglu", "mlp_multiple_of": 16, "num_kv_heads": 1},
         {"norm": "rmsnorm_unit_offset", "norm_placement": "sandwich", "activation": "geglu_tanh", "head_dim": 16},
         {**LLAMA, "norm": "rmsnorm_unit_offset", "use_separate_qk_norms": True, "qk_norm_per_head": True},

@@ -31,7 +31,10 @@ MUP = {"use_mup": True, "mup_base_hidden_size": 32}
         ({"rotary_emb_base_local": 1e4, "pos_emb": "rotary"}, "rotary_emb_base_local: .*no layer"),
         ({"rotary_emb_base_local": 0.0}, "rotary_emb_base_local: must be above 0"),
         ({"use_bias_in_head": True}, "use_bias_in_head: .*word embeddings"),
-        ({"norm": "rmsnorm_unit_offset", "use_separate_qk_norms": True}, "needs qk_norm_per_head: true"),
+        (
+            {"norm": "rmsnorm_unit_offset", "use_qk_layernorm": True, "use_separate_qk_norms": True},
+            "needs qk_norm_per_head: true",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

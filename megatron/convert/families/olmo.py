@@ -66,6 +66,7 @@ def olmo2_keys(fields: Fields, rotary: dict[str, Any] | None = None) -> dict[str
     return {
         **decoder_keys(fields, rotary),
         "norm_placement": "olmo3",
+        "use_qk_layernorm": True,
         "use_separate_qk_norms": True,
         "use_bias_in_attn_linear": fields.take("attention_bias", False),
         "use_bias_in_mlp": False,

@@ -47,6 +47,7 @@ def olmoe_keys(fields: Fields) -> dict[str, Any]:
         **experts_keys(fields, **experts, layers=all_layers(fields)),
         "moe_normalize_topk": fields.take("norm_topk_prob", False),
         "rms_norm_epsilon": float(fields.take("rms_norm_eps", 1e-5)),
+        "use_qk_layernorm": True,
         "use_separate_qk_norms": True,
         "use_bias_in_attn_linear": fields.take("attention_bias", False),
         "use_bias_in_mlp": False,

@@ -28,7 +28,7 @@ def common_refusals(model: ModelConfig, expressed: Collection[str] = ()) -> list
         for key, nothing in _RARE.items()
         if key not in expressed and getattr(model, key) not in (nothing, same.get(key))
     ]
-    if model.use_qk_layernorm:
+    if model.use_qk_layernorm and not model.use_separate_qk_norms:
         reasons.append("use_qk_layernorm (one norm for queries and keys)")
     if model.use_mup:
         reasons.append("use_mup (its multipliers have no place)")

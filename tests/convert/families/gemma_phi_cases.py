@@ -33,6 +33,7 @@ _BIASES = {"use_bias_in_attn_linear": True}
 _WINDOW = {"sliding_window_width": 5}
 _LAYERED = {**_WINDOW, "attention_config": ["local", "global"]}
 LOCAL = {**_LAYERED, "rotary_emb_base_local": 70.0}
+_OLMO = {"norm_placement": "olmo3", "use_qk_layernorm": True, "use_separate_qk_norms": True}
 _LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
 _NO_CAPS = dict.fromkeys(CAPS)
 
@@ -62,7 +63,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {**LLAMA, "final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0"),
     ("llama", {**LLAMA, "query_pre_attn_scalar": 9}, "query_pre_attn_scalar: 9"),
     ("llama", {**LLAMA, "use_bias_in_head": True}, "use_bias_in_head: True"),
-    ("olmo2", {**LLAMA, **LOCAL, "norm_placement": "olmo3", "use_separate_qk_norms": True}, "rotary_emb_base_local"),
+    ("olmo2", {**LLAMA, **LOCAL, **_OLMO}, "rotary_emb_base_local"),
     ("gpt2", {**BASE, "embedding_dropout": 0.25, "pos_emb": "learned"}, "embedding_dropout: 0.25"),
     ("gemma", {**GEMMA, "norm": "rmsnorm"}, "norm: rmsnorm"),
     ("gemma", {**GEMMA, "scale_embedding": False}, "scale_embedding: false"),

@@ -16,7 +16,7 @@ EXPERTS: dict[str, Any] = {
 }
 NORMALISED = {"moe_normalize_topk": True}
 MIXTRAL = {**EXPERTS, **NORMALISED}
-OLMOE = {**EXPERTS, "use_separate_qk_norms": True}
+OLMOE = {**EXPERTS, "use_qk_layernorm": True, "use_separate_qk_norms": True}
 QWEN2_MOE = {
     **EXPERTS,
     "intermediate_size": 80,
