@@ -63,6 +63,7 @@ def start(folder: Path, place: str, *prefix: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the suite may run under nohup
     )
     deadline = time.monotonic() + 30
     while not (folder / "up").exists():

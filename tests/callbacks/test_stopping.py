@@ -24,6 +24,14 @@ from tests.callbacks.fakes import Log, trainer_of
 pytestmark = pytest.mark.cpu
 
 
+@pytest.fixture(autouse=True)
+def _no_nohup():
+    """The suite may run under nohup, whose SIGHUP stays ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(("interval", "start", "end"), [(4, 0, 4), (4, 4, 8), (3, 2, 3), (0, 0, 10), (-2, 0, 10)])
 def test_exit_interval_ends_at_its_multiples(interval, start, end):
     trainer = trainer_of([ExitInterval(interval)])
