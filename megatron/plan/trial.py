@@ -1,0 +1,36 @@
+"""Does a config work? Its dry run at its own size, and two training steps of a tiny model of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.cluster.launch import place
+from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, derive
+from megatron.plan.planner import plan
+from megatron.plan.shrink import as_overrides, shrink_overrides, synthetic_overrides
+
+_SCRIPT = "train.py"
+
+
+def dry_run(paths: list[str], data: str, save: str, env: Mapping[str, str]) -> NeoXArgs:
+    """Load, check and plan config files as `deepy.py train.py --dry-run` does in the environment `env`, on the data set
+    `data` (a prefix); returns the derived configuration as it is written. Raises the dry run's `UserError`."""
+    written = NeoXArgs.from_files(paths)
+    args = derive(written, Facts(num_devices=place(written, env).world_size))
+    if args.training.train_iters is None and args.training.train_epochs is None:
+        raise UserError("set train_iters (or train_epochs): how long to train")
+    ours = NeoXArgs.from_files(paths, as_overrides(synthetic_overrides(data, save)))
+    plan(ours, place(ours, env), _SCRIPT)
+    return args
+
+
+def train_two_steps(paths: list[str], args: NeoXArgs, data: str) -> None:
+    """Train a shrunk model (`args`: the config as it is written) in this process, which stands for the only rank."""
+    from megatron.run.train import train
+    from megatron.training.setup import run, start_process
+
+    overrides = as_overrides({**synthetic_overrides(data, None), **shrink_overrides(args)})
+    if code := run(start_process(paths, overrides, None), train):
+        raise UserError(f"training stopped with exit code {code}")
