@@ -8,6 +8,7 @@ rank holds [Q/tp | K/tp | V/tp]. On disk it is in GPT-NeoX's order; the checkpoi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,7 +71,8 @@ class SelfAttention(Mixer):
         )
         self._build_qk_norms(model)
         self.rotary = spec.rotary
-        slopes = POSITIONS[model.pos_emb].slopes
+        slopes, score_bias = POSITIONS[model.pos_emb].slopes, POSITIONS[model.pos_emb].score_bias
+        self.score_bias = None if score_bias is None else partial(score_bias, model)
         self.slopes: Tensor | None = None
         if slopes is not None:
             mine = slopes(model)[state.tp_rank * self.heads : (state.tp_rank + 1) * self.heads]
@@ -81,6 +83,7 @@ class SelfAttention(Mixer):
             documents=model.intra_document_masking,
             window=spec.window is not None,
             alibi=slopes is not None,
+            bias=score_bias is not None,
             dropout=model.attention_dropout > 0,
             softcap=self.softcap is not None,
             head_dim=d,
@@ -110,15 +113,16 @@ class SelfAttention(Mixer):
         return "attention back-end", str(self.choice)
 
     def forward(self, x: Tensor, context: Context, *, entered: bool = False, reduce: bool = True) -> Tensor:
-        positions, documents, cache = context
+        positions, documents, cache, shared = context
         q, k, v = self._project(x, positions, entered)
         start = None
         if cache is not None:
             k, v = cache.append(k, v)
             start, documents = cache.start, None  # a row of generation is one document
+        bias = None if self.score_bias is None or shared is None else self.score_bias(shared, q.shape[1], k.shape[1])
         dropout = self.dropout if self.training else 0.0
         with sharded_rng(dropout, self.state):
-            call = Call(self.scale, True, self.window, documents, start, self.slopes, dropout, self.softcap)
+            call = Call(self.scale, True, self.window, documents, start, self.slopes, dropout, self.softcap, bias)
             out = self.attend(q, k, v, call)
         return self.dense(out.reshape(-1, self.heads * self.d), reduce=reduce)
 

@@ -18,6 +18,9 @@ WINDOWED: dict[str, tuple[str, ...]] = {"cuda": ("varlen", "torch"), "cpu": ("to
 CAPPED: dict[str, tuple[str, ...]] = {"cuda": ("flash", "flex", "manual"), "cpu": ("manual",)}
 # flash-attn takes lengths that depend on the data, which a compiled block cannot (training/compile).
 CAPPED_PACKED: dict[str, tuple[str, ...]] = {"cuda": ("flex", "flash", "manual"), "cpu": ("manual",)}
+# A learned bias on the scores needs its gradient, which is as large as the scores.
+BIASED: dict[str, tuple[str, ...]] = {"cuda": ("torch",), "cpu": ("torch",)}
+BIASED_CAPPED: dict[str, tuple[str, ...]] = {"cuda": ("manual",), "cpu": ("manual",)}
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,9 @@ def choose_backend(task: Task, wanted: str = "auto") -> Choice:
         if reason := backend.why_not(task):
             raise UserError(f"attention_backend: {wanted} cannot be used: {reason}; auto takes one that can")
         return Choice(wanted, backend)
-    if task.softcap:
+    if task.bias:
+        table = BIASED_CAPPED if task.softcap else BIASED
+    elif task.softcap:
         table = CAPPED_PACKED if task.documents else CAPPED
     else:
         table = PACKED if task.documents else WINDOWED if task.window else PLAIN

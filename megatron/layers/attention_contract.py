@@ -22,11 +22,12 @@ from megatron.registry import Registry
 
 
 class Call(NamedTuple):
-    """How one attention call weighs and masks: softmax(cap(q kᵀ · scale) + ALiBi + mask) v.
+    """How one attention call weighs and masks: softmax(cap(q kᵀ · scale) + ALiBi + bias + mask) v.
 
     * `causal`, `window`, `key_start`: see `attention_masks.visible_mask`; `documents`: only keys of the same one.
     * `slopes` fp32 [n]: ALiBi's. `dropout`: the probability now (0 outside training).
     * `softcap` c bounds scores by c · tanh(score / c), before ALiBi and masks; only back-ends with `softcap` get it.
+    * `bias` [1, n, s, s_k], with a gradient, is added to scores; only back-ends with `bias` get it.
     """
 
     scale: float
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     slopes: Tensor | None = None
     dropout: float = 0.0
     softcap: float | None = None
+    bias: Tensor | None = None
 
     def only_causal(self, s: int, s_k: int) -> bool:
         """Whether `causal` is the whole mask, and a back-end's own flag can say it (square, or a single query)."""
@@ -65,7 +67,7 @@ class Task:
 
     * `kind`: the layer's entry of attention_config; "flash" asks for flash-attn where it is installed.
     * `documents`: intra_document_masking; `window`: a sliding one; `alibi`: slopes on the scores; `dropout` of weights;
-      `softcap`: attn_logit_softcapping.
+      `softcap`: attn_logit_softcapping; `bias`: a learned one on the scores (pos_emb: rpe).
     """
 
     device: torch.device
@@ -76,6 +78,7 @@ class Task:
     dropout: bool = False
     softcap: bool = False
     head_dim: int = 64
+    bias: bool = False
 
 
 def _no_obstacle(task: Task) -> str | None:
@@ -87,7 +90,7 @@ class Backend:
     """`attend` and what it reads of packed documents.
 
     * `form` of `Documents` it wants; `cuda_fp32_form`: in fp32 on a GPU, where some kernels do not exist.
-    * `softcap`: whether it can bound scores; one that cannot is never given such a task.
+    * `softcap`, `bias`: whether it can bound scores, and add a bias to them; else it is never given such a task.
     * `obstacle(task)`: why else it cannot do the task (the key and what to do), None if it can; ask `why_not`.
     """
 
@@ -95,12 +98,15 @@ class Backend:
     form: Form = "mask"
     cuda_fp32_form: Form | None = None
     softcap: bool = False
+    bias: bool = False
     obstacle: Callable[[Task], str | None] = _no_obstacle
 
     def why_not(self, task: Task) -> str | None:
         """Why it cannot do the task; None if it can."""
         if task.softcap and not self.softcap:
             return "it cannot cap scores (attn_logit_softcapping)"
+        if task.bias and not self.bias:
+            return "it cannot add a learned bias to scores (pos_emb: rpe)"
         return self.obstacle(task)
 
     def form_for(self, weight: Tensor) -> Form:

@@ -80,7 +80,7 @@ def _load_flex() -> Backend:
 
     def flex(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         b, s, s_k = q.shape[0], q.shape[1], k.shape[1]
-        scale, causal, window, documents, key_start, slopes, dropout, softcap = call
+        scale, causal, window, documents, key_start, slopes, dropout, softcap, _ = call
         if softcap is not None and (key_start is not None or s != s_k):
             # A cache grows by one at every step, and each length would be compiled; one query's scores are small.
             return manual(q, k, v, call)

@@ -25,6 +25,8 @@ def manual(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.slopes is not None:
         scores = scores + linear_bias(call.slopes, s, s_k)
+    if call.bias is not None:
+        scores = scores + call.bias.float()
     weights = scores.masked_fill(~call.mask(s, s_k, q.device), -math.inf).softmax(dim=-1)
     if call.dropout > 0.0:
         weights = F.dropout(weights, call.dropout)
@@ -33,7 +35,7 @@ def manual(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
 
 @ATTENTION_BACKENDS.register("manual")
 def _load_manual() -> Backend:
-    return Backend(manual, softcap=True)
+    return Backend(manual, softcap=True, bias=True)
 
 
 def torch_sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
@@ -47,6 +49,8 @@ def torch_sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     mask = None
     if call.slopes is not None:
         mask = linear_bias(call.slopes, s, s_k).to(q.dtype).masked_fill(~call.mask(s, s_k, q.device), -math.inf)
+    elif call.bias is not None:
+        mask = call.bias.to(q.dtype).masked_fill(~call.mask(s, s_k, q.device), -math.inf)
     elif not call.only_causal(s, s_k):
         mask = call.mask(s, s_k, q.device)
     grouped = n != k.shape[2]
@@ -68,7 +72,7 @@ def torch_sdpa(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
 
 @ATTENTION_BACKENDS.register("torch")
 def _load_torch() -> Backend:
-    return Backend(torch_sdpa)
+    return Backend(torch_sdpa, bias=True)
 
 
 # torch 2.11 takes cuDNN's kernel first on Hopper by itself; other versions and GPUs have other orders.
@@ -92,4 +96,4 @@ def _cudnn_obstacle(task: Task) -> str | None:
 
 @ATTENTION_BACKENDS.register("cudnn")
 def _load_cudnn() -> Backend:
-    return Backend(cudnn_sdpa, obstacle=_cudnn_obstacle)
+    return Backend(cudnn_sdpa, bias=True, obstacle=_cudnn_obstacle)

@@ -21,11 +21,13 @@ class Context(NamedTuple):
     * `positions` [b, s] int64.
     * `documents`: the packed documents that are kept apart (intra_document_masking); None: a row is one document.
     * `cache`: in generation, this layer's entry with the earlier tokens (`Mixer.new_cache`); s counts the new ones.
+    * `shared`: what a scheme of positions hands to all layers (`PositionScheme.shared`).
     """
 
     positions: Tensor
     documents: Documents | None = None
     cache: Any = None
+    shared: Tensor | None = None
 
 
 class Carry(NamedTuple):
@@ -35,12 +37,14 @@ class Carry(NamedTuple):
     * `positions`, `documents`: as in `Context`.
     * `balance`: what the feed-forwards have added to the loss so far, 0-dim fp32, if any of the model's may
       (`parts.adds_loss`). The embedding starts it at zero; the head passes it to the objective.
+    * `shared`: as in `Context`. It travels between stages too, and its gradient comes back the same way.
     """
 
     hidden: Tensor
     positions: Tensor
     documents: Documents | None = None
     balance: Tensor | None = None
+    shared: Tensor | None = None
 
     @classmethod
     def from_tensors(
@@ -68,4 +72,4 @@ class Carry(NamedTuple):
     def replace_hidden(self, hidden: Tensor, loss: Tensor | None = None) -> Carry:
         """Behind a layer that made `hidden`, and adds `loss` to the balance loss."""
         balance = self.balance if loss is None or self.balance is None else self.balance + loss
-        return Carry(hidden, self.positions, self.documents, balance)
+        return self._replace(hidden=hidden, balance=balance)

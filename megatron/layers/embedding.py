@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Embedding(nn.Module):
     """Word embeddings, plus position embeddings where the scheme has them, then dropout.
 
-    `word_embeddings.weight` [v/tp, h]; `position_embeddings.weight` [max_position_embeddings, h] if learned.
+    `word_embeddings.weight` [v/tp, h]; `position_embeddings.weight` [max_position_embeddings, h] if learned;
+    `shared_positions.weight` [buckets, n/tp] if relative.
     """
 
     def __init__(self, model: ModelConfig, state: ParallelState, *, vocab_size: int, padded_vocab_size: int) -> None:
@@ -42,8 +43,9 @@ class Embedding(nn.Module):
             init=build_init(model, hidden_matrix=False),
         )
         self.adds_loss = adds_loss(model)
-        at_embedding = POSITIONS[model.pos_emb].at_embedding
-        self.position_embeddings = None if at_embedding is None else at_embedding(model, state)
+        scheme = POSITIONS[model.pos_emb]
+        self.position_embeddings = None if scheme.at_embedding is None else scheme.at_embedding(model, state)
+        self.shared_positions = None if scheme.shared is None else scheme.shared(model, state)
 
     def forward(self, carry: Carry) -> Carry:
         """The carry with the token ids [b, s] -> with their hidden states."""
@@ -61,4 +63,5 @@ class Embedding(nn.Module):
         if self.adds_loss:
             # It takes a gradient: every stage of a pipeline sends one for each floating-point tensor that it received.
             balance = torch.zeros((), device=hidden.device, requires_grad=torch.is_grad_enabled())
-        return carry._replace(hidden=hidden, balance=balance)
+        shared = None if self.shared_positions is None else self.shared_positions()
+        return carry._replace(hidden=hidden, balance=balance, shared=shared)

@@ -46,7 +46,7 @@ class LayerCache:
             raise ValueError(f"a cache for {self.capacity} tokens cannot take {s} more after {self.length}")
         if self._keys is None:
             self._keys = k.new_empty(b, self.capacity, heads, d)
-            self._values = v.new_empty(b, self.capacity, heads, d)
+            self._values = v.new_empty(b, self.capacity, *v.shape[2:])
         self._keys[:, self.length : self.length + s] = k
         self._values[:, self.length : self.length + s] = v
         self.length += s

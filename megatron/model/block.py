@@ -33,6 +33,7 @@ from megatron.layers.kv_cache import CacheEntry, LayerCache
 from megatron.layers.measure import size_of
 from megatron.layers.norms import build_norm
 from megatron.layers.parts import MIXERS, MLPS, BlockSpec, adds_loss
+from megatron.layers.positions import POSITIONS
 from megatron.model.recompute import Recompute, recompute_in_backward
 from megatron.mpu.collectives import enter_tensor_parallel, leave_tensor_parallel
 from megatron.mpu.state import ParallelState
@@ -62,11 +63,12 @@ class Block(nn.Module):
         # Chunks of several blocks are recomputed by whoever runs the list (sequential.run_layers).
         self.recompute = self.chunking.policy if self.chunking.every == 1 else "none"
         documents, balance = ["documents"] * model.intra_document_masking, ["balance"] * adds_loss(model)
-        self.carried = ("hidden", "positions", *documents, *balance)  # what travels between stages
+        shared = ["shared"] * (POSITIONS[model.pos_emb].shared is not None)
+        self.carried = ("hidden", "positions", *documents, *balance, *shared)  # what travels between stages
 
     def forward(self, carry: Carry, cache: CacheEntry | None = None) -> Carry:
         """`cache`: what `new_cache` gave, with the earlier tokens (inference); it takes s more."""
-        context = Context(carry.positions, carry.documents, cache)
+        context = Context(carry.positions, carry.documents, cache, carry.shared)
         policy = self.recompute if cache is None else "none"
         hidden, loss = recompute_in_backward(self.residual, policy, carry.hidden, context)
         if self.training and loss is not None and carry.balance is None:

@@ -16,7 +16,7 @@ from torch import nn
 from megatron.layers.embedding import Embedding
 from megatron.layers.parts import BlockSpec
 from megatron.layers.positions import POSITIONS
-from megatron.model import mamba_block, rwkv_block
+from megatron.model import gmlp_block, mamba_block, rwkv_block
 from megatron.model.block import BLOCKS, TransformerBlock
 from megatron.model.head import TIED_NAME, FinalNorm, Head
 from megatron.model.partition import layer_parameters, layer_rows
@@ -26,7 +26,7 @@ from megatron.mpu.state import ParallelState
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
-PROVIDERS = (mamba_block, rwkv_block)  # importing them is what fills the registry of blocks
+PROVIDERS = (gmlp_block, mamba_block, rwkv_block)  # importing them is what fills the registry of blocks
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,17 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from megatron.errors import UserError
-from megatron.neox_arguments.block_sizes import BLOCK, MAMBA, RWKV
+from megatron.neox_arguments.block_sizes import BLOCK, GMLP, MAMBA, RWKV
 from megatron.neox_arguments.formulas import parameter_count
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.registry import added
 
 # Kind of mixer -> class name of its block, where that is not `TransformerBlock`.
-BLOCK_NAMES: dict[str, str] = {**dict.fromkeys(MAMBA, "MambaBlock"), **dict.fromkeys(RWKV, "RwkvBlock")}
+BLOCK_NAMES: dict[str, str] = {
+    **dict.fromkeys(MAMBA, "MambaBlock"),
+    **dict.fromkeys(RWKV, "RwkvBlock"),
+    **dict.fromkeys(GMLP, "GMLPBlock"),
+}
 BLOCKS = "type:transformer|mlp"  # GPT-NeoX's default: all blocks, whatever their kind is called
 _AROUND = ("Embedding", "FinalNorm", "Head")
 

@@ -95,24 +95,29 @@ class LayerPipe(PipelineModule):
         out = run_layers(self.forward_funcs, Carry.from_tensors(forward_input, self.carried), self.recompute)
         if not isinstance(out, Carry):
             return out
-        if out.balance is not None and out.balance.requires_grad:
-            _backward_at_once(out.hidden, out.balance)
+        if out.shared is not None:
+            out = out._replace(shared=out.shared.view_as(out.shared))  # what is sent on is not what was received
+        sent = [x for x in (out.hidden, out.balance, out.shared) if x is not None and x.requires_grad]
+        if len(sent) > 1:
+            _backward_at_once(sent)
         return out.to_tensors()
 
 
-def _backward_at_once(hidden: Tensor, balance: Tensor) -> None:
-    """Make DeepSpeed's `hidden.backward(...)`, then `balance.backward(...)` one pass through the stage.
+def _backward_at_once(sent: list[Tensor]) -> None:
+    """Make DeepSpeed's calls of `backward(gradient)` of the tensors that a stage sent, one by one in this order, one
+    pass through the stage.
 
-    It would keep the whole graph after the first and walk it once more for the second: twice the work, with every
-    gradient hook and count of a layer done twice.
+    It would keep the whole graph after the first and walk it once more for each other: more work, with every gradient
+    hook and count of a layer done several times.
     """
     kept: list[Tensor] = []
 
-    def first(gradient: Tensor, retain_graph: bool = False) -> None:
+    def backward(gradient: Tensor, retain_graph: bool = False) -> None:
         kept.append(gradient)
+        if len(kept) == len(sent):
+            for tensor in sent:
+                del tensor.backward  # they hold each other
+            torch.autograd.backward(sent, kept)
 
-    def second(gradient: Tensor, retain_graph: bool = False) -> None:
-        del hidden.backward, balance.backward  # they hold each other
-        torch.autograd.backward((hidden, balance), (kept.pop(), gradient))
-
-    hidden.backward, balance.backward = first, second  # type: ignore[method-assign, assignment]
+    for tensor in sent:
+        tensor.backward = backward  # type: ignore[method-assign, assignment]

@@ -18,7 +18,9 @@ from megatron.rows import row, rows
 
 MAMBA = ("mamba", "mamba2")  # kinds of mixer whose blocks have no feed-forward
 RWKV = ("rwkv4", "rwkv")  # whose blocks have one of their own
-RECURRENT = (*MAMBA, *RWKV)  # which need neither heads nor positions
+GMLP = ("gmlp", "amlp")  # which are no mixer and no feed-forward, but both
+RECURRENT = (*MAMBA, *RWKV)
+HEADLESS = (*RECURRENT, *GMLP)  # which need neither heads nor positions
 RWKV6_MIX_RANK, RWKV6_DECAY_RANK = 32, 64  # as published, whatever the width
 BLOCK = "block of attention_config"  # the registry of kinds of mixer that are a block of their own
 
@@ -204,6 +206,26 @@ def rwkv6_flops(model: ModelConfig) -> float:
     return 18.0 * model.dim_att * model.head_size
 
 
+def gmlp_size(model: ModelConfig) -> Size:
+    """Both projections and the gating unit."""
+    h, f, longest = model.hidden_size, 4 * model.hidden_size, model.seq_length
+    return Size(3 * f * h, longest * (longest + 1) + norm_parameters(model, f))
+
+
+def gmlp_flops(model: ModelConfig) -> float:
+    """The matrix over positions works on every channel; one product per parameter is counted already."""
+    return 6.0 * model.seq_length * (4 * model.hidden_size - model.seq_length)
+
+
+def amlp_size(model: ModelConfig) -> Size:
+    f, d = 4 * model.hidden_size, model.gmlp_attn_dim
+    return gmlp_size(model) + Size(6 * d * f + f * d + f, 3 * d)
+
+
+def amlp_flops(model: ModelConfig) -> float:
+    return gmlp_flops(model) + 12.0 * model.gmlp_attn_dim * model.seq_length
+
+
 _ATTENTION = MixerCost(attention_size, attention_flops)
 MIXER_COSTS: dict[str, MixerCost] = {
     **dict.fromkeys(("global", "flash", "local"), _ATTENTION),
@@ -211,6 +233,8 @@ MIXER_COSTS: dict[str, MixerCost] = {
     "mamba2": MixerCost(mamba2_size, mamba_flops),
     "rwkv4": MixerCost(rwkv4_size, rwkv4_flops),
     "rwkv": MixerCost(rwkv6_size, rwkv6_flops),
+    "gmlp": MixerCost(gmlp_size, gmlp_flops),
+    "amlp": MixerCost(amlp_size, amlp_flops),
 }
 MLP_SIZES: dict[str, Callable[[ModelConfig], Size]] = {
     "dense": dense_size,

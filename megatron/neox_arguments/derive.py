@@ -44,6 +44,8 @@ RULES: tuple[Callable[[Draft], None], ...] = (
     rules_mamba.widths,
     rules_rwkv.widths,
     rules_model.positions,
+    rules_model.gating_layers,
+    rules_model.relative_positions,
     rules_model.rope_scaling,
     rules_model.residual_form,
     rules_moe.layer_mlps,

@@ -166,6 +166,20 @@ DIFFERENCES: tuple[Difference, ...] = (
         lambda args: args.model.use_separate_qk_norms,
     ),
     Difference(
+        "pos_emb: rpe",
+        "acts in 'global' layers only; each pipeline stage trains a table of its own",
+        "acts in every layer of attention; one table for all layers at every layout",
+        lambda args: args.model.pos_emb == "rpe",
+    ),
+    Difference(
+        "gmlp and amlp layers",
+        "at model_parallel_size above 1 each rank normalises its part, and ranks train matrices of their own",
+        "the same model at every model_parallel_size",
+        lambda args: (
+            args.parallel.model_parallel_size > 1 and bool({"gmlp", "amlp"} & set(args.model.attention_config))
+        ),
+    ),
+    Difference(
         "attention softmax",
         "in fp32 only with attention_softmax_in_fp32 or apply_query_key_layer_scaling",
         "always in fp32",

@@ -29,7 +29,6 @@ def key(
     differs: str | None = None,
     spellings: dict[str, str] | None = None,
     registry: str | None = None,
-    brought_by: tuple[str, str] | None = None,
     path: bool = False,
     most: int = LARGEST,
     new: bool = False,
@@ -41,7 +40,7 @@ def key(
     computed one; `"recompute"`: it depends on the layout and is computed again). `differs`: what is not as in
     GPT-NeoX. `spellings`: other spellings of values. `registry`: the kind of the registry behind the choices: the names
     of its entries (where rows.py knows it), those that plugins added, and those that `unavailable` lists.
-    `brought_by`: (registry, name) with which a plugin makes the key available; it then reads it. `path`: its texts name
+    `path`: its texts name
     files or folders. `most`: the largest whole number it takes, far above what is sensible. `new`: not a GPT-NeoX key.
     """
     metadata = {
@@ -51,7 +50,6 @@ def key(
         "differs": differs,
         "spellings": spellings or {},
         "registry": registry,
-        "brought_by": brought_by,
         "path": path,
         "most": most,
         "new": new,
@@ -73,7 +71,6 @@ class KeyInfo:
     differs: str | None
     spellings: dict[str, str]
     registry: str | None
-    brought_by: tuple[str, str] | None
     path: bool
     most: int
     new: bool
@@ -82,11 +79,6 @@ class KeyInfo:
     def available(self) -> bool:
         """False when no value but the default can be used."""
         return not isinstance(self.unavailable, str)
-
-    @property
-    def brought(self) -> bool:
-        """Whether a plugin is loaded that makes the key available."""
-        return self.brought_by is not None and self.brought_by[1] in added(self.brought_by[0])
 
     @property
     def own_choices(self) -> list[Any]:

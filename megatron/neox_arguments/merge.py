@@ -237,7 +237,7 @@ def _coerce(info: KeyInfo, entry: Entry, notes: list[str]) -> Any:
     if isinstance(info.unavailable, dict):
         if (advice := info.refusal(value)) is not None:
             raise UserError(f"{entry.where}: {info.name}: {value} is not available: {advice}")
-    elif info.unavailable is not None and value != info.default and not _is_off(value) and not info.brought:
+    elif info.unavailable is not None and value != info.default and not _is_off(value):
         raise UserError(f"{entry.where}: {info.name} is not available: {info.unavailable}")
     return value
 

@@ -6,22 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.errors import nearest
-from megatron.neox_arguments.block_sizes import BLOCK, RECURRENT, is_gated
+from megatron.neox_arguments.block_sizes import BLOCK, GMLP, HEADLESS, is_gated
 from megatron.neox_arguments.draft import Draft, nearest_multiples
 from megatron.neox_arguments.formulas import gated_width, round_up
 from megatron.neox_arguments.rope_kinds import rope_problem
+from megatron.neox_arguments.rules_parallel import stages
 from megatron.registry import added
 
-KINDS = ("global", "local", "flash", *RECURRENT)
+_ATTENTION = ("global", "local", "flash")
+KINDS = (*_ATTENTION, *HEADLESS)
 # Kinds of mixer whose blocks have no feed-forward, or one of their own.
-WITHOUT_MLP: tuple[str, ...] = RECURRENT
+WITHOUT_MLP: tuple[str, ...] = HEADLESS
 _UNAVAILABLE_KINDS = {
     "sparse_fixed": "use 'local' with sliding_window_width",
     "sparse_variable": "use 'local' with sliding_window_width",
     "bigbird": "use 'local' with sliding_window_width",
     "bslongformer": "use 'local' with sliding_window_width",
-    "gmlp": "use 'global'",
-    "amlp": "use 'global'",
 }
 
 
@@ -50,7 +50,7 @@ def check_required(draft: Draft) -> None:
 
 def heads(draft: Draft) -> None:
     """head_dim and num_kv_heads; both head counts must divide, also over tensor-parallel ranks."""
-    if set(draft["attention_config"]) <= set(RECURRENT):
+    if set(draft["attention_config"]) <= set(HEADLESS):
         _no_heads(draft)
         return
     if draft["num_attention_heads"] is None:
@@ -103,6 +103,38 @@ def positions(draft: Draft) -> None:
         plus = f" plus opt_pos_emb_offset {offset}" if offset else ""
         draft.fail("max_position_embeddings", f"{longest} is below seq_length {draft['seq_length']}{plus}")
     draft.set("max_position_embeddings", longest or needed, "seq_length")
+
+
+def gating_layers(draft: Draft) -> None:
+    """What gmlp and amlp layers need: a plain activation, and no muP."""
+    draft.positive("gmlp_attn_dim")
+    if not set(GMLP) & set(draft["attention_config"]):
+        return
+    if is_gated(draft["activation"]):
+        draft.fail(
+            "activation", f"gmlp and amlp layers gate by themselves; {draft['activation']} is no plain activation"
+        )
+    if draft["use_mup"]:
+        draft.fail("use_mup", "muP has no rule for gmlp and amlp layers; set it to false")
+
+
+def relative_positions(draft: Draft) -> None:
+    """Buckets of pos_emb: rpe. Its table travels through all stages, and each must use it."""
+    draft.positive("rpe_num_buckets", "rpe_max_distance")
+    if draft["pos_emb"] != "rpe":
+        return
+    buckets, reach = draft["rpe_num_buckets"], draft["rpe_max_distance"]
+    if buckets < 2:
+        draft.fail("rpe_num_buckets", f"must be at least 2, is {buckets}")
+    if reach <= buckets // 2:
+        draft.fail("rpe_max_distance", f"must be above rpe_num_buckets / 2 = {buckets // 2}, is {reach}")
+    others = sorted(set(draft["attention_config"]) - set(_ATTENTION))
+    if others and (stages(draft) > 1 or not set(draft["attention_config"]) & set(_ATTENTION)):
+        draft.fail(
+            "pos_emb",
+            f"rpe acts in attention, and not every pipeline stage has it ({' and '.join(others)} layers); use pos_emb:"
+            " none or pipe_parallel_size: 0",
+        )
 
 
 def rope_scaling(draft: Draft) -> None:

@@ -123,10 +123,11 @@ class ModelConfig(MambaConfig):
         "learned",
         "How positions enter the network.",
         registry="pos_emb",
-        unavailable={"rpe": "T5 relative biases are not available; use rotary or alibi"},
     )
-    rpe_num_buckets: int = key(32, "Buckets of T5 relative biases.", unavailable="use pos_emb: rotary or alibi")
-    rpe_max_distance: int = key(128, "Reach of T5 relative biases.", unavailable="use pos_emb: rotary or alibi")
+    rpe_num_buckets: int = key(
+        32, "Buckets of distances of pos_emb: rpe, half of them for one distance each.", most=65536
+    )
+    rpe_max_distance: int = key(128, "Distance from which on all are in the last bucket of pos_emb: rpe.")
     opt_pos_emb_offset: int = key(0, "Constant added to learned positions (OPT models use 2).")
     rotary_pct: float = key(1.0, "Fraction of each head's dimensions that are rotated.")
     rotary_emb_base: float = key(10000.0, "Base (theta) of the rotary frequencies.")
@@ -152,8 +153,8 @@ class ModelConfig(MambaConfig):
         None,
         "Kind of attention per layer: [[[kinds...], n or 'all'], ...] repeats the kinds n times; or a flat list of"
         " num_layers kinds. 'global' and 'flash' are full causal attention, 'local' is a sliding window, 'mamba' and"
-        " 'mamba2' are state spaces (blocks without feed-forward), 'rwkv4' is RWKV-4, 'rwkv' RWKV-6. Resolved"
-        " to one kind per layer.",
+        " 'mamba2' are state spaces (blocks without feed-forward), 'rwkv4' is RWKV-4, 'rwkv' RWKV-6, 'gmlp' and"
+        " 'amlp' are gMLP's blocks without and with attention. Resolved to one kind per layer.",
     )
     attention_backend: Literal["auto", "torch", "cudnn", "varlen", "flash", "flex", "manual"] = key(
         "auto",
@@ -335,15 +336,12 @@ class ModelConfig(MambaConfig):
         differs="may be left out",
     )
 
+    # gMLP
+    gmlp_attn_dim: int = key(64, "Width of the one head of attention in amlp layers.")
+
     # known, not available
     soft_prompt_tuning: dict[str, Any] | None = key(
         None, "Soft prompt tuning.", unavailable="fine-tune the whole model with finetune: true"
-    )
-    gmlp_attn_dim: int = key(
-        64,
-        "Attention width of aMLP blocks.",
-        unavailable="gMLP is not available; use 'global'",
-        brought_by=("attention_config", "amlp"),
     )
     te_columnparallel: bool = key(False, "Transformer Engine column-parallel layers.", unavailable=_TE)
     te_rowparallel: bool = key(False, "Transformer Engine row-parallel layers.", unavailable=_TE)

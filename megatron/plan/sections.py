@@ -11,7 +11,7 @@ from megatron.data.order.table import SourceRow
 from megatron.model.partition import StageRow
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs, plugin_key
-from megatron.neox_arguments.block_sizes import MAMBA, RECURRENT, RWKV, without_flops
+from megatron.neox_arguments.block_sizes import GMLP, HEADLESS, MAMBA, RWKV, without_flops
 from megatron.neox_arguments.callback_key import by_name, choose_callbacks, keys_of
 from megatron.neox_arguments.coerce import thaw
 from megatron.neox_arguments.differences import differences_for
@@ -93,9 +93,11 @@ def model(args: NeoXArgs, tokenizer: str, vocab_size: int) -> list[str]:
     m, total = args.model, parameter_count(args.model, vocab_size)
     kinds = {kind: m.attention_config.count(kind) for kind in dict.fromkeys(m.attention_config)}
     heads = f"{m.num_attention_heads} heads of {m.head_dim} ({m.num_kv_heads} key/value)"
-    parts = [heads, f"feed-forward {m.ffn_width} {m.activation}"] if set(m.attention_config) - set(RECURRENT) else []
+    parts = [heads, f"feed-forward {m.ffn_width} {m.activation}"] if set(m.attention_config) - set(HEADLESS) else []
     if set(m.attention_config) & set(MAMBA):
         parts.append(f"state {m.mamba_d_state} in {m.mamba_expand * m.hidden_size} channels")
+    if set(m.attention_config) & set(GMLP):
+        parts.append(f"gating units of {4 * m.hidden_size} channels over {m.seq_length} positions")
     if set(m.attention_config) & set(RWKV):
         parts.append(f"time mixing {m.dim_att}, channel mixing {m.ffn_dim}")
     rows = [

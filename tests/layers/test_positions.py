@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron.errors import UserError
+from megatron.layers.attention_backends import choose_backend
+from megatron.layers.attention_contract import ATTENTION_BACKENDS, Call, Task
 from megatron.layers.positions import POSITIONS
 from megatron.layers.positions.alibi import alibi_slopes
 from megatron.layers.positions.rotary import Rotary
+from megatron.layers.positions.rpe import RelativePositions, distance_buckets, score_bias
 from megatron.mpu.initial_weights import initialize
 from megatron.mpu.sharding import bind
 from megatron.mpu.state import ParallelState
@@ -55,6 +59,45 @@ def test_rotary_tables_stay_fp32_when_the_model_is_cast() -> None:
     # In bf16 positions 4001 and 4002 would share their angles.
     assert not torch.equal(rotary.cos[4001], rotary.cos[4002])
     assert rotary(torch.randn(1, 2, 1, 8, dtype=torch.bfloat16), torch.tensor([[1, 2]])).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("buckets", "reach"), [(32, 128), (6, 9), (2, 40)])
+def test_relative_positions_are_t5s(buckets: int, reach: int) -> None:
+    """The bucket of each distance in whole numbers (fp64 away from borders), and scores with the bias against fp64."""
+    for distance, bucket in enumerate(distance_buckets(200, buckets, reach, CPU).tolist()):
+        exact = buckets // 2
+        place = distance if distance < exact else exact + math.log(distance / exact) / math.log(reach / exact) * exact
+        place = min(place, buckets - 1)
+        assert bucket == math.floor(place) or abs(place - round(place)) < 1e-6 and bucket in (place - 1, round(place))
+    model = tiny(pos_emb="rpe", rpe_num_buckets=buckets, rpe_max_distance=reach)
+    positions = RelativePositions(model, STATE)
+    bind(positions, 0)
+    initialize(positions, 0, STATE)
+    table, q, k, v = positions(), *(torch.randn(2, s, 4, 8, requires_grad=True) for s in (7, 12, 12))
+    assert table.std().item() == pytest.approx(8**0.5 * (2 / (buckets + 4)) ** 0.5, rel=0.5)
+    outs = []
+    for backend in ("torch", "manual"):
+        attend = ATTENTION_BACKENDS[backend]().attend
+        outs.append(attend(q, k, v, Call(0.3, bias=score_bias(model, table, 7, 12))))
+    assert (outs[0] - outs[1]).abs().max() < 1e-6
+    gradient = torch.autograd.grad(outs[0].square().sum(), positions.weight, retain_graph=True)[0]
+    weight = positions.weight.detach().double().requires_grad_()
+    wide, seen = (x.detach().double() for x in (q, k, v)), torch.ones(7, 12).tril(5).bool()
+    far = (torch.arange(5, 12)[:, None] - torch.arange(12)).clamp(min=0)
+    bias = 8**0.5 * weight[distance_buckets(12, buckets, reach, CPU)[far]].permute(2, 0, 1)
+    a, b, c = wide
+    scores = torch.einsum("bsnd,btnd->bnst", a, b) * 0.3 + bias
+    expected = torch.einsum("bnst,btnd->bsnd", scores.masked_fill(~seen, -math.inf).softmax(-1), c)
+    assert (outs[0] - expected).abs().max() < 1e-6
+    exact = torch.autograd.grad(expected.square().sum(), weight)[0]
+    assert (gradient - exact).abs().max() < 1e-6 * exact.abs().max()
+
+
+def test_back_ends_that_cannot_add_a_bias_are_not_taken() -> None:
+    task = Task(CPU, documents=True, bias=True)
+    assert choose_backend(task).name == "torch" and choose_backend(replace(task, softcap=True)).name == "manual"
+    with pytest.raises(UserError, match="varlen .*pos_emb: rpe"):
+        choose_backend(task, "varlen")
 
 
 def test_rotary_refuses_an_odd_share_of_the_head() -> None:
@@ -103,4 +146,5 @@ def test_each_scheme_acts_where_it_should() -> None:
         "learned": ["at_embedding"],
         "sinusoidal": ["at_embedding"],
         "alibi": ["slopes"],
+        "rpe": ["shared", "score_bias"],
     }

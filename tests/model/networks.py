@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.model.gpt import gpt_layers
 from megatron.model.sequential import SequentialModel
 from megatron.mpu.random import stable_seed
-from megatron.mpu.sharding import named_parameters, shard
+from megatron.mpu.sharding import named_parameters, shard, zeros
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import derive
@@ -92,9 +92,9 @@ def build(model: ModelConfig, state: ParallelState | None = None, *, padding: in
 
 @torch.no_grad()
 def randomise_vectors(network: nn.Module, state: ParallelState) -> None:
-    """Add noise to every bias and norm weight."""
+    """Add noise to every bias and norm weight, and to matrices that start at zero."""
     for name, parameter in named_parameters(network):
-        if parameter.spec.kind == "vector":
+        if parameter.spec.kind == "vector" or parameter.spec.init is zeros:
             noise = torch.empty(parameter.spec.shape)
             noise.normal_(0, 0.3, generator=torch.Generator().manual_seed(stable_seed("noise", name)))
             parameter += shard(noise, parameter.spec, state.tp_rank, state.tp_size).to(parameter)

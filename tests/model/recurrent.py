@@ -1,4 +1,5 @@
-"""Small models whose mixers keep a state (Mamba, Mamba-2, RWKV-4, RWKV-6), alone and beside attention."""
+"""Small models whose mixers keep a state (Mamba, Mamba-2, RWKV-4, RWKV-6), alone and beside attention; gMLP and aMLP;
+relative positions."""
 
 from __future__ import annotations
 
@@ -15,6 +16,11 @@ MAMBA = {**STATES, "attention_config": [[["mamba"], "all"]], "pos_emb": "none"}
 MAMBA2 = {**STATES, "attention_config": [[["mamba2"], "all"]], "pos_emb": "none"}
 MAMBA_HYBRID = {**STATES, "attention_config": ["mamba", "global", "mamba2", "local"], "sliding_window_width": 5}
 MAMBA_HYBRID |= {"num_layers": 4, "mamba_n_groups": 2}
+
+GMLP: dict[str, Any] = {"attention_config": [[["gmlp"], "all"]], "pos_emb": "none", "init_method_std": 0.2}
+AMLP: dict[str, Any] = {**GMLP, "attention_config": [[["amlp", "gmlp"], "all"]], "gmlp_attn_dim": 6, "norm": "rmsnorm"}
+AMLP_HYBRID = {**AMLP, "attention_config": ["amlp", "local"], "sliding_window_width": 5, "pos_emb": "alibi"}
+RPE: dict[str, Any] = {"pos_emb": "rpe", "rpe_num_buckets": 6, "rpe_max_distance": 9, "init_method_std": 0.2}
 
 RWKV: dict[str, Any] = {
     "attention_config": [[["rwkv4"], "all"]],

@@ -36,6 +36,7 @@ from tests.model.networks import (
     randomise_vectors,
     tiny,
 )
+from tests.model.recurrent import AMLP, RPE
 
 pytestmark = pytest.mark.cpu
 
@@ -114,6 +115,9 @@ FORMS: list[dict[str, Any]] = [
     {**GEMMA2, "intra_document_masking": True},
     {**GEMMA3, "checkpoint_policy": "selective"},
     PHI,
+    {**RPE, "num_layers": 3, "checkpoint_policy": "full", "checkpoint_num_layers": 2},
+    {**RPE, "intra_document_masking": True, "no_weight_tying": True},
+    AMLP,
 ]
 
 
@@ -185,7 +189,7 @@ def _sharded(
 @pytest.mark.parametrize(("stage", "early"), [(1, False), (3, False), (3, True)])
 def test_zero_trains_like_one_process(stage: int, early: bool) -> None:
     """Under stage 3 weights are whole only inside their module's forward: the head's as well, tied or not."""
-    forms = [NEOX, {**LLAMA, "no_weight_tying": False, "checkpoint_policy": "full"}, {"pos_emb": "learned"}]
+    forms = [NEOX, {**LLAMA, "no_weight_tying": False, "checkpoint_policy": "full"}, {"pos_emb": "learned"}, RPE, AMLP]
     ranks = run_distributed(_sharded, 2, forms, stage, early, timeout=100)
     for i, changes in enumerate(forms):
         loss, gradients = _plain(changes)

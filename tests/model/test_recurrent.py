@@ -1,4 +1,4 @@
-"""Networks whose mixers keep a state: documents, caches and sizes, the same promises for every kind.
+"""Networks whose mixers keep a state, and other rare kinds: documents, caches and sizes, the same promises for all.
 
 That they compute what transformers computes, at every layout, is tested with the families (tests/convert).
 """
@@ -19,7 +19,20 @@ from megatron.mpu.topology import Topology
 from megatron.neox_arguments.formulas import parameter_count
 from tests.distributed import run_distributed
 from tests.model.networks import VOCAB, batch, build, logits, tiny
-from tests.model.recurrent import BOTH, MAMBA, MAMBA2, MAMBA_HYBRID, RWKV, RWKV6, RWKV_HYBRID, WIDTHS
+from tests.model.recurrent import (
+    AMLP,
+    AMLP_HYBRID,
+    BOTH,
+    GMLP,
+    MAMBA,
+    MAMBA2,
+    MAMBA_HYBRID,
+    RPE,
+    RWKV,
+    RWKV6,
+    RWKV_HYBRID,
+    WIDTHS,
+)
 from tests.model.test_documents import LENGTH, check_documents, masked, packed
 
 pytestmark = pytest.mark.cpu
@@ -33,6 +46,10 @@ FORMS = {
     "rwkv4 hybrid": RWKV_HYBRID,
     "rwkv6": RWKV6,
     "rwkv hybrid": BOTH,
+    "gmlp": GMLP,
+    "amlp": AMLP,
+    "amlp hybrid": AMLP_HYBRID,
+    "relative positions": RPE,
 }
 forms = pytest.mark.parametrize("changes", FORMS.values(), ids=FORMS)
 
@@ -162,6 +179,9 @@ SIZES: list[dict[str, Any]] = [
     {**RWKV, "norm": "rmsnorm"},
     RWKV6,
     BOTH,
+    GMLP,
+    AMLP,
+    AMLP_HYBRID,
 ]
 
 

@@ -16,6 +16,7 @@ from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from tests.distributed import run_distributed
 from tests.model.networks import GEMMA2, GEMMA3, LLAMA, NEOX, PHI, VOCAB, batch, build, logits, tiny
+from tests.model.recurrent import AMLP, AMLP_HYBRID, RPE
 
 pytestmark = pytest.mark.cpu
 
@@ -34,6 +35,10 @@ FORMS: list[dict[str, Any]] = [
     GEMMA2,
     GEMMA3,
     PHI,
+    RPE,
+    {**RPE, "attention_backend": "manual", "checkpoint_policy": "selective"},
+    AMLP,
+    {**AMLP_HYBRID, "norm": "layernorm", "checkpoint_policy": "full", "intra_document_masking": True},
     {"intra_document_masking": True, "use_mup": True, "mup_base_hidden_size": 16, "mup_embedding_mult": 2.0},
 ]
 
@@ -47,7 +52,7 @@ def _tensor_parallel_state(rank: int, world: int, sequence_parallel: bool) -> Pa
 
 def _step(changes: dict[str, Any], state: ParallelState, padding: int, compiled: bool = False) -> Outcome:
     torch._dynamo.reset()
-    network = build(tiny(init_method_std=0.2, **changes), state, padding=padding)
+    network = build(tiny(**{"init_method_std": 0.2, **changes}), state, padding=padding)
     if compiled:
         for layer in network.sequential:
             if isinstance(layer, TransformerBlock):

@@ -93,7 +93,7 @@ def test_attention_per_layer(config: list, window: int, kinds: str, windows: lis
     [
         ({"attention_config": [[["globl"], 4]]}, "'globl' .*'global'"),
         ({"attention_config": [[["sparse_fixed"], 4]]}, "'sparse_fixed' .*'local'"),
-        ({"attention_config": [[["amlp"], 4]]}, "'amlp' .*'global'"),
+        ({"attention_config": [[["bigbird"], 4]]}, "'bigbird' .*'local'"),
         ({"attention_config": [[["global"], 3]]}, "describes 3 layers, num_layers is 4"),
         ({"attention_config": [["global", 4]]}, r"is not \[\[kinds\.\.\.\], n\]"),
         ({"attention_config": [[["global"], "some"]]}, "'some' .*'all'"),
@@ -122,6 +122,10 @@ def test_attention_per_layer(config: list, window: int, kinds: str, windows: lis
         ({"checkpoint_policy": "full", "checkpoint_activations": False}, "checkpoint_activations is false"),
         ({"head_dim": 0}, "head_dim: must be above 0, is 0"),
         ({"qk_norm_per_head": True}, "needs use_separate_qk_norms: true"),
+        ({"pos_emb": "rpe", "rpe_num_buckets": 1}, "rpe_num_buckets: must be at least 2, is 1"),
+        ({"pos_emb": "rpe", "rpe_max_distance": 16}, r"rpe_max_distance: .*\b16, is 16"),
+        ({"pos_emb": "rpe", "attention_config": [[["gmlp"], 4]]}, "pos_emb: rpe .*gmlp"),
+        ({"attention_config": [[["amlp"], 4]], "activation": "swiglu"}, "activation: .*swiglu"),
         ({"num_layers": 0}, "num_layers: must be above 0, is 0"),
     ],
 )

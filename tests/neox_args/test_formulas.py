@@ -20,6 +20,7 @@ pytestmark = pytest.mark.cpu
         {"pos_emb": "learned", "max_position_embeddings": 24},
         {"pos_emb": "learned", "opt_pos_emb_offset": 2, "max_position_embeddings": 20},
         {"norm": "scalenorm", "pos_emb": "alibi"},
+        {"pos_emb": "rpe", "rpe_num_buckets": 6},
         {"norm": "non_parametric_layernorm", "pos_emb": "sinusoidal"},
         {"use_qk_layernorm": True},
         {"use_qk_layernorm": True, "use_separate_qk_norms": True, "norm": "rmsnorm", "norm_placement": "olmo3"},

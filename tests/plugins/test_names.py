@@ -123,18 +123,15 @@ def test_an_optimizer_is_built_with_its_own_defaults(kind, given, shown, built, 
 
 def test_a_plugin_brings_what_is_known_but_not_available(tmp_path) -> None:
     write_norm(tmp_path / "te.py", "te_rmsnorm")
-    (tmp_path / "amlp.py").write_text(
+    (tmp_path / "bird.py").write_text(
         "from megatron.layers.attention import SelfAttention\nfrom megatron.layers.parts import MIXERS\n\n"
-        "MIXERS.register('amlp')(SelfAttention)\n"
+        "MIXERS.register('bigbird')(SelfAttention)\n"
     )
-    config = {**SMALL, "norm": "te_rmsnorm", "attention_config": [[["amlp"], "all"]], "gmlp_attn_dim": 16}
-    with pytest.raises(UserError, match="gmlp_attn_dim is not available: gMLP"):
-        NeoXArgs.from_files([write_config(tmp_path / "neither.yml", **SMALL, gmlp_attn_dim=16)])
+    config = {**SMALL, "norm": "te_rmsnorm", "attention_config": [[["bigbird"], "all"]]}
     with pytest.raises(UserError, match="te_rmsnorm is not available"):
         NeoXArgs.from_files([write_config(tmp_path / "without.yml", **config)])
-    args = derive(NeoXArgs.from_files([write_config(tmp_path / "with.yml", plugins=["te.py", "amlp.py"], **config)]))
-    assert args.model.norm == "te_rmsnorm" and set(args.model.attention_config) == {"amlp"}
-    assert args.model.gmlp_attn_dim == 16
+    args = derive(NeoXArgs.from_files([write_config(tmp_path / "with.yml", plugins=["te.py", "bird.py"], **config)]))
+    assert args.model.norm == "te_rmsnorm" and set(args.model.attention_config) == {"bigbird"}
 
 
 # ---- sizes

@@ -1,10 +1,10 @@
-"""How a model knows the position of a token: rotary, learned, sinusoidal, ALiBi or nothing.
+"""How a model knows the position of a token: rotary, learned, sinusoidal, ALiBi, relative or nothing.
 
 Legend: b batch, s sequence, t = b·s, h hidden, n heads, d head dim, r rotated dims. `positions` is [b, s] int64 and
 restarts at each document under intra-document masking, so every scheme indexes by it and never by the column.
 
-A scheme may act in three places: added to the word embeddings, applied to queries and keys, or as a slope on the
-attention scores. `POSITIONS` maps `pos_emb` to the factories of those parts.
+A scheme may act in four places: added to the word embeddings, applied to queries and keys, as a slope on the attention
+scores, or as a learned bias on them. `POSITIONS` maps `pos_emb` to the factories of those parts.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ class PositionScheme:
     * `at_embedding(model, state)`: module, positions [b, s] -> [t, h] ([t/tp, h] under sequence parallelism).
     * `in_attention(model, state)`: module, (x [b, s, n, d], positions) -> the same shape.
     * `slopes(model)`: fp32 [n], one per query head: score(i, j) -= slope · (i - j).
+    * `shared(model, state)`: module, () -> what the embedding hands to all layers (it travels with the hidden states),
+      and `score_bias(model, shared, s, s_k)` -> [1, n/tp, s, s_k], what attention makes of it and adds to its scores.
     """
 
     at_embedding: Callable[[ModelConfig, ParallelState], nn.Module] | None = None
     in_attention: Callable[[ModelConfig, ParallelState], nn.Module] | None = None
     slopes: Callable[[ModelConfig], Tensor] | None = None
+    shared: Callable[[ModelConfig, ParallelState], nn.Module] | None = None
+    score_bias: Callable[[ModelConfig, Tensor, int, int], Tensor] | None = None
 
 
 POSITIONS: Registry[PositionScheme] = Registry(
@@ -46,8 +50,8 @@ POSITIONS: Registry[PositionScheme] = Registry(
     measure=lambda name, model: _size(POSITIONS[name], model),
 )
 """`PositionScheme`s. They index by `positions` alone, which restart in each document and skip padding; what acts in
-attention is one module for all layers and has no parameters; parameters of `at_embedding` are made by
-`mpu.sharding.parameter`. Their row:
+attention is one module for all layers and has no parameters; parameters of `at_embedding` and `shared`
+are made by `mpu.sharding.parameter`. Their row:
 
 * `table=("max_position_embeddings", "hidden_size")`: the shape of that parameter, in model keys or numbers;
   None without one (a plugin may leave it out, then its parameters are counted);
@@ -56,8 +60,8 @@ attention is one module for all layers and has no parameters; parameters of `at_
 
 
 def _size(scheme: PositionScheme, model: ModelConfig) -> Size:
-    make = scheme.at_embedding
-    return Size() if make is None else size_of(lambda state: make(model, state))
+    makers = [make for make in (scheme.at_embedding, scheme.shared) if make is not None]
+    return sum((size_of(lambda state, make=make: make(model, state)) for make in makers), Size())
 
 
 class Table(nn.Module):
