@@ -67,9 +67,9 @@ def test_the_row_of_a_norm_counts_what_is_built(name: str) -> None:
 @pytest.mark.parametrize("name", rows("pos_emb"))
 def test_the_row_of_a_position_scheme_counts_what_is_built(name: str) -> None:
     model = tiny(pos_emb=name)
-    make = registry("pos_emb")[name].at_embedding
-    built = [] if make is None else make(model, ParallelState.single()).parameters()
-    assert position_parameters(model) == sum(p.numel() for p in built)
+    scheme = registry("pos_emb")[name]
+    made = [make(model, ParallelState.single()) for make in (scheme.at_embedding, scheme.shared) if make is not None]
+    assert position_parameters(model) == sum(p.numel() for module in made for p in module.parameters())
 
 
 @pytest.mark.parametrize("name", rows("optimizer.type"))

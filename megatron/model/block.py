@@ -167,16 +167,7 @@ class TransformerBlock(Block):
 
 
 def _form(model: ModelConfig) -> str:
+    """A row of the table above; the rules of the configuration refuse what is none."""
     if model.norm_placement in ("olmo3", "sandwich"):
-        if model.gpt_j_residual:
-            raise UserError(
-                f"norm_placement: {model.norm_placement} is a sequential block; set gpt_j_residual to false"
-            )
         return model.norm_placement.rstrip("3")
-    if model.norm_placement != "pre":
-        raise UserError(f"norm_placement: {model.norm_placement!r} is not available; use pre, olmo3 or sandwich")
-    if not model.gpt_j_residual:
-        if model.gpt_j_tied:
-            raise UserError("gpt_j_tied: true needs gpt_j_residual: true, or set it to false")
-        return "sequential"
-    return "tied" if model.gpt_j_tied else "parallel"
+    return ("tied" if model.gpt_j_tied else "parallel") if model.gpt_j_residual else "sequential"
