@@ -16,11 +16,11 @@ if __name__ == "__main__":
 from megatron import log
 from megatron.api import evaluate, export_to_hf, generate, import_from_hf, load_config, start, train
 from megatron.cluster.command_line import parse_launcher_command_line
-from megatron.cluster.launch import command_preview, place, ranks_of_hostfile
-from megatron.errors import UserError, run_cli
+from megatron.cluster.launch import command_preview, ranks_of_hostfile
+from megatron.errors import run_cli
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.derive import Facts, derive
-from megatron.plan.preflight import config_for
+from megatron.neox_arguments.problems import collector
+from megatron.plan.preflight import config_for, explain, load
 
 __all__ = ["evaluate", "export_to_hf", "generate", "import_from_hf", "load_config", "train"]
 
@@ -30,29 +30,25 @@ def main() -> int:
     signals.raise_stop_requests()
     log.configure(level=os.environ.get("LOGLEVEL", "INFO"))
     line = parse_launcher_command_line(sys.argv[1:])
-    args = config_for(NeoXArgs.from_files(line.paths, line.overrides), line.user_script)
+    if not (line.explain or line.prepare or line.dry_run):
+        return start(line.user_script, line.paths, line.overrides)
     if line.explain:
-        print("\n".join(explain(args, key) for key in line.explain))
+        args = config_for(NeoXArgs.from_files(line.paths, line.overrides), line.user_script)
+        print("\n".join(explain(args, key, os.environ) for key in line.explain))
     elif line.prepare:
         from megatron.plan.prepare import prepare
 
-        print(prepare(args, ranks_of_hostfile(args, os.environ), line.user_script))
-    elif line.dry_run:
+        with collector() as problems:
+            args = config_for(NeoXArgs.from_files(line.paths, line.overrides, problems=problems), line.user_script)
+            print(prepare(args, ranks_of_hostfile(args, os.environ), line.user_script, problems))
+    else:
         from megatron.plan.planner import plan
 
-        placement = place(args, os.environ)
-        print(plan(args, placement, line.user_script, command_preview(line.user_script, args, placement, os.environ)))
-    else:
-        return start(line.user_script, args)
+        with collector() as problems:  # raises what the run would lack after the plan of the rest is printed
+            args, placement = load(line.paths, line.overrides, line.user_script, os.environ, problems)
+            command = command_preview(line.user_script, args, placement, os.environ) if placement else None
+            print(plan(args, placement, line.user_script, command, problems))
     return 0
-
-
-def explain(args: NeoXArgs, key: str) -> str:
-    """What `--explain KEY` prints: with derived values; for a config that is not complete, without them."""
-    try:
-        return derive(args, Facts(num_devices=place(args, os.environ).world_size)).explain(key)
-    except UserError as error:
-        return f"{args.explain(key)}\n  (the config is not complete: {error})"
 
 
 if __name__ == "__main__":

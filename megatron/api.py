@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron import log
-from megatron.cluster.launch import launch, place
+from megatron.cluster.launch import launch
 from megatron.errors import DeepyError, LostRankError, MachineError, NumericsError, StopRequested, UserError
 from megatron.neox_arguments import NeoXArgs
-from megatron.plan.preflight import check_before_launch, config_for
+from megatron.neox_arguments.overrides import Overrides
+from megatron.neox_arguments.problems import collector
+from megatron.plan.preflight import check_before_launch, load
 
 if TYPE_CHECKING:
     from megatron.convert.hf.export_hf import Exported
@@ -84,10 +86,12 @@ def import_from_hf(model: str, output: str | Path, **options: Any) -> Imported:
     return import_model(model, output, **options)
 
 
-def start(script: str, args: NeoXArgs) -> int:
+def start(script: str, paths: Sequence[str], overrides: Overrides) -> int:
     """Check what can be checked here, start `script` on every rank, wait; returns the job's exit code."""
-    placement = place(args, os.environ)
-    check_before_launch(args, placement, script)
+    with collector() as problems:
+        args, placement = load(paths, overrides, script, os.environ, problems)
+        check_before_launch(args, placement, script, problems)
+    assert placement is not None  # else there were problems
     return launch(script, args, placement, os.environ)
 
 
@@ -96,7 +100,7 @@ def _run(name: str, files: Files, overrides: dict[str, Any]) -> None:
     script = _SCRIPTS / name
     if not script.is_file():
         raise UserError(f"{script}: no such script; install Deepy from its checkout with `pip install -e .`")
-    code = start(str(script), config_for(NeoXArgs.from_files(_paths(files), overrides), name))
+    code = start(str(script), _paths(files), overrides)
     if code:
         raise _ERRORS.get(code, DeepyError)(f"{name} ended with exit code {code}; its messages above name the cause")
 

@@ -96,10 +96,15 @@ def exit_code_of(error: BaseException) -> int:
     return shown.exit_code if shown is not None else 1
 
 
+def nearest_name(name: str, choices: list[str], cutoff: float = 0.6) -> str | None:
+    """The choice that a misspelt name means, or None when none is as near as `cutoff` (1: the same)."""
+    return next(iter(get_close_matches(name, choices, n=1, cutoff=cutoff)), None)
+
+
 def nearest(name: str, choices: list[str]) -> str:
     """A ` Did you mean ...?` sentence for a misspelt name, or an empty string."""
-    close = get_close_matches(name, choices, n=1, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    meant = nearest_name(name, choices)
+    return f" Did you mean {meant!r}?" if meant else ""
 
 
 def run_cli(main: Callable[[], int | None], *, is_run: bool = False) -> None:

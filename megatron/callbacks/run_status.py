@@ -1,6 +1,6 @@
 """The run folder: what other tools read about a run instead of parsing its console.
 
-    <folder>/resolved.yml    every key with its resolved value
+    <folder>/resolved.yml    every key with its resolved value, and what differs from GPT-NeoX
     <folder>/status.json     {"version", "state", "step", "train_iters", "heartbeat", "reason", "exit_code",
                               "stop_seconds", "pid", "host"}
     <folder>/metrics.jsonl   one object per log and evaluation (callbacks/metrics_file)
@@ -19,6 +19,7 @@ from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
 from megatron.cluster.status import StatusFile
 from megatron.files import write_atomically
+from megatron.neox_arguments.differences import differences_for
 from megatron.training.callback import Callback
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class RunStatus(Callback):
 
         self.folder.mkdir(parents=True, exist_ok=True)
         resolved = yaml.safe_dump(trainer.args.to_dict(), sort_keys=True)
-        write_atomically(self.folder / "resolved.yml", resolved)
+        lines = [f"# {line}" for line in ("differences from GPT-NeoX for this config:", *differences_for(trainer.args))]
+        write_atomically(self.folder / "resolved.yml", "\n".join([*lines, resolved]))
         self._write(trainer, "starting")
 
     def loaded(self, trainer: Trainer) -> None:

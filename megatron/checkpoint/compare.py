@@ -166,6 +166,7 @@ def check_config(
     finetune: bool = False,
     load_optim: bool = True,
     load_data: bool = True,
+    trained: bool = True,
 ) -> list[str]:
     """Messages for every change since the checkpoint; raises `UserError` when one would break the run.
 
@@ -176,6 +177,7 @@ def check_config(
         finetune: a new run on old weights, for which only the architecture must agree.
         load_optim: whether optimizer state is loaded, so that the optimizer must agree.
         load_data: whether the order of the samples is continued, so that its data keys must agree.
+        trained: whether `saved` is the configuration of a run; else nothing has changed but what must agree.
     """
     breaking, others = compare_configs(saved, current)
     weights_only = finetune or not trains
@@ -193,9 +195,9 @@ def check_config(
             "the configuration changed since the checkpoint in a way that breaks the run:\n"
             f"{lines}\nRestore these keys, or {other}."
         )
-    harmless = [change for change in breaking if change.kind not in matters]
+    harmless = [change for change in breaking if change.kind not in matters] + others if trained else []
     messages = [f"changed since the checkpoint (allow_config_changes): {change}" for change in matter]
-    return messages + [f"changed since the checkpoint: {change}" for change in harmless + others]
+    return messages + [f"changed since the checkpoint: {change}" for change in harmless]
 
 
 def _use_own_config(path: Path) -> str:

@@ -89,6 +89,11 @@ class Manifest:
     names: str = NEOX
     format: int = layout.FORMAT_VERSION
 
+    @property
+    def trained(self) -> bool:
+        """Whether a run wrote it: a converted checkpoint has no optimizer state and has consumed nothing."""
+        return self.optimizer or self.consumed > 0
+
     @classmethod
     def empty(cls, step: int) -> Manifest:
         """For a checkpoint of which nothing but the step is known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron.errors import UserError, nearest
@@ -70,19 +70,22 @@ def select(
     exclude: str | None = None,
     num_nodes: int = -1,
     num_gpus: int | None = None,
+    where: Callable[[str], str] = lambda key: "",
 ) -> Resources:
     """Apply the filters of GPT-NeoX in its order: include or exclude, then the first `num_nodes`, then `num_gpus` each.
+
+    `where(key)` is put in front of a message about that filter: `file:line: `, or nothing.
 
     Filters read `host[:slot,slot]@host[:slot]`; hosts stay in the hostfile's order, so that ranks do. Raises
     `UserError` for unknown hosts or slots and for filters that leave nothing.
     """
     if include and exclude:
-        raise UserError("include and exclude cannot both be set: give one of them")
+        raise UserError(f"{where('include')}include and exclude cannot both be set: give one of them")
     if include:
-        chosen = _parse_filter("include", include, resources)
+        chosen = _parse_filter("include", include, resources, where)
         resources = {host: chosen[host] for host in resources if host in chosen}
     elif exclude:
-        gone = _parse_filter("exclude", exclude, resources)
+        gone = _parse_filter("exclude", exclude, resources, where)
         kept = {host: [slot for slot in slots if slot not in gone.get(host, [])] for host, slots in resources.items()}
         resources = {host: slots for host, slots in kept.items() if slots}
     if num_gpus and (include or exclude):
@@ -90,40 +93,43 @@ def select(
         num_gpus = None
     if num_nodes is not None and num_nodes > 0:
         if num_nodes > len(resources):
-            raise UserError(f"num_nodes={num_nodes}, but only {len(resources)} hosts are left: {', '.join(resources)}")
+            left = f"only {len(resources)} hosts are left: {', '.join(resources)}"
+            raise UserError(f"{where('num_nodes')}num_nodes={num_nodes}, but {left}")
         resources = dict(list(resources.items())[:num_nodes])
     if num_gpus is not None and num_gpus > 0:
         for host, slots in resources.items():
             if len(slots) < num_gpus:
-                raise UserError(f"num_gpus={num_gpus}, but host {host} has {len(slots)} slots")
+                raise UserError(f"{where('num_gpus')}num_gpus={num_gpus}, but host {host} has {len(slots)} slots")
         resources = {host: slots[:num_gpus] for host, slots in resources.items()}
     if not resources:
         raise UserError("the include/exclude filters leave no host to run on")
     return resources
 
 
-def _parse_filter(key: str, text: str, resources: Resources) -> Resources:
+def _parse_filter(key: str, text: str, resources: Resources, where: Callable[[str], str]) -> Resources:
     """`host:0,2@other` -> {host: [0, 2], other: all its slots}."""
+    shown = f"{where(key)}{key}={text}"
     chosen: Resources = {}
     for part in _filter_parts(text, resources):
         host, colon, slots = part.partition(":")
         if host not in resources:
             raise UserError(
-                f"{key}={text}: host {host!r} is not in the hostfile.{nearest(host, list(resources))} "
-                f"Hosts: {', '.join(resources)}"
+                f"{shown}: there is no host {host!r}.{nearest(host, list(resources))} Hosts: {', '.join(resources)}"
             )
         if host in chosen:
-            raise UserError(f"{key}={text}: host {host!r} is named twice")
+            raise UserError(f"{shown}: host {host!r} is named twice")
         if not colon:
             chosen[host] = resources[host]
             continue
         try:
             numbers = [int(slot) for slot in slots.split(",")]
         except ValueError:
-            raise UserError(f"{key}={text}: slots after {host}: are numbers, as in {host}:0,2") from None
-        if not set(numbers) <= set(resources[host]) or len(set(numbers)) != len(numbers):
-            have = ", ".join(map(str, resources[host]))
-            raise UserError(f"{key}={text}: {host} has the slots {have}; name each at most once")
+            raise UserError(f"{shown}: slots after {host}: are numbers, as in {host}:0,2") from None
+        have = ", ".join(map(str, resources[host]))
+        if absent := [slot for slot in numbers if slot not in resources[host]]:
+            raise UserError(f"{shown}: {host} has no slot {absent[0]}, only {have} (they count from 0)")
+        if twice := [slot for slot in numbers if numbers.count(slot) > 1]:
+            raise UserError(f"{shown}: slot {twice[0]} of {host} is named twice")
         chosen[host] = sorted(numbers)
     return chosen
 

@@ -70,7 +70,13 @@ def _times(number: int, thing: str) -> str:
 def place(args: NeoXArgs, env: Mapping[str, str], default_hostfile: str = DEFAULT_HOSTFILE) -> Placement:
     """Decide how many ranks run where. Reads the hostfile; starts nothing. Raises `UserError`."""
     launcher, parallel, gpus = args.launcher, args.parallel, None
-    chosen = partial(select, include=launcher.include, exclude=launcher.exclude, num_nodes=launcher.num_nodes)
+    chosen = partial(
+        select,
+        include=launcher.include,
+        exclude=launcher.exclude,
+        num_nodes=launcher.num_nodes,
+        where=lambda key: f"{args.source(key)}: " if ":" in args.source(key) else "",
+    )
     hostfile = _hostfile(args, env, default_hostfile)
     if hostfile is not None:
         resources = chosen(parse_hostfile(hostfile), num_gpus=parallel.num_gpus)

@@ -44,7 +44,7 @@ from megatron.mpu.sharding import ParamSpec, named_parameters, spec_of
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.derive import Facts, derive
+from megatron.neox_arguments.derive import Facts
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.neox_arguments.yaml_files import CONFIG_DIR
 from megatron.tokenizer.build import create_tokenizer
@@ -185,7 +185,7 @@ def _resolve(config: Path, vocab_size: int, source: Path) -> NeoXArgs:
     Raises `UserError` naming the flag or `source`: the user cannot see the file, which is not published.
     """
     try:
-        return derive(NeoXArgs.from_files([str(config)]), Facts(vocab_size=vocab_size))
+        return NeoXArgs.from_ymls([str(config)], facts=Facts(vocab_size=vocab_size))
     except UserError as error:
         place = re.match(rf"\S*{re.escape(CONFIG)}:\d+: (\w+): ", str(error))
         if place is None:

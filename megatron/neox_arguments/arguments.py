@@ -15,9 +15,11 @@ from megatron.neox_arguments.coerce import WrongValue, coerce, thaw
 from megatron.neox_arguments.derive import derive
 from megatron.neox_arguments.describe import describe
 from megatron.neox_arguments.draft import SET_BY_PROGRAM, Facts
-from megatron.neox_arguments.groups import GROUPS, all_keys
+from megatron.neox_arguments.groups import GROUPS, all_keys, describe_unknown
 from megatron.neox_arguments.keys import Entry, KeyInfo, group_keys
-from megatron.neox_arguments.merge import Overrides, merge, merge_values
+from megatron.neox_arguments.merge import merge, merge_values
+from megatron.neox_arguments.overrides import Overrides
+from megatron.neox_arguments.problems import Problems, collector
 from megatron.neox_arguments.retired import RETIRED
 from megatron.neox_arguments.schema_data import DataConfig, TokenizerConfig
 from megatron.neox_arguments.schema_model import ModelConfig
@@ -65,15 +67,21 @@ class NeoXArgs:
 
     @classmethod
     def from_files(
-        cls, paths: Sequence[str], overrides: Overrides = (), conf_dir: str | None = None, *, stored: bool = False
+        cls,
+        paths: Sequence[str],
+        overrides: Overrides = (),
+        conf_dir: str | None = None,
+        *,
+        stored: bool = False,
+        problems: Problems | None = None,
     ) -> NeoXArgs:
         """Config files, merged left to right, and overrides; the result still has to go through `derive`.
 
         `stored`: the files came with a checkpoint and nobody else named them: no code is imported and no other file
-        read because they say so. Raises `UserError` naming file and line for everything that is wrong with files, keys
-        or types of values.
+        read because they say so. Raises one `UserError` for everything that is wrong with files, keys or types of
+        values; with `problems` it is added to those, which `derive` must be given too.
         """
-        return cls.from_values(*merge(paths, overrides, conf_dir, stored=stored))
+        return cls.from_values(*merge(paths, overrides, conf_dir, stored=stored, problems=problems))
 
     @classmethod
     def from_ymls(
@@ -83,14 +91,16 @@ class NeoXArgs:
 
         `overwrite_values`: `{"train_iters": 100, "optimizer.params.lr": 1e-3}`, or texts as on a command line. What is
         computed assumes the ranks that the config names (`global_num_gpus`, `num_gpus`), else those that one copy of
-        the model needs; `facts` says more. Raises `UserError` naming file and line, or the key.
+        the model needs; `facts` says more. Raises one `UserError` for all that is wrong, by file and line, or key.
         """
-        return derive(cls.from_files(paths, overwrite_values), facts)
+        with collector() as found:
+            return derive(cls.from_files(paths, overwrite_values, problems=found), facts, found)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, facts: Facts | None = None) -> NeoXArgs:
         """The same from a dictionary of what a config file would hold."""
-        return derive(cls.from_values(*merge_values(values)), facts)
+        with collector() as found:
+            return derive(cls.from_values(*merge_values(values, found)), facts, found)
 
     @classmethod
     def from_saved(cls, values: Mapping[str, Any], source: str = "resolved config") -> NeoXArgs:
@@ -207,5 +217,5 @@ class NeoXArgs:
 def _info(name: str, where: str = "") -> KeyInfo:
     keys = all_keys()
     if name not in keys:
-        raise UserError(f"{where}unknown key {name!r}.{nearest(name, [*keys, *RETIRED])}")
+        raise UserError(f"{where}{describe_unknown(name)[0]}")
     return keys[name]

@@ -6,10 +6,8 @@ what the run knows: vocabulary, ranks, size of the data, names in registries. De
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron.errors import UserError
 from megatron.neox_arguments import (
     rules_data,
     rules_experts,
@@ -25,93 +23,104 @@ from megatron.neox_arguments import (
     rules_train,
 )
 from megatron.neox_arguments.callback_key import check_callbacks
-from megatron.neox_arguments.draft import Draft, Facts
+from megatron.neox_arguments.draft import Draft, Facts, Rule
+from megatron.neox_arguments.problems import Problems, collector
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
 
 __all__ = ["RULES", "Facts", "check_device", "check_trainable", "derive"]
 
-RULES: tuple[Callable[[Draft], None], ...] = (
-    rules_model.check_required,
-    rules_parallel.layout,
-    rules_parallel.batch,
-    rules_parallel.pipeline_depth,
-    rules_parallel.sequence_parallel,
-    rules_model.width_split,
-    rules_model.attention,
-    rules_model.heads,
-    rules_mamba.widths,
-    rules_rwkv.widths,
-    rules_model.positions,
-    rules_model.gating_layers,
-    rules_model.relative_positions,
-    rules_model.rope_scaling,
-    rules_model.residual_form,
-    rules_moe.layer_mlps,
-    rules_scales.soft_caps,
-    rules_scales.embedding,
-    rules_scales.local_positions,
-    rules_scales.head_bias,
-    rules_scales.unit_offset,
-    rules_model.feed_forward,
-    rules_moe.mixture_of_experts,
-    rules_moe.router,
-    rules_model.recomputation,
-    rules_model.mup,
-    rules_model.vocabulary,
-    rules_train.precision,
-    rules_train.gradient_accumulation_type,
-    rules_train.optimizer,
-    rules_train.zero,
-    rules_moe.bias_balancing,
-    rules_experts.expert_parallel,
-    rules_train.communication_type,
-    rules_train.engine_limits,
-    rules_mixture.named_mixture,
-    rules_data.data_paths,
-    rules_train.length,
-    rules_mixture.train_weights,
-    rules_mixture.per_source,
-    rules_mixture.valid_sets,
-    rules_mixture.budgets,
-    rules_train.schedule,
-    rules_train.checkpoints,
-    rules_start.init_from,
-    rules_start.plugin_sources,
-    rules_train.evaluation,
-    rules_output.profiling,
-    rules_data.registered_names,
-    check_callbacks,
+RULES: tuple[Rule, ...] = (
+    Rule(rules_model.check_required),
+    Rule(rules_parallel.layout, fills=("world_size", "data_parallel_size")),
+    Rule(
+        rules_parallel.batch,
+        fills=("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    ),
+    Rule(rules_parallel.pipeline_depth),
+    Rule(rules_parallel.sequence_parallel),
+    Rule(rules_model.width_split),
+    Rule(rules_model.attention, fills=("attention_config", "layer_windows")),
+    Rule(rules_model.heads, fills=("num_attention_heads", "num_kv_heads", "head_dim")),
+    Rule(rules_mamba.widths, fills=("mamba_d_state", "mamba_dt_rank")),
+    Rule(rules_rwkv.widths, fills=("dim_att", "ffn_dim", "head_size")),
+    Rule(rules_model.positions, fills=("max_position_embeddings",)),
+    Rule(rules_model.gating_layers),
+    Rule(rules_model.relative_positions),
+    Rule(rules_model.rope_scaling),
+    Rule(rules_model.residual_form, fills=("use_separate_qk_norms",)),
+    Rule(rules_moe.layer_mlps, fills=("layer_mlps",)),
+    Rule(rules_scales.soft_caps),
+    Rule(rules_scales.embedding),
+    Rule(rules_scales.local_positions),
+    Rule(rules_scales.head_bias),
+    Rule(rules_scales.unit_offset),
+    Rule(rules_model.feed_forward, fills=("gated_width_rule", "ffn_width")),
+    Rule(rules_moe.mixture_of_experts, fills=("moe_intermediate_size",)),
+    Rule(rules_moe.router),
+    Rule(rules_model.recomputation, fills=("checkpoint_policy", "checkpoint_activations")),
+    Rule(rules_model.mup, fills=("mup_width_mult",)),
+    Rule(rules_model.vocabulary, fills=("padded_vocab_size",)),
+    Rule(rules_train.precision, fills=("precision", "fp16", "bf16")),
+    Rule(rules_train.gradient_accumulation_type, fills=("data_types",)),
+    Rule(rules_train.optimizer, fills=("optimizer_type", "lr", "weight_decay", "betas", "eps", "momentum")),
+    Rule(rules_train.zero, fills=("zero_stage", "zero_optimization")),
+    Rule(rules_moe.bias_balancing),
+    Rule(rules_experts.expert_parallel),
+    Rule(rules_train.communication_type, fills=("communication_data_type",)),
+    Rule(rules_train.engine_limits, fills=("wall_clock_breakdown",)),
+    Rule(rules_mixture.named_mixture, fills=rules_mixture.FILLED),
+    Rule(rules_data.data_paths, fills=("data_impl",)),
+    Rule(rules_train.length, fills=("train_iters", "train_epochs")),
+    Rule(rules_mixture.train_weights),
+    Rule(rules_mixture.per_source),
+    Rule(rules_mixture.valid_sets, fills=("valid_sets",)),
+    Rule(rules_mixture.budgets, fills=("experiment_budget",)),
+    Rule(rules_train.schedule, fills=("lr_decay_iters",)),
+    Rule(rules_train.checkpoints),
+    Rule(rules_start.init_from, fills=("init_from",)),
+    Rule(rules_start.plugin_sources, fills=("plugin_sources",)),
+    Rule(rules_train.evaluation, fills=("do_train", "do_valid", "do_test", "text_gen_type")),
+    Rule(rules_output.profiling),
+    Rule(rules_data.registered_names),
+    Rule(check_callbacks),
 )
 
 
-def derive(args: NeoXArgs, facts: Facts | None = None) -> NeoXArgs:
+def derive(args: NeoXArgs, facts: Facts | None = None, problems: Problems | None = None) -> NeoXArgs:
     """A new `NeoXArgs` in which every derived value is filled in and every cross-check has passed.
 
-    Raises `UserError` for the first rule that the config breaks.
+    Raises one `UserError` for all rules that the config breaks. With `problems` they are added to it instead, nothing
+    is checked that depends on what was found before, and keys in `problems.keys` of the result mean nothing.
     """
-    draft = Draft(args, facts)
-    for rule in RULES:
-        rule(draft)
+    with collector(problems) as found:
+        draft = Draft(args, facts, found)
+        for rule in RULES:
+            draft.apply(rule)
     return args.from_values(draft.values, draft.sources, tuple(draft.notes))
 
 
-def check_trainable(args: NeoXArgs) -> None:
-    """What only training needs: steps to do and data. Raises `UserError`."""
-    if args.training.train_iters is None and args.training.train_epochs is None:
-        raise UserError("set train_iters (or train_epochs): how long to train")
-    if args.data.data_path is None and args.data.train_data_paths is None:
-        raise UserError("set data_path, train_data_paths or mixture: what to train on")
+def check_trainable(args: NeoXArgs, problems: Problems | None = None) -> None:
+    """What only training needs: steps to do and data. Raises one `UserError`, or adds to `problems`."""
+    training, data = args.training, args.data
+    with collector(problems) as found:
+        if (
+            training.train_iters is None
+            and training.train_epochs is None
+            and found.usable("train_iters", "train_epochs")
+        ):
+            found.add("set train_iters (or train_epochs): how long to train")
+        named = found.usable("data_path", "train_data_paths", "mixture")
+        if data.data_path is None and data.train_data_paths is None and named:
+            found.add("set data_path, train_data_paths or mixture: what to train on")
 
 
-def check_device(args: NeoXArgs, on_gpu: bool) -> None:
-    """What training on a CPU cannot do. Raises `UserError`."""
-    if on_gpu:
-        return
-    if args.optimizer.precision == "fp16":
-        raise UserError("precision: fp16 needs a GPU; on a CPU use precision=bfloat16 or precision=fp32")
-    if args.model.attention_backend in ("flash", "flex", "cudnn"):
-        raise UserError(
-            f"attention_backend: {args.model.attention_backend} cannot train on a CPU; use attention_backend=auto"
-        )
+def check_device(args: NeoXArgs, on_gpu: bool, problems: Problems | None = None) -> None:
+    """What training on a CPU cannot do. Raises one `UserError`, or adds to `problems`."""
+    backend = args.model.attention_backend
+    with collector(problems) as found:
+        if not on_gpu and args.optimizer.precision == "fp16" and found.usable("precision"):
+            found.add("precision: fp16 needs a GPU; on a CPU use precision=bfloat16 or precision=fp32")
+        if not on_gpu and backend in ("flash", "flex", "cudnn") and found.usable("attention_backend"):
+            found.add(f"attention_backend: {backend} cannot train on a CPU; use attention_backend=auto")

@@ -50,12 +50,14 @@ DIFFERENCES: tuple[Difference, ...] = (
             args.schedule.lr_decay_style == "cosine"
             and (args.schedule.lr_decay_iters or 0) < (args.training.train_iters or 0)
         ),
+        keys=("lr_decay_style",),
     ),
     Difference(
         "exponential schedule",
         "ends at half of lr, min_lr is only a floor",
         "ends at min_lr (half of lr when min_lr is 0) and stays there",
         lambda args: args.schedule.lr_decay_style == "exponential" and args.schedule.min_lr > 0,
+        keys=("lr_decay_style",),
     ),
     Difference(
         "loss normalisation",
@@ -158,6 +160,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         "added to the root",
         "inside the root, as LLaMA computes it",
         lambda args: args.model.norm == "rmsnorm",
+        keys=("rms_norm_epsilon",),
     ),
     Difference(
         "use_separate_qk_norms",
@@ -302,6 +305,14 @@ DIFFERENCES: tuple[Difference, ...] = (
         "Configuration",
     ),
     Difference(
+        "a hostfile that does not exist",
+        "one machine is used",
+        "the same where a config file names it, with a warning that names the line; an error where the command line or "
+        "DLTS_HOSTFILE names it, or where the config asks for more machines",
+        never,
+        "Configuration",
+    ),
+    Difference(
         "duplicate keys",
         "the last one wins inside a file, and across files when one is spelt with dashes",
         "an error naming both lines, unless the values are equal",
@@ -409,9 +420,14 @@ DIFFERENCES: tuple[Difference, ...] = (
 )
 
 
+def find_differences(args: NeoXArgs) -> list[Difference]:
+    """The differences that matter for a derived config."""
+    return [difference for difference in DIFFERENCES if difference.applies(args)]
+
+
 def differences_for(args: NeoXArgs) -> list[str]:
-    """The differences that matter for a derived config, one line each."""
-    return [difference.line for difference in DIFFERENCES if difference.applies(args)]
+    """The same, one line each."""
+    return [difference.line for difference in find_differences(args)]
 
 
 def differences_markdown() -> str:
@@ -419,8 +435,9 @@ def differences_markdown() -> str:
     lines = [
         "# Differences from GPT-NeoX",
         "",
-        "Deliberate ones, each for a reason. A run prints at its start those that matter for its config. Made from",
-        "`megatron/neox_arguments/differences.py` by `python -m megatron.neox_arguments.docs`.",
+        "Deliberate ones, each for a reason. `--dry-run` and `resolved.yml` list those that matter for a config. A run",
+        "says at its start how many they are; before its first checkpoint it lists them when its config sets a key",
+        "that means something else in GPT-NeoX. Made from `megatron/neox_arguments/differences.py` by `make docs`.",
     ]
     for section in dict.fromkeys(difference.section for difference in DIFFERENCES):
         lines += ["", f"## {section}", "", "| what | GPT-NeoX | here |", "|---|---|---|"]

@@ -6,7 +6,7 @@ from megatron.neox_arguments.arguments import NeoXArgs
 from megatron.neox_arguments.draft import SET_BY_PROGRAM
 from megatron.neox_arguments.groups import GROUPS
 from megatron.neox_arguments.keys import group_keys
-from megatron.neox_arguments.merge import COMMAND_LINE, PYTHON_CALL
+from megatron.neox_arguments.overrides import COMMAND_LINE, PYTHON_CALL
 
 # Groups about which only training cares, and the few of their keys that describe the trained model or this start.
 _OF_TRAINING = ("data", "optimizer", "schedule", "training", "checkpoint", "deepspeed")

@@ -14,6 +14,7 @@ from megatron.errors import UserError, nearest
 from megatron.neox_arguments.coerce import WrongValue, check_path, coerce_type
 from megatron.neox_arguments.keys import LARGEST, union_members
 from megatron.neox_arguments.optimizer_params import param_types
+from megatron.neox_arguments.problems import Problems, collector
 from megatron.neox_arguments.schema_train import DTYPE_SPELLINGS
 
 Schema = dict[str, Any]
@@ -168,22 +169,36 @@ OFFLOADS = {
 
 
 def check_nested(
-    name: str, value: dict[str, Any], where: Callable[[str], str], note: Callable[[str], None]
+    name: str,
+    value: dict[str, Any],
+    where: Callable[[str], str],
+    note: Callable[[str], None],
+    problems: Problems | None = None,
 ) -> dict[str, Any]:
     """The mapping `name` with known keys only, in their types. `where(dotted)`: file and line for messages.
 
-    Keys of `DROPPED` are left out with a note. Raises `UserError` for unknown keys and wrong types.
+    Keys of `DROPPED` are left out with a note. Raises one `UserError` for unknown keys and wrong types, or adds them to
+    `problems` as those of `name`.
     """
     schema = NESTED.get(name)
     if name == "optimizer":
         schema = {"type": str, "params": param_types(str(value.get("type")))}
-    return value if schema is None else _check(name, value, schema, where, note)
+    if schema is None:
+        return value
+    with collector(problems) as found:
+        return _check(name, value, schema, where, note, found)
 
 
 def _check(
-    prefix: str, value: dict[str, Any], schema: Schema, where: Callable[[str], str], note: Callable[[str], None]
+    prefix: str,
+    value: dict[str, Any],
+    schema: Schema,
+    where: Callable[[str], str],
+    note: Callable[[str], None],
+    found: Problems,
 ) -> dict[str, Any]:
-    checked = {}
+    checked: dict[str, Any] = {}
+    key = prefix.split(".")[0]
     for written, inner in value.items():
         inner_key = str(written).replace("-", "_")
         dotted = f"{prefix}.{inner_key}"
@@ -191,25 +206,29 @@ def _check(
             note(f"{where(f'{prefix}.{written}')}: {dotted} is left out: {DROPPED[dotted]}")
             continue
         if dotted in OFFLOADS:  # false asks for nothing
-            if _coerce(dotted, inner, bool | None, where(f"{prefix}.{written}")):
-                checked[OFFLOADS[dotted]] = {"device": "cpu"}
-                note(f"{where(f'{prefix}.{written}')}: {dotted} is read as {OFFLOADS[dotted]}: {{device: cpu}}")
+            with found.collect(key):
+                if _coerce(dotted, inner, bool | None, where(f"{prefix}.{written}")):
+                    checked[OFFLOADS[dotted]] = {"device": "cpu"}
+                    note(f"{where(f'{prefix}.{written}')}: {dotted} is read as {OFFLOADS[dotted]}: {{device: cpu}}")
             continue
         if dotted == "fp16.type":  # decided together with `precision`
             checked[inner_key] = inner
             continue
         if inner_key not in schema:
             hint = nearest(inner_key, list(schema))
-            raise UserError(f"{where(f'{prefix}.{written}')}: unknown key {inner_key!r} in {prefix}.{hint}")
+            found.add(f"{where(f'{prefix}.{written}')}: unknown key {inner_key!r} in {prefix}.{hint}", key)
+            continue
         kind = schema[inner_key]
         if inner is None and NoneType not in union_members(kind):
             continue
         if isinstance(kind, dict):
             if not isinstance(inner, dict):
-                raise UserError(f"{where(f'{prefix}.{written}')}: {dotted}: expected a mapping, got {inner!r}")
-            checked[inner_key] = _check(dotted, inner, kind, where, note)
+                found.add(f"{where(f'{prefix}.{written}')}: {dotted}: expected a mapping, got {inner!r}", key)
+            else:
+                checked[inner_key] = _check(dotted, inner, kind, where, note, found)
             continue
-        checked[inner_key] = _coerce(dotted, inner, kind, where(f"{prefix}.{written}"))
+        with found.collect(key):
+            checked[inner_key] = _coerce(dotted, inner, kind, where(f"{prefix}.{written}"))
     return checked
 
 

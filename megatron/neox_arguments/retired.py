@@ -116,8 +116,45 @@ OTHER_VERSIONS: dict[str, str] = {
     "mlp_type": "an older GPT-NeoX's key; for mlp_type: llama write activation: swiglu and intermediate_size",
     "context_parallel_size": "context parallelism is not available yet; use sequence_parallel",
     "virtual_pipeline_model_parallel_size": "interleaved pipelines are not available",
+    # of other trainers; a key with a similar name here would mislead
+    **dict.fromkeys(("n_layer", "n_layers"), "write num_layers"),
+    **dict.fromkeys(("n_head", "n_heads", "num_heads"), "write num_attention_heads"),
+    **dict.fromkeys(("n_embd", "d_model", "hidden_dim"), "write hidden_size"),
+    **dict.fromkeys(("max_seq_len", "max_length"), "write seq_length"),
+    "dropout": "write hidden_dropout and attention_dropout",
+    "tie_embeddings": "write no_weight_tying, its opposite",
+    "rotary": "write pos_emb: rotary",
+    **dict.fromkeys(
+        ("use_flash_attention", "use_flash_attn", "flash_attention", "attn_implementation"),
+        "write attention_backend: flash (auto takes it where it can)",
+    ),
+    **dict.fromkeys(("dtype", "torch_dtype"), "write precision"),
+    "gradient_checkpointing": "write checkpoint_activations",
+    "per_device_train_batch_size": "write train_micro_batch_size_per_gpu",
+    "accumulate_grad_batches": "write gradient_accumulation_steps",
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "write train_epochs"),
+    **dict.fromkeys(
+        ("warmup_steps", "warmup_ratio", "lr_warmup_iters", "lr_warmup_steps"),
+        "write warmup, the fraction of lr_decay_iters for which the rate rises",
+    ),
+    "lr_scheduler_type": "write lr_decay_style",
+    **dict.fromkeys(("decay_steps", "lr_decay_steps"), "write lr_decay_iters"),
+    **dict.fromkeys(("min_learning_rate", "lr_min", "lr_end"), "write min_lr"),
+    **dict.fromkeys(
+        ("beta1", "beta2", "adam_beta1", "adam_beta2"), "write optimizer: {params: {betas: [0.9, 0.95]}} with its own"
+    ),
+    **dict.fromkeys(("epsilon", "adam_eps", "adam_epsilon"), "write optimizer: {params: {eps: 1.0e-8}} with its own"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip"), "write gradient_clipping"),
+    **dict.fromkeys(("save_steps", "save_every"), "write checkpoint_factor"),
+    **dict.fromkeys(("logging_steps", "log_every"), "write log_interval"),
+    "eval_steps": "write eval_interval",
+    **dict.fromkeys(("save_path", "output_dir", "checkpoint_path"), "write save"),
+    **dict.fromkeys(("load_path", "resume_from", "resume_from_checkpoint"), "write load"),
+    **dict.fromkeys(("tokenizer_path", "tokenizer_name"), "write vocab_file, and tokenizer_type for its kind"),
+    **dict.fromkeys(("dataset", "train_data", "train_dataset"), "write data_path, or train_data_paths for several"),
+    "wandb_entity": "write wandb_team",
 }
-"""Keys of other versions whose meaning must not get lost silently: an error that names what to write."""
+"""Keys of other versions and trainers whose meaning must not get lost: an error that names what to write."""
 
 ALIASES: dict[str, str] = {
     "tensor_model_parallel_size": "model_parallel_size",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.errors import UserError, nearest
+from megatron.errors import nearest
 from megatron.neox_arguments.draft import Draft
 from megatron.neox_arguments.rules_mixture import has_valid_sets
 
@@ -11,6 +11,19 @@ _ROLES = ("train", "valid", "test")
 
 def data_paths(draft: Draft) -> None:
     """data_path or separate path lists, not both; no comma-joined lists; as many weights as paths."""
+    draft.set("data_impl", "mmap", "the one format there is")
+    draft.not_negative("num_workers", "weighted_sampler_alpha", "npy_eod")
+    with draft.part():
+        if None not in (draft["npy_eod"], draft.facts.vocab_size) and draft["npy_eod"] >= draft.facts.vocab_size:
+            draft.fail("npy_eod", f"{draft['npy_eod']} is no id of the tokenizer's {draft.facts.vocab_size}")
+    with draft.part():
+        _split(draft)
+    for role in _ROLES:
+        with draft.part():
+            _paths(draft, role)
+            if role != "train":  # those of training may change over time: rules_mixture
+                _weights(draft, role)
+            _labels(draft, role)
     lists = [f"{role}_data_paths" for role in _ROLES if draft[f"{role}_data_paths"]]
     if draft["data_path"] is not None:
         _no_comma(draft, "data_path", draft["data_path"])
@@ -19,11 +32,6 @@ def data_paths(draft: Draft) -> None:
             draft.fail("data_path", f"{other} (data_path: null undoes that of a file merged or extended)")
     elif lists and "train_data_paths" not in lists:
         draft.fail(lists[0], "is set without train_data_paths")
-    for role in _ROLES:
-        _paths(draft, role)
-        if role != "train":  # those of training may change over time: rules_mixture
-            _weights(draft, role)
-        _labels(draft, role)
     if lists and draft["eval_iters"] > 0:
         missing = [role for role in _ROLES[1:] if not draft[f"{role}_data_paths"]]
         if has_valid_sets(draft):
@@ -32,13 +40,6 @@ def data_paths(draft: Draft) -> None:
             draft.note(
                 f"no {' and no '.join(missing)} data: {', '.join(f'{role}_data_paths' for role in missing)} not set"
             )
-    draft.set("data_impl", "mmap", "the one format there is")
-    for name in ("num_workers", "weighted_sampler_alpha", "npy_eod"):
-        if draft[name] is not None and draft[name] < 0:
-            draft.fail(name, f"must not be negative, is {draft[name]}")
-    if None not in (draft["npy_eod"], draft.facts.vocab_size) and draft["npy_eod"] >= draft.facts.vocab_size:
-        draft.fail("npy_eod", f"{draft['npy_eod']} is no id of the tokenizer's {draft.facts.vocab_size}")
-    _split(draft)
 
 
 def _no_comma(draft: Draft, name: str, path: str) -> None:
@@ -90,9 +91,8 @@ def _split(draft: Draft) -> None:
 def registered_names(draft: Draft) -> None:
     """Values that name an entry of a registry must be known there (phase two)."""
     for name, choices in draft.facts.registries.items():
-        value = draft[name]
-        if isinstance(value, str) and value not in choices and value != "auto":
-            raise UserError(
-                f"{draft.source(name)}: {name}: {value!r} is not known.{nearest(value, list(choices))}"
-                f" Choices: {', '.join(sorted(choices))}"
-            )
+        with draft.part():
+            value = draft[name]
+            if isinstance(value, str) and value not in choices and value != "auto":
+                hint = nearest(value, list(choices))
+                draft.fail(name, f"{value!r} is not known.{hint} Choices: {', '.join(sorted(choices))}")

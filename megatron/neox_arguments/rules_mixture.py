@@ -25,6 +25,8 @@ _OPTIONS = {
     "train_data_max_tokens": "max_tokens",
     "train_data_holdout": "holdout",
 }
+FILLED = ("train_data_names", "train_data_paths", "train_data_weights", *_OPTIONS, "valid_sets")
+"""What `named_mixture` sets."""
 
 
 def named_mixture(draft: Draft) -> None:

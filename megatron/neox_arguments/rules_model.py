@@ -28,8 +28,7 @@ _UNAVAILABLE_KINDS = {
 def check_required(draft: Draft) -> None:
     """The keys without which there is no model, and the ranges of sizes and fractions."""
     for name in ("num_layers", "hidden_size", "seq_length"):
-        if draft[name] is None:
-            draft.fail(name, "must be set")
+        draft.require(name)
     draft.positive(
         "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "seq_length",
         "max_position_embeddings", "intermediate_size", "expansion_factor", "mlp_multiple_of",
@@ -38,14 +37,9 @@ def check_required(draft: Draft) -> None:
         "mup_base_hidden_size", "mup_init_scale", "mup_embedding_mult", "mup_rp_embedding_mult",
         "peak_theoretical_tflops",
     )  # fmt: skip
-    for name in ("layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "opt_pos_emb_offset"):
-        if draft[name] < 0:
-            draft.fail(name, f"must not be negative, is {draft[name]}")
-    for name in ("attention_dropout", "hidden_dropout"):
-        if not 0 <= draft[name] < 1:
-            draft.fail(name, f"must be in [0, 1), is {draft[name]}")
-    if not 0 < draft["rotary_pct"] <= 1:
-        draft.fail("rotary_pct", f"must be in (0, 1], is {draft['rotary_pct']}")
+    draft.not_negative("layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "opt_pos_emb_offset")
+    draft.check(lambda value: 0 <= value < 1, "must be in [0, 1)", "attention_dropout", "hidden_dropout")
+    draft.check(lambda value: 0 < value <= 1, "must be in (0, 1]", "rotary_pct")
 
 
 def heads(draft: Draft) -> None:
@@ -53,9 +47,8 @@ def heads(draft: Draft) -> None:
     if set(draft["attention_config"]) <= set(HEADLESS):
         _no_heads(draft)
         return
-    if draft["num_attention_heads"] is None:
-        draft.fail("num_attention_heads", "must be set")
-    hidden, queries, tensor = draft["hidden_size"], draft["num_attention_heads"], draft["model_parallel_size"]
+    draft.require("num_attention_heads")
+    hidden, queries = draft["hidden_size"], draft["num_attention_heads"]
     width = draft.get_given("head_dim")
     if width is None and hidden % queries:
         near = nearest_multiples(hidden, queries)
@@ -66,6 +59,13 @@ def heads(draft: Draft) -> None:
         draft.fail("num_kv_heads", f"{keys} does not divide num_attention_heads {queries}; use {' or '.join(fitting)}")
     draft.set("head_dim", width or hidden // queries, f"hidden_size {hidden} / num_attention_heads {queries}")
     draft.set("num_kv_heads", keys, "num_attention_heads")
+    with draft.part():
+        rotated = int(draft["head_dim"] * draft["rotary_pct"])
+        if draft["pos_emb"] == "rotary" and (rotated < 2 or rotated % 2):
+            draft.fail(
+                "rotary_pct", f"{rotated} of {draft['head_dim']} dimensions would be rotated; it must be even and > 0"
+            )
+    tensor = draft["model_parallel_size"]
     for name, count in (("num_attention_heads", queries), ("num_kv_heads", keys)):
         if count % tensor:
             draft.fail(
@@ -73,11 +73,6 @@ def heads(draft: Draft) -> None:
                 f"{name} {count} cannot be split over {tensor} tensor-parallel ranks;"
                 f" use a model_parallel_size that divides it ({_divisors(count)})",
             )
-    rotated = int(draft["head_dim"] * draft["rotary_pct"])
-    if draft["pos_emb"] == "rotary" and (rotated < 2 or rotated % 2):
-        draft.fail(
-            "rotary_pct", f"{rotated} of {draft['head_dim']} dimensions would be rotated; it must be even and > 0"
-        )
 
 
 def _no_heads(draft: Draft) -> None:
@@ -150,10 +145,11 @@ def rope_scaling(draft: Draft) -> None:
 
 def residual_form(draft: Draft) -> None:
     """Combinations of residual form and norm placement that exist."""
-    if draft["gpt_j_tied"] and not draft["gpt_j_residual"]:
-        draft.fail("gpt_j_tied", "needs gpt_j_residual: true")
-    if draft["norm_placement"] in ("olmo3", "sandwich") and draft["gpt_j_residual"]:
-        draft.fail("norm_placement", f"{draft['norm_placement']} blocks are sequential; set gpt_j_residual: false")
+    with draft.part():
+        if draft["gpt_j_tied"] and not draft["gpt_j_residual"]:
+            draft.fail("gpt_j_tied", "needs gpt_j_residual: true")
+        if draft["norm_placement"] in ("olmo3", "sandwich") and draft["gpt_j_residual"]:
+            draft.fail("norm_placement", f"{draft['norm_placement']} blocks are sequential; set gpt_j_residual: false")
     _query_key_norms(draft)
 
 

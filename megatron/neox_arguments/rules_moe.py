@@ -98,18 +98,14 @@ def _list_layers(draft: Draft, given: tuple[Any, ...], layers: int) -> list[str]
 def mixture_of_experts(draft: Draft) -> None:
     """Sizes of the experts, and their division over tensor-parallel ranks."""
     draft.positive("moe_top_k")
-    jitter = draft["moe_jitter_eps"]
-    if jitter is not None and not 0 <= jitter < 1:
-        draft.fail("moe_jitter_eps", f"must be in [0, 1), is {jitter}")
+    draft.check(lambda value: 0 <= value < 1, "must be in [0, 1)", "moe_jitter_eps")
     if "moe" not in draft["layer_mlps"]:
         for name in _NEEDS_EXPERTS:
             if _is_changed(draft, name):
-                draft.fail(name, "no layer is a mixture of experts; set moe_num_experts above 1, or leave it out")
+                draft.report(name, "no layer is a mixture of experts; set moe_num_experts above 1, or leave it out")
         return
     draft.positive("moe_intermediate_size", "moe_capacity_factor", "moe_routed_scaling")
-    for name in ("moe_shared_expert_size", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_bias_balancing_rate"):
-        if draft[name] < 0:
-            draft.fail(name, f"must not be negative, is {draft[name]}")
+    draft.not_negative("moe_shared_expert_size", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_bias_balancing_rate")
     experts, chosen, tensor = draft["moe_num_experts"], draft["moe_top_k"], draft["model_parallel_size"]
     if chosen > experts:
         draft.fail("moe_top_k", f"{chosen} experts per token, but there are {experts} (moe_num_experts)")

@@ -7,12 +7,11 @@ from megatron.neox_arguments.draft import Draft
 
 def profiling(draft: Draft) -> None:
     """Which steps are profiled, and that there is a folder for the files."""
+    draft.not_negative("profile_step_start")
     for name in ("profile", "memory_profiling"):
         if not draft[name]:
             continue
         start, stop = draft["profile_step_start"], draft["profile_step_stop"]
-        if start < 0:
-            draft.fail("profile_step_start", f"must not be negative, is {start}")
         if stop <= start:
             draft.fail("profile_step_stop", f"is {stop}, not after profile_step_start, which is {start}")
         folders = ["tensorboard_dir", "save", "log_dir", *(["memory_profiling_path"] if name != "profile" else [])]

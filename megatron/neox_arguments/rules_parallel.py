@@ -11,18 +11,17 @@ _TOTAL, _MICRO, _GAS = "train_batch_size", "train_micro_batch_size_per_gpu", "gr
 def layout(draft: Draft) -> None:
     """world_size and data_parallel_size from the ranks that run, else global_num_gpus, else num_gpus per node, else
     what one copy of the model needs."""
-    if draft["pipe_parallel_size"] < 0:
-        draft.fail("pipe_parallel_size", f"must be 0 or more, is {draft['pipe_parallel_size']}")
+    draft.not_negative("pipe_parallel_size")
     draft.positive("model_parallel_size", "global_num_gpus", "num_gpus")
     pipe, tensor = stages(draft), draft["model_parallel_size"]
     copy = pipe * tensor
     ranks, origin = _ranks(draft, copy * max(draft["expert_parallel_size"], 1))
+    draft.set("world_size", ranks, origin)
     if ranks % copy:
         raise UserError(
             f"{ranks} ranks ({origin}) do not divide into pipe_parallel_size {pipe} x model_parallel_size {tensor} ="
             f" {copy}; nearest {nearest_multiples(ranks, copy)}"
         )
-    draft.set("world_size", ranks, origin)
     draft.set("data_parallel_size", ranks // copy, f"{ranks} ranks / (pipeline {pipe} x tensor {tensor})")
 
 
@@ -30,7 +29,7 @@ def _ranks(draft: Draft, copy: int) -> tuple[int, str]:
     running, stated = draft.facts.num_devices, draft["global_num_gpus"]
     if running is not None:
         if stated is not None and stated != running:
-            draft.fail("global_num_gpus", f"is {stated} ranks, but {running} run; leave it out or start {stated}")
+            draft.fail("global_num_gpus", f"is {stated}, but {running} ranks run; leave it out or start {stated}")
         return running, "ranks that run"
     if stated is not None:
         return stated, "global_num_gpus"
@@ -47,14 +46,12 @@ def stages(draft: Draft) -> int:
 
 def batch(draft: Draft) -> None:
     """The batch triangle: train_batch_size = micro x gas x data_parallel_size; what is unset is derived."""
-    draft_values = {name: draft.get_given(name) for name in (_TOTAL, _MICRO, _GAS)}
-    for name, value in draft_values.items():
-        if value is not None and value <= 0:
-            draft.fail(name, f"must be above 0, is {value}")
-    total, micro, gas = draft_values.values()
-    ranks = draft["data_parallel_size"]
+    given = [name for name in (_TOTAL, _MICRO, _GAS) if draft.is_set(name)]
+    draft.positive(*given)
+    total, micro, gas = (draft.get_given(name) for name in (_TOTAL, _MICRO, _GAS))
     if total is None and micro is None:
-        raise UserError(f"set {_MICRO} or {_TOTAL} (any two of {_TOTAL}, {_MICRO} and {_GAS} give the third)")
+        draft.fail(_MICRO, f"must be set, or {_TOTAL} (any two of {_TOTAL}, {_MICRO} and {_GAS} give the third)")
+    ranks = draft["data_parallel_size"]
     if total is not None and micro is not None and gas is not None:
         _check_triangle(draft, total, micro, gas, ranks)
     elif total is None:

@@ -13,18 +13,16 @@ def soft_caps(draft: Draft) -> None:
     draft.positive("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
     backend = draft["attention_backend"]
     if draft["attn_logit_softcapping"] is not None and backend in WITHOUT_SOFTCAP:
-        draft.fail("attention_backend", f"{backend} cannot cap scores (attn_logit_softcapping); use auto")
+        draft.report("attention_backend", f"{backend} cannot cap scores (attn_logit_softcapping); use auto")
     if draft["query_pre_attn_scalar"] is not None and draft["use_mup"]:
         draft.fail("query_pre_attn_scalar", "muP scales queries by 1 / head_dim; leave it out or set use_mup: false")
 
 
 def embedding(draft: Draft) -> None:
     """What happens to word embeddings before the first block."""
+    draft.check(lambda value: 0 <= value < 1, "must be in [0, 1)", "embedding_dropout")
     if draft["scale_embedding"] and draft["use_mup"]:
         draft.fail("scale_embedding", "it grows with the width, which muP forbids; set mup_embedding_mult instead")
-    dropout = draft["embedding_dropout"]
-    if dropout is not None and not 0 <= dropout < 1:
-        draft.fail("embedding_dropout", f"must be in [0, 1), is {dropout}")
 
 
 def local_positions(draft: Draft) -> None:

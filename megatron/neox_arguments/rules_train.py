@@ -53,17 +53,14 @@ def gradient_accumulation_type(draft: Draft) -> None:
 
 def optimizer(draft: Draft) -> None:
     """optimizer_type, lr, betas, eps, momentum and weight_decay from the optimizer mapping."""
+    draft.not_negative("gradient_clipping", zero=" (no clipping)")
     mapping = draft["optimizer"] or {}
     params = mapping.get("params") or {}
+    with draft.part():
+        _learning_rate(draft, params.get("lr"))
+    with draft.part():
+        _weight_decay(draft, params.get("weight_decay"))
     _optimizer_type(draft, mapping.get("type"))
-    rate, inner = draft.get_given("lr"), params.get("lr")
-    if rate is not None and inner is not None and rate != inner:
-        where = draft.source("optimizer.params.lr")
-        draft.fail("lr", f"is {rate}, but optimizer.params.lr is {inner} ({where}); keep one of the two")
-    rate = rate if rate is not None else inner
-    draft.set("lr", 0.001 if rate is None else rate, "optimizer.params.lr" if inner is not None else "default 0.001")
-    if draft["lr"] < 0:  # 0 is GPT-NeoX's way to evaluate only
-        draft.fail("lr" if draft.is_set("lr") else "optimizer.params.lr", f"must not be negative, is {draft['lr']}")
     used = optimizer_params(draft["optimizer_type"], mapping)
     for name in sorted(params.keys() - used.keys() - {"lr", "weight_decay"}):
         draft.note(f"optimizer.params.{name} has no effect: {draft['optimizer_type']} does not have it")
@@ -77,7 +74,18 @@ def optimizer(draft: Draft) -> None:
             draft.fail(f"optimizer.params.{name}", f"must be in [0, {limit}), is {draft[name]}")
     if used.get("nesterov") and not draft["momentum"]:
         draft.fail("optimizer.params.nesterov", "needs a momentum above 0")
-    _weight_decay(draft, params.get("weight_decay"))
+
+
+def _learning_rate(draft: Draft, inner: float | None) -> None:
+    rate = draft.get_given("lr")
+    if rate is not None and inner is not None and rate != inner:
+        where = draft.source("optimizer.params.lr")
+        draft.fail("lr", f"is {rate}, but optimizer.params.lr is {inner} ({where}); keep one of the two")
+    rate = rate if rate is not None else inner
+    rate = 0.001 if rate is None else rate
+    if rate < 0:  # 0 is GPT-NeoX's way to evaluate only
+        draft.fail("lr" if draft.is_set("lr") else "optimizer.params.lr", f"must be 0 or more, is {rate}")
+    draft.set("lr", rate, "optimizer.params.lr" if inner is not None else "default 0.001")
 
 
 def _optimizer_type(draft: Draft, inner: str | None) -> None:
@@ -110,10 +118,7 @@ def _weight_decay(draft: Draft, inner: float | None) -> None:
         if stated is None and inner != draft["weight_decay"]:
             draft.note(f"weight_decay is {inner}, from optimizer.params; GPT-NeoX would use weight_decay's default 0.1")
         draft.set("weight_decay", inner, "optimizer.params.weight_decay")
-    if draft["weight_decay"] < 0:
-        draft.fail("weight_decay", f"must not be negative, is {draft['weight_decay']}")
-    if draft["gradient_clipping"] < 0:
-        draft.fail("gradient_clipping", f"must not be negative, is {draft['gradient_clipping']} (0 switches it off)")
+    draft.not_negative("weight_decay")
 
 
 def zero(draft: Draft) -> None:
@@ -166,11 +171,10 @@ def engine_limits(draft: Draft) -> None:
 def length(draft: Draft) -> None:
     """train_iters, from train_epochs once the size of the data is known."""
     draft.positive("train_epochs")
+    draft.not_negative("train_iters")
     steps, epochs = draft.get_given("train_iters"), draft["train_epochs"]
     if steps is not None and epochs is not None:
         draft.fail("train_epochs", f"train_iters is set too ({draft.source('train_iters')}); keep one of the two")
-    if steps is not None and steps < 0:
-        draft.fail("train_iters", f"must not be negative, is {steps}")
     samples = draft.facts.epoch_samples
     if epochs is not None and samples is not None:
         steps = samples * epochs // draft["train_batch_size"]
@@ -182,23 +186,23 @@ def length(draft: Draft) -> None:
 
 def schedule(draft: Draft) -> None:
     """lr_decay_iters: as set, else lr_decay_fraction of train_iters, else train_iters."""
+    draft.not_negative("min_lr")
+    draft.positive("lr_decay_iters")
+    with draft.part():
+        if draft["min_lr"] > draft["lr"]:
+            draft.fail("min_lr", f"{draft['min_lr']:g} is above lr {draft['lr']:g}")
+    with draft.part():
+        if draft["override_lr_scheduler"] and draft["use_checkpoint_lr_scheduler"]:
+            draft.fail("override_lr_scheduler", "use_checkpoint_lr_scheduler is set too; keep one of the two")
     for name in ("warmup", "lr_decay_fraction"):
         value = draft[name]
         if value is not None and not 0 <= value <= 1:
             total = draft["lr_decay_iters"] or draft["train_iters"]
             steps = f": for {value:g} steps write {value / total:.4g}" if total and name == "warmup" else ""
             draft.fail(name, f"is a fraction of the schedule, between 0 and 1, not {value:g}{steps}")
-    if draft["min_lr"] < 0:
-        draft.fail("min_lr", f"must not be negative, is {draft['min_lr']:g}")
-    if draft["min_lr"] > draft["lr"]:
-        draft.fail("min_lr", f"{draft['min_lr']:g} is above lr {draft['lr']:g}")
-    if draft["override_lr_scheduler"] and draft["use_checkpoint_lr_scheduler"]:
-        draft.fail("override_lr_scheduler", "use_checkpoint_lr_scheduler is set too; keep one of the two")
     total, fraction = draft["train_iters"], draft["lr_decay_fraction"]
     by_fraction = math.floor(total * fraction) if total is not None and fraction is not None else None
     stated = draft.get_given("lr_decay_iters")
-    if stated is not None and stated <= 0:
-        draft.fail("lr_decay_iters", f"must be above 0, is {stated}")
     if stated is not None and by_fraction is not None and stated != by_fraction:
         draft.note(f"lr_decay_iters {stated} wins over lr_decay_fraction {fraction} ({by_fraction} steps)")
     steps = stated or by_fraction or total
@@ -220,6 +224,7 @@ def schedule(draft: Draft) -> None:
 
 def checkpoints(draft: Draft) -> None:
     """Spacing of checkpoints."""
+    draft.not_negative("iteration")
     factor = draft["checkpoint_factor"]
     if factor is not None and factor > 0:
         if draft["checkpoint_scale"] == "log" and factor < 1.01:
@@ -228,18 +233,18 @@ def checkpoints(draft: Draft) -> None:
             draft.fail("checkpoint_factor", f"must be a whole number of steps, is {factor}")
     if any(step < 0 for step in draft["extra_save_iters"] or ()):
         draft.fail("extra_save_iters", "steps must not be negative")
-    if draft["iteration"] is not None and draft["iteration"] < 0:
-        draft.fail("iteration", f"must not be negative, is {draft['iteration']}")
     if draft["save"] and not draft["extra_save_iters"] and not (factor and factor > 0):
         draft.note("checkpoints are saved at the end only: checkpoint_factor is not set")
 
 
 def evaluation(draft: Draft) -> None:
     """What the run does: training, validation, test; the kind of text generation."""
-    if draft["eval_iters"] < 0:
-        draft.fail("eval_iters", f"must not be negative, is {draft['eval_iters']} (0 switches evaluation off)")
-    if not 0 <= draft["seed"] < 2**32:
-        draft.fail("seed", f"must be in [0, 2^32), is {draft['seed']}")
+    draft.not_negative("eval_iters", zero=" (no evaluation)")
+    draft.not_negative("temperature", "top_p", "top_k", "maximum_tokens", "num_samples")
+    draft.check(lambda value: 0 <= value < 2**32, "must be in [0, 2^32)", "seed")
+    with draft.part():
+        kind = "input-file" if draft["sample_input_file"] else "unconditional"
+        draft.set("text_gen_type", draft.get_given("text_gen_type") or kind, "sample_input_file")
     one_path = draft["data_path"] is not None
     evaluates = draft["eval_iters"] > 0
     trains = bool(draft["train_iters"] or draft["train_epochs"])
@@ -253,10 +258,5 @@ def evaluation(draft: Draft) -> None:
     for name, value in found.items():
         stated = draft.get_given(name)
         draft.set(name, value if stated is None else stated and value, "whether there are steps and data for it")
-    kind = "input-file" if draft["sample_input_file"] else "unconditional"
-    draft.set("text_gen_type", draft.get_given("text_gen_type") or kind, "sample_input_file")
-    for name in ("temperature", "top_p", "top_k", "maximum_tokens", "num_samples"):
-        if draft[name] < 0:
-            draft.fail(name, f"must not be negative, is {draft[name]}")
     if draft["top_p"] > 1:
         draft.fail("top_p", f"is a probability, not {draft['top_p']}")

@@ -12,6 +12,7 @@ import yaml
 from megatron.errors import UserError
 from megatron.neox_arguments import plugin_key
 from megatron.neox_arguments.keys import Entry
+from megatron.neox_arguments.problems import Problems, collector
 from megatron.neox_arguments.retired import ALIASES
 
 _MOST_VALUES = 100_000  # that aliases may expand a text to
@@ -56,14 +57,22 @@ def normalise(name: str) -> str:
     return ALIASES.get(name, name)
 
 
-def read_config(path: str, _below: tuple[str, ...] = (), *, stored: bool = False) -> dict[str, Entry]:
+def read_config(
+    path: str, _below: tuple[str, ...] = (), *, stored: bool = False, problems: Problems | None = None
+) -> dict[str, Entry]:
     """Top-level keys of one file, over those of the files that it extends. Raises `UserError` naming file and line.
 
     `stored`: a checkpoint brought the file: it may name plugins that the user has named, and no other files.
+    `problems`: takes keys that are there twice, which keep their first value.
     """
+    with collector(problems) as found:
+        return _read_extending(path, _below, stored, found)
+
+
+def _read_extending(path: str, _below: tuple[str, ...], stored: bool, found: Problems) -> dict[str, Entry]:
     if os.path.realpath(path) in _below:
         raise UserError(f"{path}: the files that it extends lead back to itself")
-    entries = _read_one(path)
+    entries = _read_one(path, found)
     if stored:
         _refuse_other_files(entries, path)
     if (plugins := entries.get(plugin_key.KEY)) is not None:
@@ -75,7 +84,7 @@ def read_config(path: str, _below: tuple[str, ...] = (), *, stored: bool = False
         if not isinstance(base, str):
             raise UserError(f"{extends.where}: extends: expected the name of a file, got {base!r}")
         folder = None if os.path.isabs(base) else os.path.dirname(path) or None
-        _inherit(merged, read_config(config_path(base, folder), (*_below, os.path.realpath(path))))
+        _inherit(merged, _read_extending(config_path(base, folder), (*_below, os.path.realpath(path)), False, found))
     _inherit(merged, entries)
     return merged
 
@@ -108,7 +117,7 @@ def _deep_merge(base: Any, child: Any) -> Any:
     return base | {name: _deep_merge(base.get(name), value) for name, value in child.items()}
 
 
-def _read_one(path: str) -> dict[str, Entry]:
+def _read_one(path: str, found: Problems) -> dict[str, Entry]:
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
@@ -122,7 +131,7 @@ def _read_one(path: str) -> dict[str, Entry]:
                 return {}
             if not isinstance(root, yaml.MappingNode):
                 raise UserError(f"{path}:{root.start_mark.line + 1}: expected a mapping of keys to values")
-            return _entries(root, path, loader)
+            return _entries(root, path, loader, found)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else path
@@ -175,20 +184,22 @@ def _wrong(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
-def _entries(root: yaml.MappingNode, path: str, loader: Any) -> dict[str, Entry]:
+def _entries(root: yaml.MappingNode, path: str, loader: Any, found: Problems) -> dict[str, Entry]:
     folder = os.path.dirname(os.path.abspath(path))
     entries: dict[str, Entry] = {}
     for key_node, value_node in root.value:
         where = _line(key_node, path)
         if not isinstance(key_node, yaml.ScalarNode):
-            raise UserError(f"{where}: a key must be a single word")
+            found.add(f"{where}: a key must be a single word")
+            continue
         written = str(key_node.value)
         name = normalise(written)
         inside: dict[str, str] = {}
-        _check_inside(value_node, name, path, inside)
+        _check_inside(value_node, name, path, inside, found)
         if name in entries:
             other = "" if name == written else f" (as {written!r})"
-            raise UserError(f"{where}: {name}{other} is already set at {entries[name].where}; keep one of the two")
+            found.add(f"{where}: {name}{other} is already set at {entries[name].where}; keep one of the two", name)
+            continue
         value = _with_folder(loader.construct_object(value_node, deep=True), folder)
         entries[name] = Entry(value, where, inside)
         if name == plugin_key.KEY:
@@ -212,17 +223,17 @@ def _with_folder(value: Any, folder: str) -> Any:
     return value
 
 
-def _check_inside(node: yaml.Node, prefix: str, path: str, lines: dict[str, str]) -> None:
-    """Record the lines of the keys inside a mapping, and refuse a key that is there twice."""
+def _check_inside(node: yaml.Node, prefix: str, path: str, lines: dict[str, str], found: Problems) -> None:
+    """Record the lines of the keys inside a mapping, and report a key that is there twice."""
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _check_inside(item, prefix, path, {})
+            _check_inside(item, prefix, path, {}, found)
     if not isinstance(node, yaml.MappingNode):
         return
     for key_node, value_node in node.value:
         name = f"{prefix}.{key_node.value}"
         where = _line(key_node, path)
         if name in lines:
-            raise UserError(f"{where}: {name} is already set at {lines[name]}; keep one of the two")
+            found.add(f"{where}: {name} is already set at {lines[name]}; keep one of the two", prefix.split(".")[0])
         lines[name] = where
-        _check_inside(value_node, name, path, lines)
+        _check_inside(value_node, name, path, lines, found)

@@ -18,6 +18,7 @@ from megatron.data.view.origin import OriginPiece, samples_with
 from megatron.data.view.terminal import Style, lines
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.problems import collector
 from megatron.plan.inspect_arguments import closed_range, parse, python_range
 from megatron.plan.inspect_run import RoleData, RunData, open_run
 from megatron.tokenizer import Tokenizer, create_tokenizer
@@ -167,8 +168,9 @@ def _where(role: RoleData, number: int, rank: bool) -> dict[str, Any]:
 
 def _run(known: argparse.Namespace, env: Mapping[str, str]) -> tuple[RunData, RoleData]:
     hostfile = [f"hostfile={json.dumps(known.hostfile)}"] if known.hostfile else []
-    args = NeoXArgs.from_files(known.conf, [*known.overrides, *hostfile], known.conf_dir)
-    run = open_run(args, ranks_of_hostfile(args, env))
+    with collector() as problems:
+        args = NeoXArgs.from_files(known.conf, [*known.overrides, *hostfile], known.conf_dir, problems=problems)
+        run = open_run(args, ranks_of_hostfile(args, env), problems)
     return run, run.role(known.role)
 
 

@@ -22,6 +22,7 @@ from megatron.errors import UserError, nearest
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
+from megatron.neox_arguments.problems import Problems
 from megatron.plan.refusals import check_data_plan, warn_of_unknown_ranks
 from megatron.run.data import collate_rules, resolve_epochs
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -164,17 +165,20 @@ class RunData:
         return f"batch {step}"
 
 
-def open_run(args: NeoXArgs, ranks: int | None) -> RunData:
+def open_run(args: NeoXArgs, ranks: int | None, problems: Problems | None = None) -> RunData:
     """Open the data of a loaded config, and build its sample index where it is missing.
 
     Args:
         ranks: how many a hostfile gives the run, None for the config's.
+        problems: found when the config was loaded.
 
     Raises the `UserError` that the run would end with.
     """
+    found = problems or Problems()
+    args = derive(args, Facts(num_devices=ranks), found)
+    check_trainable(args, found)
+    found.raise_all()
     warn_of_unknown_ranks(args, ranks, "which samples a step takes")
-    args = derive(args, Facts(num_devices=ranks))
-    check_trainable(args)
     tokenizer = build_tokenizer(args.tokenizer)
     args = resolve_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)
     options, training = args.checkpoint, args.training

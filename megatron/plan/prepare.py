@@ -16,8 +16,9 @@ from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
+from megatron.neox_arguments.problems import Problems
 from megatron.plan import sections
-from megatron.plan.preflight import data_paths, kind_of
+from megatron.plan.preflight import FOR_TOKENIZER, check_data_paths, data_paths, kind_of
 from megatron.plan.refusals import check_data_plan, check_fit, warn_of_unknown_ranks
 from megatron.plan.tables import size, table
 from megatron.run.data import resolve_epochs
@@ -27,28 +28,35 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 LOGGER = get_logger(__name__)
 
 
-def prepare(args: NeoXArgs, ranks: int | None, user_script: str) -> str:
+def prepare(args: NeoXArgs, ranks: int | None, user_script: str, problems: Problems | None = None) -> str:
     """Check the data, build what the run would build, and report it.
 
     Args:
         args: the loaded config.
         ranks: how many a hostfile gives the run, None for the config's. They need not be on this machine;
             only the batch size depends on them.
+        problems: found when the config was loaded.
 
-    Raises the `UserError` that the real run would end with, and one for every dataset that is not whole.
+    Raises the `UserError` that the real run would end with, one for all that is wrong with the config, and one for
+    every dataset that is not whole.
     """
     if kind_of(user_script) in ("eval", "generate"):
         raise UserError(f"--prepare builds the sample index of training data, which {user_script} does not use.")
+    found = problems or Problems()
+    args = derive(args, Facts(num_devices=ranks), found)
+    check_trainable(args, found)
+    check_data_paths(args, found)
+    if found.usable(*FOR_TOKENIZER):
+        with found.collect():
+            tokenizer = build_tokenizer(args.tokenizer)
+    found.raise_all()
     warn_of_unknown_ranks(args, ranks, "the length of the index")
     if not args.data.use_shared_fs:
         LOGGER.warning(
             f"use_shared_fs: false, so this prepares {platform.node()} alone: every other node builds its own index. "
             "Run --prepare on each of them, or set use_shared_fs: true with a data_cache_path that all nodes see."
         )
-    args = derive(args, Facts(num_devices=ranks))
-    check_trainable(args)
     paths = [one for path in data_paths(args) for one in find_files(path)]
-    tokenizer = build_tokenizer(args.tokenizer)
     LOGGER.info(f"tokenizer {tokenizer.describe()}: {tokenizer.vocab_size} tokens")
     checked = _check_files(args, paths, tokenizer)
     args = resolve_epochs(derive(args, Facts(tokenizer.vocab_size, ranks)), tokenizer)

@@ -17,6 +17,7 @@ from megatron.data.tokens.manifest import check_tokenizer, read_manifest, verify
 from megatron.data.tokens.token_files import find_files
 from megatron.log import get_logger, only_errors
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.problems import collector
 from megatron.run.data import check_saved_tokenizer, open_data, resume_order
 from megatron.tokenizer import Tokenizer
 
@@ -46,10 +47,12 @@ def check_data(args: NeoXArgs, paths: Iterable[str], tokenizer: Tokenizer, start
 
 
 def check_folders(args: NeoXArgs) -> None:
-    """The folders besides `save` that training writes into can be written."""
-    for key in ("log_dir", "tensorboard_dir", "data_cache_path"):
-        if args.get(key) is not None:
-            check_folder(key, Path(args.get(key)))
+    """The folders besides `save` that training writes into can be written. Raises one `UserError`."""
+    with collector() as found:
+        for key in ("log_dir", "tensorboard_dir", "data_cache_path"):
+            if args.get(key) is not None:
+                with found.collect():
+                    check_folder(key, Path(args.get(key)))
 
 
 def check_fit(args: NeoXArgs, start: Start) -> None:

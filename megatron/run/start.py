@@ -27,7 +27,7 @@ from megatron.log import get_logger
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs, plugin_key
 from megatron.neox_arguments.callback_key import choose_callbacks
-from megatron.neox_arguments.differences import differences_for
+from megatron.neox_arguments.differences import find_differences
 from megatron.plugins import source_changes
 from megatron.run.end import AnnouncedEnd
 from megatron.tokenizer import Tokenizer
@@ -129,11 +129,21 @@ def log_start(args: NeoXArgs, start: Start) -> None:
         logger.info(note)
     for name, digest, registered in plugin_key.describe(args.launcher.plugins):
         logger.info(f"plugin {name} (sha256 {digest}) registers {registered}")
-    if differences := differences_for(args):
-        logger.info("what differs from GPT-NeoX for this config:")
-        for line in differences:
-            logger.info(f"  {line}")
+    _log_differences(args, begins=start.kind != "resume")
     logger.log(logging.WARNING if start.skips else logging.INFO, start.message)
+
+
+def _log_differences(args: NeoXArgs, *, begins: bool) -> None:
+    """How many differences from GPT-NeoX matter for the config; before the first checkpoint (`begins`) what they are,
+    if it sets a key that means something else there."""
+    found = find_differences(args)
+    if not found:
+        return
+    listed = "--dry-run lists them" + (f", and so does {folder}/resolved.yml" if (folder := run_folder(args)) else "")
+    whole = begins and any(one.concerns(args) for one in found)
+    logger.info(f"{len(found)} differences from GPT-NeoX matter for this config" + (":" if whole else f" ({listed})"))
+    for one in found if whole else ():
+        logger.info(f"  {one.line}")
 
 
 def resume_config(args: NeoXArgs, start: Start) -> NeoXArgs:
@@ -155,6 +165,7 @@ def resume_config(args: NeoXArgs, start: Start) -> NeoXArgs:
         finetune=start.kind == "finetune",
         load_optim=start.load_optim and not args.checkpoint.no_load_optim,
         load_data=start.load_data,
+        trained=saved.trained,
     ):
         logger.info(message)
     for message in source_changes(saved.config.get("plugin_sources"), args.launcher.plugin_sources):

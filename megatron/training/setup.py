@@ -20,6 +20,7 @@ from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.optimizer_params import optimizer_params
+from megatron.neox_arguments.problems import collector
 from megatron.objectives import OBJECTIVES
 from megatron.optim.groups import parameter_groups
 from megatron.optim.optimizers import build_optimizer
@@ -71,8 +72,11 @@ def start_process(
     store = open_store(info)
 
     def read() -> str:
-        args = NeoXArgs.from_resolved(Path(resolved).read_text()) if resolved else NeoXArgs.from_files(paths, overrides)
-        return derive(prepare(args), Facts(num_devices=info.world_size)).to_resolved()
+        with collector() as found:
+            written = NeoXArgs.from_resolved(Path(resolved).read_text()) if resolved else None
+            args = prepare(written or NeoXArgs.from_files(paths, overrides, problems=found))
+            args = derive(args, Facts(num_devices=info.world_size), found)
+        return args.to_resolved()
 
     config = share_config(store, info.rank, info.world_size, read, own_files=resolved is None)
     args = NeoXArgs.from_resolved(config)

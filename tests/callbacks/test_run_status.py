@@ -14,6 +14,7 @@ from megatron.cluster.status import StatusFile, run_folder
 from megatron.errors import LostRankError, NumericsError
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.differences import differences_for
 from tests.callbacks.fakes import Log, args_of, batches, trainer_of
 
 pytestmark = pytest.mark.cpu
@@ -95,7 +96,9 @@ def test_a_rank_that_was_given_up_does_not_replace_the_reason(tmp_path, monkeypa
 
 def test_resolved_yml_loads_as_the_same_configuration(tmp_path):
     trainer = trainer_of([RunStatus(tmp_path)], train_iters=1, git_hash="abc")
-    values = yaml.safe_load((tmp_path / "resolved.yml").read_text())
+    text = (tmp_path / "resolved.yml").read_text()
+    assert [f"# {line}" for line in differences_for(trainer.args)] == text.split("\naccount:")[0].splitlines()[1:]
+    values = yaml.safe_load(text)
     assert values["git_hash"] == "abc" and NeoXArgs.from_saved(values).to_dict() == trainer.args.to_dict()
 
 

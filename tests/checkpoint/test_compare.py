@@ -1,11 +1,13 @@
 """Configuration changes since a checkpoint: which are refused, which are said."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.checkpoint.compare import SHAPELESS, check_config, compare_configs
+from megatron.checkpoint.manifest import Manifest
 from megatron.convert.importing import specs_of
 from megatron.errors import UserError
 from tests.convert import helpers
@@ -97,6 +99,15 @@ def test_other_changes_are_listed():
     assert len(messages) == 2
     assert re.search(r"\blr: 0\.001 .*now 0\.002$", messages[0])
     assert re.search(r"\btrain_batch_size: 8 .*now 16$", messages[1])
+
+
+def test_a_converted_checkpoint_has_no_settings_of_a_run_that_could_change():
+    now = {**SAVED, "lr": 2e-3, "optimizer_type": "sgd"}
+    assert not check_config(SAVED, now, path=Path("p/x"), finetune=True, trained=False)
+    with pytest.raises(UserError, match="architecture: hidden_size"):
+        check_config(SAVED, {**now, "hidden_size": 8}, path=Path("p/x"), finetune=True, trained=False)
+    new = Manifest.empty(0)
+    assert not new.trained and replace(new, consumed=8).trained and replace(new, optimizer=True).trained
 
 
 def test_finetuning_takes_new_data_and_optimizer_but_not_another_architecture():

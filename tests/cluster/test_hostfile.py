@@ -89,7 +89,7 @@ def test_num_nodes_and_num_gpus_cap_what_the_filters_left() -> None:
     [
         ({"include": "worker-0", "exclude": "worker-1"}, "both"),
         ({"include": "worker-9"}, "Did you mean 'worker-"),
-        ({"include": "worker-0:7"}, "slots 0, 1, 2, 3"),
+        ({"include": "worker-0:7"}, "worker-0 has no slot 7, only 0, 1, 2, 3 "),
         ({"include": "worker-0:a"}, "numbers"),
         ({"include": "worker-0@worker-0"}, "twice"),
         ({"exclude": "worker-0@worker-1@me@worker-2"}, "no host"),

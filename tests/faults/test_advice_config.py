@@ -286,7 +286,7 @@ CONFIG += [
         "-padded_vocab_size | {0}=100",
     ),
     Row("no host left", "hostfile=hosts | exclude=a@b", r"leave no host", "-exclude", hosts),
-    Row("a slot twice", "hostfile=hosts | include=a:0,0", r"name each at most once", "include=a:0", hosts),
+    Row("a slot twice", "hostfile=hosts | include=a:0,0", r"slot 0 of a is named twice", "include=a:0", hosts),
     Row("a file", "run22.yml", r"Did you mean '(run2.yml)'", "-run22.yml | {0}", second_file("num_workers: 0")),
     Row(
         "names of data",

@@ -47,7 +47,7 @@ def test_negative_stages(tmp_path: Path) -> None:
 
 
 def test_stated_and_running_ranks_disagree(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"a\.yml:\d+: global_num_gpus: is 96 ranks, but 4 run"):
+    with pytest.raises(UserError, match=r"a\.yml:\d+: global_num_gpus: is 96, but 4 ranks run"):
         derived(tmp_path, global_num_gpus=96, facts=Facts(num_devices=4))
 
 

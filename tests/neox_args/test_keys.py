@@ -10,7 +10,7 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.neox_arguments.arguments import NeoXArgs
-from megatron.neox_arguments.groups import all_keys
+from megatron.neox_arguments.groups import all_keys, describe_unknown
 from megatron.neox_arguments.retired import ALIASES, NEVER_DEFAULT, OTHER_VERSIONS, RETIRED
 from tests.neox_args.helpers import loaded
 
@@ -63,6 +63,14 @@ def test_aliases_lead_to_keys() -> None:
         assert meant in all_keys()
         assert name not in all_keys() and name not in RETIRED
     assert not set(OTHER_VERSIONS) & (set(all_keys()) | set(RETIRED) | set(ALIASES))
+    to_write = {name: re.findall(r"write (\w+)", advice) for name, advice in OTHER_VERSIONS.items()}
+    assert {name: keys for name, keys in to_write.items() if not set(keys) <= set(all_keys())} == {}
+    assert len([name for name, keys in to_write.items() if keys]) > 50
+    # advice for names that are near to another key than the one that is meant
+    for name, meant in {"n_head": "num_attention_heads", "gradient_checkpointing": "checkpoint_activations"}.items():
+        problem, key = describe_unknown(name)
+        assert key == meant and problem.endswith(f"write {meant}")
+    assert describe_unknown("version")[1] is None and describe_unknown("train_itres")[1] == "train_iters"
 
 
 def _other_value(name: str) -> object:

@@ -82,7 +82,7 @@ def test_gpt_neox_keys_of_a_dense_model_are_let_pass(tmp_path: Path) -> None:
         ),
         ({"moe_layers": [1]}, "moe_layers: no layer .*moe_num_experts above 1"),
         ({**TOPK, "moe_capacity_factor": 0}, "moe_capacity_factor: must be above 0, is 0"),
-        ({**TOPK, "moe_z_loss_coeff": -1}, "moe_z_loss_coeff: .*negative, is -1"),
+        ({**TOPK, "moe_z_loss_coeff": -1}, "moe_z_loss_coeff: .*0 or more, is -1"),
         ({**TOPK, "moe_jitter_eps": 1.5}, r"moe_jitter_eps: must be in \[0, 1\), is 1\.5"),
         ({**TOPK, "moe_shared_expert_gate": True}, "moe_shared_expert_gate: .*moe_shared_expert_size"),
         (

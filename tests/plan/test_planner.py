@@ -214,8 +214,13 @@ def test_the_command_is_quick_exits_0_or_2_and_imports_no_torch(run_config: Path
     done = run()
     assert done.returncode == 0, done.stderr
     assert "Dry run: nothing was started." in done.stdout and "heavy: []" in done.stdout
-    refused = run("data_path=/nowhere/data")
+    missing = ("data_path=/nowhere/data", "tokenizer_type=HFTokenizer", "vocab_file=/nowhere/tok.json")
+    refused = run(*missing, "load=/nowhere/ckpt")
     assert refused.returncode == 2 and "error: " in refused.stderr and "Traceback" not in refused.stderr
+    # what does not need them is planned all the same: GPT-2's vocabulary of 50,257 in rows of 128
+    assert "50257 tokens, 50304 rows" in refused.stdout and rows(refused.stdout, "memory", "stage")
+    for path in ("/nowhere/data", "/nowhere/tok.json", "/nowhere/ckpt"):
+        assert len([line for line in refused.stderr.splitlines() if path in line]) == 1, refused.stderr
 
 
 def test_what_a_packing_leaves_out_is_reported(run_config: Path) -> None:
