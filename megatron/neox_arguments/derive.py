@@ -111,7 +111,7 @@ def check_trainable(args: NeoXArgs, problems: Problems | None = None) -> None:
             and found.usable("train_iters", "train_epochs")
         ):
             found.add("set train_iters (or train_epochs): how long to train")
-        named = found.usable("data_path", "train_data_paths", "mixture")
+        named = found.usable("data_path", "train_data_paths", "mixture", "train_impl")
         if data.data_path is None and data.train_data_paths is None and named:
             found.add("set data_path, train_data_paths or mixture: what to train on")
 

@@ -150,16 +150,20 @@ def _check(entries: dict[str, Entry], conf_dir: str | None, notes: list[str], fo
             continue
         with found.collect(name):
             value = _coerce(all_keys()[name], entry, notes, found)
-            if (advice := _refusal(all_keys()[name], value)) is None:
+            if (refusal := _refusal(all_keys()[name], value)) is None:
                 flat.values[name] = value
             else:
-                refused.setdefault(advice, {})[name] = entry.where
+                shown, advice = refusal
+                refused.setdefault(advice, {})[shown] = entry.where
         flat.sources[name] = source_of(entry.where)
         flat.sources.update({dotted.replace("-", "_"): source_of(where) for dotted, where in entry.inside.items()})
-    for advice, keys in refused.items():
-        (first, where), *others = keys.items()
-        are = f"{first}{''.join(f', {name} ({place})' for name, place in others)} {'are' if others else 'is'}"
-        found.add(f"{where}: {are} not available: {advice}", *keys)
+    for advice, asked in refused.items():
+        (first, where), *others = asked.items()
+        file, _, line = where.rpartition(":")
+        here = f"{file}:" if line.isdigit() else where
+        also = "".join(f", {shown} ({place.replace(here, 'line ')})" for shown, place in others)
+        are = f"{first}{also} {'are' if others else 'is'}"
+        found.add(f"{where}: {are} not available: {advice}", *(shown.partition(":")[0] for shown in asked))
     if silent:
         notes.append(f"these keys have no effect and are at GPT-NeoX's defaults: {', '.join(silent)}")
     return flat._replace(notes=tuple(notes))
@@ -192,16 +196,16 @@ def _coerce(info: KeyInfo, entry: Entry, notes: list[str], found: Problems) -> A
     if isinstance(value, dict):
         places = lambda dotted: entry.inside.get(dotted, entry.where)  # noqa: E731
         value = thaw(check_nested(info.name, value, places, notes.append, found))
-    if (advice := info.refusal(value)) is not None:
-        raise UserError(f"{entry.where}: {info.name}: {value} is not available: {advice}")
     return value
 
 
-def _refusal(info: KeyInfo, value: Any) -> str | None:
-    """What to do instead of using a key that is known but not available; None when it asks for nothing."""
+def _refusal(info: KeyInfo, value: Any) -> tuple[str, str] | None:
+    """(what is known but not available, what to do instead), of a key or its value; None when it can be used."""
+    if (advice := info.refusal(value)) is not None:
+        return f"{info.name}: {value}", advice
     if not isinstance(info.unavailable, str) or value == info.default or is_off(value):
         return None
-    return info.unavailable
+    return info.name, info.unavailable
 
 
 def _note_retired(name: str, entry: Entry, notes: list[str], silent: list[str]) -> None:
