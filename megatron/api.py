@@ -65,9 +65,14 @@ def generate(files: Files, prompts: Sequence[str] | None = None, **overrides: An
 
 
 def evaluate(files: Files, tasks: Sequence[str], **overrides: Any) -> dict[str, Any]:
-    """The results of lm-eval tasks on the checkpoint in `load` (else `save`), as `eval.py` writes them."""
+    """The results of lm-eval tasks on the checkpoint in `load` (else `save`), as `eval.py` writes them; those without
+    a result are in "failed"."""
     with tempfile.TemporaryDirectory(prefix="deepy-") as folder:
-        _run("eval.py", files, {**overrides, "eval_tasks": list(tasks), "eval_results_prefix": f"{folder}/api"})
+        try:
+            _run("eval.py", files, {**overrides, "eval_tasks": list(tasks), "eval_results_prefix": f"{folder}/api"})
+        except DeepyError:
+            if not any(Path(folder).iterdir()):
+                raise
         (file,) = Path(folder).glob("api_eval_results_*.json")
         return json.loads(file.read_text(encoding="utf-8"))
 

@@ -89,6 +89,7 @@ class ProgressBar:
         unit: of the count; "B" counts bytes.
         before: the count at the start, where an earlier run stopped; it is part of the share, not of the rates.
         rates: a text about the work after so many seconds, instead of count and speed; also logged at the end.
+        ends: the last line is logged, however short the work is.
     """
 
     LINE_SECONDS, BAR_SECONDS = 5.0, 0.1  # between two lines, between two redraws of a bar
@@ -101,6 +102,7 @@ class ProgressBar:
         *,
         before: float = 0,
         rates: Callable[[float], str] | None = None,
+        ends: bool = False,
     ) -> None:
         self._what, self._total, self._unit, self._before, self._rates = what, total, unit, before, rates
         self._logger, self._bar, self._done = get_logger("progress"), None, before
@@ -111,6 +113,7 @@ class ProgressBar:
                 total=total, desc=what, unit=unit, unit_scale=unit == "B", dynamic_ncols=True, initial=before
             )
         self._start = self._shown = time.monotonic()
+        self._ends, self._logged = ends, before - 1
 
     def __enter__(self) -> ProgressBar:
         return self
@@ -119,6 +122,8 @@ class ProgressBar:
         if self._bar is not None:
             self._draw(self._bar)
             self._bar.close()
+        elif failure is None and self._ends and self._logged != self._done:
+            self._log()
         if failure is None and self._rates is not None:
             self._logger.info(f"{self._what}: done in {_clock(self._seconds())}, {self._rates(self._seconds())}")
 
@@ -135,8 +140,12 @@ class ProgressBar:
         if self._bar is not None:
             self._draw(self._bar)
         else:
-            self._logger.info(f"{self._what}: {self._share()}{self._text()}")
+            self._log()
         return True
+
+    def _log(self) -> None:
+        self._logged = self._done
+        self._logger.info(f"{self._what}: {self._share()}{self._text()}")
 
     def _draw(self, bar: Any) -> None:
         if self._rates is not None:
@@ -150,7 +159,8 @@ class ProgressBar:
         if not self._total or not self._done:
             return ""
         left = self._seconds() * max(self._total - self._done, 0) / max(self._done - self._before, 1e-9)
-        return f"{100 * min(self._done / self._total, 1):.0f} %, ETA {_clock(left)}, "
+        share = min(self._done / self._total, 1)
+        return f"{share:.0%}|{'#' * int(10 * share):10}| ETA {_clock(left)}, "  # as in tqdm's bars: people grep for %|
 
     def _text(self) -> str:
         if self._rates is not None:

@@ -31,8 +31,8 @@ def test_items_with_a_length(clock: Clock, caplog: pytest.LogCaptureFixture) -> 
     for _ in progress(["a", "b", "c", "d"], what="reading", unit="files"):
         clock.now += 4
     assert caplog.messages == [
-        "reading: 50 %, ETA 0:08, 2 files, 0.2 files/s",
-        "reading: 100 %, ETA 0:00, 4 files, 0.2 files/s",
+        "reading: 50%|#####     | ETA 0:08, 2 files, 0.2 files/s",
+        "reading: 100%|##########| ETA 0:00, 4 files, 0.2 files/s",
     ]
 
 
@@ -47,4 +47,12 @@ def test_bytes_after_an_earlier_part(clock: Clock, caplog: pytest.LogCaptureFixt
     with ProgressBar("joining", 400_000_000, "B", before=100_000_000) as bar:
         clock.now += 10
         bar(100_000_000)
-    assert caplog.messages == ["joining: 50 %, ETA 0:20, 200.0 MB, 10.0 MB/s"]
+    assert caplog.messages == ["joining: 50%|#####     | ETA 0:20, 200.0 MB, 10.0 MB/s"]
+
+
+def test_short_work_that_people_wait_for_shows_its_end(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    with ProgressBar("evaluating", 2, "tasks", ends=True) as bar:
+        bar(1)
+        clock.now += 1
+        bar(1)
+    assert caplog.messages == ["evaluating: 100%|##########| ETA 0:00, 2 tasks, 2.0 tasks/s"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron.data.batch import StepBatch
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import Tokenizer
 
 Batches = Callable[[int], Iterator[StepBatch]]
 """`batches(consumed)`: this data rank's steps, after that many consumed samples."""
@@ -35,6 +36,7 @@ class RunContext:
         folder: the run folder, None without one.
         batches: by role ("train", "valid", "test").
         sets: the named validation sets.
+        tokenizer: the run's; None where only trackers are built.
     """
 
     args: NeoXArgs
@@ -43,3 +45,4 @@ class RunContext:
     folder: Path | None = None
     batches: Mapping[str, Batches] = field(default_factory=dict)
     sets: Sequence[NamedSet] = ()
+    tokenizer: Tokenizer | None = None

@@ -25,11 +25,15 @@ _VALUE_FLAGS = {
     "--wandb_run_name": "wandb_run_name",
     "--wandb_team": "wandb_team",
     "--eval_results_prefix": "eval_results_prefix",
+    "--num_fewshot": "eval_num_fewshot",
+    "--limit": "eval_task_limit",
     "--iteration": "iteration",
     "--hostfile": "hostfile",
     "--sample_input_file": "sample_input_file",
     "--sample_output_file": "sample_output_file",
 }
+# flag with several values -> config key
+_LIST_FLAGS = {"--eval_tasks": "eval_tasks", "--include_path": "eval_tasks_path"}
 _OTHER_VALUE_FLAGS = (
     *("-d", "--conf_dir", "-H", "-i", "-o", "--explain", "--autotuning", "--resolved"),
     *("--local_rank", "--local-rank", "--megatron_config", "--deepspeed_config"),
@@ -182,6 +186,9 @@ def _add_shared_arguments(parser: argparse.ArgumentParser, need_config: bool = T
     add("-H", "--hostfile", metavar="PATH", help="file of `host slots=N` lines")
     add("--iteration", metavar="N", help="checkpoint step to load")
     add("--eval_tasks", metavar="TASK", nargs="+", help="lm-eval tasks")
+    add("--include_path", metavar="DIR", nargs="+", help="folders with task files that --eval_tasks may name")
+    add("--num_fewshot", metavar="N", help="examples before each question")
+    add("--limit", metavar="N", help="documents of each task; below 1: their share")
     add("--eval_results_prefix", metavar="S", help="prefix of the evaluation's result file")
     add("-i", "--sample_input_file", metavar="FILE", help="prompts for generate.py")
     add("-o", "--sample_output_file", metavar="FILE", help="where generate.py writes")
@@ -193,7 +200,7 @@ def _add_shared_arguments(parser: argparse.ArgumentParser, need_config: bool = T
 def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate `key=value` and `--key=value` items from flags and paths."""
     takes_value = {*_VALUE_FLAGS, *_OTHER_VALUE_FLAGS}
-    own_flags = {*takes_value, "--eval_tasks"}
+    own_flags = {*takes_value, *_LIST_FLAGS}
     items: list[str] = []
     overrides: list[str] = []
     for position, item in enumerate(argv):
@@ -210,12 +217,13 @@ def _split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 def _flag_overrides(known: argparse.Namespace) -> list[str]:
     """Flags as `key=value` items. Text is quoted as JSON, which YAML reads as text whatever it looks like."""
     overrides = []
-    for key in _VALUE_FLAGS.values():
-        value = getattr(known, key)
+    for flag, key in _VALUE_FLAGS.items():
+        value = getattr(known, flag.removeprefix("--"))
         if value is not None:
             overrides.append(f"{key}={value if key == 'iteration' else json.dumps(value)}")
-    if known.eval_tasks:
-        overrides.append(f"eval_tasks={json.dumps(known.eval_tasks)}")
+    for flag, key in _LIST_FLAGS.items():
+        if values := getattr(known, flag.removeprefix("--")):
+            overrides.append(f"{key}={json.dumps(values)}")
     return overrides
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.model_tokens import ModelTokens
@@ -24,12 +25,32 @@ class ExportedText:
         eot: the tokenizer's eos.
         ends: where `transformers` stops in a text of the exported model, and `eot`, which the adapter stops at itself.
         decode: the text of new tokens, without special ones.
+        tokenizer: what `AutoTokenizer` makes of the exported files; None when it cannot open them.
     """
 
     prefix: int
     eot: int
     ends: frozenset[int]
     decode: Callable[[Sequence[int]], str]
+    tokenizer: Any = None
+
+    def require_chat_template(self) -> None:
+        """Raise `UserError` when the tokenizer has none."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise UserError(
+                "eval_chat_template: the tokenizer has no chat template: put a chat_template.jinja next to its "
+                "tokenizer.json, or leave the key out"
+            )
+
+    def write_chat(self, turns: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+        """The text of a chat by the tokenizer's template; without a prompt for more, its last turn stays open."""
+        text = self.tokenizer.apply_chat_template(
+            list(turns),
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+        return str(text)
 
 
 def as_exported(tokenizer: Tokenizer, model_tokens: Mapping[str, Any] | None) -> ExportedText:
@@ -50,7 +71,7 @@ def as_exported(tokenizer: Tokenizer, model_tokens: Mapping[str, Any] | None) ->
     def decode(ids: Sequence[int]) -> str:
         return str(theirs.decode(list(ids), skip_special_tokens=True))
 
-    return ExportedText(eot if bos is None else bos, eot, ends | {eot}, decode)
+    return ExportedText(eot if bos is None else bos, eot, ends | {eot}, decode, theirs)
 
 
 def _open_in_transformers(tokenizer: Tokenizer) -> Any:

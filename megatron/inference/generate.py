@@ -52,7 +52,7 @@ class Limits:
     ended: Callable[[list[int]], bool] | None = None
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     stage: Stage,
     prompts: Sequence[list[int]],

@@ -1,4 +1,4 @@
-"""Our model as lm-evaluation-harness sees it. Only rank 0 has it; the other ranks serve the team (team.py).
+"""Our model as lm-evaluation-harness sees it. Only rank 0 has it; the other ranks serve the team (evaluation_team.py).
 
 Texts are encoded as the harness's own Hugging Face model encodes them, or scores would differ from everybody's:
 trailing spaces of a context move to the continuation, the two are encoded together and then split, an empty context is
@@ -17,11 +17,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.errors import UserError
 from megatron.inference.exported_text import ExportedText
-from megatron.inference.generate import Limits, generate
-from megatron.inference.sampling import Draws, Sampling
-from megatron.inference.scoring import Score, score
-from megatron.inference.stage import Stage, batches
-from megatron.inference.team import Control, Team, Worker
+from megatron.inference.scoring import Score
+from megatron.inference.team import Team
 from megatron.log import Once, get_logger
 from megatron.tokenizer import Tokenizer
 
@@ -29,47 +26,6 @@ logger = get_logger(__name__)
 
 DEFAULT_NEW_TOKENS = 256  # the harness's own, for tasks that set none
 _NEW_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-# A token more than a stop sequence has bytes, and some for tokens of which several make one character.
-_LOOK_BACK = 4
-
-
-def evaluation_team(control: Control, stage: Stage, text: ExportedText, *, batch: int, seed: int) -> Team:
-    """The ranks, able to do what `HarnessModel` asks for. Collective over all ranks."""
-    workers: dict[str, Worker] = {
-        "score": lambda items, options: score(stage, items, batch, options["what"]),
-        "complete": lambda items, options: _complete(stage, text, batch, seed, items, options),
-    }
-    return Team(control, stage, workers)
-
-
-def _complete(
-    stage: Stage,
-    text: ExportedText,
-    batch: int,
-    seed: int,
-    items: Sequence[tuple[int, list[int]]],
-    options: Mapping[str, Any],
-) -> list[str]:
-    """Texts after numbered prompts, each cut before the first stop sequence in it."""
-    until: list[str] = options["until"]
-    tail = max((len(stop.encode()) for stop in until), default=0) + _LOOK_BACK
-
-    def ends_with_stop(tokens: list[int]) -> bool:
-        return any(stop in text.decode(tokens[-tail:]) for stop in until)
-
-    limits = Limits(options["new_tokens"], text.prefix, text.ends, ends_with_stop if until else None)
-    sampling = Sampling(options["temperature"], options["top_k"], options["top_p"])
-    texts: dict[int, str] = {}
-    for chunk in batches(stage, [len(prompt) for _, prompt in items], batch, options["what"]):
-        draws = Draws(seed, [items[i][0] for i in chunk])
-        completions = generate(stage, [items[i][1] for i in chunk], limits, sampling, draws)
-        for i, completion in zip(chunk, completions, strict=True):
-            # An end that is no special token is part of the text.
-            written = text.decode([*completion.tokens, *([] if completion.end is None else [completion.end])])
-            for stop in until:
-                written = written.split(stop)[0]
-            texts[i] = written
-    return [texts[i] for i in range(len(items))]
 
 
 class _TooLong(Exception):
@@ -130,22 +86,37 @@ class HarnessModel(TemplateLM):
         self.info = dict(info or {})
         self.max_length = team.stage.max_positions
         self._once = Once(logger)
-        self._eot, self._prefix = exported.eot, exported.prefix
+        self._exported = exported
         start, self._end = tokenizer.added
         self._start = list(start)
 
     @property
     def eot_token_id(self) -> int:
-        return self._eot
+        return self._exported.eot
 
     @property
     def prefix_token_id(self) -> int:
         """The token before a text that has nothing before it."""
-        return self._prefix
+        return self._exported.prefix
 
     def get_model_info(self) -> dict[str, Any]:
         """For the results file."""
         return self.info
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.text.describe()
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a chat, as the harness's own adapter writes it."""
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return self._exported.write_chat(chat_history, add_generation_prompt)
+        except TemplateError:
+            self._once.warning("the chat template takes no system turn: evaluating without it")
+            turns = [turn for turn in chat_history if turn["role"] != "system"]
+            return self._exported.write_chat(turns, add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Ids of a text that is continued, so without the tokenizer's end; without its start if asked for, or if the
@@ -154,7 +125,7 @@ class HarnessModel(TemplateLM):
         ids = ids[: len(ids) - len(self._end)]
         if not self._start:
             return ids
-        written = string.startswith(self.text.detokenize([self._prefix]))
+        written = string.startswith(self.text.detokenize([self._exported.prefix]))
         plain = add_special_tokens is False or (add_special_tokens is None and written)
         return ids[len(self._start) :] if plain and ids[: len(self._start)] == self._start else ids
 

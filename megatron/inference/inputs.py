@@ -33,8 +33,16 @@ def inherit_tokens(args: NeoXArgs, checkpoint: Checkpoint) -> dict[str, Any] | N
     return inherit(args.tokenizer.model_tokens, checkpoint.manifest.config.get("model_tokens"))
 
 
+def batch_size(args: NeoXArgs) -> int:
+    """Texts that a copy of the model evaluates at a time."""
+    return args.generation.eval_batch_size or args.training.train_micro_batch_size_per_gpu or 1
+
+
 def check_requests(options: GenerationConfig, kind: str) -> None:
-    """What a run of this kind (eval or generate) is asked to do makes sense. Raises `UserError`."""
+    """What a run of this kind (train, eval or generate) is asked to do makes sense. Raises `UserError`."""
+    for folder in options.eval_tasks_path or () if kind != "generate" else ():
+        if not Path(folder).is_dir():
+            raise UserError(f"eval_tasks_path: there is no folder {folder}")
     if kind == "eval" and not options.eval_tasks:
         raise UserError("eval_tasks is not set: name what to evaluate, e.g. --eval_tasks lambada_openai hellaswag")
     if kind != "generate":

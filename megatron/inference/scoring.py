@@ -5,8 +5,8 @@ Shapes: `b` texts, `s` columns, `h` hidden, `v` vocabulary, `m` scored tokens.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 Score = tuple[float, bool]
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def score(stage: Stage, pairs: Sequence[Pair], batch: int, what: str = "") -> list[Score]:
     """Score every pair, `batch` texts at a time. The same call on every rank of a copy of the model.
 
@@ -72,25 +72,25 @@ def _score_chunk(
     device, width = stage.state.device, len(texts[0])
     tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in texts], device=device)
     positions = torch.arange(width, device=device).expand_as(tokens).contiguous()
-    out = stage.run(tokens, positions)
-    if out is None:
-        return None
     places, targets = [], []
     for row, continuation in wanted:
         end = row * width + len(texts[row])
         places += range(end - len(continuation), end)
         targets += continuation
-    logprobs, best = _at(out, torch.tensor(places, device=device), torch.tensor(targets, device=device))
+    at = partial(_at, places=torch.tensor(places, device=device), targets=torch.tensor(targets, device=device))
+    found = stage.run(tokens, positions, then=at)
+    if found is None:
+        return None
+    logprobs, best = found
     lengths = [len(continuation) for _, continuation in wanted]
     sums = [float(part.sum()) for part in logprobs.split(lengths)]
     return [(total, bool(part.all())) for total, part in zip(sums, best.split(lengths), strict=True)]
 
 
 def _at(out: LMOutput, places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-probability [m] fp64, whether it is the likeliest token [m]) of `targets` after the hidden rows `places`."""
+    """(log-probability [m] fp64, whether it is the likeliest token [m]) of `targets` after the tokens `places`."""
     logprobs, best = [], []
-    for place, target in zip(places.split(CHUNK), targets.split(CHUNK), strict=True):
-        logits = dataclasses.replace(out, hidden=out.hidden[place], shape=(1, len(place))).logits()[0]
+    for logits, target in zip(out.logits_at(places, CHUNK), targets.split(CHUNK), strict=True):
         picked = logits.gather(1, target[:, None])[:, 0]
         logprobs.append((picked - logits.logsumexp(dim=-1)).double().cpu())
         best.append((logits.argmax(dim=-1) == target).cpu())

@@ -1,6 +1,6 @@
 """One pipeline stage of a model, run forward only, with point-to-point of its own.
 
-The training engine is not involved: each rank builds and holds just its stage's tensor-parallel shard. Ranks that
+Each rank holds just its stage's tensor-parallel shard: layers built for it, or those of a training engine. Ranks that
 share experts (expert_parallel_size) hold one copy of the model together and work on the same texts.
 
 Shapes: `b` sequences, `s` new tokens (the whole prompt first, then one), `t` = b·s, `h` hidden, `v` vocabulary.
@@ -8,19 +8,25 @@ Shapes: `b` sequences, `s` new tokens (the whole prompt first, then one), `t` = 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.inference.lockstep import Lockstep
 from megatron.layers.carry import Carry
 from megatron.layers.kv_cache import KVCache
 from megatron.log import progress
-from megatron.model.head import LMOutput
+from megatron.model.head import LMOutput, Then
 from megatron.model.recompute import Recompute
-from megatron.model.sequential import run_layers
+from megatron.model.sequential import run_stage
 from megatron.mpu.state import ParallelState
+
+Forward = Callable[[tuple[Tensor, Tensor], KVCache | None, Then | None], Any]
+"""`forward((tokens or hidden, positions), cache, then)`: a stage's layers -> a `Carry`, or on the last stage what
+`then` makes of the `LMOutput` inside the head's forward (the `LMOutput` itself without)."""
 
 
 class Stage:
@@ -28,10 +34,12 @@ class Stage:
 
     Args:
         layers: this stage's modules in order; the first stage starts with the embedding, the last ends with the head.
-        state: this rank's place in the layout; sequence parallelism must be off (a single token cannot be split).
+        state: this rank's place in the layout.
         hidden_size, dtype: of the hidden states between stages.
         max_positions: the longest sequence that the model can take.
         switch_length: beyond this length all positions of a text are rotated again, and a cache is invalid.
+        forward: runs the layers; default: one after the other.
+        lockstep: how the ranks of a run keep together; None where nobody asks them to stop.
     """
 
     def __init__(
@@ -42,40 +50,71 @@ class Stage:
         dtype: torch.dtype,
         max_positions: int,
         switch_length: int | None = None,
+        forward: Forward | None = None,
+        lockstep: Lockstep | None = None,
     ) -> None:
-        if state.sequence_parallel:
-            raise ValueError("inference runs without sequence parallelism")
         self.layers = [layer.eval() for layer in layers]
         self.state = state
         self.hidden_size = hidden_size
         self.dtype = dtype
         self.max_positions = max_positions
         self.switch_length = switch_length
+        self.lockstep = lockstep
+        self._forward = forward or self._run_layers
+        # Sequence parallelism splits the tokens over the tensor-parallel ranks: there must be a multiple of so many.
+        self._split = state.tp_size if state.sequence_parallel else 1
+
+    def _run_layers(self, inputs: tuple[Tensor, Tensor], cache: KVCache | None, then: Then | None) -> Any:
+        return run_stage(self.layers, Carry(*inputs), Recompute(), cache, then)  # a row is one document
 
     def new_cache(self, capacity: int, start: Tensor | None) -> KVCache:
         """A cache for this stage's layers. `start`: first real column of each left-padded row."""
-        return KVCache(self.layers, capacity, start)
+        return KVCache(self.layers, capacity, None if start is None else self._with_more_rows(start))
 
-    @torch.inference_mode()
-    def run(self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None) -> LMOutput | None:
-        """The network's output for tokens [b, s] on ranks of the last stage; None elsewhere. Collective over the copy.
+    @torch.no_grad()
+    def run(
+        self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None, then: Then | None = None
+    ) -> Any | None:
+        """What `then` makes of the network's output (the `LMOutput` itself without) for tokens [b, s], on ranks of the
+        last stage; None elsewhere. Collective over the copy. Under sequence parallelism the output may have more rows.
 
         Args:
             tokens, positions: [b, s], the same on every rank of the copy.
             cache: what `new_cache` gave, or None to run without one (then `tokens` is everything so far).
         """
-        first = tokens if self.state.is_first_stage else self._receive(tokens.numel())
-        out = run_layers(self.layers, Carry(first, positions), Recompute(), cache)  # a row is one document
-        if isinstance(out, LMOutput):
+        if self.lockstep is not None:
+            self.lockstep.before_pass()
+        return self._pass(tokens, positions, cache, then)
+
+    def _pass(self, tokens: Tensor, positions: Tensor, cache: KVCache | None, then: Then | None) -> Any | None:
+        tokens, positions = self._with_more_rows(tokens), self._with_more_rows(positions)
+        first = tokens if self.state.is_first_stage else self._receive(tokens.numel() // self._split)
+        out = self._forward((first, positions), cache, then)
+        if self.state.is_last_stage:
             return out
         self._send(out.hidden)
         return None
 
-    @torch.inference_mode()
+    def _with_more_rows(self, rows: Tensor) -> Tensor:
+        """Rows [b, ...] with copies of the last one, until sequence parallelism can split them."""
+        missing = -rows.shape[0] % self._split
+        return torch.cat((rows, rows[-1:].expand(missing, *rows.shape[1:]))) if missing else rows
+
     def last_logits(self, tokens: Tensor, positions: Tensor, cache: KVCache | None) -> Tensor | None:
         """Logits [b, v] fp32 of the last column, on ranks of the last stage; None elsewhere. As `run`."""
-        out = self.run(tokens, positions, cache)
-        return None if out is None else out.last_logits()
+        logits = self.run(tokens, positions, cache, then=LMOutput.last_logits)
+        return None if logits is None else logits[: tokens.shape[0]]
+
+    def finish(self) -> None:
+        """This rank's copy is done with its texts: wait until all are."""
+        if self.lockstep is not None:
+            self.lockstep.finish(self._join if self.lockstep.lag == 0 else lambda: None)
+
+    @torch.no_grad()
+    def _join(self) -> None:
+        """Lend this rank's part of the weights to a pass that others make (ZeRO-3)."""
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.state.device)
+        self._pass(token, token, None, lambda out: None)
 
     @property
     def copy(self) -> tuple[int, int]:

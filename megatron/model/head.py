@@ -8,7 +8,7 @@ chunk by chunk together with the output projection.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,13 +68,21 @@ class LMOutput:
 
     def logits(self, last: int | None = None) -> Tensor:
         """[b, s, v] fp32 over the real vocabulary, gathered over ranks; of the `last` columns only, if given."""
-        state, vocab_size, softcap = self.projection.state, self.projection.vocab_size, self.projection.softcap
-        hidden = enter_tensor_parallel(self._scaled(), state)
+        hidden = enter_tensor_parallel(self._scaled(), self.projection.state)
         if last is not None:
             hidden = hidden.view(*self.shape, -1)[:, -last:].reshape(-1, hidden.shape[-1])
+        return self._project(hidden).reshape(self.shape[0], -1, self.projection.vocab_size)
+
+    def logits_at(self, places: Tensor, chunk: int) -> Iterator[Tensor]:
+        """The logits [n <= chunk, v] fp32 of the tokens `places` [m] of t, chunk by chunk."""
+        hidden = enter_tensor_parallel(self._scaled(), self.projection.state)
+        for place in places.split(chunk):
+            yield self._project(hidden[place])
+
+    def _project(self, hidden: Tensor) -> Tensor:
+        state, vocab_size, softcap = self.projection.state, self.projection.vocab_size, self.projection.softcap
         full = gather_last_dim(linear(hidden, self.weight, self.bias), state)[:, :vocab_size].float()
-        full = full if softcap is None else soft_cap(full, softcap)
-        return full.reshape(self.shape[0], -1, vocab_size)
+        return full if softcap is None else soft_cap(full, softcap)
 
     def last_logits(self) -> Tensor:
         """[b, v] fp32: the next token of every row."""

@@ -18,7 +18,7 @@ from megatron.layers.carry import Carry
 from megatron.layers.kv_cache import KVCache
 from megatron.log import get_logger
 from megatron.model.gpt import Layer, build_layer
-from megatron.model.head import LMOutput, Then
+from megatron.model.head import Head, LMOutput, Then
 from megatron.model.recompute import Recompute, recompute_in_backward
 from megatron.mpu.state import ParallelState
 
@@ -42,6 +42,20 @@ def run_layers(layers: Sequence[nn.Module], carry: Carry, recompute: Recompute, 
         else:
             carry = carry.replace_hidden(*recompute_in_backward(_run_chunk(chunk), recompute.policy, *carry))
     return carry
+
+
+def run_stage(
+    layers: Sequence[nn.Module],
+    carry: Carry,
+    recompute: Recompute,
+    cache: KVCache | None = None,
+    then: Then | None = None,
+) -> Any:
+    """`run_layers` for a stage that may end with the head: then what `then` makes of its `LMOutput` (see `Head`)."""
+    *body, last = layers
+    if isinstance(last, Head):
+        return last(run_layers(body, carry, recompute, cache), then=then)
+    return run_layers(layers, carry, recompute, cache)
 
 
 def _is_block(layer: nn.Module) -> bool:
@@ -134,8 +148,7 @@ class SequentialModel(nn.Module):
         """
         if labels is not None:
             then = partial(self._loss, labels)
-        *body, head = self.sequential
-        return head(run_layers(body, Carry.from_tensors(inputs), self.recompute, cache), then=then)
+        return run_stage(list(self.sequential), Carry.from_tensors(inputs), self.recompute, cache, then)
 
     def _loss(self, labels: Any, out: LMOutput) -> Tensor:
         return self.objective.loss(out, labels)

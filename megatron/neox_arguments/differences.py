@@ -388,6 +388,20 @@ DIFFERENCES: tuple[Difference, ...] = (
         "Generation and logging",
     ),
     Difference(
+        "examples before the questions of lm-eval tasks",
+        "0, whatever the task's file says",
+        "as the task's file says; eval_num_fewshot: 0 is GPT-NeoX's rule",
+        lambda args: bool(args.generation.eval_tasks) and args.generation.eval_num_fewshot is None,
+    ),
+    Difference(
+        "eval_tasks while training",
+        "run with the validation (the SLURM fork: also without, and before the first step); names of metrics end in "
+        "the filter's, `,none`",
+        "run before the first step, every eval_interval steps and at the end; `,none` is left out of the names, a "
+        "group's score is what its file says; one task that fails does not end the run",
+        lambda args: bool(args.generation.eval_tasks) and _trains(args),
+    ),
+    Difference(
         "evaluation on several data-parallel ranks",
         "every rank evaluates every document",
         "the documents are dealt out, none is counted twice",

@@ -95,7 +95,6 @@ RETIRED: dict[str, Retired] = {
     "attention_type": Retired(NEVER_DEFAULT, "use attention_config"),
     "decay_lr_to": Retired(NEVER_DEFAULT, "use min_lr (a learning rate, not a fraction)"),
     "warmup_iters": Retired(NEVER_DEFAULT, "use warmup, a fraction of the schedule"),
-    "eval_task_limit": Retired(NEVER_DEFAULT, "evaluation uses whole tasks"),
 }
 
 OTHER_VERSIONS: dict[str, str] = {

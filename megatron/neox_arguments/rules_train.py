@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from megatron.errors import nearest
 from megatron.neox_arguments.draft import SET_BY_PROGRAM, Draft
@@ -237,10 +238,17 @@ def checkpoints(draft: Draft) -> None:
         draft.note("checkpoints are saved at the end only: checkpoint_factor is not set")
 
 
+def _are_counts(value: Any) -> bool:
+    numbers = value.values() if isinstance(value, dict) else [value]
+    return all(type(number) is int and number >= 0 for number in numbers)
+
+
 def evaluation(draft: Draft) -> None:
     """What the run does: training, validation, test; the kind of text generation."""
     draft.not_negative("eval_iters", zero=" (no evaluation)")
     draft.not_negative("temperature", "top_p", "top_k", "maximum_tokens", "num_samples")
+    draft.positive("eval_task_limit", "eval_batch_size")
+    draft.check(_are_counts, "whole numbers of at least 0 are expected", "eval_num_fewshot")
     draft.check(lambda value: 0 <= value < 2**32, "must be in [0, 2^32)", "seed")
     with draft.part():
         kind = "input-file" if draft["sample_input_file"] else "unconditional"

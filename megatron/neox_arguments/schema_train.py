@@ -230,8 +230,35 @@ class GenerationConfig:
     num_samples: int = key(1, "Samples of unconditional generation.")
     recompute: bool = key(False, "Generate without the key/value cache.")
     return_logits: bool = key(False, "Add the logits to each record.")
-    eval_tasks: tuple[str, ...] | None = key(None, "Tasks of the lm-eval harness.")
-    eval_results_prefix: str = key("", "Start of the name of the evaluation's result file.", path=True)
+    eval_tasks: tuple[str, ...] | None = key(
+        None,
+        "Tasks of the lm-eval harness: names of tasks, groups and tags, YAML files, folders of them. Training runs "
+        "them at the start, every eval_interval steps and at the end.",
+    )
+    eval_tasks_path: tuple[str, ...] | None = key(
+        None,
+        "Folders with YAML files of tasks and groups that eval_tasks may name. Default: lm_eval_tasks in the current "
+        "folder, if there is one.",
+        path=True,
+        new=True,
+    )
+    eval_num_fewshot: int | dict[str, int] | None = key(
+        None,
+        "Examples before each question: one number for all tasks but those whose file says 0, or a mapping from tasks "
+        "and groups to numbers. Default: as each task's file says, else 0.",
+        new=True,
+    )
+    eval_task_limit: float | None = key(
+        None, "Evaluate only the first documents of each task: so many, or this share of them when below 1.", new=True
+    )
+    eval_chat_template: bool = key(False, "Write the questions as chats, by the tokenizer's chat template.", new=True)
+    eval_system_instruction: str | None = key(
+        None, "Text before each question (the system's turn of a chat).", new=True
+    )
+    eval_batch_size: int | None = key(
+        None, "Texts that a copy of the model scores at a time. Default: train_micro_batch_size_per_gpu.", new=True
+    )
+    eval_results_prefix: str = key("", "Start of the name of eval.py's result file.", path=True)
 
     # known, not available
     precompute_model_name: str | None = key(

@@ -122,8 +122,7 @@ def preflight(args: NeoXArgs, kind: str, wait: bool = False, problems: Problems 
         with _collect(args, found):
             if kind == "train":
                 check_folders(args)
-            else:
-                check_requests(args.generation, kind)
+            check_requests(args.generation, kind)
         if found.keys:
             return Found(tokenizer, start, has_data)  # the rest compares whole configurations
         before = len(found.found)

@@ -39,7 +39,8 @@ def train(process: Process) -> int:
         args = note_trained_ends(args, plan)
         batches = build_batches(args, process, plan)
         process = replace(process, args=args)
-        context = RunContext(args, state, tokenizer.vocab_size, run_folder(args), batches, named_sets(plan, batches))
+        sets = named_sets(plan, batches)
+        context = RunContext(args, state, tokenizer.vocab_size, run_folder(args), batches, sets, tokenizer)
         identity = TokenizerIdentity(tokenizer, args.checkpoint.allow_config_changes)
         callbacks = [DataOrder(plan), identity, *build_callbacks(context), *announced_end]
         # After the callbacks: the profiler sees the memory of the model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import torch
@@ -67,3 +68,10 @@ def compile_blocks(model: nn.Module, backend: str = "inductor") -> int:
             module.projection = replace(module.projection, compiled=module.weight.is_cuda)
     logger.info(f"torch.compile: {len(blocks)} blocks")
     return len(blocks)
+
+
+def without_compile(model: nn.Module) -> contextlib.AbstractContextManager[object]:
+    """Inside, compiled blocks run as they are written: for texts of every length, each of which would be compiled."""
+    if not any(module._compiled_call_impl for module in model.modules()):
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron.data.batch import StepBatch
+from megatron.layers.kv_cache import KVCache
+from megatron.model.head import Then
 from megatron.mpu.state import ParallelState
 
 
@@ -42,6 +45,8 @@ class Engine(Protocol):
 
     state: ParallelState
     module: nn.Module
+    joint_passes: bool
+    """Whether a data-parallel rank needs the others in every forward pass (ZeRO-3)."""
     before_update: Callable[[], None] | None
     beat: Callable[[], None]
     """Called at every sign of progress in long work: a micro-batch, a parameter that is read or written."""
@@ -51,6 +56,19 @@ class Engine(Protocol):
 
     def train_batch(self, batch: StepBatch, lr: float) -> StepOut: ...
     def eval_batch(self, batch: StepBatch) -> tuple[Tensor, int]: ...
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Inside, the model computes as when it is evaluated, and `run_stage` may be called."""
+        ...
+
+    def stage_layers(self) -> Sequence[nn.Module]:
+        """This rank's layers in order."""
+        ...
+
+    def run_stage(self, inputs: tuple[Tensor, Tensor], cache: KVCache | None, then: Then | None) -> Any:
+        """This rank's layers on (tokens or hidden, positions [b, s]): a `Carry`, or on the last stage what `then` makes
+        of the `LMOutput`."""
+        ...
+
     def params(self) -> dict[str, Parameter]: ...
     def grads(self) -> dict[str, Tensor]: ...
     def grad_norms(self) -> dict[str, Tensor]: ...

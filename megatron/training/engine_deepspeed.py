@@ -8,6 +8,7 @@ Shapes: `g` micro-batches of a step (gradient accumulation), `b` micro-batch, `s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -16,8 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.data.batch import StepBatch
+from megatron.layers.carry import Carry
+from megatron.layers.kv_cache import KVCache
+from megatron.model.head import Then
+from megatron.model.sequential import run_stage
 from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState
+from megatron.training.compile import without_compile
 from megatron.training.engine import StepOut
 from megatron.training.engine_by_name import StateByName
 from megatron.training.engine_experts import expert_parallel
@@ -56,6 +62,7 @@ class DeepSpeedEngine(StateByName):
         self.precision = precision
         self.max_norm = max_norm
         self.pipelined = state.pp_size > 1
+        self.joint_passes = stage == 3
         self.before_update: Callable[[], None] | None = None
         self.beat: Callable[[], None] = lambda: None
         self.votes: Callable[[], Sequence[bool]] = tuple
@@ -170,6 +177,31 @@ class DeepSpeedEngine(StateByName):
             if (group := self.state.group("data")) is not None:
                 dist.all_reduce(total, group=group)
         return total, trained
+
+    # -- a forward pass of this stage's layers ------------------------------------------------------
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """See `Engine`. Afterwards the module is as it was."""
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad(), without_compile(self.module):
+                yield
+        finally:
+            self.module.train(training)
+
+    def stage_layers(self) -> Sequence[nn.Module]:
+        """See `Engine`."""
+        return self.module.forward_funcs if self.pipelined else list(self.module.sequential)
+
+    def run_stage(self, inputs: tuple[Tensor, Tensor], cache: KVCache | None, then: Then | None) -> Any:
+        """See `Engine`."""
+        if not self.pipelined:
+            return self.deepspeed(inputs, cache=cache, then=then)
+        return run_stage(self.stage_layers(), Carry(*inputs), self.module.recompute, cache, then)
+
+    # -- what a step counts -------------------------------------------------------------------------
 
     def _counts(self, batch: StepBatch, votes: Sequence[bool] = ()) -> list[int]:
         """Trained tokens and padding of the global batch, and the votes: they differ per data rank, so all are added

@@ -45,6 +45,10 @@ class Progress:
             self._began = now
         self.beat()
 
+    def discount(self, seconds: float) -> None:
+        """So many of the last seconds are no part of a pause: whoever used them leaves at once when asked to stop."""
+        self._began += seconds
+
     def beat(self) -> None:
         """A sign of progress."""
         self.count += 1

@@ -23,8 +23,9 @@ from megatron.data.chat.tokenizer import chat_tokenizer
 from megatron.data.tokenise.encode import write_datasets
 from megatron.errors import UserError
 from megatron.inference.build import build_stage
+from megatron.inference.evaluation_team import evaluation_team
 from megatron.inference.exported_text import as_exported
-from megatron.inference.harness import HarnessModel, evaluation_team
+from megatron.inference.harness import HarnessModel
 from megatron.inference.inputs import inherit_tokens
 from megatron.inference.modes import TextGenerator, find_ends
 from megatron.inference.team import Control

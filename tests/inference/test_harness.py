@@ -15,14 +15,18 @@ from tokenizers.processors import TemplateProcessing
 from megatron.checkpoint.find import open_checkpoint
 from megatron.errors import UserError
 from megatron.inference.build import build_stage
-from megatron.inference.evaluate import Tasks, flat_metrics, table, write_results
+from megatron.inference.evaluate import stamped, write_results
+from megatron.inference.evaluation_team import evaluation_team
 from megatron.inference.exported_text import as_exported
-from megatron.inference.harness import HarnessModel, Request, evaluation_team
+from megatron.inference.harness import HarnessModel, Request
 from megatron.inference.scoring import score
+from megatron.inference.tasks import Tasks, flat_metrics, table
 from megatron.inference.team import Control
 from megatron.neox_arguments.schema_data import TokenizerConfig
+from megatron.neox_arguments.schema_train import GenerationConfig
 from megatron.tokenizer import build_tokenizer
 from tests.distributed import run_distributed
+from tests.inference.local_tasks import CHOICE, write_task, write_tasks
 from tests.inference.models import EOD, GPT_NEOX, Layout, inference_args, make_checkpoint, stage_of, state_of
 from tests.tokenizer.vocabularies import byte_level, write_json
 
@@ -233,43 +237,14 @@ def test_generation_options_of_tasks(options: dict[str, Any], expected: Request)
     assert Request.of(options) == expected
 
 
-CHOICE = """\
-task: local_choice
-dataset_path: json
-dataset_kwargs: {{data_files: {folder}/choice.jsonl, cache_dir: {folder}/cache}}
-output_type: multiple_choice
-test_split: train
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: answer
-metric_list:
-  - {{metric: acc, aggregation: mean, higher_is_better: true}}
-  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
-"""
-ROLLING = """\
-task: local_rolling
-dataset_path: json
-dataset_kwargs: {{data_files: {folder}/choice.jsonl, cache_dir: {folder}/cache}}
-output_type: loglikelihood_rolling
-test_split: train
-doc_to_text: ""
-doc_to_target: "{{{{question}}}}"
-metric_list:
-  - {{metric: word_perplexity}}
-  - {{metric: byte_perplexity}}
-"""
+def options(*names: str, **keys: Any) -> GenerationConfig:
+    return GenerationConfig(eval_tasks=names, **keys)
 
 
 @pytest.fixture
 def task_folder(tmp_path: Path) -> Path:
-    """A folder with two tasks over a local file."""
-    documents = [
-        {"question": f"hello world {i * 7919}", "choices": [" hello", "l", " world he", "\n"], "answer": i % 4}
-        for i in range(9)
-    ]
-    (tmp_path / "choice.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
-    (tmp_path / "choice.yml").write_text(CHOICE.format(folder=tmp_path))
-    (tmp_path / "rolling.yaml").write_text(ROLLING.format(folder=tmp_path))
+    """A folder with four tasks and a group over local files."""
+    write_tasks(tmp_path)
     return tmp_path
 
 
@@ -278,10 +253,11 @@ def test_task_results_equal_the_harness_own_and_reach_a_file(
 ):
     from lm_eval import simple_evaluate
 
-    names = [str(task_folder / "choice.yml"), str(task_folder / "rolling.yaml")]
-    results = Tasks(names).run(model.ours())
+    names = [str(task_folder / f"local_{name}.yaml") for name in ("choice", "rolling")]
+    results = Tasks(options(*names)).run(model.ours())
+    manager = Tasks(options(*names)).manager
     theirs = simple_evaluate(
-        model=model.theirs(), tasks=names, bootstrap_iters=0, task_manager=Tasks(names).manager, log_samples=False
+        model=model.theirs(), tasks=names, bootstrap_iters=0, task_manager=manager, log_samples=False
     )
     for task, metrics in theirs["results"].items():
         for metric, value in metrics.items():
@@ -290,39 +266,91 @@ def test_task_results_equal_the_harness_own_and_reach_a_file(
     assert results["results"]["local_rolling"]["word_perplexity,none"] > 1
     assert "local_choice" in table(results) and "byte_perplexity" in table(results)
     flat = flat_metrics(results)
-    assert flat["eval/local_choice_acc"] == results["results"]["local_choice"]["acc,none"]
-    assert "eval/local_rolling_byte_perplexity" in flat and all(name.startswith("eval/local_") for name in flat)
+    assert flat["local_choice_acc"] == results["results"]["local_choice"]["acc,none"]
+    assert "local_rolling_byte_perplexity" in flat and all(name.startswith("local_") for name in flat)
     monkeypatch.chdir(task_folder)
-    path = write_results(results, "out/run")
+    path = stamped("out/run")
+    write_results(results, path)
     assert path.name.startswith("run_eval_results_") and path.parent.name == "out"
     assert json.loads(path.read_text())["results"]["local_choice"]["acc,none"] <= 1
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_a_folder_names_all_its_tasks(task_folder: Path):
-    (task_folder / "choice.yml").rename(task_folder / "choice.yaml")  # the harness looks for this ending in folders
-    tasks = Tasks([str(task_folder)])
-    assert sorted(tasks.loaded["tasks"]) == ["local_choice", "local_rolling"]
+def test_a_folder_names_all_its_tasks_and_groups(task_folder: Path):
+    tasks = Tasks(options(str(task_folder)))
+    assert sorted(tasks.loaded["tasks"]) == ["local_choice", "local_other", "local_rolling", "local_writing"]
+    assert list(tasks.loaded["groups"]) == ["local_group"] and not tasks.failed
 
 
-def test_tasks_are_zero_shot_and_say_so(task_folder: Path, caplog: pytest.LogCaptureFixture):
-    path = task_folder / "choice.yml"
-    path.write_text(path.read_text() + "num_fewshot: 2\nfewshot_split: train\n")
-    with caplog.at_level("INFO"):
-        (task,) = Tasks([str(path)]).loaded["tasks"].values()
+def shots_of(tasks: Tasks) -> dict[str, int]:
+    return {name: task.get_config("num_fewshot") for name, task in tasks.loaded["tasks"].items()}
+
+
+def test_examples_before_a_question(tmp_path: Path):
+    """As each task's file says, else as asked: for all, by task or by group."""
+    write_tasks(tmp_path)
+    write_task(tmp_path, "local_two", {**CHOICE, "num_fewshot": 2, "fewshot_split": "train"})
+    write_task(tmp_path, "local_never", {**CHOICE, "num_fewshot": 0})
+    names, folder = ("local_two", "local_never", "local_group"), {"eval_tasks_path": (str(tmp_path),)}
+    two = {"local_two": 2, "local_never": 0, "local_choice": 0, "local_other": 0}
+    tasks = Tasks(options(*names, **folder))
+    assert shots_of(tasks) == two
+    task = tasks.loaded["tasks"]["local_two"]
     task.build_all_requests(rank=0, world_size=1)
-    assert task.instances[0].args[0] == "hello world 0"
-    assert "its own default is 2" in caplog.text
+    assert task.instances[0].args[0].count("hello world") > 2 and task.instances[0].args[0].endswith("hello world 0")
+    three = {"local_two": 3, "local_never": 0, "local_choice": 3, "local_other": 3}
+    assert shots_of(Tasks(options(*names, **folder, eval_num_fewshot=3))) == three
+    by_name = {"local_group": 1, "local_other": 4, "local_never": 5}
+    named = {"local_two": 2, "local_never": 5, "local_choice": 1, "local_other": 4}
+    assert shots_of(Tasks(options(*names, **folder, eval_num_fewshot=by_name))) == named
+    with pytest.raises(UserError, match=r"eval_num_fewshot\.local_tow: .*Did you mean 'local_two'\?"):
+        Tasks(options(*names, **folder, eval_num_fewshot={"local_tow": 1}))
+
+
+def test_a_chat_template_writes_the_question(tmp_path: Path):
+    """As the harness's own adapter writes it, with the system's turn and the examples as turns."""
+    turns_of = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    template = turns_of + "{% if add_generation_prompt %}<assistant>{% endif %}"
+    model = Model(tmp_path / "model", bos=False)
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    ours = model.ours()
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    assert ours.apply_chat_template(turns) == "<system>Be brief.<user>hello<assistant>"
+    theirs = model.theirs()
+    theirs.tokenizer.chat_template = template
+    for add in (True, False):
+        assert ours.apply_chat_template(turns, add) == theirs.apply_chat_template(turns, add)
+    write_tasks(tmp_path / "tasks")
+    asked = {"eval_tasks_path": (str(tmp_path / "tasks"),), "eval_chat_template": True, "eval_task_limit": 2.0}
+    tasks = Tasks(options("local_choice", **asked, eval_system_instruction="Be brief.", eval_num_fewshot=1))
+    results = tasks.run(ours)
+    (instance, *_) = tasks.loaded["tasks"]["local_choice"].instances
+    assert instance.args[0].startswith("<system>Be brief.<user>hello world") and instance.args[0].count("<user>") == 2
+    assert results["n-samples"]["local_choice"]["effective"] == 2 and not results["failed"]
+
+
+def test_without_a_chat_template_chats_are_refused(model: Model):
+    with pytest.raises(UserError, match="eval_chat_template: .*chat_template.jinja"):
+        as_exported(model.tokenizer, None).require_chat_template()
 
 
 def test_data_that_cannot_be_loaded_names_the_task(task_folder: Path):
-    path = task_folder / "choice.yml"
-    path.write_text(path.read_text().replace("dataset_path: json", "dataset_path: nobody/nothing-of-this-name"))
-    with pytest.raises(UserError, match=r"eval_tasks: .*choice\.yml cannot be loaded"):
-        Tasks([str(path)])
+    path = write_task(task_folder, "local_lost", missing=True)
+    with pytest.raises(UserError, match=r"eval_tasks: .*local_lost\.yaml cannot be loaded"):
+        Tasks(options(str(path))).require()
+    tasks = Tasks(options(str(path), "local_choice", eval_tasks_path=(str(task_folder),)))
+    tasks.require()
+    assert list(tasks.loaded["tasks"]) == ["local_choice"] and list(tasks.failed) == [str(path)]
+
+
+@pytest.mark.slow
+def test_an_unknown_task_of_a_group_is_named(task_folder: Path):
+    (task_folder / "group.yaml").write_text("group: local_group\ntask: [local_choice, local_nowhere]\n")
+    with pytest.raises(UserError, match="group local_group names a task 'local_nowhere'"):
+        Tasks(options("local_group", eval_tasks_path=(str(task_folder),)))
 
 
 @pytest.mark.slow
 def test_an_unknown_task_names_the_nearest():
     with pytest.raises(UserError, match=r"no task 'lambada_openay'\. Did you mean 'lambada_openai'\?"):
-        Tasks(["lambada_openay"])
+        Tasks(options("lambada_openay"))

@@ -39,7 +39,7 @@ def test_share_rates_and_time_left(clock: Clock, caplog: pytest.LogCaptureFixtur
         progress(tally(500, 10_000_000, 2_000_000))
         clock.now += 80
     assert caplog.messages == [
-        "tokenising: 25 %, ETA 0:30, 500 docs (50 docs/s), 1.0 MB/s, 2000000 tokens (2.00e+05 tokens/s)",
+        "tokenising: 25%|##        | ETA 0:30, 500 docs (50 docs/s), 1.0 MB/s, 2000000 tokens (2.00e+05 tokens/s)",
         "tokenising: done in 1:30, 500 docs (6 docs/s), 0.1 MB/s, 2000000 tokens (2.22e+04 tokens/s)",
     ]
 
@@ -49,7 +49,7 @@ def test_the_number_of_documents_given_is_the_goal(clock: Clock, caplog: pytest.
     clock.now += 100
     with caplog.at_level("INFO", logger="deepy"):
         progress(tally(200, 10_000_000, 1))
-    assert caplog.messages[0].startswith("tokenising: 1 %, ETA 2:45:00, 200 docs (2 docs/s)")
+    assert caplog.messages[0].startswith("tokenising: 1%|          | ETA 2:45:00, 200 docs (2 docs/s)")
 
 
 def test_updates_keep_their_distance(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
