@@ -51,6 +51,7 @@ INSTEAD = {
     r"python tools/bench/train_step\.py --shape long .*": BENCH,
     r"(?s)(HF_HUB_OFFLINE=1 )?python prepare_hf_dataset\.py --dataset (owner|Salesforce|HuggingFaceTB)/.*": NETWORK,
     r"python deepy\.py eval\.py .*hellaswag.*": TASKS,
+    r"python deepy\.py eval\.py .*my_group .*": ("mkdir -p lm_eval_tasks && {} --dry-run", TASKS[1]),
     r"python deepy\.py eval\.py .*my_tasks/ .*": (
         "python deepy.py eval.py -d configs run.yml --eval_tasks my_tasks/ one_more.yml --dry-run",
         "step 1000; tests/inference/test_cli.py evaluates tasks in files",
