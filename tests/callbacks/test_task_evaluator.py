@@ -52,7 +52,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     declared = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     vocab_file = write_json(folder / "tokenizer" / "tokenizer.json", byte_level(), tokenizer_config=declared)
     write_tasks(folder)
-    names = {"eval_tasks_path": [str(folder)], "eval_tasks": ["local_group", "local_rolling"]}
+    names = {"eval_tasks_path": [str(folder)], "eval_tasks": ["local_group", "local_rolling", "local_writing"]}
     return {**KEYS, **names, "vocab_file": str(vocab_file), "data_path": corpus(folder / "data")}
 
 
@@ -109,10 +109,11 @@ def test_scores_equal_those_of_the_checkpoint_and_its_export(
     names = {name.split("_acc")[0] for name in found if "_acc" in name and "stderr" not in name}
     assert names == {"local_choice", "local_other", "local_group"}
     assert found["local_rolling_byte_perplexity"] != scores(reports[0], 0)["local_rolling_byte_perplexity"] > 1
+    assert 0 < found["local_writing_exact_match"] < 1
     other = run_distributed(evaluate_checkpoint, 2, keys, Layout(dp=2), str(tmp_path))[0]
     assert {name: other[name] for name in found} == pytest.approx(found, rel=1e-4)
     theirs = evaluate_export(keys, tmp_path / "hf")
-    assert theirs == pytest.approx({name: found[name] for name in theirs}, rel=1e-4) and len(theirs) == 7
+    assert theirs == pytest.approx({name: found[name] for name in theirs}, rel=1e-4) and len(theirs) == 8
 
     assert "Running evaluation harness at iteration 0" in text and text.count("Evaluation results at iteration") == 2
     assert any("%|" in line and "Running evaluation harness" in line for line in text.splitlines())

@@ -311,13 +311,13 @@ def test_a_chat_template_writes_the_question(tmp_path: Path):
     """As the harness's own adapter writes it, with the system's turn and the examples as turns."""
     turns_of = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     template = turns_of + "{% if add_generation_prompt %}<assistant>{% endif %}"
-    model = Model(tmp_path / "model", bos=False)
+    (tmp_path / "model").mkdir()
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    model = Model(tmp_path / "model", bos=False)
     ours = model.ours()
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
     assert ours.apply_chat_template(turns) == "<system>Be brief.<user>hello<assistant>"
     theirs = model.theirs()
-    theirs.tokenizer.chat_template = template
     for add in (True, False):
         assert ours.apply_chat_template(turns, add) == theirs.apply_chat_template(turns, add)
     write_tasks(tmp_path / "tasks")
