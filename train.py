@@ -16,10 +16,11 @@ def main() -> int:
     starting = ExitAtStop()
     paths, overrides, resolved = parse_rank_command_line(sys.argv[1:], __doc__, "run.yml train_iters=100")
     choose_accelerator()
+    from megatron.neox_arguments.derive import check_trainable
     from megatron.run.train import train
     from megatron.training.setup import run, start_process
 
-    process = start_process(paths, overrides, resolved)
+    process = start_process(paths, overrides, resolved, check=check_trainable)
     starting.allow(5.0)
     return run(process, train)
 

@@ -20,7 +20,7 @@ from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.optimizer_params import optimizer_params
-from megatron.neox_arguments.problems import collector
+from megatron.neox_arguments.problems import Problems, collector
 from megatron.objectives import OBJECTIVES
 from megatron.optim.groups import parameter_groups
 from megatron.optim.optimizers import build_optimizer
@@ -58,6 +58,7 @@ def start_process(
     overrides: list[str],
     resolved: str | None,
     prepare: Callable[[NeoXArgs], NeoXArgs] = lambda args: args,
+    check: Callable[[NeoXArgs, Problems], None] = lambda args, found: None,
 ) -> Process:
     """Join the job: agree on the configuration, pick the device, initialise torch.distributed and the groups.
 
@@ -65,6 +66,7 @@ def start_process(
         paths, overrides: YAML files and `key=value` given to this rank (torchrun, srun, mpirun).
         resolved: instead of those, the file in which the launcher left the resolved configuration (rank 0 reads it).
         prepare: what the script makes of the configuration before anything is derived (`for_inference`).
+        check: what the script needs besides (`check_trainable`); it adds to the problems.
     """
     info = find_rank([] if resolved else paths, overrides)
     level = os.environ.get("LOGLEVEL", "INFO")
@@ -76,6 +78,7 @@ def start_process(
             written = NeoXArgs.from_resolved(Path(resolved).read_text()) if resolved else None
             args = prepare(written or NeoXArgs.from_files(paths, overrides, problems=found))
             args = derive(args, Facts(num_devices=info.world_size), found)
+            check(args, found)
         return args.to_resolved()
 
     config = share_config(store, info.rank, info.world_size, read, own_files=resolved is None)

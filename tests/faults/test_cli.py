@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ import pytest
 from megatron.checkpoint.lock import SaveLock
 from megatron.tokenizer import create_tokenizer
 from tests.checkpoint.test_find import put
-from tests.faults.commands import CONFIG, ROOT, deepy, deepy_here, files, make_folder
+from tests.faults.commands import CONFIG, ROOT, deepy, deepy_here, environment, files, make_folder
 
 pytestmark = pytest.mark.cpu
 
@@ -248,6 +250,27 @@ def test_generation_never_starts_from_random_weights(
             looked_for = argv[0].removeprefix("load=") if argv else "is not set"
             assert re.search(rf"^error: load.*{looked_for}", err, re.MULTILINE), err
     assert files(tmp_path) == before
+
+
+def test_a_rank_of_another_launcher_shows_all_that_is_wrong_and_missing(tmp_path: Path) -> None:
+    """`train.py` itself, as torchrun and srun start it: nobody has checked the config before."""
+    make_folder(tmp_path)
+    command = [
+        sys.executable,
+        str(ROOT / "train.py"),
+        "run.yml",
+        "train_iters=",
+        "data_path=",
+        "hidden_size=x",
+        "lr=-1",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    lines = done.stderr[done.stderr.index("error: ") :].splitlines()
+    assert done.returncode == 2 and "4" in lines[0] and len(lines) == 5, done.stderr
+    for said in ("hidden_size: ", "lr: .*-1", "set train_iters", "set data_path"):
+        assert [line for line in lines if re.search(said, line)], said
 
 
 @pytest.mark.slow
