@@ -43,6 +43,7 @@ ARCHITECTURE = (
     "layernorm_epsilon",
     "rms_norm_epsilon",
     "scalenorm_epsilon",
+    "mlp_norm_epsilon",
     "gpt_j_residual",
     "gpt_j_tied",
     "pos_emb",
@@ -83,6 +84,7 @@ SHAPELESS = frozenset(
         "layernorm_epsilon",
         "rms_norm_epsilon",
         "scalenorm_epsilon",
+        "mlp_norm_epsilon",
         "gpt_j_residual",
         "rotary_pct",
         "rotary_emb_base",
@@ -95,6 +97,8 @@ SHAPELESS = frozenset(
         "mup_rp_embedding_mult",
     )
 )
+# What follows from a key that says which code computes a layer: a change of both was meant, and is logged.
+FOLLOWS = {"bias_gelu_fusion": "te_layernorm_mlp", "mlp_norm_epsilon": "te_layernorm_mlp"}
 TOKENIZER = ("tokenizer_type", "tokenizer_fingerprint")
 DATA_ORDER = (
     "seed",
@@ -151,7 +155,9 @@ def compare_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tup
             continue
         before, now = _plain(saved[key]), _plain(now)
         if before != now:
-            kind = _KINDS.get(key, "other")
+            because = FOLLOWS.get(key, key)
+            follows = because != key and saved.get(because, False) != current.get(because, False)
+            kind = "other" if follows else _KINDS.get(key, "other")
             (others if kind == "other" else breaking).append(Change(key, before, now, kind))
     return breaking, others
 

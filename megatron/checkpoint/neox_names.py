@@ -16,6 +16,7 @@ import re
 from collections.abc import Collection
 
 _RENAMED = (
+    (r"norm\.norm\.", "norm."),  # te_layernorm, te_rmsnorm
     (r"^attention\.qkv\.", "attention.query_key_value."),
     (r"^attention\.proj\.", "attention.dense."),
     (r"^mlp\.(?:dense_h_to_4h\.|fc1_)", "mlp.linear1."),

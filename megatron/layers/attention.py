@@ -25,6 +25,7 @@ from megatron.layers.norms import build_norm, build_rms_norm
 from megatron.layers.norms.split import SplitRMSNorm
 from megatron.layers.parts import MIXERS, BlockSpec, Mixer
 from megatron.layers.positions import POSITIONS
+from megatron.layers.transformer_engine.linear import engine_recipes
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.state import ParallelState
 
@@ -54,6 +55,7 @@ class SelfAttention(Mixer):
         self.scale = 1.0 / d if model.use_mup else (model.query_pre_attn_scalar or d) ** -0.5
         self.dropout, self.softcap = model.attention_dropout, model.attn_logit_softcapping
         bias = model.use_bias_in_attn_linear
+        column, row = engine_recipes(model, state.device, both=model.te_mha)
         self.query_key_value = ColumnParallelLinear(
             model.hidden_size,
             (heads + 2 * kv_heads) * d,
@@ -61,6 +63,7 @@ class SelfAttention(Mixer):
             init=build_init(model),
             bias=bias,
             blocks=(heads * d, kv_heads * d, kv_heads * d),
+            recipe=column,
         )
         self.dense = RowParallelLinear(
             heads * d,
@@ -68,6 +71,7 @@ class SelfAttention(Mixer):
             state=state,
             init=build_init(model, residual=True),
             bias=bias and model.use_bias_in_attn_output,
+            recipe=row,
         )
         self._build_qk_norms(model)
         self.rotary = spec.rotary
@@ -88,7 +92,8 @@ class SelfAttention(Mixer):
             softcap=self.softcap is not None,
             head_dim=d,
         )
-        self.choice = choose_backend(task, model.attention_backend)
+        self.choice = choose_backend(task, model.attention_backend, prefer=("transformer_engine",) * model.te_mha)
+        self.one_graph = self.choice.backend.one_graph
         self.attend = self.choice.backend.attend
 
     def _build_qk_norms(self, model: ModelConfig) -> None:

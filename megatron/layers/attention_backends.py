@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from megatron.errors import UserError
 from megatron.layers import attention_kernels, attention_sdpa  # these fill the table
 from megatron.layers.attention_contract import ATTENTION_BACKENDS, Backend, Task
+from megatron.layers.transformer_engine import attention as transformer_engine_attention
 
-PROVIDERS = (attention_kernels, attention_sdpa)  # importing them is what fills the registry
+# Importing them is what fills the registry.
+PROVIDERS = (attention_kernels, attention_sdpa, transformer_engine_attention)
 
 # By device, best first; what can do everything everywhere ends each list: torch's SDPA, the formula for capped scores.
 PLAIN: dict[str, tuple[str, ...]] = {"cuda": ("torch",), "cpu": ("torch",)}
@@ -35,8 +37,8 @@ class Choice:
         return self.name + (f" ({'; '.join(self.passed_over)})" if self.passed_over else "")
 
 
-def choose_backend(task: Task, wanted: str = "auto") -> Choice:
-    """The back-end for `task`; all compute the same numbers.
+def choose_backend(task: Task, wanted: str = "auto", prefer: tuple[str, ...] = ()) -> Choice:
+    """The back-end for `task`; all compute the same numbers. `prefer`: names that "auto" tries before its own list.
 
     `wanted` (`attention_backend`) is a name, which must be able to do it (`UserError`), or "auto": flash-attn for kind
     "flash" where it is installed, else the first of the device's list that can.
@@ -58,7 +60,7 @@ def choose_backend(task: Task, wanted: str = "auto") -> Choice:
         passed_over.append("flash-attn needs a GPU")
     elif task.kind == "flash" and not task.documents and "flash" not in names:
         names = ("flash", *names)
-    for name in names:
+    for name in (*prefer, *names):
         try:
             backend = ATTENTION_BACKENDS[name]()
             reason = backend.why_not(task)

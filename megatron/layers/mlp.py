@@ -16,6 +16,7 @@ from megatron.layers.activations import build_activation
 from megatron.layers.carry import Context
 from megatron.layers.init import build_init
 from megatron.layers.parts import MLPS, FeedForward
+from megatron.layers.transformer_engine.linear import engine_recipes
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.state import ParallelState
 
@@ -38,6 +39,7 @@ class DenseMLP(FeedForward):
         self.function, self.gated = activation.function, activation.gated
         h, width = model.hidden_size, width or model.ffn_width
         bias = model.use_bias_in_mlp if bias is None else bias
+        column, row = engine_recipes(model, state.device, both=model.te_layernorm_mlp)
         self.linear1 = ColumnParallelLinear(
             h,
             2 * width if self.gated else width,
@@ -45,8 +47,10 @@ class DenseMLP(FeedForward):
             init=build_init(model),
             bias=bias,
             blocks=(width, width) if self.gated else (),
+            recipe=column,
         )
-        self.linear2 = RowParallelLinear(width, h, state=state, init=build_init(model, residual=True), bias=bias)
+        init = build_init(model, residual=True)
+        self.linear2 = RowParallelLinear(width, h, state=state, init=init, bias=bias, recipe=row)
 
     def forward(
         self, x: Tensor, context: Context | None = None, *, entered: bool = False, reduce: bool = True

@@ -10,6 +10,8 @@ static method `size(model) -> block_sizes.Size` replaces that count.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -19,10 +21,15 @@ from megatron.layers.carry import Context
 from megatron.layers.documents import Need
 from megatron.layers.kv_cache import CacheEntry, LayerCache
 from megatron.layers.measure import size_of
+from megatron.layers.norms import Norm
+from megatron.log import get_logger
+from megatron.mpu.state import ParallelState
 from megatron.registry import Registry
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,10 @@ class FeedForward(Part):
     ) -> tuple[Tensor, Tensor | None]:
         raise TypeError(f"{type(self).__name__} has no forward")
 
+    def take_norm(self, norm: Norm) -> bool:
+        """Whether `forward` wants x before this norm, the block's, and applies it itself (in one kernel)."""
+        return False
+
     @staticmethod
     def adds_loss(model: ModelConfig) -> bool:
         """Whether it may add to the loss under this configuration."""
@@ -117,3 +128,17 @@ MLPS: Registry[type[FeedForward]] = Registry(
 def adds_loss(model: ModelConfig) -> bool:
     """Whether any feed-forward of the model may add to the loss."""
     return any(MLPS[kind].adds_loss(model) for kind in set(model.layer_mlps) - {"none"})
+
+
+def build_mlp(model: ModelConfig, state: ParallelState, kind: str) -> FeedForward:
+    """The feed-forward of this kind; a dense one as one module of Transformer Engine with te_layernorm_mlp."""
+    return MLPS["te_layernorm_mlp" if kind == "dense" and model.te_layernorm_mlp else kind](model, state)
+
+
+def log_backends(module: nn.Module, state: ParallelState) -> None:
+    """Rank 0 logs which code its parts use: attention back-ends, Mamba's kernels, Transformer Engine."""
+    if state.rank != 0:
+        return
+    found = {part.describe() for part in module.modules() if hasattr(part, "describe")} - {None}
+    for what, rows in groupby(sorted(found), key=itemgetter(0)):
+        logger.info(f"{what}: {', '.join(name for _, name in rows)}")

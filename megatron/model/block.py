@@ -32,8 +32,10 @@ from megatron.layers.dropout import hidden_dropout
 from megatron.layers.kv_cache import CacheEntry, LayerCache
 from megatron.layers.measure import size_of
 from megatron.layers.norms import build_norm
-from megatron.layers.parts import MIXERS, MLPS, BlockSpec, adds_loss
+from megatron.layers.parts import MIXERS, BlockSpec, adds_loss, build_mlp
 from megatron.layers.positions import POSITIONS
+from megatron.layers.transformer_engine import feed_forward
+from megatron.layers.transformer_engine.precision import Precision
 from megatron.model.recompute import Recompute, recompute_in_backward
 from megatron.mpu.collectives import enter_tensor_parallel, leave_tensor_parallel
 from megatron.mpu.state import ParallelState
@@ -43,7 +45,7 @@ from megatron.registry import Registry
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
-PROVIDERS = (attention, mlp, moe)  # importing them is what fills the registries of mixers and feed-forwards
+PROVIDERS = (attention, feed_forward, mlp, moe)  # importing them fills the registries of mixers and feed-forwards
 
 
 class Block(nn.Module):
@@ -60,6 +62,7 @@ class Block(nn.Module):
         self.state = state
         self.dropout = model.hidden_dropout
         self.chunking = Recompute.of(model)
+        self.fp8 = Precision(model, state)
         # Chunks of several blocks are recomputed by whoever runs the list (sequential.run_layers).
         self.recompute = self.chunking.policy if self.chunking.every == 1 else "none"
         documents, balance = ["documents"] * model.intra_document_masking, ["balance"] * adds_loss(model)
@@ -126,16 +129,19 @@ class TransformerBlock(Block):
 
         def add_norm(name: str) -> None:
             if name in self.norms:
-                self.add_module(name, build_norm(model, state))
+                eps = model.mlp_norm_epsilon if name == self.norms[2] else None
+                self.add_module(name, build_norm(model, state, eps=eps))
 
         # The order of the parameters is that of sums over them.
         add_norm("input_layernorm")
         self.attention = MIXERS[spec.kind](model, state, spec)
         add_norm("post_attention_layernorm")
         add_norm("pre_feedforward_layernorm")
-        self.mlp = MLPS[spec.mlp](model, state)
+        self.mlp = build_mlp(model, state, spec.mlp)
         add_norm("post_feedforward_layernorm")
-        self.one_graph = self.attention.one_graph and self.mlp.one_graph
+        if self.norms[2] is not None and self.mlp.take_norm(getattr(self, self.norms[2])):
+            self.norms = (*self.norms[:2], None, self.norms[3])
+        self.one_graph = all(getattr(part, "one_graph", True) for part in self.modules())
 
     def new_cache(self, capacity: int, start: Tensor | None) -> CacheEntry:
         return self.attention.new_cache(capacity, start)
@@ -157,7 +163,7 @@ class TransformerBlock(Block):
         if tied:
             normed = enter_tensor_parallel(normed, self.state)  # once: A and M have the same input
         partial = self.attention(normed, context, entered=tied, reduce=False)
-        other = normed if tied else self.post_attention_layernorm(x)
+        other = normed if tied else self._norm(self.norms[2], x)
         change, loss = self.mlp(other, context, entered=tied, reduce=False)
         total = leave_tensor_parallel(partial + change, self.state)
         return x + self._drop(self.mlp.add_bias(self.attention.add_bias(total))), loss

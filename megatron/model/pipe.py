@@ -14,10 +14,12 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from megatron.layers.carry import Carry
+from megatron.layers.parts import log_backends
 from megatron.model.block import Block
 from megatron.model.gpt import Layer, build_layer
 from megatron.model.partition import LayerRow, partition
-from megatron.model.sequential import SequentialModel, log_backends, recompute_of, run_layers
+from megatron.model.recompute import recompute_of
+from megatron.model.sequential import SequentialModel, run_layers
 from megatron.mpu.state import ParallelState
 
 __all__ = ["LayerPipe", "SequentialModel"]

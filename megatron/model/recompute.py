@@ -12,7 +12,7 @@ random state, so dropout draws the same masks again and losses do not change by 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -71,6 +71,11 @@ class Recompute:
     @property
     def active(self) -> bool:
         return self.policy != "none"
+
+
+def recompute_of(layers: Iterable[Any]) -> Recompute:
+    """The recomputation for which the blocks among these layers were built."""
+    return next((layer.chunking for layer in layers if hasattr(layer, "chunking")), Recompute())
 
 
 # Operators that exist only once something imported them; the object itself would have to be imported too.

@@ -6,9 +6,8 @@ Legend: b batch, s sequence.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,13 +15,11 @@ from torch import Tensor, nn
 
 from megatron.layers.carry import Carry
 from megatron.layers.kv_cache import KVCache
-from megatron.log import get_logger
+from megatron.layers.parts import log_backends
 from megatron.model.gpt import Layer, build_layer
 from megatron.model.head import Head, LMOutput, Then
-from megatron.model.recompute import Recompute, recompute_in_backward
+from megatron.model.recompute import Recompute, recompute_in_backward, recompute_of
 from megatron.mpu.state import ParallelState
-
-logger = get_logger(__name__)
 
 
 def run_layers(layers: Sequence[nn.Module], carry: Carry, recompute: Recompute, cache: KVCache | None = None) -> Any:
@@ -36,11 +33,12 @@ def run_layers(layers: Sequence[nn.Module], carry: Carry, recompute: Recompute, 
             carry = layer(carry, next(entries)) if _is_block(layer) else layer(carry)
         return carry
     carry = carry.prepare_documents({need for block in _blocks(layers) for need in block.document_needs()})
-    for chunk in _chunks(layers, recompute):
-        if len(chunk) == 1:
-            carry = chunk[0](carry)
-        else:
-            carry = carry.replace_hidden(*recompute_in_backward(_run_chunk(chunk), recompute.policy, *carry))
+    with next((block.fp8.region() for block in _blocks(layers)), nullcontext()):
+        for chunk in _chunks(layers, recompute):
+            if len(chunk) == 1:
+                carry = chunk[0](carry)
+            else:
+                carry = carry.replace_hidden(*recompute_in_backward(_run_chunk(chunk), recompute.policy, *carry))
     return carry
 
 
@@ -90,20 +88,6 @@ def _run_chunk(chunk: list[nn.Module]) -> Callable[..., tuple[Tensor, Tensor | N
         return carry.hidden, carry.balance
 
     return run
-
-
-def log_backends(module: nn.Module, state: ParallelState) -> None:
-    """Rank 0 logs which code its mixers use: attention back-ends, Mamba's kernels."""
-    if state.rank != 0:
-        return
-    found = {part.describe() for part in module.modules() if hasattr(part, "describe")} - {None}
-    for what, rows in groupby(sorted(found), key=itemgetter(0)):
-        logger.info(f"{what}: {', '.join(name for _, name in rows)}")
-
-
-def recompute_of(layers: Sequence[nn.Module]) -> Recompute:
-    """The recomputation its blocks were built for."""
-    return next((block.chunking for block in _blocks(layers)), Recompute())
 
 
 class SequentialModel(nn.Module):

@@ -21,7 +21,8 @@ from megatron.registry import Registry
 LinearRecipe = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 LINEAR_RECIPES: Registry[LinearRecipe] = Registry("linear recipe", wants="a function (x, weight, bias)", fits=callable)
 """How to multiply: an entry is a function (x [t, in], weight [out, in], bias [out] | None) -> [t, out]. A recipe may be
-a module with parameters of its own (an adapter); it then becomes part of the layer that holds it.
+a module with parameters of its own (an adapter); it then becomes part of the layer that holds it. One that
+torch.compile cannot take says `one_graph = False`.
 """
 
 
@@ -60,6 +61,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.state = state
         self.recipe = recipe
+        self.one_graph = getattr(recipe, "one_graph", True)
         shape = (out_features, in_features)
         spec = ParamSpec(
             shape=shape, init=init, split_dim=0, blocks=tuple(blocks), padded=padded, decay=decay, kind=kind
@@ -97,6 +99,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.state = state
         self.recipe = recipe
+        self.one_graph = getattr(recipe, "one_graph", True)
         spec = ParamSpec(shape=(out_features, in_features), init=init, split_dim=1, decay=decay, kind=kind)
         self.weight = sharding.parameter(spec, state)
         bias_spec = ParamSpec(shape=(out_features,), init=bias_init or sharding.zeros, sequence_reduced=True)

@@ -21,6 +21,7 @@ from megatron.neox_arguments import (
     rules_scales,
     rules_start,
     rules_train,
+    rules_transformer_engine,
 )
 from megatron.neox_arguments.callback_key import check_callbacks
 from megatron.neox_arguments.draft import Draft, Facts, Rule
@@ -33,6 +34,7 @@ __all__ = ["RULES", "Facts", "check_device", "check_trainable", "derive"]
 
 RULES: tuple[Rule, ...] = (
     Rule(rules_model.check_required),
+    Rule(rules_transformer_engine.transformer_engine, fills=rules_transformer_engine.FILLED),
     Rule(rules_parallel.layout, fills=("world_size", "data_parallel_size")),
     Rule(
         rules_parallel.batch,
@@ -122,5 +124,5 @@ def check_device(args: NeoXArgs, on_gpu: bool, problems: Problems | None = None)
     with collector(problems) as found:
         if not on_gpu and args.optimizer.precision == "fp16" and found.usable("precision"):
             found.add("precision: fp16 needs a GPU; on a CPU use precision=bfloat16 or precision=fp32")
-        if not on_gpu and backend in ("flash", "flex", "cudnn") and found.usable("attention_backend"):
+        if not on_gpu and backend in ("flash", "flex", "cudnn", "transformer_engine") and found.usable("attention_backend"):
             found.add(f"attention_backend: {backend} cannot train on a CPU; use attention_backend=auto")

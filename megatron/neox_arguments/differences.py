@@ -28,6 +28,10 @@ def _mamba(args: NeoXArgs) -> bool:
     return "mamba" in args.model.attention_config
 
 
+def _transformer_engine(args: NeoXArgs) -> bool:
+    return args.model.te_mha or args.model.te_layernorm_mlp or args.model.te_rowparallel
+
+
 DIFFERENCES: tuple[Difference, ...] = (
     # what changes the numbers of a run
     Difference(
@@ -100,6 +104,24 @@ DIFFERENCES: tuple[Difference, ...] = (
         "computed in the parameters' type, bf16 loses positions",
         "fp32",
         lambda args: args.model.pos_emb == "rotary" and args.optimizer.precision != "fp32",
+    ),
+    Difference(
+        "Transformer Engine with gpt_j_residual over tensor-parallel ranks",
+        "sums the feed-forward's and the attention's outputs twice over the ranks",
+        "sums once, the same at every model_parallel_size",
+        lambda args: args.model.gpt_j_residual and _tensor(args) and _transformer_engine(args),
+    ),
+    Difference(
+        "te_layernorm_mlp in layers of experts",
+        "experts get their input without a norm",
+        "with the norm that other blocks have",
+        lambda args: args.model.te_layernorm_mlp and "moe" in args.model.layer_mlps,
+    ),
+    Difference(
+        "te_fp8_mha",
+        "stops with an AttributeError; the other keys te_fp8_* are never read",
+        "trains in FP8 where Transformer Engine and a GPU with FP8 are there, else in the run's precision",
+        lambda args: args.model.te_fp8_mha,
     ),
     Difference(
         "use_qk_layernorm",

@@ -113,6 +113,13 @@ class Draft:
         self.values[name] = value
         self._unfilled.discard(name)
 
+    def imply(self, name: str, value: Any, because: str) -> None:
+        """Write a value over any other, as if it stood where the user set the key `because`, which means it."""
+        if name not in self._unfilled:
+            raise TypeError(f"a rule means {name}, which its row in derive.RULES does not name")
+        self.values[name] = value
+        self.sources[name] = f"{self.source(because)} ({because})" if because != name else self.source(because)
+
     def note(self, message: str) -> None:
         if message not in self.notes:
             self.notes.append(message)

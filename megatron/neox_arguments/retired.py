@@ -38,7 +38,6 @@ RETIRED: dict[str, Retired] = {
     "param_sharing_style": Retired("grouped", "layer sharing does not exist"),
     "use_bias_in_norms": Retired(True, "the norm decides: layernorm has a bias, rmsnorm has none"),
     "weight_server_port": Retired(6000, "weights are not served"),
-    "te_fp8_margin": Retired(0, "Transformer Engine is not available"),
     "moe_lbl_in_fp32": Retired(False, "the balance loss (moe_aux_loss_coeff) is always computed in fp32"),
     "zero_reduce_scatter": Retired(None, "use zero_optimization.reduce_scatter"),
     "zero_contiguous_gradients": Retired(None, "use zero_optimization.contiguous_gradients"),

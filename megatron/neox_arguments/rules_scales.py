@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.neox_arguments.draft import Draft
 
 # Back-ends of attention whose kernels return no scores that a cap could be put on.
-WITHOUT_SOFTCAP = ("torch", "cudnn", "varlen")
+WITHOUT_SOFTCAP = ("torch", "cudnn", "varlen", "transformer_engine")
 
 
 def soft_caps(draft: Draft) -> None:

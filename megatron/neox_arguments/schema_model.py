@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megatron.neox_arguments.keys import key
 from megatron.neox_arguments.schema_mamba import MambaConfig
 
-_TE = "Transformer Engine is not available; the built-in layers do the same"
+_Backend = Literal["auto", "torch", "cudnn", "varlen", "flash", "flex", "transformer_engine", "manual"]
 _MUP_FILES = "base-shape files are not used; set mup_base_hidden_size to the width the learning rate was tuned at"
 
 
@@ -79,12 +79,11 @@ class ModelConfig(MambaConfig):
     norm: str = key(
         "layernorm",
         "Normalisation layer. rmsnorm_unit_offset multiplies by 1 + weight, which starts at 0 (Gemma); norms of queries"
-        " and keys are then of that kind too.",
+        " and keys are then of that kind too. te_layernorm and te_rmsnorm are layernorm and rmsnorm with te_norm.",
         registry="norm",
-        unavailable={
-            "te_rmsnorm": "use norm: rmsnorm, which computes the same",
-            "te_layernorm": "use norm: layernorm, which computes the same",
-        },
+    )
+    te_norm: bool = key(
+        False, "Run the norms by Transformer Engine where it is installed; norm: te_layernorm sets it.", new=True
     )
     norm_placement: Literal["pre", "post", "olmo3", "sandwich"] = key(
         "pre",
@@ -112,6 +111,12 @@ class ModelConfig(MambaConfig):
     )
     layernorm_epsilon: float = key(1e-5, "Epsilon of layernorm and non_parametric_layernorm.")
     rms_norm_epsilon: float = key(1e-8, "Epsilon of rmsnorm and rmsnorm_unit_offset, inside the root.")
+    mlp_norm_epsilon: float | None = key(
+        None,
+        "Epsilon of the norm before the feed-forward, where it is not that of the other norms; te_layernorm_mlp sets"
+        " it.",
+        new=True,
+    )
     scalenorm_epsilon: float = key(1e-8, "Smallest norm that scalenorm divides by.")
 
     # residual form
@@ -156,7 +161,7 @@ class ModelConfig(MambaConfig):
         " 'mamba2' are state spaces (blocks without feed-forward), 'rwkv4' is RWKV-4, 'rwkv' RWKV-6, 'gmlp' and"
         " 'amlp' are gMLP's blocks without and with attention. Resolved to one kind per layer.",
     )
-    attention_backend: Literal["auto", "torch", "cudnn", "varlen", "flash", "flex", "manual"] = key(
+    attention_backend: _Backend = key(
         "auto",
         "Attention implementation: auto picks the best exact one for the device and the task; the one used is logged."
         " varlen runs packed documents one by one (intra_document_masking), cudnn is torch's with cuDNN's kernel"
@@ -339,16 +344,37 @@ class ModelConfig(MambaConfig):
     # gMLP
     gmlp_attn_dim: int = key(64, "Width of the one head of attention in amlp layers.")
 
+    # Transformer Engine: its modules where the package and a GPU are there, the same numbers without
+    # (rules_transformer_engine.py has what each key builds)
+    te_layernorm_mlp: bool = key(
+        False,
+        "Norm and feed-forward in one module of Transformer Engine. GELU is then its tanh form, the norm's epsilon 1e-5"
+        " (layernorm) or 1e-8 (rmsnorm), and both projections have biases, with the package as without.",
+    )
+    te_mha: bool = key(
+        False,
+        "Attention by Transformer Engine. All its projections have biases then, and queries and keys no norms, with the"
+        " package as without.",
+    )
+    te_columnparallel: bool = key(
+        False, "QKV and first feed-forward projection by Transformer Engine; the output head is not."
+    )
+    te_rowparallel: bool = key(False, "Attention output and second feed-forward projection by Transformer Engine.")
+    te_fp8_mha: bool = key(
+        False,
+        "Transformer Engine's attention (te_mha), and every layer that it runs in FP8 with delayed scaling. Without the"
+        " package, or on a GPU without FP8, the run's precision.",
+        differs="works, where GPT-NeoX stops with an AttributeError",
+    )
+    te_fp8_format: Literal["e4m3", "hybrid"] = key("hybrid", "FP8 format; hybrid has e5m2 gradients.")
+    te_fp8_margin: int = key(0, "FP8: powers of two between the largest value seen and the largest of the format.")
+    te_fp8_wgrad: bool = key(True, "FP8: weight gradients too, where Transformer Engine has a switch for them.")
+    te_fp8_amax_history_len: int = key(1, "FP8: steps whose largest values decide the scale.")
+    te_fp8_amax_compute_algo: Literal["most_recent", "max"] = key(
+        "most_recent", "FP8: the newest of these values decides, or the largest."
+    )
+
     # known, not available
     soft_prompt_tuning: dict[str, Any] | None = key(
         None, "Soft prompt tuning.", unavailable="fine-tune the whole model with finetune: true"
     )
-    te_columnparallel: bool = key(False, "Transformer Engine column-parallel layers.", unavailable=_TE)
-    te_rowparallel: bool = key(False, "Transformer Engine row-parallel layers.", unavailable=_TE)
-    te_layernorm_mlp: bool = key(False, "Transformer Engine feed-forward.", unavailable=_TE)
-    te_mha: bool = key(False, "Transformer Engine attention.", unavailable=_TE)
-    te_fp8_format: Literal["e4m3", "hybrid"] = key("hybrid", "FP8 format.", unavailable=_TE)
-    te_fp8_wgrad: bool = key(True, "FP8 weight gradients.", unavailable=_TE)
-    te_fp8_amax_history_len: int = key(1, "FP8 scaling history.", unavailable=_TE)
-    te_fp8_amax_compute_algo: str = key("most_recent", "FP8 scaling rule.", unavailable=_TE)
-    te_fp8_mha: bool = key(False, "FP8 attention.", unavailable=_TE)

@@ -66,6 +66,7 @@ OTHER = {
     "layernorm_epsilon": 1e-3,
     "rms_norm_epsilon": 1e-3,
     "scalenorm_epsilon": 1e-3,
+    "mlp_norm_epsilon": 1e-3,
     "gpt_j_residual": False,
     "rotary_pct": 0.5,
     "rotary_emb_base": 500.0,

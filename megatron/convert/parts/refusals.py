@@ -30,6 +30,12 @@ def common_refusals(model: ModelConfig, expressed: Collection[str] = ()) -> list
     ]
     if model.use_qk_layernorm and not model.use_separate_qk_norms:
         reasons.append("use_qk_layernorm (one norm for queries and keys)")
+    epsilons = {"layernorm": model.layernorm_epsilon, "rmsnorm": model.rms_norm_epsilon}
+    if model.mlp_norm_epsilon not in (None, epsilons.get(model.norm)):
+        reasons.append(
+            f"mlp_norm_epsilon: {model.mlp_norm_epsilon:g} beside {epsilons.get(model.norm)} in the other norms "
+            "(it has one epsilon)"
+        )
     if model.use_mup:
         reasons.append("use_mup (its multipliers have no place)")
     kinds = {"dense", "none"} | ({"moe"} if "moe_num_experts" in expressed else set())

@@ -68,12 +68,18 @@ NORMS: Registry[type[Norm]] = Registry(
 
 
 def build_norm(
-    model: ModelConfig, state: ParallelState, *, width: int | None = None, region: Region = "sequence"
+    model: ModelConfig,
+    state: ParallelState,
+    *,
+    width: int | None = None,
+    region: Region = "sequence",
+    eps: float | None = None,
 ) -> Norm:
-    """The norm the config names, over `width` (default hidden_size), with the epsilon key that belongs to it."""
-    kind = NORMS[model.norm]
+    """The norm the config names, over `width` (default hidden_size), with the epsilon key that belongs to it (or
+    `eps`)."""
+    kind = NORMS[f"te_{model.norm}" if model.te_norm else model.norm]
     width = model.hidden_size if width is None else width
-    return kind(width, eps=getattr(model, kind.epsilon_key), state=state, region=region)
+    return kind(width, eps=getattr(model, kind.epsilon_key) if eps is None else eps, state=state, region=region)
 
 
 def build_rms_norm(model: ModelConfig, state: ParallelState, *, width: int, region: Region = "sequence") -> Norm:
