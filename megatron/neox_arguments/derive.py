@@ -121,8 +121,9 @@ def check_trainable(args: NeoXArgs, problems: Problems | None = None) -> None:
 def check_device(args: NeoXArgs, on_gpu: bool, problems: Problems | None = None) -> None:
     """What training on a CPU cannot do. Raises one `UserError`, or adds to `problems`."""
     backend = args.model.attention_backend
+    for_gpus = backend in ("flash", "flex", "cudnn", "transformer_engine")
     with collector(problems) as found:
         if not on_gpu and args.optimizer.precision == "fp16" and found.usable("precision"):
             found.add("precision: fp16 needs a GPU; on a CPU use precision=bfloat16 or precision=fp32")
-        if not on_gpu and backend in ("flash", "flex", "cudnn", "transformer_engine") and found.usable("attention_backend"):
+        if not on_gpu and for_gpus and found.usable("attention_backend"):
             found.add(f"attention_backend: {backend} cannot train on a CPU; use attention_backend=auto")
