@@ -191,6 +191,12 @@ DIFFERENCES: tuple[Difference, ...] = (
         lambda args: args.model.use_separate_qk_norms,
     ),
     Difference(
+        "OneBitAdam",
+        "sends the signs of momenta after freeze_step steps; needs a schedule of DeepSpeed's",
+        "the same update with gradients that are reduced as they are; schedules as usual",
+        lambda args: args.optimizer.optimizer_type == "onebitadam",
+    ),
+    Difference(
         "pos_emb: rpe",
         "acts in 'global' layers only; each pipeline stage trains a table of its own",
         "acts in every layer of attention; one table for all layers at every layout",

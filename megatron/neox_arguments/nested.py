@@ -152,6 +152,8 @@ DROPPED: dict[str, str] = {
     "optimizer.params.torch_adam": "Adam is always torch's fused one",
     "optimizer.params.adam_w_mode": "weight decay is always decoupled",
     "optimizer.params.bias_correction": "Adam always corrects its bias",
+    "optimizer.params.cuda_aware": "gradients are not compressed",
+    "optimizer.params.comm_backend_name": "gradients are not compressed",
     "zero_optimization.cpu_offload_use_pin_memory": "use zero_optimization.offload_optimizer.pin_memory",
     "zero_optimization.load_from_fp32_weights": "checkpoints hold fp32 weights",
     "zero_optimization.elastic_checkpoint": "checkpoints can be read at any layout",

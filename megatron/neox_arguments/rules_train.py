@@ -9,9 +9,10 @@ from megatron.errors import nearest
 from megatron.neox_arguments.draft import SET_BY_PROGRAM, Draft
 from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.nested import dtype_name
-from megatron.neox_arguments.optimizer_params import optimizer_params
+from megatron.neox_arguments.optimizer_params import KIND, optimizer_params
 from megatron.neox_arguments.rules_mixture import has_valid_sets
 from megatron.neox_arguments.rules_parallel import stages
+from megatron.rows import row
 
 
 def precision(draft: Draft) -> None:
@@ -73,6 +74,8 @@ def optimizer(draft: Draft) -> None:
     for name, limit in (("eps", math.inf), ("momentum", 1)):
         if draft[name] is not None and not 0 <= draft[name] < limit:
             draft.fail(f"optimizer.params.{name}", f"must be in [0, {limit}), is {draft[name]}")
+    if not 0 <= used.get("beta", 0) < 1:
+        draft.fail("optimizer.params.beta", f"must be in [0, 1), is {used['beta']}")
     if used.get("nesterov") and not draft["momentum"]:
         draft.fail("optimizer.params.nesterov", "needs a momentum above 0")
 
@@ -119,6 +122,8 @@ def _weight_decay(draft: Draft, inner: float | None) -> None:
         if stated is None and inner != draft["weight_decay"]:
             draft.note(f"weight_decay is {inner}, from optimizer.params; GPT-NeoX would use weight_decay's default 0.1")
         draft.set("weight_decay", inner, "optimizer.params.weight_decay")
+    if draft["weight_decay"] and row(KIND, draft["optimizer_type"]).get("decays") is False:
+        draft.note(f"weight_decay has no effect: {draft['optimizer_type']} has none, as in GPT-NeoX")
     draft.not_negative("weight_decay")
 
 
@@ -141,9 +146,38 @@ def zero(draft: Draft) -> None:
         draft.note(f"ZeRO stage 1 is used: {draft['precision']} keeps its fp32 masters and gradients there")
         stage = 1
         draft.sources.pop("zero_stage", None)
+    stage = _offloads(draft, mapping, stage)
+    if draft["optimizer_type"] == "sm3" and stage:
+        draft.note(
+            "SM3 sees no rows and columns in ZeRO's flat pieces: each weight keeps a sum of its own, as in GPT-NeoX"
+        )
     draft.set("zero_stage", stage, "zero_optimization.stage, at least 1 with bfloat16 and fp16")
     if draft["zero_optimization"] is not None:
         draft.set("zero_optimization", {**mapping, "stage": stage}, "zero_stage")
+
+
+def _offloads(draft: Draft, mapping: dict[str, Any], stage: int) -> int:
+    """Optimizer state in the host's memory from stage 1 on, parameters in stage 3. The stage to use."""
+    for name in ("offload_optimizer", "offload_param"):
+        device = (mapping.get(name) or {}).get("device", "none")
+        if device == "nvme":
+            draft.fail(
+                f"zero_optimization.{name}",
+                "on nvme nothing could clip gradients or read checkpoints' state; use device: cpu",
+            )
+        if device == "none":
+            continue
+        if name == "offload_param" and stage < 3:
+            draft.fail(f"zero_optimization.{name}", f"needs ZeRO stage 3, zero_stage is {stage}")
+        if stages(draft) > 1:
+            draft.fail(
+                f"zero_optimization.{name}", f"does not work with pipe_parallel_size {stages(draft)}; leave it out"
+            )
+        if stage == 0:
+            draft.note("ZeRO stage 1 is used: offload_optimizer needs it")
+            stage = 1
+            draft.sources.pop("zero_stage", None)
+    return stage
 
 
 def communication_type(draft: Draft) -> None:

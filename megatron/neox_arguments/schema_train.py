@@ -11,7 +11,6 @@ from megatron.neox_arguments.keys import key
 
 _OBJECTIVE = "only train_impl: normal is available yet"
 _OPTIMIZER = "this optimizer is not available yet; use adam"
-_OTHER_OPTIMIZERS = ("onebitadam", "cpu_adam", "sm3", "madgrad_wd", "muon")
 _BNB = "8-bit optimizers are not available; use optimizer.type Adam"
 _S3 = "copy finished checkpoints with your own tool (they appear complete or not at all)"
 
@@ -27,7 +26,7 @@ class OptimizerConfig:
         "adam",
         "Optimizer, usually given as optimizer.type. Weight decay is decoupled.",
         registry="optimizer.type",
-        unavailable=dict.fromkeys(_OTHER_OPTIMIZERS, _OPTIMIZER),
+        unavailable={"muon": _OPTIMIZER},
         spellings={"fusedadam": "adam", "onebit_adam": "onebitadam", "cpuadam": "cpu_adam"},
         differs="AdamW is accepted",
     )

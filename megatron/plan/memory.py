@@ -92,7 +92,7 @@ def moments(optimizer: OptimizerConfig) -> int:
     if isinstance(stated, int):
         return stated
     params = optimizer_params(optimizer.optimizer_type, optimizer.optimizer)
-    return sum(count for name, count in stated.items() if params.get(name))
+    return sum(count for name, count in stated.items() if name == "always" or params.get(name))
 
 
 def _activations(args: NeoXArgs, *, stage: int, blocks: Sequence[int], padded_vocab_size: int) -> float:

@@ -22,7 +22,8 @@ def effective_zero_stage(args: NeoXArgs) -> int:
     keeps the gradients where nobody can clip them.
     """
     stage = args.optimizer.zero_stage or 0
-    if args.optimizer.precision == "fp32" and args.parallel.data_parallel_size == 1:
+    offloads = bool((args.optimizer.zero_optimization or {}).get("offload_optimizer"))
+    if args.optimizer.precision == "fp32" and args.parallel.data_parallel_size == 1 and not offloads:
         return 0
     return stage if args.optimizer.precision == "fp32" else max(stage, 1)
 

@@ -107,14 +107,39 @@ class ZeroGradients:
     def __init__(self, optimizer: Any, stage: int) -> None:
         self.optimizer = optimizer
         self.stage = stage
+        self.offloaded = bool(optimizer.offload_optimizer if stage == 3 else optimizer.cpu_offload)
 
     def pieces(self) -> Iterator[tuple[Tensor, Parameter]]:
+        if self.offloaded:
+            yield from self._in_host_memory()
+            return
         groups = self.optimizer.fp16_groups if self.stage == 3 else self.optimizer.params_in_partition
         for i, params in enumerate(groups):
             gradients = self.optimizer.averaged_gradients.get(i) or []
             real = [g for g in gradients if not getattr(g, "_zero_padding", False)]
             # A rank whose partition holds no parameter keeps one zero buffer and no parameter.
             yield from zip(real, params, strict=False)
+
+    def _in_host_memory(self) -> Iterator[tuple[Tensor, Parameter]]:
+        """With offload_optimizer DeepSpeed moves gradients behind the masters, which are there."""
+        outer = self.optimizer
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the copies run beside the host
+        groups, masters = (
+            (outer.fp16_groups, outer.fp32_partitioned_groups_flat)
+            if self.stage == 3
+            else (outer.params_in_partition, outer.single_partition_of_fp32_groups)
+        )
+        for params, master in zip(groups, masters, strict=True):
+            for p in params:
+                *_, start, count = outer.grad_position[outer.get_param_id(p)]
+                yield master.grad.view(-1).narrow(0, start, count), p
+
+    def _forget_offloaded(self) -> None:
+        self.optimizer.micro_step_id = -1  # the next micro-batch writes, and does not add
+        if self.stage < 3:
+            self.optimizer._offload_accumulated_param_ids = set()
+            self.optimizer.reset_cpu_buffers()
 
     def step(self, skip: bool) -> None:
         if not skip:
@@ -124,6 +149,8 @@ class ZeroGradients:
                 self.optimizer.averaged_gradients[i] = None
             if self.stage < 3:
                 self.optimizer._release_preflattened_grad_buffers()
+            if self.offloaded:
+                self._forget_offloaded()
         self.optimizer.zero_grad(set_to_none=True)
 
 

@@ -137,14 +137,16 @@ class OptimizerState:
         if flat is not None:
             for group, tensors in zip(inner.param_groups, flat, strict=True):
                 group["params"] = tensors
+        # Offloaded masters keep the buffers of their gradients.
+        gradients = [[p.grad for p in group["params"]] for group in inner.param_groups]
         with torch.no_grad():
             for group in inner.param_groups:
                 for p in group["params"]:
                     p.grad = torch.zeros_like(p)
             inner.step()
-            for group in inner.param_groups:
-                for p in group["params"]:
-                    p.grad = None
+            for group, kept in zip(inner.param_groups, gradients, strict=True):
+                for p, gradient in zip(group["params"], kept, strict=True):
+                    p.grad = gradient
         for group, (lr, decay) in zip(inner.param_groups, saved, strict=True):
             group["lr"], group["weight_decay"] = lr, decay
         if self.partitioned_masters and self.stage < 3:

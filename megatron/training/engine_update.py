@@ -48,7 +48,7 @@ def global_norm(gradients: Gradients, state: ParallelState, votes: Sequence[bool
     # In fp32 whatever the type of the gradients: the norm of finite fp16 gradients may lie beyond fp16.
     owned = [g for g, p in gradients.pieces() if is_owned(spec_of(p), state)]
     if owned:
-        squares = torch.stack(torch._foreach_norm(owned, 2, dtype=torch.float32)).square().sum()
+        squares = torch.stack(torch._foreach_norm(owned, 2, dtype=torch.float32)).square().sum().to(state.device)
     else:
         squares = torch.zeros((), device=state.device)
     sums = torch.cat([squares.view(1), torch.zeros(len(votes), device=state.device)])
@@ -96,4 +96,4 @@ def scale_by(pieces: Iterable[tuple[Tensor, Parameter]], coefficient: Tensor) ->
     """Multiply every gradient piece by a 0-dim tensor, in place, without reading it on the host."""
     tensors = [g for g, _ in pieces]
     if tensors:
-        torch._foreach_mul_(tensors, coefficient)
+        torch._foreach_mul_(tensors, coefficient.to(tensors[0].device))  # offloaded ones are in the host's memory

@@ -41,7 +41,7 @@ def named_norms(
     for tensor, p in pieces:
         spec = spec_of(p)
         if is_owned(spec, state):
-            squares[index[spec.key]] += torch.linalg.vector_norm(tensor, dtype=torch.float32).square()
+            squares[index[spec.key]] += torch.linalg.vector_norm(tensor, dtype=torch.float32).square().to(state.device)
     sum_owned(squares, state)
     if partitioned and (group := state.group("data")) is not None:
         dist.all_reduce(squares, group=group)

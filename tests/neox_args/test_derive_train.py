@@ -84,9 +84,18 @@ def test_zero(tmp_path: Path) -> None:
         ({"zero_stage": 2, "zero_optimization": {"stage": 1}}, "zero_stage: is 2, but zero_optimization.stage is 1"),
         (
             {"optimizer": {"type": "adamm"}},
-            "'adamm' .*'adam'.*: adam, adamw, cpu_torch_adam, lion, sgd",
+            "'adamm' .*'adam'.*: adam, adamw, .*, lion, .*, sgd, sm3",
         ),
-        ({"optimizer": {"type": "OneBitAdam"}}, "OneBitAdam is not available: "),
+        ({"optimizer": {"type": "Muon"}}, "Muon is not available: "),
+        ({"optimizer": {"type": "SM3", "params": {"beta": 1.0}}}, r"optimizer\.params\.beta: must be in \[0, 1\)"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "zero_optimization.offload_optimizer: .*device: cpu",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_param: .*stage 3",
+        ),
         ({"optimizer": {"params": {"lr": 0.1}}, "lr": 0.2}, "lr: is 0.2, but optimizer.params.lr is 0.1"),
         ({"optimizer": {"type": "SGD"}, "optimizer_type": "adam"}, "is adam, but optimizer.type is SGD"),
         ({"optimizer": {"params": {"lr": -0.1}}}, "optimizer.params.lr: must be 0 or more, is -0.1"),

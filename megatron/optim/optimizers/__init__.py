@@ -16,7 +16,7 @@ OPTIMIZERS: Registry[Builder] = Registry(
     "optimizer.type",
     wants="a function (groups, lr, params) -> torch.optim.Optimizer",
     fits=callable,
-    fields=("params", "moments"),
+    fields=("params", "moments", "decays"),
 )
 """Builders of optimizers. An entry is a function `(groups, lr, params) -> torch.optim.Optimizer`:
 
@@ -30,8 +30,9 @@ Its row:
 
 * `params={"eps": 1e-8}`: keys of `optimizer.params` with their defaults, which give the types too (or the type alone,
   `float`, in an attribute `params` of a plugin's class);
-* `moments=2`: how many fp32 tensors of a parameter's size it keeps; `{"momentum": 1}`: so many where that parameter of
-  the optimizer is not 0. A plugin that leaves it out is estimated with 2.
+* `moments=2`: how many fp32 tensors of a parameter's size it keeps; `{"always": 2, "momentum": 1}`: one more where that
+  parameter of the optimizer is not 0. A plugin that leaves it out is estimated with 2;
+* `decays=False`: it takes no weight decay.
 """
 
 
