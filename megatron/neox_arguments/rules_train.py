@@ -63,6 +63,8 @@ def optimizer(draft: Draft) -> None:
     with draft.part():
         _weight_decay(draft, params.get("weight_decay"))
     _optimizer_type(draft, mapping.get("type"))
+    if draft["weight_decay"] and row(KIND, draft["optimizer_type"]).get("decays") is False:
+        draft.note(f"weight_decay has no effect: {draft['optimizer_type']} has none, as in GPT-NeoX")
     used = optimizer_params(draft["optimizer_type"], mapping)
     for name in sorted(params.keys() - used.keys() - {"lr", "weight_decay"}):
         draft.note(f"optimizer.params.{name} has no effect: {draft['optimizer_type']} does not have it")
@@ -122,8 +124,6 @@ def _weight_decay(draft: Draft, inner: float | None) -> None:
         if stated is None and inner != draft["weight_decay"]:
             draft.note(f"weight_decay is {inner}, from optimizer.params; GPT-NeoX would use weight_decay's default 0.1")
         draft.set("weight_decay", inner, "optimizer.params.weight_decay")
-    if draft["weight_decay"] and row(KIND, draft["optimizer_type"]).get("decays") is False:
-        draft.note(f"weight_decay has no effect: {draft['optimizer_type']} has none, as in GPT-NeoX")
     draft.not_negative("weight_decay")
 
 

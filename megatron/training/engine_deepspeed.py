@@ -28,9 +28,10 @@ from megatron.training.engine import StepOut
 from megatron.training.engine_by_name import StateByName
 from megatron.training.engine_experts import expert_parallel
 from megatron.training.engine_fp32 import keep_in_fp32
-from megatron.training.engine_gradients import ZeroGradients, find_gradients
+from megatron.training.engine_gradients import find_gradients
 from megatron.training.engine_state import OptimizerState
 from megatron.training.engine_update import Update, clip_and_step
+from megatron.training.engine_zero import ZeroGradients
 
 
 class DeepSpeedEngine(StateByName):
