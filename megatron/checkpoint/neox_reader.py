@@ -162,6 +162,11 @@ class NeoXReader(CheckpointReader):
                 f"{self.folder}: layer {number} is GPT-NeoX's Mamba, where at model_parallel_size {self.tp_size} "
                 "each rank has step sizes, B and C from its own channels only: other layouts cannot compute that"
             )
+        if "attention.qkv.weight" in stored and not self.heads.per_head_on_disk:
+            raise UserError(
+                f"{self.folder}: layer {number} has fewer key/value heads than heads under Transformer Engine's names, "
+                "whose rows are in its own order, group by group, which is not read"
+            )
         if TRANSFORMER_ENGINE_MLP in stored and is_gated(model.activation):
             raise UserError(
                 f"{self.folder}: layer {number} has a gated feed-forward under Transformer Engine's names, whose rows "

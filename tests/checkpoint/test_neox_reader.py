@@ -195,6 +195,11 @@ def test_weights_over_zero_3_files_and_gated_transformer_engine_are_refused(tmp_
     folder = write_neox(tmp_path / "llama" / "global_step9", tensors, LLAMA, names="te")
     with pytest.raises(UserError, match=r"layer 2 .*\(activation: "):
         NeoXReader(open_checkpoint(folder), model, VOCAB)
+    grouped = {**LLAMA, "num_kv_heads": 2}
+    model, _, tensors = model_of(grouped, "llama")
+    folder = write_neox(tmp_path / "grouped" / "global_step9", tensors, grouped, names="te")
+    with pytest.raises(UserError, match=r"layer 2 .*key/value heads.*group by group"):
+        NeoXReader(open_checkpoint(folder), model, VOCAB)
 
 
 # ---- where they count as checkpoints, and where not
