@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from megatron.cluster.command_line import parse_rank_command_line
 from megatron.cluster.devices import choose_accelerator
@@ -19,10 +20,10 @@ def main() -> int:
     from megatron.callbacks import RunContext, build_callbacks
     from megatron.callbacks.tracker import Tracker
     from megatron.inference.evaluate import evaluate
-    from megatron.neox_arguments.inference import for_inference
+    from megatron.plan.preflight import config_for
     from megatron.training.setup import run, start_process
 
-    process = start_process(paths, overrides, resolved, for_inference)
+    process = start_process(paths, overrides, resolved, partial(config_for, user_script="eval.py"))
     context = RunContext(process.args, process.state, process.tokenizer.vocab_size)
     trackers = build_callbacks(context, Tracker) if process.state.rank == 0 else []
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from megatron.cluster.command_line import parse_rank_command_line
 from megatron.cluster.devices import choose_accelerator
@@ -17,10 +18,12 @@ def main() -> int:
     paths, overrides, resolved = parse_rank_command_line(sys.argv[1:], __doc__, "run.yml train_iters=100")
     choose_accelerator()
     from megatron.neox_arguments.derive import check_trainable
+    from megatron.plan.preflight import config_for
     from megatron.run.train import train
     from megatron.training.setup import run, start_process
 
-    process = start_process(paths, overrides, resolved, check=check_trainable)
+    prepare = partial(config_for, user_script="train.py")
+    process = start_process(paths, overrides, resolved, prepare, check=check_trainable)
     starting.allow(5.0)
     return run(process, train)
 

@@ -141,7 +141,8 @@ class Change:
     kind: str
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.saved!r} in the checkpoint, now {self.current!r}"
+        whence = " (from intermediate_size, gated_width_rule and mlp_multiple_of)" if self.key == "ffn_width" else ""
+        return f"{self.key}: {self.saved!r} in the checkpoint, now {self.current!r}{whence}"
 
 
 def compare_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[Change], list[Change]]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import layout
+from megatron.checkpoint.feed_forward_width import advise_width
 from megatron.checkpoint.find import Checkpoint
 from megatron.checkpoint.foreign import load_foreign
 from megatron.checkpoint.manifest import ParameterEntry
@@ -131,10 +132,10 @@ class NeoXReader(CheckpointReader):
                 )
             dtype = str(first.dtype).removeprefix("torch.")
             entries[spec.name] = ParameterEntry(spec.shape, spec.split_dim, spec.blocks, padded, dtype)
-            self._check_shapes(spec, padded)
+            self._check_shapes(spec, padded, model)
         return entries
 
-    def _check_shapes(self, spec: ParamSpec, padded: int | None) -> None:
+    def _check_shapes(self, spec: ParamSpec, padded: int | None, model: ModelConfig) -> None:
         size = [padded if d == spec.split_dim and padded is not None else n for d, n in enumerate(spec.shape)]
         if spec.split_dim is not None:
             if size[spec.split_dim] % self.tp_size:
@@ -145,9 +146,10 @@ class NeoXReader(CheckpointReader):
             size[spec.split_dim] //= self.tp_size
         for rank in range(self.tp_size):
             if (shape := list(self._part(spec.name, rank).shape)) != size:
+                advice = advise_width(model, layout.split_name(spec.name)[1], shape, self.tp_size)
                 raise UserError(
                     f"{self.folder}: {spec.name} of tensor-parallel rank {rank} has shape {shape}, this model wants "
-                    f"{size} there. Check hidden_size, num_kv_heads, intermediate_size and activation"
+                    f"{size} there{advice or '. Check hidden_size, num_kv_heads, intermediate_size and activation'}"
                 )
 
     def _check_readable(self, number: int, stored: Iterable[str], wanted: Iterable[str], model: ModelConfig) -> None:

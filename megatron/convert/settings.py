@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.compare import ARCHITECTURE
+from megatron.checkpoint.feed_forward_width import stored_width
 from megatron.checkpoint.find import Checkpoint, find_checkpoint
 from megatron.checkpoint.neox_reader import NeoXReader
 from megatron.checkpoint.reader import CheckpointReader
@@ -17,6 +18,7 @@ from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
+from megatron.neox_arguments.open_width import fit_width, is_open
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.plugins import source_changes, sources
 from megatron.tokenizer.model_tokens import inherit
@@ -126,7 +128,7 @@ def _open_neox(
 ) -> tuple[CheckpointReader, Settings]:
     """GPT-NeoX stores no resolved configuration, only a copy of its YAML files, and no vocabulary size."""
     folder = checkpoint.path
-    args = read_neox_config(folder, config_files)
+    args = read_neox_config(checkpoint, config_files)
     if args is None and reference is not None:
         tokenizer = {key: reference.tokenizer.get(key) for key in TOKENIZER_KEYS}
         tokenizer["tokenizer_type"] = tokenizer["tokenizer_type"] or ""
@@ -143,17 +145,20 @@ def _open_neox(
 
 
 def read_neox_config(
-    folder: Path, config_files: Sequence[str], overrides: Sequence[str] = (), default: Sequence[str] = ()
+    checkpoint: Checkpoint, config_files: Sequence[str], overrides: Sequence[str] = (), default: Sequence[str] = ()
 ) -> NeoXArgs | None:
-    """The configuration of a GPT-NeoX folder: of the user's files, else of those it keeps, else of `default`.
+    """The configuration of a GPT-NeoX checkpoint: of the user's files, else of those it keeps, else of `default`.
 
     None when there are none of them. Raises `UserError` when the kept ones name code or other files.
     """
-    kept = sorted(str(path) for path in (folder / layout.CONFIGS).glob("*.y*ml"))
+    kept = sorted(str(path) for path in (checkpoint.path / layout.CONFIGS).glob("*.y*ml"))
     if kept and not config_files:
-        return NeoXArgs.from_files(kept, overrides, stored=True)
-    files = list(config_files) or default
-    return NeoXArgs.from_files(files, overrides) if files else None
+        args = NeoXArgs.from_files(kept, overrides, stored=True)
+    elif files := list(config_files) or default:
+        args = NeoXArgs.from_files(files, overrides)
+    else:
+        return None
+    return fit_width(args, stored_width(checkpoint), str(checkpoint.path)) if is_open(args) else args
 
 
 def saved_config(reader: CheckpointReader) -> NeoXArgs:
@@ -205,7 +210,7 @@ def check_same_network(
     vocab_size = given.get("vocab_size")
     if vocab_size not in (None, keys["vocab_size"]):
         raise UserError(f"{begin}: vocab_size: {vocab_size} there, {keys['vocab_size']} in the model")
-    here = derive(given, facts).model
+    here = derive(fit_width(given, there.ffn_width, "the model"), facts).model
     wrong = [
         f"{key}: {getattr(here, key)!r} there, {getattr(there, key)!r} in the model"
         for key in ARCHITECTURE

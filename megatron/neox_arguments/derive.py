@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megatron.neox_arguments import (
     rules_data,
     rules_experts,
+    rules_feed_forward,
     rules_mamba,
     rules_mixture,
     rules_model,
@@ -58,7 +59,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_scales.local_positions),
     Rule(rules_scales.head_bias),
     Rule(rules_scales.unit_offset),
-    Rule(rules_model.feed_forward, fills=("gated_width_rule", "ffn_width")),
+    Rule(rules_feed_forward.feed_forward, fills=("gated_width_rule", "ffn_width")),
     Rule(rules_moe.mixture_of_experts, fills=("moe_intermediate_size",)),
     Rule(rules_moe.router),
     Rule(rules_model.recomputation, fills=("checkpoint_policy", "checkpoint_activations")),

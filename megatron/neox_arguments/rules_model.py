@@ -8,7 +8,7 @@ from typing import Any
 from megatron.errors import nearest
 from megatron.neox_arguments.block_sizes import BLOCK, GMLP, HEADLESS, is_gated
 from megatron.neox_arguments.draft import Draft, nearest_multiples
-from megatron.neox_arguments.formulas import gated_width, round_up
+from megatron.neox_arguments.formulas import round_up
 from megatron.neox_arguments.rope_kinds import rope_problem
 from megatron.neox_arguments.rules_parallel import stages
 from megatron.registry import added
@@ -230,34 +230,6 @@ def _kind(draft: Draft, kind: Any) -> str:
         hint = nearest(name, [*choices, *_UNAVAILABLE_KINDS])
         draft.fail("attention_config", f"{kind!r} is not a kind of attention.{hint} Choices: {', '.join(choices)}")
     return name
-
-
-def feed_forward(draft: Draft) -> None:
-    """ffn_width: the width built, after the gated rule and rounding; tensor-parallel ranks must divide it."""
-    given, factor, multiple = draft["intermediate_size"], draft["expansion_factor"], draft["mlp_multiple_of"]
-    width = given or int((factor or 4) * draft["hidden_size"])
-    gated = is_gated(draft["activation"])
-    rule = draft.get_given("gated_width_rule") or ("final" if given else "two_thirds")
-    draft.set("gated_width_rule", rule, "final when intermediate_size is set, else GPT-NeoX's rule")
-    final, thirds = round_up(width, multiple), gated_width(width, multiple)
-    if gated and given and not draft.is_set("gated_width_rule"):
-        draft.note(
-            f"intermediate_size {given} with {draft['activation']} can mean a feed-forward width of {final}"
-            f" (gated_width_rule: final, everybody else) or {thirds} (two_thirds, upstream GPT-NeoX); taken: {final}."
-            " Set gated_width_rule to silence this"
-        )
-    built = thirds if gated and rule == "two_thirds" else final
-    if built < 1:
-        draft.fail("expansion_factor", f"{factor:g} of hidden_size {draft['hidden_size']} is no width")
-    why = f"{'two-thirds rule on ' if built is thirds else ''}{width}, a multiple of {multiple}"
-    draft.set("ffn_width", built, why)
-    tensor = draft["model_parallel_size"]
-    if built % tensor and set(draft["layer_mlps"]) != {"none"}:
-        draft.fail(
-            "model_parallel_size",
-            f"the feed-forward width {built} cannot be split over {tensor} tensor-parallel ranks;"
-            f" mlp_multiple_of: {tensor} would round it to {round_up(built, tensor)}",
-        )
 
 
 def width_split(draft: Draft) -> None:

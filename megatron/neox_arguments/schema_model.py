@@ -36,7 +36,7 @@ class ModelConfig(MambaConfig):
     intermediate_size: int | None = key(
         None,
         "Width of the feed-forward layer. With a gated activation, `gated_width_rule` decides what it means.",
-        differs="the final width by default with gated activations, where upstream GPT-NeoX takes a third of it",
+        differs="may be the final width with gated activations, where upstream GPT-NeoX always takes a third of it",
     )
     expansion_factor: float | None = key(None, "Feed-forward width as a multiple of hidden_size (default 4).")
     mlp_multiple_of: int = key(
@@ -48,7 +48,9 @@ class ModelConfig(MambaConfig):
         None,
         "What the feed-forward width means with a gated activation. `final`: it is the width used. `two_thirds`:"
         " GPT-NeoX's rule, two thirds of it shared by the up and gate halves (32768 gives 11008 with mlp_multiple_of"
-        " 256). Default: `final` when intermediate_size is set, else `two_thirds` of 4 x hidden_size as GPT-NeoX.",
+        " 256). Default: what the shapes of the checkpoint show that the run starts from; else `final` when that is at"
+        " most 6 x hidden_size, `two_thirds` when that gives at least 2.4 x hidden_size (geglu: refused), anything"
+        " between is refused; without intermediate_size `two_thirds` of 4 x hidden_size, as GPT-NeoX.",
         new=True,
     )
     ffn_width: int | None = key(None, "Feed-forward width actually built, after all rules.", derived="check", new=True)

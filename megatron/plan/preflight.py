@@ -6,10 +6,11 @@ Ranks need seconds to import torch before they find out; this takes a few tenths
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.checkpoint.feed_forward_width import stored_width
 from megatron.checkpoint.find import Checkpoint
 from megatron.checkpoint.lock import refuse_if_held
 from megatron.checkpoint.start import Start, decide_start
@@ -23,6 +24,7 @@ from megatron.inference.inputs import check_requests, requested_checkpoint
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
 from megatron.neox_arguments.inference import for_inference
+from megatron.neox_arguments.open_width import fit_width, is_open
 from megatron.neox_arguments.overrides import Overrides
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.plan.refusals import check_data, check_fit, check_folders
@@ -55,8 +57,19 @@ def kind_of(user_script: str) -> str | None:
 
 
 def config_for(args: NeoXArgs, user_script: str) -> NeoXArgs:
-    """The configuration that the script's ranks will use: without what only training needs for eval and generate."""
-    return for_inference(args) if kind_of(user_script) in ("eval", "generate") else args
+    """The configuration that the script's ranks will use: without what only training needs for eval and generate, and
+    with the meaning of `intermediate_size` that the checkpoint shows from which they start."""
+    kind = kind_of(user_script) or "train"
+    if kind != "train":
+        args = for_inference(args)
+    if not is_open(args):
+        return args
+    with suppress(UserError):  # a missing checkpoint is reported where it is needed
+        start = _start(args, kind, to_write=False)
+        checkpoint = start.checkpoint if isinstance(start, Start) else start
+        if checkpoint is not None:
+            return fit_width(args, stored_width(checkpoint), str(checkpoint.path))
+    return args
 
 
 def load(
@@ -169,3 +182,10 @@ def data_paths(args: NeoXArgs) -> list[str]:
     active = {"train": training.do_train, "valid": training.do_valid, "test": training.do_test}
     active["train"] = active["train"] or training.train_iters is None
     return named_paths(args.data, [role for role in NAMES if active[role]])
+
+
+def _start(args: NeoXArgs, kind: str, to_write: bool = True) -> Start | Checkpoint:
+    """Where training starts, or the checkpoint that eval and generate read."""
+    if kind == "train":
+        return decide_start(args.checkpoint, to_write=to_write)
+    return requested_checkpoint(args)

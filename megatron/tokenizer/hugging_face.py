@@ -106,7 +106,7 @@ def hf_tokenizer(vocab_file: str | None, merge_file: str | None) -> Tokenizer:
 def gpt2_bpe(vocab_file: str | None, merge_file: str | None) -> Tokenizer:
     """GPT-2's byte-level BPE from vocab.json (`vocab_file`) and merges.txt (`merge_file`).
 
-    As in GPT-NeoX, nothing in a text is parsed as a special token.
+    As in GPT-NeoX, `<|endoftext|>` in a text is one id, that of the end of document.
     """
     what = "GPT-2's vocab.json; for a tokenizer.json set tokenizer_type: HFTokenizer"
     vocab = required_file(vocab_file, "vocab_file", "GPT2BPETokenizer", what)
@@ -159,8 +159,6 @@ def _from_path(name: str, path: Path) -> LibraryTokenizer:
 
 def _from_vocab_and_merges(name: str, vocab: Path, merges: Path) -> LibraryTokenizer:
     backend = _byte_level_bpe(vocab, merges)
-    if backend.token_to_id(NEOX_EOD) is not None:
-        backend.add_special_tokens([NEOX_EOD])
     files = {"vocab.json": vocab, "merges.txt": merges, **_companions(vocab.parent)}
     return LibraryTokenizer(name, backend, files, _find_eod(backend, vocab.parent), _find_pad(backend, vocab.parent))
 
@@ -194,6 +192,8 @@ def _byte_level_bpe(vocab: Path, merges: Path) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    if backend.token_to_id(NEOX_EOD) is not None:
+        backend.add_special_tokens([NEOX_EOD])
     return backend
 
 

@@ -46,24 +46,12 @@ def test_defaults_are_resolved(tmp_path: Path) -> None:
             },
             11008,
         ),
-        ({"activation": "swiglu", "intermediate_size": 11008}, 11008),
         ({"activation": "reglu", "intermediate_size": 11008, "gated_width_rule": "final"}, 11008),
         ({"activation": "glu", "gated_width_rule": "final"}, 256),
     ],
 )
 def test_feed_forward_width(changes: dict, width: int, tmp_path: Path) -> None:
     assert derived(tmp_path, **changes).model.ffn_width == width
-
-
-def test_the_two_meanings_are_reported_when_it_matters(tmp_path: Path) -> None:
-    (note,) = derived(tmp_path, activation="swiglu", intermediate_size=32768, mlp_multiple_of=256).notes
-    assert "32768" in note and "11008" in note and "taken: 32768" in note
-    for quiet in (
-        {"activation": "swiglu", "intermediate_size": 96, "gated_width_rule": "final"},
-        {"activation": "gelu", "intermediate_size": 96},
-        {"activation": "swiglu"},
-    ):
-        assert not derived(tmp_path, **quiet).notes
 
 
 @pytest.mark.parametrize(

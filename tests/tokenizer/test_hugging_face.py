@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -19,20 +20,26 @@ def test_gpt2_ids_equal_those_of_transformers(tmp_path: Path) -> None:
 
     vocab, merges = write_gpt2(tmp_path)
     reference = GPT2TokenizerFast.from_pretrained(str(tmp_path))
-    texts = [text for text in HOSTILE if "<|" not in text]
+    texts = [
+        *HOSTILE,
+        "x<|endoftext|>y",
+        " <|endoftext|> \n<|endoftext|><|endoftext|>.",
+        "<|endoftext",
+        "<|ENDOFTEXT|>",
+    ]
     ours = create_tokenizer("GPT2BPETokenizer", str(vocab), str(merges))
     assert ours.tokenize_batch(texts) == [reference(text)["input_ids"] for text in texts]
     assert [ours.tokenize(text) for text in texts] == ours.tokenize_batch(texts)
     assert [ours.detokenize(ours.tokenize(text)) for text in texts] == texts
 
 
-def test_gpt2_parses_no_special_token_in_a_text_and_the_hugging_face_kind_does(tmp_path: Path) -> None:
-    vocab, merges = write_gpt2(tmp_path)
-    neox = create_tokenizer("GPT2BPETokenizer", str(vocab), str(merges))
-    assert neox.eod not in neox.tokenize("x<|endoftext|>y")
-    assert neox.detokenize(neox.tokenize("x<|endoftext|>y")) == "x<|endoftext|>y"
-    hub = create_tokenizer("HFGPT2Tokenizer", str(tmp_path))
-    assert hub.tokenize("x<|endoftext|>y") == [*hub.tokenize("x"), hub.eod, *hub.tokenize("y")]
+@pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "HFGPT2Tokenizer"])
+def test_the_end_of_document_in_a_text_is_one_id(tmp_path: Path, kind: str) -> None:
+    tokenizer = create_tokenizer(kind, *map(str, write_gpt2(tmp_path)))
+    ids = tokenizer.tokenize("x<|endoftext|>y")
+    assert ids == [*tokenizer.tokenize("x"), tokenizer.eod, *tokenizer.tokenize("y")]
+    assert tokenizer.detokenize(ids) == "x<|endoftext|>y"
+    assert pickle.loads(pickle.dumps(tokenizer)).tokenize("x<|endoftext|>y") == ids  # as a worker gets it
 
 
 def test_gpt2_kinds_have_the_sizes_of_neox(tmp_path: Path) -> None:

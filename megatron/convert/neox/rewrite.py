@@ -88,7 +88,7 @@ def _open(
         return reader, derive(NeoXArgs.from_saved({**saved, **batch}, source=str(folder)), facts)
     tokenizer = folder.parent / _TOKENIZER_OF_20B
     default = [default_config] if default_config else []
-    args = read_neox_config(folder, config_files, layouts, default)
+    args = read_neox_config(checkpoint, config_files, layouts, default)
     if args is None:
         raise UserError(f"{folder} was written by GPT-NeoX and keeps no config; give --config_file with the run's YAML")
     if args.get("vocab_file") is None and tokenizer.is_file():

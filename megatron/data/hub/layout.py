@@ -136,7 +136,7 @@ def content_as_text(content: Any) -> str:
 
 
 def _text_line(text: str) -> dict[str, str] | None:
-    return {"text": text} if text and not text.isspace() else None
+    return {"text": text} if text else None
 
 
 def _as_text(value: Any) -> str:

@@ -86,7 +86,7 @@ class MaskedTextEncoder:
         return found
 
     def encode(self, chunk: Chunk) -> Encoded:
-        """Tokenise and label the documents of a chunk; blank ones are counted and left out."""
+        """Tokenise and label the documents of a chunk; empty ones are counted and left out."""
         tally = Tally.zero(len(self.outputs), chunk.nbytes)
         columns, faults = chunk.columns(self.options.keys)
         for fault in faults:

@@ -54,7 +54,7 @@ class TextEncoder:
         self.eod, self._fix = options.eod_of(tokenizer), text_fixer(options.ftfy)
 
     def encode(self, chunk: Chunk) -> Encoded:
-        """Tokenise the documents of a chunk; blank ones are counted and left out."""
+        """Tokenise the documents of a chunk; empty ones are counted and left out."""
         keys = self.options.keys
         tally = Tally.zero(len(keys), chunk.nbytes)
         columns, faults = chunk.columns(keys)
@@ -96,9 +96,9 @@ def text_fixer(ftfy: bool) -> Callable[[str], str] | None:
 
 
 def usable_texts(texts: Sequence[str], fix: Callable[[str], str] | None) -> list[str]:
-    """The texts after `fix`, without the blank ones."""
+    """The texts after `fix`, without the empty ones. White space alone is a text, as in GPT-NeoX."""
     fixed = texts if fix is None else map(fix, texts)
-    return [text for text in fixed if text and not text.isspace()]
+    return [text for text in fixed if text]
 
 
 def sample_of_files(paths: Sequence[Path], keys: Sequence[str]) -> Iterator[str]:

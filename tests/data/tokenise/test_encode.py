@@ -177,11 +177,11 @@ def test_results_come_in_order_and_few_chunks_wait(tmp_path: Path) -> None:
     stream.close()  # type: ignore[attr-defined]
 
 
-def test_blank_documents_are_left_out_and_counted(tmp_path: Path) -> None:
+def test_empty_documents_are_left_out_and_counted_white_space_is_kept(tmp_path: Path) -> None:
     manifests, total = write(rows("", "  ", "\n\t\u00a0", "a"), tmp_path / "out", append_eod=True)
-    assert (total.empty, total.documents, total.tokens) == ([3], [1], [2])
-    assert manifests[0].extra["empty_documents"] == 3
-    assert IndexedDataset(tmp_path / "out_text_document").sizes.tolist() == [2]
+    assert (total.empty, total.documents, total.tokens) == ([1], [3], [10])
+    assert manifests[0].extra["empty_documents"] == 1
+    assert IndexedDataset(tmp_path / "out_text_document").sizes.tolist() == [3, 5, 2]
 
 
 def test_bad_records_are_left_out_when_asked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -192,7 +192,7 @@ def test_bad_records_are_left_out_when_asked(tmp_path: Path, caplog: pytest.LogC
     assert not (tmp_path / "out").exists()
     with caplog.at_level("WARNING", logger="deepy"):
         _, total = write(read_chunks([path]), tmp_path / "out" / "x", skip_bad=True)
-    assert (total.documents, total.empty, total.faults) == ([1], [3], 2)
+    assert (total.documents, total.empty, total.faults) == ([2], [2], 2)
     assert "in.jsonl:5: no key 'text'" in caplog.text
     assert "in.jsonl:6: not valid JSON" in caplog.text
 

@@ -130,8 +130,10 @@ def test_impossible_delimiters_are_refused() -> None:
         encoded("A:", "a")
 
 
-def test_blank_texts_are_counted() -> None:
+def test_empty_texts_are_counted() -> None:
     encoder = MaskedTextEncoder(BYTES, EncodeOptions(("a", "b")), Delimiter.parse("1"))
-    found = encoder.encode(RowChunk("memory", 0, [{"a": " ", "b": "x"}, {"a": "y", "b": "z"}], 1))
+    found = encoder.encode(RowChunk("memory", 0, [{"a": "", "b": "x"}, {"a": "y", "b": "z"}], 1))
     assert found.tally.empty == [1, 0, 0, 0]
     assert found.tally.documents == [1, 1, 2, 2]
+    kept = encoder.encode(RowChunk("memory", 0, [{"a": " ", "b": "\n\t"}], 1))
+    assert kept.tally.documents == [1, 1, 1, 1] and [len(ids) for ids in kept.ids] == [1, 1, 2, 2]
