@@ -83,10 +83,10 @@ DIFFERENCES: tuple[Difference, ...] = (
         lambda args: args.optimizer.precision == "bfloat16" and args.training.gradient_accumulation_steps != 1,
     ),
     Difference(
-        "bfloat16 with ZeRO stage 0",
-        "runs without fp32 masters",
-        "stage 1 is used",
-        lambda args: args.optimizer.precision == "bfloat16",
+        "bfloat16 or fp16 with ZeRO stage 0",
+        "bfloat16 runs without fp32 masters, fp16 with all of them on every rank",
+        "stage 1 is used, which is noted at the start: fp32 masters, divided over the data-parallel ranks",
+        lambda args: args.optimizer.precision in ("bfloat16", "fp16"),
     ),
     Difference(
         "output biases under tensor parallel",
@@ -362,6 +362,13 @@ DIFFERENCES: tuple[Difference, ...] = (
         "how ranks get the config",
         "base64 in the command line",
         "a file or the rendezvous store",
+        never,
+        "Configuration",
+    ),
+    Difference(
+        "NeoXArgs in Python",
+        "a mutable object; consume_deepy_args, consume_neox_args, validate_keys and others are its methods",
+        "from_ymls, from_dict and args.KEY as there, but it never changes; python_api.md has the rest",
         never,
         "Configuration",
     ),

@@ -47,8 +47,8 @@ DATA: tuple[_Difference, ...] = (
     ),
     Difference(
         "preprocess_data --jsonl-keys",
-        "every key gets the same text; empty text crashes",
-        "each key its own; empty documents are skipped and counted",
+        "every key gets the same text; a text without tokens crashes with --append-eod, else is a document of length 0",
+        "each key its own; a text without characters (as in GPT-NeoX) or tokens is skipped and counted",
     ),
     Difference(
         "last sample of a dataset",

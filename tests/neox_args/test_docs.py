@@ -45,6 +45,7 @@ def test_the_command_writes_them(tmp_path: Path) -> None:
         ({"lr_decay_style": "cosine", "lr_decay_iters": 50}, "stays at min_lr", "exponential"),
         ({"lr_decay_style": "cosine"}, "", "stays at min_lr"),
         ({"precision": "bfloat16"}, "stage 1 is used", "accumulation type"),
+        ({"precision": "fp16"}, "stage 1 is used", "accumulation type"),
         ({"precision": "bfloat16", "gradient_accumulation_steps": 2}, "accumulates in bf16", "cosine"),
         ({"model_parallel_size": 2, "gpt_j_residual": True}, "added once", "cosine"),
         ({"pipe_parallel_size": 1}, "the same as 0", "ignored by 'global'"),
