@@ -101,7 +101,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(tmp_path: Path, corpus: Pat
 
 def test_skip_bad_lines_counts(tmp_path: Path, corpus: Path) -> None:
     with corpus.open("a") as file:
-        file.write('{"txt": 1}\n{\n{"text": " "}\n')
+        file.write('{"txt": 1}\n{\n{"text": ""}\n')
     common = (TOOL, "--input", corpus, "--output-prefix", tmp_path / "c", "--tokenizer-type", "bytes")
     assert "corpus.jsonl:51: " in run(*common, check=2).stderr
     done = run(*common, "--skip-bad-lines")
