@@ -61,7 +61,7 @@ def test_published_models_have_their_size(case: str, tmp_path: Path) -> None:
 
 def test_olmo_3_7b_has_its_size(tmp_path: Path) -> None:
     keys = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 11008}
-    norms = {"norm_placement": "olmo3", "use_separate_qk_norms": True}
+    norms = {"norm_placement": "olmo3", "use_qk_layernorm": True, "use_separate_qk_norms": True}
     args = derived(tmp_path, facts=Facts(vocab_size=100278), **{**LLAMA, **keys, **norms})
     assert args.model.ffn_width == 11008
     assert parameter_count(args.model, 100278).total == 7_298_011_136
