@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,22 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+_started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """A test that fails leaves no run behind; deepy.py and torchrun end their ranks."""
+    yield
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
+            process.kill()
+
+
 def start(folder: Path, *argv: str, torchrun: int = 0, alone: bool = False, **popen: Any) -> subprocess.Popen[str]:
     """The run under deepy.py, under torchrun with so many ranks, or `python train.py`."""
     head = [sys.executable] if alone else [sys.executable, str(ROOT / "deepy.py")]
@@ -61,7 +79,8 @@ def start(folder: Path, *argv: str, torchrun: int = 0, alone: bool = False, **po
     env = {k: v for k, v in os.environ.items() if k not in drop} | {"OMP_NUM_THREADS": "1"}
     command = [*head, str(ROOT / "train.py"), "run.yml", *argv]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **popen}
-    return subprocess.Popen(command, cwd=folder, env=env, **options)
+    _started.append(subprocess.Popen(command, cwd=folder, env=env, **options))
+    return _started[-1]
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -159,7 +178,12 @@ def test_without_the_callback_a_signal_ends_the_run_without_a_checkpoint(folder:
 def test_a_closed_terminal_saves(folder: Path) -> None:
     controller, terminal = pty.openpty()
     streams = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
-    process = start(folder, "train_iters=100000", alone=True, preexec_fn=lambda: os.login_tty(0), **streams)
+
+    def enter_terminal() -> None:
+        os.login_tty(0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite may run under nohup
+
+    process = start(folder, "train_iters=100000", alone=True, preexec_fn=enter_terminal, **streams)
     os.close(terminal)
     wait_for_step(folder / "run", 2, process)
     os.close(controller)  # SIGHUP for the process, EIO for what it prints
