@@ -114,7 +114,8 @@ class Watchdog:
         self._judges = rank % max(1, world_size // 16) == 0 or rank == 1
         self._records = self._store_lost = False
         self._asking: threading.Thread | None = None
-        self._store = None if world_size == 1 or store is None else store.clone()  # type: ignore[attr-defined]
+        self._shared = None if world_size == 1 else store
+        self._store: dist.Store | None = None
         self._main = threading.main_thread().ident
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -123,10 +124,6 @@ class Watchdog:
         self._seen: dict[int, tuple[int, float]] = {}
 
     def __enter__(self) -> Watchdog:
-        if self._store is not None:
-            self._store.set_timeout(timedelta(seconds=self._patience))
-            if self.rank == 0:
-                self._store.delete_key(_VERDICT)  # of the start before: torchrun keeps its store over restarts
         self._thread.start()
         return self
 
@@ -150,7 +147,7 @@ class Watchdog:
         """Publish our sign; why the job has to end, if it has to."""
         reason: list[str | None] = [None]
         if self._asking is None or not self._asking.is_alive():
-            # On a thread, since the store never answers when the process of its host is stopped.
+            # On a thread of its own, since the store never answers when the process of its host is stopped.
             self._asking = threading.Thread(target=self._ask, args=(own, reason), name="watchdog-store", daemon=True)
             self._asking.start()
             self._asking.join(self._patience)
@@ -162,11 +159,21 @@ class Watchdog:
 
     def _ask(self, own: Sign, reason: list[str | None]) -> None:
         try:
+            if self._store is None and self._shared is not None:
+                self._store = self._connect(self._shared)
             if self._store is not None and not self._store_lost:
                 self._store.set(_key(self.rank), json.dumps(vars(own)))
             reason[0] = self._compare(own)
         except RuntimeError:  # the store's host is gone
             self._store_lost = True
+
+    def _connect(self, shared: dist.Store) -> dist.Store:
+        """A connection of our own: the job's is in use."""
+        store = shared.clone()  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=self._patience))
+        if self.rank == 0:
+            store.delete_key(_VERDICT)  # of the start before: torchrun keeps its store over restarts
+        return store
 
     def _compare(self, own: Sign) -> str | None:
         """Why the job has to end, from what the other ranks published."""

@@ -51,10 +51,10 @@ def counted(rank: int, world: int, keys: dict[str, Any], layout: Layout, faults:
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path, layout: Layout) -> None:
     keys = {"data_path": corpus(tmp_path / "data"), "train_iters": 4, "checkpoint_factor": 1000}
     last = layout.world - 1
-    faults = Faults(signal=(last, 2, int(signal.SIGHUP)))
+    faults = Faults(signal=(last, 2, int(signal.SIGUSR1)))
     stopped = run_distributed(counted, layout.world, {**keys, "save": str(tmp_path / "a")}, layout, faults, timeout=110)
     for report, _ in stopped:
-        assert (report.steps, report.exit_code) == ([1, 2], 3) and "SIGHUP at iteration 2 " in report.error
+        assert (report.steps, report.exit_code) == ([1, 2], 3) and "SIGUSR1 at iteration 2 " in report.error
     assert list_checkpoints(tmp_path / "a").steps == (2,)
     without = {**keys, "callbacks": {"stop_on_signal": False}, "train_iters": 2, "save": str(tmp_path / "b")}
     for (_, calls), (_, bare) in zip(stopped, run_distributed(counted, layout.world, without, layout, Faults())):
