@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """`tools/datasets/prepare_hf_dataset.py` under the name that it has in GPT-NeoX's fork."""
 
 from megatron.errors import run_cli

@@ -1,6 +1,10 @@
 """Convert a GPT-NeoX or Pythia model of Hugging Face to a checkpoint, with the flags of GPT-NeoX's fork.
 
+python huggingface/convert_hf_gptneox_to_neox.py --hf-model X
 python huggingface/convert_hf_gptneox_to_neox.py --hf-model X --revision R --output-dir D --tp N --iteration I
+
+Without --output-dir the checkpoint is made in a folder of the model's name (after the last "/", without "sfm-"): below
+/projects/a5k/public/checkpoints/sf_model_organisms where that folder exists, as in the fork, else in checkpoints/.
 
 The parameters get Transformer Engine's names, with --no-transformer-engine GPT-NeoX's own. Deepy loads both, at any
 layout. convert_hf_to_neox.py is the same for every family, with GPT-NeoX's names.
@@ -18,11 +22,19 @@ from megatron.checkpoint.neox_names import NEOX, TRANSFORMER_ENGINE
 from megatron.convert.cli import add_import_flags, add_precision, flags_for, run_import
 from megatron.errors import run_cli
 
+FORK_CHECKPOINTS = Path("/projects/a5k/public/checkpoints/sf_model_organisms")
+
+
+def default_output(model: str) -> str:
+    """Where the checkpoint of `model` (a folder or a Hub id) is made when no folder is named."""
+    base = FORK_CHECKPOINTS if FORK_CHECKPOINTS.is_dir() else Path("checkpoints")
+    return str(base / Path(model).name.removeprefix("sfm-"))
+
 
 def main() -> int:
     """Convert with the fork's flags."""
     flags = flags_for(__doc__)
-    add_import_flags(flags)
+    add_import_flags(flags, output="a folder named after the model, see above")
     flags.add_argument("--save-tokenizer", action="store_true", help="ignored, for GPT-NeoX's scripts: always copied")
     flags.add_argument(
         "--transformer-engine",
@@ -33,6 +45,7 @@ def main() -> int:
     )
     add_precision(flags, "--precision", "--dtype")
     given = flags.parse_args()
+    given.output_dir = given.output_dir or default_output(given.hf_model)
     names = TRANSFORMER_ENGINE if given.transformer_engine else NEOX
     run_import(given, precision=given.precision, names=names, families=("neox",))
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.callbacks import CALLBACKS
@@ -12,6 +13,7 @@ from megatron.neox_arguments.callback_key import choose_callbacks
 from megatron.training.callback import Callback
 
 if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
     from megatron.training.engine import StepOut
     from megatron.training.trainer import Trainer
 
@@ -46,6 +48,21 @@ def training_line(metrics: dict[str, float], step: int, total: int, more: Sequen
     return " | ".join(parts) + " |"
 
 
+def evaluation_line(metrics: dict[str, float], split: str, step: int, total: int) -> str:
+    """One line of an evaluation, as GPT-NeoX writes it: `lm_loss value: `, and at the end of training no iteration, so
+    that the last line with `iteration.*lm_loss` of a run that has ended is its last training line."""
+    end = f"the end of training for {'test' if split == 'test' else 'val'} data"
+    values = " | ".join(f"{name} value: {value:.6E}" for name, value in metrics.items())
+    return f" {split} results at {f'iteration {step}' if step < total else end} | {values} |"
+
+
+def start_line(args: NeoXArgs, step: int) -> str:
+    """The line that says which run a log is of, where it is stored, and where it starts."""
+    save, total = args.checkpoint.save, args.training.train_iters
+    name = args.logging.wandb_run_name or (Path(save).name if save else "without a name")
+    return f"run {name} starts at iteration {step} of {total}, save: {save or 'nothing is stored'}"
+
+
 @CALLBACKS.register("console", phase="report", loses="no line of training or evaluation is printed")
 class Console(Callback):
     """Prints training and evaluation lines on rank 0, and where checkpoints are.
@@ -63,12 +80,14 @@ class Console(Callback):
         chosen = choose_callbacks(context.args)
         return cls([name for one in chosen for name in one.row.get("console", ())]) if context.state.rank == 0 else None
 
+    def loaded(self, trainer: Trainer) -> None:
+        logger.info(start_line(trainer.args, trainer.step))
+
     def logged(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
         result(training_line(metrics, step, trainer.args.training.train_iters, self.metrics))
 
     def evaluated(self, trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
-        values = " | ".join(f"{name}: {value:.6E}" for name, value in metrics.items())
-        result(f" {split} results at iteration {trainer.step} | {values} |")
+        result(evaluation_line(metrics, split, trainer.step, trainer.args.training.train_iters or 0))
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
         if not self._memory_shown:

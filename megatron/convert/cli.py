@@ -67,11 +67,13 @@ def begin(given: argparse.Namespace) -> None:
     plugin_key.import_named(given.plugins, "--plugins")
 
 
-def add_import_flags(flags: argparse.ArgumentParser, model: str = "--hf-model") -> None:
-    """The flags of every command that makes a checkpoint from a Hugging Face model."""
+def add_import_flags(flags: argparse.ArgumentParser, model: str = "--hf-model", output: str | None = None) -> None:
+    """The flags of every command that makes a checkpoint from a Hugging Face model; `output`: what --output-dir is when
+    it is left out, in words."""
     flags.add_argument(model, dest="hf_model", required=True, metavar="PATH_OR_ID", help="a folder, or a Hub model")
     flags.add_argument("--revision", help="branch, tag or commit on the Hub")
-    flags.add_argument("--output-dir", required=True, help="the folder to make, or one with other steps of the model")
+    purpose = "the folder to make, or one with other steps of the model" + (f" (default: {output})" if output else "")
+    flags.add_argument("--output-dir", required=output is None, help=purpose)
     flags.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks to split the files for")
     flags.add_argument("--iteration", type=int, default=0, help="the step in the checkpoint's name")
     add_plugins(flags)

@@ -183,6 +183,31 @@ def test_sequential_with_the_flags_of_neox(tmp_path, call):
     assert code == 2 and "--hf-model-name or --hf-model" in error
 
 
+def test_sequential_under_the_launcher(tmp_path, call, monkeypatch):
+    """`deepy.py tools/ckpts/convert_hf_to_sequential.py CONFIGS load=MODEL save=FOLDER`: rank 0 converts, once."""
+    published(tmp_path / "hf", PARALLEL, "neox")
+    run = {**PARALLEL, "load": str(tmp_path / "hf"), "save": str(tmp_path / "out"), "model_parallel_size": 2}
+    resolved_file = tmp_path / "resolved.json"
+    resolved_file.write_text(derive(NeoXArgs.from_saved(run)).to_resolved())
+    monkeypatch.setenv("RANK", "1")
+    assert call("tools/ckpts/convert_hf_to_sequential.py", "--resolved", resolved_file)[:2] == (0, "")
+    monkeypatch.setenv("RANK", "0")
+    code, out, error = call("tools/ckpts/convert_hf_to_sequential.py", "--resolved", resolved_file)
+    assert code == 0 and f"{tmp_path}/out/global_step0" in out and "logit difference" in out, error
+    assert NeoXArgs.from_files([str(tmp_path / "out/config.yml")]).get("model_parallel_size") == 2
+    resolved_file.write_text(derive(NeoXArgs.from_saved({**run, "num_layers": 3, "save": "x"})).to_resolved())
+    code, _, error = call("tools/ckpts/convert_hf_to_sequential.py", "--resolved", resolved_file)
+    assert code == 2 and "num_layers: 3 there, 2 in the model" in error
+
+
+def test_a_checkpoint_named_after_the_model(tmp_path, call, monkeypatch):
+    """Without --output-dir, as the fork's documents call it: checkpoints/ and the name without its owner and `sfm-`."""
+    monkeypatch.chdir(tmp_path)
+    published(tmp_path / "owner/sfm-small", PARALLEL, "neox")
+    code, out, error = call("huggingface/convert_hf_gptneox_to_neox.py", "--hf-model", "owner/sfm-small", "--no-check")
+    assert code == 0 and f"{tmp_path}/checkpoints/small/global_step0" in out, error
+
+
 @pytest.mark.parametrize(("names", "form"), [("legacy", "pipe"), ("new", "whole"), ("te", "pipe")])
 def test_merging_the_files_of_two_ranks(tmp_path, call, monkeypatch, names, form):
     monkeypatch.setattr(helpers, "VOCAB", 512)  # of the tokenizer of characters

@@ -63,11 +63,11 @@ def test_mistakes(tmp_path: Path, changes: dict[str, Any], message: str) -> None
 
 # Parameters of the published models (state-spaces' checkpoints; the embedding counted once).
 PUBLISHED = {
-    "mamba/130M": (50280, 129_135_360),
-    "mamba/370M": (50280, 371_516_416),
-    "mamba/790M": (50280, 793_204_224),
-    "mamba/1.4B": (50280, 1_372_178_432),
-    "mamba/2.8B": (50280, 2_768_345_600),
+    "mamba/mamba-130M": (50280, 129_135_360),
+    "mamba/mamba-370M": (50280, 371_516_416),
+    "mamba/mamba-790M": (50280, 793_204_224),
+    "mamba/mamba-1.4B": (50280, 1_372_178_432),
+    "mamba/mamba-2.8B": (50280, 2_768_345_600),
 }
 
 

@@ -40,8 +40,12 @@ def test_console_and_run_folder(tmp_path, data, capsys):
     means = [(report.loss[i] + report.loss[i + 1]) / 2 for i in (0, 2, 4)]
     assert [float(loss) for *_, loss in lines] == pytest.approx(means, rel=1e-5)
     assert re.search(r"\| MFU: [0-9.]+% \| HFU: [0-9.]+% \|", shown)  # of peak_theoretical_tflops
-    assert len(re.findall("validation results at iteration", shown)) == 2
-    assert len(re.findall("test results at iteration 6", shown)) == 1
+    assert len(re.findall("validation results at iteration 3 .*lm_loss value: ", shown)) == 1
+    for split in ("validation results at the end of training for val", "test results at the end of training for test"):
+        assert len(re.findall(rf"{split} data \| lm_loss value: ", shown)) == 1
+    grepped = [line for line in shown.splitlines() if re.search("iteration.*lm_loss", line)]
+    assert TRAINING.search(grepped[-1])  # grep | tail -1: where the run is, also after its last evaluation
+    assert [line for line in shown.splitlines() if line.startswith("run save starts at iteration 0 of 6, save: ")]
     assert "[Rank 0] (after 1 iterations) memory (MB)" in shown and re.search(r"deleted .*iteration 3\b", shown)
 
     metrics = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]

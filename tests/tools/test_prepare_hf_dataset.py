@@ -306,3 +306,11 @@ def test_a_tokenizer_of_the_hub(tmp_path: Path, tokenizer: Path, hub: Hub, onlin
     data = IndexedDataset(tmp_path / "data" / "corpus_train" / "corpus_train_text_document")
     assert data.get(0).tolist()[-1] == 0
     assert "--hf-tokenizer me/gone" in online("--dataset", "me/corpus", "--hf-tokenizer", "me/gone", check=2).stderr
+
+
+def test_the_default_tokenizer_is_the_forks(tmp_path: Path, tokenizer: Path, hub: Hub, online: Command) -> None:
+    name = "geodesic-research/gpt-neox-instruct-tokenizer"
+    (tmp_path / "corpus.jsonl").write_bytes(LINES)
+    hub.models[name] = Repo({"tokenizer.json": tokenizer.read_bytes()})
+    done = online("--dataset", "corpus.jsonl", "--count-only")
+    assert done.returncode == 0 and done.stdout.startswith("20 documents, ") and name in done.stderr

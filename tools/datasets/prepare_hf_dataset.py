@@ -10,6 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.data.hub.encoding import DEFAULT_TOKENIZER
 from megatron.data.hub.pipeline import PrepareOptions, output_name, prepare_hf_dataset
 from megatron.data.hub.records import Request
 from megatron.data.tokenise.flags import start_command
@@ -56,7 +57,12 @@ def parse_args() -> PrepareOptions:
     group.add_argument("--skip-bad-lines", action="store_true", help="leave out and count unusable records")
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--vocab-file", metavar="PATH", help="tokenizer.json or a folder with one")
-    group.add_argument("--hf-tokenizer", metavar="NAME", help="folder or name on the Hub, with the chat template")
+    group.add_argument(
+        "--hf-tokenizer",
+        metavar="NAME",
+        help="folder or name on the Hub, with the chat template (default, without --vocab-file too: "
+        f"{DEFAULT_TOKENIZER})",
+    )
     group.add_argument("--chat-template", metavar="X", help="Jinja file, or the name of a template of the tokenizer")
     group = parser.add_argument_group("stages")
     group.add_argument("--skip-count", action="store_true", help="do not count tokens first")

@@ -15,13 +15,20 @@ from megatron.data.tokenise.command import tokenizer_identity
 from megatron.data.tokenise.encode import ChunkEncoder
 from megatron.data.tokenise.texts import EncodeOptions, TextEncoder, texts_of
 from megatron.errors import UserError
+from megatron.log import get_logger
 from megatron.tokenizer import Tokenizer, choose_encoder, create_tokenizer
 from megatron.tokenizer.hugging_face import LibraryTokenizer
+
+logger = get_logger(__name__)
+
+# That of GPT-NeoX's fork, whose documents call the command without naming one.
+DEFAULT_TOKENIZER = "geodesic-research/gpt-neox-instruct-tokenizer"
 
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """`--vocab-file` (makes the ids) and `--hf-tokenizer` (has the chat template); either alone does both."""
+    """`--vocab-file` (makes the ids) and `--hf-tokenizer` (has the chat template); either alone does both, and
+    `DEFAULT_TOKENIZER` where neither is given."""
 
     vocab_file: str | None
     hf_tokenizer: str | None
@@ -29,15 +36,14 @@ class TokenizerChoice:
     def resolve(self, backoff: Backoff) -> tuple[Tokenizer, Path]:
         """The tokenizer that makes the ids, and the folder with the chat template.
 
-        Raises `UserError` when neither is given, when one does not exist, and when their ids differ.
+        Raises `UserError` when one does not exist, and when their ids differ.
         """
-        folder = self._hf_folder(backoff) if self.hf_tokenizer else None
+        if self.vocab_file is None and self.hf_tokenizer is None:
+            logger.info(f"tokenizer: {DEFAULT_TOKENIZER} (no --vocab-file and no --hf-tokenizer was given)")
+            folder = download_tokenizer(DEFAULT_TOKENIZER, "the default of --hf-tokenizer", backoff)
+        else:
+            folder = self._hf_folder(backoff) if self.hf_tokenizer else None
         if self.vocab_file is None:
-            if folder is None:
-                raise UserError(
-                    "no tokenizer: give --vocab-file tokenizer.json (or a folder), or --hf-tokenizer with a folder or "
-                    "a name on the Hub. Without one, --skip-count --skip-tokenize exports only the text"
-                )
             return create_tokenizer("HFTokenizer", str(folder)), folder
         tokenizer = create_tokenizer("HFTokenizer", self.vocab_file)
         if folder is None:

@@ -51,13 +51,13 @@ _COMMON = {
     "use_conv_bias": True, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "rms_norm": True,
 }  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "mamba/130M": {
+    "mamba/mamba-130M": {
         **_COMMON, "model_type": "mamba", "architectures": ["MambaForCausalLM"], "d_model": 768, "n_layer": 24,
         "hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 24, "state_size": 16, "ssm_cfg": {},
         "fused_add_norm": True, "time_step_rank": 48, "time_step_scale": 1.0, "time_step_init_scheme": "random",
         "vocab_size": 50280,
     },
-    "mamba/2.8B": {
+    "mamba/mamba-2.8B": {
         **_COMMON, "model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 2560, "d_inner": 5120,
         "intermediate_size": 5120, "num_hidden_layers": 64, "state_size": 16, "time_step_rank": 160,
         "time_step_scale": 1.0, "time_step_init_scheme": "random", "vocab_size": 50280,
@@ -77,8 +77,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 CONFIG_REFUSALS: list[tuple[str, dict[str, Any], str]] = [
-    ("mamba/130M", {"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
-    ("mamba/130M", {"intermediate_size": 1600}, "intermediate_size: 1600"),
+    ("mamba/mamba-130M", {"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+    ("mamba/mamba-130M", {"intermediate_size": 1600}, "intermediate_size: 1600"),
     ("mamba2/130M", {"time_step_limit": [0.0, 0.5]}, "time_step_limit"),
     ("mamba2/130M", {"num_heads": 20}, "num_heads: 20"),
     ("mamba2/130M", {"norm_before_gate": True}, "gated norm"),
