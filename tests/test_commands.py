@@ -63,6 +63,12 @@ INSTEAD = {
     r"(?s).* --text-column conversations .*": ("sed -i s/messages/conversations/ chats.jsonl && {}", "another column"),
     r"python deepy\.py train\.py configs/moe/1B-7B\.yml .*": ("{} seq_length=16", "small data"),
     r"python deepy\.py train\.py run\.yml mixture=.*": ("{} load=null", "run.yml here also generates"),
+    r"python tools/compat\.py FOLDER": (
+        "python tools/compat.py --help",
+        "a second per file; tests/tools/test_compat.py sweeps a folder",
+    ),
+    r"python \./deepy\.py \./train\.py -d configs llama/7B.*": PLANNED,
+    r"python configs/gen_docs\.py": DOCS,
     r"python deepy\.py (train|generate)\.py FILES.*": (
         "python deepy.py {words[2]} run.yml --dry-run",
         "a pattern",

@@ -28,7 +28,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -41,6 +41,7 @@ from megatron.errors import DeepyError, UserError, run_cli
 from megatron.files import write_atomically
 from megatron.log import ProgressBar
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.problems import UserErrors
 from megatron.plan.partners import ConfigFiles
 
 OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "PMI_", "DLTS_HOSTFILE")
@@ -48,13 +49,13 @@ OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "P
 
 @dataclass
 class Row:
-    """What became of one file. `loads`, `trains`: None for what was not tried; `why`: what stopped it."""
+    """What became of one file. `loads`, `trains`: None for what was not tried; `why`: what stopped it, one message each."""
 
     file: str
     partners: str = ""
     loads: bool | None = None
     trains: bool | None = None
-    why: str = ""
+    why: list[str] = field(default_factory=list)
     fault: bool = False
     seconds: float = 0.0
 
@@ -83,9 +84,9 @@ def main() -> int:
     shown = [rows[name] for name in sorted(rows)]
     if options.csv:
         with options.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+            writer = csv.DictWriter(file, [one.name for one in fields(Row)])
             writer.writeheader()
-            writer.writerows(asdict(row) for row in shown)
+            writer.writerows(asdict(row) | {"why": "\n".join(row.why)} for row in shown)
     print(table(shown))
     print(f"\n{summary(shown)}")
     if files.others:
@@ -97,7 +98,7 @@ def table(rows: list[Row]) -> str:
     """One line per file."""
     lines = [("file", "loads", "trains", "with", "why not")]
     for row in rows:
-        lines.append((row.file, _word(row.loads), _word(row.trains), row.partners, _first(row.why)))
+        lines.append((row.file, _word(row.loads), _word(row.trains), row.partners, _shown(row.why)))
     widths = [max(len(line[i]) for line in lines) for i in range(4)]
     return "\n".join(
         "  ".join([*(text.ljust(width) for text, width in zip(line, widths, strict=False)), line[4]]).rstrip()
@@ -117,13 +118,14 @@ def _word(value: bool | None) -> str:
     return "-" if value is None else "yes" if value else "no"
 
 
-def _first(text: str) -> str:
-    return text.partition("\n")[0]
+def _shown(why: list[str]) -> str:
+    more = f" (and {len(why) - 1} more)" if len(why) > 1 else ""
+    return why[0].partition("\n")[0] + more if why else ""
 
 
 def _reasons(row: Row) -> list[str]:
-    """What a message says without the places: one for each file, line and value would count nothing."""
-    return [re.sub(r"^\s*(\S+\.ya?ml:\d+: )?", "", _first(row.why))[:160]]
+    """Messages without their places: with file and line each would be one of a kind."""
+    return [re.sub(r"^\s*(\S+\.ya?ml:\d+: )?", "", why.partition("\n")[0])[:160] for why in row.why]
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -216,10 +218,10 @@ def _result(pipe: Connection, process: BaseProcess, row: Row, timeout: float) ->
     try:
         if pipe.poll(0):
             return Row(**pipe.recv())
-        row.why, row.fault = f"took more than {timeout:g} s", True
+        row.why, row.fault = [f"took more than {timeout:g} s"], True
     except EOFError:
         process.join()
-        row.why, row.fault = f"the process ended with code {process.exitcode}", True
+        row.why, row.fault = [f"the process ended with code {process.exitcode}"], True
     finally:
         if process.is_alive():
             process.kill()
@@ -249,9 +251,10 @@ def _try_one(
                 train_two_steps(chosen, args, data)
                 row.trains = True
         except Exception as error:
-            row.why, row.fault = str(error), not isinstance(error, UserError)
+            parts = error.parts if isinstance(error, UserErrors) else [error]
+            row.why, row.fault = list(map(str, parts)), not isinstance(error, UserError)
             if not isinstance(error, DeepyError):
-                row.why = f"{type(error).__name__}: {error}"
+                row.why = [f"{type(error).__name__}: {error}"]
                 traceback.print_exc()
         pipe.send(asdict(row))
         sys.stdout.flush()

@@ -150,14 +150,18 @@ def test_a_log_without_faults_looks_healthy(capsys, caplog, loss):
     """Scripts take these words for the end of a run."""
     caplog.set_level("INFO", "deepy")
     meter = Meter(1, Flops(1e9, 1, None))
-    trainer = trainer_of([meter, Console()], [out(loss, loss)], train_iters=2, exit_interval=1)
-    trainer.run()
+    trainer = trainer_of([meter, Console()], [out(loss, loss)], train_iters=1)
     trainer.call("evaluated", "validation", {"lm_loss": loss, "lm_loss_ppl": loss})
+    trainer.run()
+    trainer.call("evaluated", "test", {"lm_loss": loss, "lm_loss_ppl": loss})
     trainer.call("saved", "somewhere/global_step1")
     shown = capsys.readouterr().out
     assert re.search(GREPS[0], shown) and "MFU" not in shown
-    line = f" validation results at iteration 1 | lm_loss value: {loss:.6E} | lm_loss_ppl value: {loss:.6E} |"
+    line = f" validation results at iteration 0 | lm_loss value: {loss:.6E} | lm_loss_ppl value: {loss:.6E} |"
     assert line in shown
+    grepped = [line for line in shown.splitlines() if re.search(GREPS[0], line)]
+    assert re.search(GREPS[0], grepped[-1]) and "test results at the end of training for test data" in shown
+    assert " lm_loss: " in grepped[-1]  # a training line, after the last evaluation too
     assert not UNHEALTHY.search(shown + caplog.text)
 
 

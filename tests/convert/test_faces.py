@@ -190,7 +190,8 @@ def test_sequential_under_the_launcher(tmp_path, call, monkeypatch):
     resolved_file = tmp_path / "resolved.json"
     resolved_file.write_text(derive(NeoXArgs.from_saved(run)).to_resolved())
     monkeypatch.setenv("RANK", "1")
-    assert call("tools/ckpts/convert_hf_to_sequential.py", "--resolved", resolved_file)[:2] == (0, "")
+    assert call("tools/ckpts/convert_hf_to_sequential.py", "--resolved", resolved_file)[0] == 0
+    assert not (tmp_path / "out").exists()
     monkeypatch.setenv("RANK", "0")
     code, out, error = call("tools/ckpts/convert_hf_to_sequential.py", "--resolved", resolved_file)
     assert code == 0 and f"{tmp_path}/out/global_step0" in out and "logit difference" in out, error

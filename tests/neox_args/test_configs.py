@@ -10,6 +10,7 @@ import yaml
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
 from megatron.neox_arguments.formulas import flops_per_token, neox_flops_per_token, parameter_count
+from megatron.plan.partners import ConfigFiles
 from tests.neox_args.helpers import load_text
 
 pytestmark = pytest.mark.cpu
@@ -17,6 +18,16 @@ pytestmark = pytest.mark.cpu
 CONFIGS = Path(__file__).parents[2] / "configs"
 MIXTURES = sorted(path.stem for path in CONFIGS.glob("mixtures/*.yml"))
 SHIPPED = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yml") if path.parent.name != "mixtures")
+SHIPPED += sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.json"))
+FILES = ConfigFiles(CONFIGS)
+
+
+def whole(name: str) -> list[str]:
+    """The file, with those it needs where it holds only paths, or a network without its training."""
+    if name.endswith(".json"):
+        return [name, "local_setup.yml" if "125M" in name or "tune" in name else "pythia/14M.yml"]
+    paths = [str(path) for path in FILES.whole(CONFIGS / name)[0]]
+    return [*paths, "local_setup.yml"] if len(paths) == 1 and "save:" not in Path(paths[0]).read_text() else paths
 
 
 def _model(name: str, vocab: int = 50304) -> NeoXArgs:
@@ -25,9 +36,7 @@ def _model(name: str, vocab: int = 50304) -> NeoXArgs:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_files_load_and_derive_without_complaint(name: str) -> None:
-    args = NeoXArgs.from_files([name], conf_dir=str(CONFIGS))
-    if args.model.num_layers is None:  # local_setup, text_generation: merged with a model
-        args = NeoXArgs.from_files([name, "pythia/14M.yml"], conf_dir=str(CONFIGS))
+    args = NeoXArgs.from_files(whole(name), conf_dir=str(CONFIGS))
     facts = Facts(vocab_size=50277)
     for given in (args, type(args).from_saved(args.to_dict())):
         done = derive(derive(given), facts)
@@ -38,9 +47,7 @@ def test_shipped_files_load_and_derive_without_complaint(name: str) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_resolved_config_is_a_config(name: str, tmp_path: Path) -> None:
     """What derivation wrote, as a run's resolved.yml holds it, is accepted by every rule and means the same."""
-    args = NeoXArgs.from_files([name], conf_dir=str(CONFIGS))
-    if args.model.num_layers is None:
-        args = NeoXArgs.from_files([name, "pythia/14M.yml"], conf_dir=str(CONFIGS))
+    args = NeoXArgs.from_files(whole(name), conf_dir=str(CONFIGS))
     facts = Facts(vocab_size=50277)
     args = derive(args, facts)
     (tmp_path / "resolved.yml").write_text(yaml.safe_dump(args.to_dict()), encoding="utf-8")
@@ -67,7 +74,7 @@ def test_shipped_mixtures_are_used_in_three_ways(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "/" in name or name[0].isdigit()])
 def test_every_model_can_be_merged_with_local_setup(name: str) -> None:
-    args = derive(NeoXArgs.from_files([name, "local_setup.yml"], conf_dir=str(CONFIGS)))
+    args = derive(NeoXArgs.from_files(whole(name), conf_dir=str(CONFIGS)))
     check_trainable(args)
     assert args.checkpoint.save and args.training.do_train and args.training.do_valid
 
@@ -131,6 +138,76 @@ def test_every_model_can_be_merged_with_local_setup(name: str) -> None:
 )
 def test_published_parameter_counts(name: str, vocab: int, parameters: int) -> None:
     assert parameter_count(_model(name).model, vocab).total == parameters
+
+
+def gpt(layers: int, hidden: int, vocab: int, mlp: int = 0, norms: int = 2) -> int:
+    """Parameters of a GPT with biases, an untied head and no learned positions; `mlp`: of one layer's feed-forward."""
+    attention = 4 * hidden * hidden + 4 * hidden
+    mlp = mlp or 8 * hidden * hidden + 5 * hidden
+    return layers * (attention + mlp + norms * 2 * hidden) + 2 * vocab * hidden + 2 * hidden
+
+
+def llama(layers: int, hidden: int, width: int, vocab: int, kv: float = 1.0) -> int:
+    """Parameters of a Llama; `kv`: key heads per query head."""
+    attention = int((2 + 2 * kv) * hidden * hidden)
+    return layers * (attention + 3 * hidden * width + 2 * hidden) + 2 * vocab * hidden + hidden
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab", "parameters"),
+    [
+        ("125M-dmoe", 50304, gpt(12, 768, 50304, mlp=768 * 8 + 8 * 2 * 768 * 3072)),
+        *((f"{name}_125M", 50304, gpt(12, 768, 50304)) for name in ("bf16", "bnb", "slurm")),
+        ("125M-json", 50304, gpt(12, 768, 50304)),
+        ("800M", 50304, gpt(16, 2048, 50304)),
+        ("autotuning_configs/small_tune.json", 50304, gpt(12, 768, 50304)),
+        ("autotuning_configs/tune.json", 50304, gpt(12, 768, 50304)),
+        ("autotuning_configs/tune_1-3B.json", 50304, gpt(24, 2048, 50304)),
+        ("autotuning_configs/tune_6-7B.json", 50304, gpt(32, 4096, 50304)),
+        ("finetuning_configs/6-9B", 50432, 6_857_302_016),
+        # projections to twice 3072 and back (GPT-NeoX also keeps biases that it never adds), a matrix over positions
+        ("gmlp_small", 50304, 12 * (3 * 768 * 3072 + 2048 * 2049 + 2 * 768 + 2 * 3072) + 2 * 50304 * 768 + 2 * 768),
+        ("llama/7B", 32000, 6_738_415_616),
+        ("llama/13B", 32000, 13_015_864_320),
+        ("llama/30B", 32000, 32_528_943_616),
+        ("llama/65B", 32000, 65_285_660_672),
+        ("llama2/7B", 32000, 6_738_415_616),
+        ("llama2/13B", 32000, 13_015_864_320),
+        ("llama2/70B", 32000, 68_976_648_192),
+        ("llama2/codellama_7B", 32016, 6_738_546_688),
+        ("llama2/codellama_34B", 32000, llama(48, 8192, 22016, 32000, kv=1 / 8)),
+        ("llemma/7B", 32016, 6_738_546_688),
+        ("llemma/34B", 32000, llama(48, 8192, 22016, 32000, kv=1 / 8)),
+        ("pythia/1-4B", 50304, 1_414_647_808),
+        ("pythia/2-8B", 50304, 2_775_208_960),
+        ("pythia/6-9B", 50432, 6_857_302_016),
+    ],
+)
+def test_the_names_of_gpt_neox_have_its_sizes(name: str, vocab: int, parameters: int) -> None:
+    """The file of each name has as many parameters as the published model, or as GPT-NeoX's file builds."""
+    file = name if name.endswith(".json") else f"{name}.yml"
+    args = derive(NeoXArgs.from_files(whole(file), conf_dir=str(CONFIGS)), Facts(vocab_size=vocab))
+    assert parameter_count(args.model, vocab).total == parameters
+
+
+NAMES = """
+125M-dmoe.yml 125M-json.yml 800M.yml autotuning_configs/small_tune.json
+autotuning_configs/tune.json autotuning_configs/tune_1-3B.json autotuning_configs/tune_6-7B.json bf16_125M.yml
+bnb_125M.yml cpu_mock_config.yml docker/pythia-paths.yml eleutherai_cluster.yml finetuning_configs/6-9B.yml gen_docs.py
+gmlp_small.yml llama/13B.yml llama/30B.yml llama/65B.yml llama/7B.yml llama/README.md llama/train_config.yml
+llama2/13B.yml llama2/70B.yml llama2/7B.yml llama2/codellama_34B.yml llama2/codellama_7B.yml llemma/34B.yml
+llemma/7B.yml local_setup_wandb.yml mamba/mamba-1.4B.yml mamba/mamba-130M.yml
+mamba/mamba-2.8B.yml mamba/mamba-370M.yml mamba/mamba-790M.yml neox_arguments.md prof.yml pythia/1-4B.yml
+pythia/2-8B.yml pythia/6-9B.yml rwkv/170M.yml slurm_125M.yml slurm_local.json sparse.yml
+1-3B.yml 125M.yml 13B.yml 175B.yml 19M.yml 2-7B.yml 20B.yml 350M.yml 49M.yml 6-7B.yml 760M.yml README.md
+local_setup.yml mistral/7B.yml pythia/12B.yml pythia/14M.yml pythia/160M.yml pythia/1B.yml pythia/31M.yml
+pythia/410M.yml pythia/70M.yml slurm_local.yml text_generation.yml
+"""
+
+
+def test_every_name_of_gpt_neox_is_there() -> None:
+    """A command of its documents that names a config finds one."""
+    assert [name for name in NAMES.split() if not (CONFIGS / name).is_file()] == []
 
 
 @pytest.mark.parametrize(

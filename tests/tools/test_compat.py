@@ -29,7 +29,7 @@ FILES = {
     "family/big.yml": MODEL + "hostfile: /mock\nsliding_window_width: 99\nattention_config: [[[flash, local], 6]]\n",
     "family/train_config.yml": TRAINING + "save: /no/save\nload: /no/save\neval_tasks: [lambada_openai]\n",
     "local_setup.yml": PATHS + "log_dir: /no/logs\n",
-    "refused.yml": MODEL + TRAINING + "hiden_dropout: 0.1\n",
+    "refused.yml": MODEL + TRAINING + "hiden_dropout: 0.1\nnorm: nrom\n",
     "workflow.yml": "on: push\njobs: {}\n",
 }
 
@@ -57,7 +57,9 @@ def test_a_sweep(folder: Path, warm_python: WarmPython) -> None:
     }
     assert rows["whole.yml"]["partners"] == "local_setup.yml"
     assert set(rows["family/big.yml"]["partners"].split()) == {"family/train_config.yml", "local_setup.yml"}
-    assert "refused.yml:11: " in rows["refused.yml"]["why"] and "hidden_dropout" in rows["refused.yml"]["why"]
+    unknown, wrong = rows["refused.yml"]["why"]  # both that are wrong, each for itself
+    assert "refused.yml:11: " in unknown and "hidden_dropout" in unknown
+    assert "refused.yml:12: " in wrong and "norm" in wrong
     assert [row["file"] for row in csv.DictReader((folder / "rows.csv").open())] == sorted(rows)
     assert "5 files: 4 load, 4 train two steps" in done.stdout and "1 further YAML" in done.stdout
     log = (folder / "logs/family/big.yml.log").read_text()
@@ -67,7 +69,8 @@ def test_a_sweep(folder: Path, warm_python: WarmPython) -> None:
     again = warm_python.run(f"{command} --resume", folder)  # what is known is kept: only a new file would be tried
     assert again.returncode == 2 and "5 files: 4 load" in again.stdout
     late = warm_python.run(f"python {ROOT}/tools/compat.py yaml --timeout 0 --no-train --jobs 3", folder)
-    assert late.returncode == 1 and late.stdout.count("took more than 0 s") == 5 + 1  # and in the summary
+    assert late.returncode == 1, late.stderr
+    assert late.stdout.count("took more than 0 s") == 5 + 1  # and in the summary
 
 
 def test_what_is_not_a_folder_of_configs(folder: Path, warm_python: WarmPython) -> None:
