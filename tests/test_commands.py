@@ -67,7 +67,16 @@ INSTEAD = {
         "python tools/compat.py --help",
         "a second per file; tests/tools/test_compat.py sweeps a folder",
     ),
-    r"python \./deepy\.py \./train\.py -d configs llama/7B.*": PLANNED,
+    r"python \./deepy\.py \./train\.py -d configs llama/7B.*": (
+        "{} train_iters=10 lr_decay_iters=10 --dry-run",
+        "7B, for GPUs",
+    ),
+    r"\./deepy\.py train\.py \.\.\.": ("./deepy.py train.py your.yml --dry-run", "a pattern"),
+    r"\./prepare_hf_dataset\.py \.\.\.": ("./prepare_hf_dataset.py --help", "a pattern"),
+    r"python deepy\.py tools/ckpts/convert_hf_to_sequential\.py .*": (
+        "python tools/ckpts/convert_hf_to_sequential.py --help",
+        "a model of the Hub; tests/convert/test_faces.py converts as the launcher starts it",
+    ),
     r"python configs/gen_docs\.py": DOCS,
     r"python deepy\.py (train|generate)\.py FILES.*": (
         "python deepy.py {words[2]} run.yml --dry-run",
