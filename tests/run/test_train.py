@@ -45,7 +45,7 @@ def test_console_and_run_folder(tmp_path, data, capsys):
         assert len(re.findall(rf"{split} data \| lm_loss value: ", shown)) == 1
     grepped = [line for line in shown.splitlines() if re.search("iteration.*lm_loss", line)]
     assert TRAINING.search(grepped[-1])  # grep | tail -1: where the run is, also after its last evaluation
-    assert [line for line in shown.splitlines() if line.startswith("run save starts at iteration 0 of 6, save: ")]
+    assert f"run save starts at iteration 0 of 6, save: {save}" in shown
     assert "[Rank 0] (after 1 iterations) memory (MB)" in shown and re.search(r"deleted .*iteration 3\b", shown)
 
     metrics = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]

@@ -111,7 +111,7 @@ def test_sets_and_tags_are_reported_under_their_names(losses, tmp_path, capsys):
     lines = [json.loads(line) for line in (tmp_path / "s" / "metrics.jsonl").read_text().splitlines()]
     names = {name for line in lines for name in line if name.startswith("validation/")}
     assert {f"validation/{name}/lm_loss" for name in ("v", "deep/a", "x", "y")} <= names
-    assert " validation/v results at iteration 1 | lm_loss value: " in capsys.readouterr().out
+    assert " validation/v results at the end of training for val data | lm_loss value: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, micro=1), Layout(pp=2), Layout(dp=2, zero=1)], ids=str)
