@@ -49,7 +49,7 @@ OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "SLURM_", "OMPI_", "P
 
 @dataclass
 class Row:
-    """What became of one file. `loads`, `trains`: None for what was not tried; `why`: what stopped it, one message each."""
+    """What became of one file. `loads`, `trains`: None for what was not tried; `why`: messages of what stopped it."""
 
     file: str
     partners: str = ""

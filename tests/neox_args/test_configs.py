@@ -156,6 +156,7 @@ def llama(layers: int, hidden: int, width: int, vocab: int, kv: float = 1.0) -> 
 @pytest.mark.parametrize(
     ("name", "vocab", "parameters"),
     [
+        ("1-3B-transformer-engine", 50304, gpt(24, 2048, 50304)),
         ("125M-dmoe", 50304, gpt(12, 768, 50304, mlp=768 * 8 + 8 * 2 * 768 * 3072)),
         *((f"{name}_125M", 50304, gpt(12, 768, 50304)) for name in ("bf16", "bnb", "slurm")),
         ("125M-json", 50304, gpt(12, 768, 50304)),
@@ -191,7 +192,7 @@ def test_the_names_of_gpt_neox_have_its_sizes(name: str, vocab: int, parameters:
 
 
 NAMES = """
-125M-dmoe.yml 125M-json.yml 800M.yml autotuning_configs/small_tune.json
+1-3B-transformer-engine.yml 125M-dmoe.yml 125M-json.yml 800M.yml autotuning_configs/small_tune.json
 autotuning_configs/tune.json autotuning_configs/tune_1-3B.json autotuning_configs/tune_6-7B.json bf16_125M.yml
 bnb_125M.yml cpu_mock_config.yml docker/pythia-paths.yml eleutherai_cluster.yml finetuning_configs/6-9B.yml gen_docs.py
 gmlp_small.yml llama/13B.yml llama/30B.yml llama/65B.yml llama/7B.yml llama/README.md llama/train_config.yml
