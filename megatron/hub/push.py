@@ -24,7 +24,7 @@ def check_hub(repo: str) -> str:
     except LocalTokenNotFoundError as error:
         raise UserError(f"{KEY}: nobody is logged in to the Hub; run `hf auth login`, or set HF_TOKEN") from error
     except (HfHubHTTPError, OSError) as error:
-        raise UserError(f"{KEY}: cannot write to {repo} on the Hub: {_first_line(error)}. Nothing was done.") from error
+        raise UserError(f"{KEY}: cannot write to {repo} on the Hub: {first_line(error)}. Nothing was done.") from error
     return repo if "/" in repo else f"{user}/{repo}"
 
 
@@ -44,12 +44,13 @@ def push_folder(folder: Path, repo: str, *, revision: str | None = None, private
         api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=f"Upload {folder.name}")
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(
-            f"{KEY}: uploading {folder} to {repo} failed: {_first_line(error)}. The folder is complete; upload it with "
+            f"{KEY}: uploading {folder} to {repo} failed: {first_line(error)}. The folder is complete; upload it with "
             f"`hf upload {repo} {folder}`"
         ) from error
     return f"{constants.ENDPOINT}/{repo}" + (f"/tree/{revision}" if revision else "")
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error of a client says, without the full stop."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__

@@ -86,6 +86,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_start.plugin_sources, fills=("plugin_sources",)),
     Rule(rules_train.evaluation, fills=("do_train", "do_valid", "do_test", "text_gen_type")),
     Rule(rules_output.profiling),
+    Rule(rules_output.object_store),
     Rule(rules_data.registered_names),
     Rule(check_callbacks),
 )

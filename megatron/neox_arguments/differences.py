@@ -452,6 +452,14 @@ DIFFERENCES: tuple[Difference, ...] = (
         "Generation and logging",
     ),
     Difference(
+        "s3_path",
+        "training waits for the upload, whose failure ends the run; never read",
+        "sent while training goes on, a failure is reported and tried again; a run whose save lacks the newest "
+        "checkpoint downloads it",
+        lambda args: args.checkpoint.s3_path is not None,
+        "Runs and checkpoints",
+    ),
+    Difference(
         "profile, memory_profiling",
         "need a GPU, tensorboard_dir and memory_profiling_path; steps are counted from the last start; rank 0's memory",
         "a trace of every rank, on a CPU too; steps are those of the run; a snapshot of every rank's memory, also when "

@@ -34,7 +34,7 @@ DATA: tuple[_Difference, ...] = (
         "named by few of its inputs: a stale one is reused silently",
         "keyed by the content it depends on",
     ),
-    Difference("data_impl infer", "finds nothing and fails", "finds the format"),
+    Difference("data_impl infer, cached, lazy", "fail in training", "the files tell their format, all are read"),
     Difference(
         "resume",
         "continues at iteration x accumulation of the loader; another batch size or rank count repeats or skips data",

@@ -11,7 +11,8 @@ _ROLES = ("train", "valid", "test")
 
 def data_paths(draft: Draft) -> None:
     """data_path or separate path lists, not both; no comma-joined lists; as many weights as paths."""
-    draft.set("data_impl", "mmap", "the one format there is")
+    if draft["data_impl"] == "infer":
+        draft.set("data_impl", "mmap", "the format is that of the files")
     draft.not_negative("num_workers", "weighted_sampler_alpha", "npy_eod")
     with draft.part():
         if None not in (draft["npy_eod"], draft.facts.vocab_size) and draft["npy_eod"] >= draft.facts.vocab_size:

@@ -1,8 +1,12 @@
-"""Rules: where profiles go."""
+"""Rules: where profiles and copies of checkpoints go."""
 
 from __future__ import annotations
 
+import re
+
 from megatron.neox_arguments.draft import Draft
+
+_S3_PART = 5 << 20  # bytes: what S3 takes at least, but for the last part
 
 
 def profiling(draft: Draft) -> None:
@@ -17,3 +21,16 @@ def profiling(draft: Draft) -> None:
         folders = ["tensorboard_dir", "save", "log_dir", *(["memory_profiling_path"] if name != "profile" else [])]
         if not any(draft[folder] for folder in folders):
             draft.fail(name, f"has no folder to write to; set {folders[-1] if name != 'profile' else folders[0]}")
+
+
+def object_store(draft: Draft) -> None:
+    """s3_path names a bucket, and there is something to copy to it."""
+    path, part = draft["s3_path"], draft["s3_chunk_size"]
+    if path is None:
+        return
+    if not re.fullmatch(r"s3://[A-Za-z0-9][A-Za-z0-9.-]+(/.*)?", path):
+        draft.fail("s3_path", f"expected s3://bucket/path, got {path!r}")
+    if draft["save"] is None:
+        draft.fail("s3_path", "save is not set, so there are no checkpoints to send; set save")
+    if part < _S3_PART:
+        draft.fail("s3_chunk_size", f"is {part}; S3 takes parts of {_S3_PART} bytes and more")

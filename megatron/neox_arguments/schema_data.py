@@ -133,11 +133,11 @@ class DataConfig:
         "same samples every time, as validation/<name>/lm_loss, and the sets of a tag together.",
         new=True,
     )
-    data_impl: Literal["infer", "mmap", "cached"] = key(
+    data_impl: Literal["infer", "mmap", "cached", "lazy"] = key(
         "infer",
-        "Format of the token files; infer finds out.",
-        unavailable={"cached": "convert the files to mmap with tools/datasets"},
-        differs="infer works",
+        "Format of the token files. Whatever is written here, the files themselves tell: mmap, or the older one of "
+        "cached and lazy.",
+        differs="infer, cached and lazy work",
     )
     pack_impl: str = key(
         "packed",

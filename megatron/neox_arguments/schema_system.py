@@ -10,7 +10,6 @@ from typing import Any, Literal
 from megatron.neox_arguments.keys import key
 
 _TUNE = "autotuning is not available; try sizes with --dry-run and short runs"
-_COMET = "Comet is not available yet; use use_wandb, tensorboard_dir or metrics.jsonl"
 _NOISE = "the gradient noise scale is not available yet"
 _DS = "this DeepSpeed feature is not available"
 
@@ -115,12 +114,12 @@ class LoggingConfig:
     log_gradient_noise_scale: bool = key(False, "Log the gradient noise scale.", unavailable=_NOISE)
     gradient_noise_scale_n_batches: int = key(5, "Batches per estimate.", unavailable=_NOISE)
     gradient_noise_scale_cpu_offload: bool = key(False, "Keep the estimate's buffers on the CPU.", unavailable=_NOISE)
-    use_comet: bool | None = key(None, "Log to Comet.", unavailable=_COMET)
-    comet_workspace: str | None = key(None, "Comet workspace.", unavailable=_COMET)
-    comet_project: str | None = key(None, "Comet project.", unavailable=_COMET)
-    comet_experiment_name: str | None = key(None, "Comet experiment.", unavailable=_COMET)
-    comet_tags: tuple[str, ...] | None = key(None, "Comet tags.", unavailable=_COMET)
-    comet_others: dict[str, Any] | None = key(None, "Comet metadata.", unavailable=_COMET)
+    use_comet: bool | None = key(None, "Log to Comet.")
+    comet_workspace: str | None = key(None, "Comet's workspace. Default: that of the user's Comet configuration.")
+    comet_project: str | None = key(None, "Comet's project. Default: Uncategorized Experiments.")
+    comet_experiment_name: str | None = key(None, "Name of the experiment. Default: Comet chooses one.")
+    comet_tags: tuple[str, ...] | None = key(None, "Tags of the experiment.")
+    comet_others: dict[str, Any] | None = key(None, "Further facts to keep with the experiment.")
     memory_profiling: bool = key(
         False,
         "Write a snapshot of each GPU's memory after the profiled steps, for pytorch.org/memory_viz.",

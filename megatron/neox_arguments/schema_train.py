@@ -12,7 +12,6 @@ from megatron.neox_arguments.keys import key
 _OBJECTIVE = "only train_impl: normal is available yet"
 _OPTIMIZER = "this optimizer is not available yet; use adam"
 _BNB = "8-bit optimizers are not available; use optimizer.type Adam"
-_S3 = "copy finished checkpoints with your own tool (they appear complete or not at all)"
 
 DTYPE_SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
@@ -163,6 +162,13 @@ class CheckpointConfig:
         "Delete older checkpoints once a new one is complete; extra_save_iters and the newest one that a good step"
         " followed are kept. <= 0 keeps all.",
     )
+    s3_path: str | None = key(
+        None,
+        "Folder of an S3 bucket, s3://bucket/path, that gets a copy of each checkpoint, below the name of save; a run "
+        "whose save holds none resumes from there.",
+        differs="sent while training goes on, the manifest last; a failed upload ends no run; read at the start",
+    )
+    s3_chunk_size: int = key(104857600, "Bytes of the parts in which a large file is sent to s3_path.")
     finetune: bool = key(False, "Load weights only and start at step 0.")
     init_from: dict[str, Any] | None = key(
         None,
@@ -193,8 +199,6 @@ class CheckpointConfig:
     )
 
     # known, not available
-    s3_path: str | None = key(None, "Upload checkpoints here.", unavailable=_S3)
-    s3_chunk_size: int = key(104857600, "Part size of uploads.", unavailable=_S3)
     checkpoint_validation_with_forward_pass: bool = key(
         False, "Compare logits after loading.", unavailable="the conversion tools compare logits themselves"
     )

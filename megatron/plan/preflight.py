@@ -20,6 +20,7 @@ from megatron.data.order.sources import named_paths
 from megatron.data.order.splits import NAMES
 from megatron.data.tokens.token_files import find_files
 from megatron.errors import UserError
+from megatron.hub.s3 import announce_stored
 from megatron.inference.inputs import check_requests, requested_checkpoint
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
@@ -127,6 +128,9 @@ def preflight(args: NeoXArgs, kind: str, wait: bool = False, problems: Problems 
         if found.usable(*FOR_TOKENIZER):
             with _collect(args, found):
                 tokenizer = build_tokenizer(args.tokenizer)
+        if kind == "train" and found.usable("save", "s3_path", "s3_chunk_size"):
+            with _collect(args, found):
+                announce_stored(args.checkpoint)
         if found.usable(*_FOR_START):
             with _collect(args, found):
                 if kind == "train" and args.checkpoint.save is not None:

@@ -23,6 +23,7 @@ from megatron.checkpoint.schedule import resume_schedule
 from megatron.checkpoint.start import Start, decide_start
 from megatron.checkpoint.tokenizer_identity import check_identity
 from megatron.cluster.status import StatusFile, run_folder
+from megatron.hub.s3 import fetch_newest
 from megatron.log import get_logger
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs, plugin_key
@@ -118,6 +119,7 @@ def _share_decision(args: NeoXArgs, state: ParallelState, damaged: dict[Path, st
     box: list[Any] = [None]
     with together("deciding where to start", state):
         if state.rank == 0:
+            fetch_newest(args.checkpoint)
             box[0] = decide_start(args.checkpoint, damaged=damaged)  # it has read what the callbacks saved
     dist.broadcast_object_list(box, src=0)
     return box[0]

@@ -1,15 +1,17 @@
-"""Metrics in metrics.jsonl, TensorBoard and W&B: written, and read back."""
+"""Metrics in metrics.jsonl, TensorBoard, W&B and Comet: written, and read back."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
+import zipfile
 from types import SimpleNamespace
 
 import pytest
 
 from megatron.callbacks import RunContext, build_callbacks
+from megatron.callbacks.comet import Comet
 from megatron.callbacks.flops import Flops
 from megatron.callbacks.meter import Meter
 from megatron.callbacks.metrics_file import MetricsFile
@@ -57,10 +59,13 @@ def test_tensorboard_reads_back(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("test/lm_loss")] == [(0, 1.5)]
 
 
-@pytest.mark.parametrize("module", ["torch.utils.tensorboard", "wandb"])
+@pytest.mark.parametrize("module", ["torch.utils.tensorboard", "wandb", "comet_ml"])
 def test_a_missing_package_names_the_requirements_file(monkeypatch, tmp_path, module):
     monkeypatch.setitem(sys.modules, module, None)
-    build = {"wandb": lambda: WeightsAndBiases(args_of(), None, 0)}.get(module, lambda: TensorBoard(str(tmp_path)))
+    build = {
+        "wandb": lambda: WeightsAndBiases(args_of(), None, 0),
+        "comet_ml": lambda: Comet(args_of(), None),
+    }.get(module, lambda: TensorBoard(str(tmp_path)))
     with pytest.raises(UserError, match=r"requirements/requirements-\w+\.txt"):
         build()
 
@@ -73,8 +78,9 @@ def kinds(keys, rank, folder):
 
 def test_who_tracks_what(monkeypatch, tmp_path):
     monkeypatch.setattr(WeightsAndBiases, "__init__", lambda self, args, directory, rank: None)
-    keys = {"use_wandb": True, "tensorboard_dir": str(tmp_path / "tb")}
-    assert kinds(keys, 0, tmp_path) == ["MetricsFile", "TensorBoard", "WeightsAndBiases"]
+    monkeypatch.setattr(Comet, "__init__", lambda self, args, directory: None)
+    keys = {"use_wandb": True, "tensorboard_dir": str(tmp_path / "tb"), "use_comet": True}
+    assert sorted(kinds(keys, 0, tmp_path)) == ["Comet", "MetricsFile", "TensorBoard", "WeightsAndBiases"]
     assert kinds(keys, 1, tmp_path) == []
     assert kinds({**keys, "wandb_init_all_ranks": True}, 1, tmp_path) == ["WeightsAndBiases"]
     assert kinds({}, 0, None) == []
@@ -142,3 +148,36 @@ def test_wandb_works_offline(monkeypatch, tmp_path):
     while not all(word in record.read_bytes() for word in wanted):
         assert time.monotonic() < deadline, record.read_bytes()
         time.sleep(0.1)
+
+
+def test_comet_works_offline(monkeypatch, tmp_path):
+    """The real package, without a network: one archive in the run folder, with config, names and history."""
+    for name, value in {"START_ONLINE": "0", "AUTO_LOG_ENV_DETAILS": "0", "AUTO_LOG_GIT_PATCH": "0"}.items():
+        monkeypatch.setenv(f"COMET_{name}", value)
+    keys = {"comet_workspace": "w", "comet_project": "p", "comet_experiment_name": "mine"}
+    tracker = Comet(args_of(**keys, comet_tags=["t1", "t2"], comet_others={"why": "a test"}), tmp_path)
+    tracker.write({"train/lm_loss": 2.5}, 3)
+    tracker.write({"train/lm_loss": 1.5}, 4)
+    tracker.close()
+    (path,) = (tmp_path / "comet").glob("*.zip")
+    with zipfile.ZipFile(path) as archive:
+        about = json.loads(archive.read("experiment.json"))
+        messages = [json.loads(line) for line in archive.read("messages.json").splitlines()]
+    assert (about["workspace"], about["project_name"], sorted(about["tags"])) == ("w", "p", ["t1", "t2"])
+    of = {kind: [m["payload"] for m in messages if m["type"] == kind] for kind in {m["type"] for m in messages}}
+    metrics = [one["metric"] for one in of["metric_msg"]]
+    assert [(m["metricName"], m["metricValue"], m["step"]) for m in metrics] == [
+        ("train/lm_loss", 2.5, 3),
+        ("train/lm_loss", 1.5, 4),
+    ]
+    others = {one["key"]: one["value"] for one in of["log_other"]}
+    assert (others["Name"], others["why"]) == ("mine", "a test")
+    values = {one["param"]["paramName"]: one["param"]["paramValue"] for one in of["parameter_msg"] if "param" in one}
+    assert values["hidden_size"] == 16
+
+
+def test_comet_without_a_key_is_a_sentence(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("COMET_API_KEY", raising=False)
+    with pytest.raises(UserError, match="use_comet: .*API key.*COMET_START_ONLINE=0"):
+        Comet(args_of(), None)

@@ -33,7 +33,7 @@ DISTRIBUTIONS = {
     "huggingface_hub": "huggingface-hub",
 }
 # imported but not listed: dependencies of listed packages
-UNLISTED = {"triton", "pyarrow", "packaging"}
+UNLISTED = {"triton", "pyarrow", "packaging", "botocore"}
 
 
 def requirements(path: Path) -> list[Requirement]:

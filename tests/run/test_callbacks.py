@@ -84,7 +84,7 @@ def test_order_is_that_of_the_phases(tmp_path, plugin):
 @pytest.mark.parametrize(
     ("callbacks", "message"),
     [
-        ("{smoth_loss: true}", r"run\.yml:1: callbacks\.smoth_loss: .*'smooth_loss'.*checkpointer, console"),
+        ("{smoth_loss: true}", r"run\.yml:1: callbacks\.smoth_loss: .*'smooth_loss'.*checkpointer, comet, console"),
         ("{\n  meter: true,\n  meteor: false}", r"run\.yml:3: callbacks\.meteor: .*'meter'"),
         ("[meteor]", r"run\.yml:1: callbacks\.meteor: .*'meter'"),
         ("{smooth_loss: {half_live: 3}}", r"run\.yml:1: callbacks\.smooth_loss\.half_live: .*'half_life'"),

@@ -3,7 +3,7 @@
 python tools/datasets/convert_dataset.py --input old/corpus_text_document --output-prefix data/corpus_text_document
 python tools/datasets/convert_dataset.py --input 'olmo/part-*.npy' --npy-eod 100257 --output-prefix data/olmo_document
 
-Documents are not changed. (Training reads .npy files without conversion: give them as a data path.)
+Documents are not changed. (Training reads all of them without conversion: give them as a data path.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
 from megatron.data.tokens.cache import IndexCaches
-from megatron.data.tokens.legacy import convert, open_any
+from megatron.data.tokens.convert import convert
 from megatron.data.tokens.token_files import TokenFiles
 from megatron.errors import run_cli
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--data-cache-path", metavar="DIR", help="cache of the document borders of .npy files")
     args = parser.parse_args()
     log.configure()
-    data = open_any(args.input, TokenFiles(args.npy_eod, args.npy_dtype, IndexCaches(args.data_cache_path)))
+    data = TokenFiles(args.npy_eod, args.npy_dtype, IndexCaches(args.data_cache_path)).open(args.input)
     dtype = np.dtype(args.dtype) if args.dtype else None
     manifest = convert(data, args.output_prefix, dtype)
     print(f"{args.output_prefix}: {manifest.documents} documents, {manifest.tokens} tokens, {manifest.dtype}")

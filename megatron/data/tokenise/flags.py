@@ -53,7 +53,9 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
 def check_output(args: argparse.Namespace) -> None:
     """Raise `UserError` for a kind of dataset that cannot be written."""
     if args.dataset_impl != "mmap":
-        raise UserError(f"--dataset-impl {args.dataset_impl}: training reads only mmap datasets; leave the flag out")
+        raise UserError(
+            f"--dataset-impl {args.dataset_impl}: this older format is read, but no longer written; leave the flag out"
+        )
 
 
 def command_options(args: argparse.Namespace, env: Mapping[str, str]) -> CommandOptions:

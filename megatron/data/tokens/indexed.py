@@ -13,6 +13,17 @@
 | 34 + 4N  | N x int64  | byte offset of each item in `.bin`                                          |
 | 34 + 12N | D x int64  | number of the first item of each document; first 0, last N                  |
 
+GPT-NeoX's older format (`cached` and `lazy`, fairseq's) is read, too. Its `.bin` is the same, its `.idx` consists of
+8-byte numbers after the magic, and is read into memory:
+
+| numbers | type  | content                                                                       |
+|---------|-------|-------------------------------------------------------------------------------|
+| 6       | u64   | version 1, type code, bytes per token, N items, S dimensions, D as above      |
+| N+1     | int64 | number of the first dimension of each item, last S; here each item has one    |
+| N+1     | int64 | offset of each item in `.bin` in tokens, last that of the end                 |
+| S       | int64 | sizes: tokens per item                                                        |
+| D       | int64 | number of the first item of each document                                     |
+
 Training treats each *item* as a document, as NeoX does; the document index is kept for tools.
 """
 
@@ -33,10 +44,11 @@ from megatron.errors import UserError
 from megatron.files import refuse_lfs_pointer
 
 MAGIC = b"MMIDIDX\x00\x00"
-LEGACY_MAGIC = b"TNTIDX\x00\x00"
+OLD_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
 MAX_ITEM = 2**31 - 1  # sizes are int32
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes: magic, version, type code, N, D
+_OLD_NUMBERS = 6  # in the header of the old format
 
 FileIdentity = tuple[str, int, int]
 """A file: path, size in bytes, CRC-32 of a sample of its bytes (`checksums.sample_crc32`)."""
@@ -79,18 +91,8 @@ class IndexedDataset:
         idx_path, bin_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
         refuse_lfs_pointer(idx_path)
         refuse_lfs_pointer(bin_path)
-        code, items, docs = _read_header(idx_path)
-        expected, found = HEADER.size + 12 * items + 8 * docs, idx_path.stat().st_size
-        if found != expected:
-            raise UserError(
-                f"{idx_path}: the header gives {items} items and a document index of {docs}, "
-                f"so {expected} bytes, but the file has {found}. It is incomplete or damaged: write the dataset again."
-            )
-        buffer = map_file(idx_path)
-        at = HEADER.size
-        self.sizes: np.ndarray = np.frombuffer(buffer, "<i4", items, at)
-        self.pointers: np.ndarray = np.frombuffer(buffer, "<i8", items, at + 4 * items)
-        self.doc_idx: np.ndarray = np.frombuffer(buffer, "<i8", docs, at + 12 * items)
+        code, self.sizes, self.pointers, self.doc_idx = _read_index(idx_path)
+        items = len(self.sizes)
         found = bin_path.stat().st_size
         self.dtype = _resolve_dtype(code, self.sizes, found)
         last = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if items else 0
@@ -204,22 +206,63 @@ def check_index(data: IndexedDataset) -> None:
             raise UserError(f"{name}: the document index goes back after document {first}; {_AGAIN}.")
 
 
-def _read_header(path: Path) -> tuple[int, int, int]:
-    """The type code, N and D of an index file. Raises `UserError` when it has another format."""
+Index = tuple[int, np.ndarray, np.ndarray, np.ndarray]
+"""An index file: type code, tokens per item, byte offset of each item, first item of each document and N."""
+
+
+def _read_index(path: Path) -> Index:
+    """What an index file of either format holds. Raises `UserError` when it has another one, or another size."""
     with path.open("rb") as file:
         raw = file.read(HEADER.size)
-    if raw.startswith(LEGACY_MAGIC):
-        raise UserError(f"{path}: the old 'cached'/'lazy' format. Convert it with tools/datasets/convert_dataset.py.")
+    if raw.startswith(OLD_MAGIC):
+        return _read_old_index(path)
     if len(raw) < HEADER.size:
         raise UserError(f"{path}: an index is at least {HEADER.size} bytes long, but the file has {len(raw)}.")
     magic, version, code, items, docs = HEADER.unpack(raw)
     if magic != MAGIC:
         raise UserError(f"{path}: not a token index: expected it to start with {MAGIC!r}, found {magic!r}.")
+    _check_kind(path, version, code)
+    expected, found = HEADER.size + 12 * items + 8 * docs, path.stat().st_size
+    if found != expected:
+        raise _wrong_size(path, items, docs, expected, found)
+    buffer, at = map_file(path), HEADER.size
+    sizes = np.frombuffer(buffer, "<i4", items, at)
+    pointers = np.frombuffer(buffer, "<i8", items, at + 4 * items)
+    return code, sizes, pointers, np.frombuffer(buffer, "<i8", docs, at + 12 * items)
+
+
+def _read_old_index(path: Path) -> Index:
+    words = np.fromfile(path, "<i8", offset=len(OLD_MAGIC))
+    if len(words) < _OLD_NUMBERS:
+        raise UserError(f"{path}: an index of the old format has {_OLD_NUMBERS} numbers and more, found {len(words)}.")
+    version, code, width, items, dimensions, docs = words[:_OLD_NUMBERS].tolist()
+    _check_kind(path, version, code)
+    expected = len(OLD_MAGIC) + 8 * (_OLD_NUMBERS + 2 * (items + 1) + dimensions + docs)
+    if min(items, dimensions, docs) < 0 or path.stat().st_size != expected:
+        raise _wrong_size(path, items, docs, expected, path.stat().st_size)
+    if width != DTYPES[code].itemsize:
+        raise UserError(f"{path}: {width} bytes per token, but those of type code {code} have {DTYPES[code].itemsize}.")
+    if dimensions != items:
+        raise UserError(f"{path}: {dimensions} dimensions for {items} items; only flat lists of tokens are known.")
+    starts, sizes = words[_OLD_NUMBERS + items + 1 :][: items + 1], words[_OLD_NUMBERS + 2 * (items + 1) :][:items]
+    if items and not 0 <= int(sizes.min()) <= int(sizes.max()) <= MAX_ITEM:
+        at = int(np.argmax((sizes < 0) | (sizes > MAX_ITEM)))
+        raise UserError(f"{path}: item {at} has {int(sizes[at])} tokens; {_AGAIN}.")
+    return code, sizes.astype(np.int32), starts[:-1] * width, words[len(words) - docs :]
+
+
+def _check_kind(path: Path, version: int, code: int) -> None:
     if version != VERSION:
         raise UserError(f"{path}: index version {version}, but only version {VERSION} is known.")
     if code not in DTYPES:
         raise UserError(f"{path}: unknown token type code {code}, expected one of {sorted(DTYPES)}.")
-    return code, items, docs
+
+
+def _wrong_size(path: Path, items: int, docs: int, expected: int, found: int) -> UserError:
+    return UserError(
+        f"{path}: the header gives {items} items and a document index of {docs}, so {expected} bytes, but the file has "
+        f"{found}. It is incomplete or damaged: write the dataset again."
+    )
 
 
 def _resolve_dtype(code: int, sizes: np.ndarray, bin_bytes: int) -> np.dtype:

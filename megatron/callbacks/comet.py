@@ -1,0 +1,65 @@
+"""Metrics in Comet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.callbacks import CALLBACKS
+from megatron.callbacks.context import RunContext
+from megatron.callbacks.tracker import Tracker
+from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
+
+
+@CALLBACKS.register(
+    "comet",
+    phase="report",
+    idle={"use_comet": False},
+    keys=("comet_workspace", "comet_project", "comet_experiment_name", "comet_tags", "comet_others"),
+)
+class Comet(Tracker):
+    """Writes metrics and the configuration to Comet, one experiment per start (rank 0).
+
+    Comet's own variables work as everywhere: `COMET_API_KEY`, and `COMET_START_ONLINE=0` writes a file into `comet/` of
+    the run folder, which `comet upload` sends later.
+    """
+
+    def __init__(self, args: NeoXArgs, directory: Path | None) -> None:
+        try:
+            import comet_ml
+        except ImportError as error:
+            raise UserError("use_comet is set: pip install -r requirements/requirements-comet.txt") from error
+        log = args.logging
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)  # Comet makes its folder in it
+        try:
+            self._experiment = comet_ml.start(
+                workspace=log.comet_workspace,
+                project=log.comet_project,
+                experiment_config=comet_ml.ExperimentConfig(
+                    # Only what the run logs: no copy of the console, nothing caught from torch or TensorBoard.
+                    auto_output_logging=False,
+                    auto_param_logging=False,
+                    auto_metric_logging=False,
+                    parse_args=False,
+                    display_summary_level=0,
+                    offline_directory=None if directory is None else str(directory / "comet"),
+                    name=log.comet_experiment_name,
+                    tags=list(log.comet_tags or ()) or None,
+                ),
+            )
+        except (ValueError, OSError, comet_ml.exceptions.CometException) as error:  # no key, a wrong one, no network
+            raise UserError(f"use_comet: {error} (COMET_START_ONLINE=0 needs neither a key nor a network)") from error
+        self._experiment.log_parameters(args.to_dict())
+        if log.comet_others:
+            self._experiment.log_others(log.comet_others)
+
+    @classmethod
+    def build(cls, context: RunContext) -> Comet | None:
+        return cls(context.args, context.folder) if context.state.rank == 0 else None
+
+    def write(self, metrics: dict[str, float], step: int) -> None:
+        self._experiment.log_metrics(metrics, step=step)
+
+    def close(self) -> None:
+        self._experiment.end()

@@ -1,0 +1,104 @@
+"""Copies checkpoints to an S3 bucket while training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.callbacks import CALLBACKS
+from megatron.callbacks.context import RunContext
+from megatron.checkpoint.agreement import gather
+from megatron.checkpoint.find import list_checkpoints
+from megatron.errors import DeepyError
+from megatron.hub.s3 import S3Folder
+from megatron.log import get_logger
+from megatron.training.callback import Callback
+
+if TYPE_CHECKING:
+    from megatron.training.trainer import Trainer
+
+logger = get_logger(__name__)
+
+_BEAT_SECONDS = 1.0
+
+
+@CALLBACKS.register(
+    "s3_upload",
+    phase="report",
+    idle={"s3_path": None},
+    keys=("s3_chunk_size",),
+    loses="checkpoints are not copied to s3_path (those there are still read at the start)",
+)
+class S3Upload(Callback):
+    """Sends each new checkpoint to `s3_path`, and at the start what is missing there of those in `save` (rank 0).
+
+    A thread sends while training goes on; the next save and the end of the run wait for it. What cannot be sent is
+    reported and tried again with the next checkpoint: it ends no run. Nothing in the bucket is deleted.
+
+    Args:
+        root: the `save` folder.
+        stored: where it goes; None on the ranks that only wait.
+    """
+
+    def __init__(self, root: Path, stored: S3Folder | None) -> None:
+        self.root, self.stored = root, stored
+        self._thread: threading.Thread | None = None
+        self._sent: set[int] = set()
+        self._latest: int | None = None
+
+    @classmethod
+    def build(cls, context: RunContext) -> S3Upload:
+        options = context.args.checkpoint
+        return cls(Path(options.save or ""), S3Folder.of(options) if context.state.rank == 0 else None)
+
+    def loaded(self, trainer: Trainer) -> None:
+        self._start()
+
+    def saved(self, trainer: Trainer, path: str) -> None:
+        self._wait(trainer)  # so that no folder is deleted while it is read: old ones are after this hook
+        self._sent.discard(trainer.step)  # a run that went back has replaced it
+        self._start()
+
+    def end(self, trainer: Trainer) -> None:
+        self._wait(trainer)
+        self._start()  # tries again what failed, and sends `latest`
+        self._wait(trainer)
+
+    def error(self, trainer: Trainer, error: BaseException) -> None:
+        if self.stored is not None and self._thread is not None and self._thread.is_alive():
+            logger.warning(
+                f"the upload of checkpoints to {self.stored.address} is cut short; the next start resumes it"
+            )
+
+    def _start(self) -> None:
+        if self.stored is not None:
+            self._thread = threading.Thread(target=self._send, args=(self.stored,), name="s3_upload", daemon=True)
+            self._thread.start()
+
+    def _wait(self, trainer: Trainer) -> None:
+        """Until rank 0 has sent everything. Collective over all ranks."""
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(_BEAT_SECONDS)
+            trainer.progress.beat()
+        gather(None, trainer.state)
+
+    def _send(self, stored: S3Folder) -> None:
+        """Send every complete checkpoint that is not in the bucket yet, the newest first, then `latest`."""
+        try:
+            found = list_checkpoints(self.root)
+            for step, checkpoint in reversed(found.checkpoints.items()):
+                if step not in self._sent:
+                    started = time.monotonic()
+                    if sent := stored.upload(checkpoint.path):
+                        seconds = time.monotonic() - started
+                        logger.info(f"sent {checkpoint.path.name} to {stored.address}: {sent:,} bytes, {seconds:.1f} s")
+                    self._sent.add(step)
+                if step == found.latest != self._latest:
+                    stored.write_latest(step)
+                    self._latest = step
+        except (DeepyError, OSError) as error:
+            logger.warning(
+                f"a checkpoint was not sent to s3_path: {error}. It is complete in {self.root}; the next save sends it"
+            )

@@ -1,0 +1,218 @@
+"""Checkpoints in an S3 bucket: `<s3_path>/<name of save>/global_step<N>/...`, as GPT-NeoX lays them out.
+
+A checkpoint is in the bucket once its `manifest.json` is, which is sent last; then `latest` is. Files that are there
+already, by size and CRC-32, are not sent again, so an upload that was cut short resumes. Credentials, region and
+endpoint are those of boto3: `AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, `~/.aws/config`, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from megatron.checkpoint import layout
+from megatron.checkpoint.find import list_checkpoints
+from megatron.checkpoint.manifest import FileEntry, Manifest
+from megatron.checksums import file_crc32
+from megatron.errors import DeepyError, UserError
+from megatron.hub.push import first_line
+from megatron.log import ProgressBar, get_logger
+from megatron.neox_arguments.schema_train import CheckpointConfig
+
+logger = get_logger(__name__)
+
+_CRC = "crc32"  # metadata of an object
+
+
+class S3Error(DeepyError):
+    """The bucket cannot be read or written."""
+
+
+class S3Folder:
+    """The counterpart of a `save` folder in a bucket.
+
+    Args:
+        address: `s3://bucket/path`.
+        chunk_bytes: size of the parts in which a large file is sent.
+
+    Raises `UserError` when boto3 is not installed. Every other method raises `S3Error`.
+    """
+
+    def __init__(self, address: str, chunk_bytes: int = 100 << 20) -> None:
+        try:
+            import boto3
+            from boto3.s3.transfer import TransferConfig
+        except ImportError as error:
+            raise UserError("s3_path is set: pip install -r requirements/requirements-s3.txt") from error
+        self.address = address.rstrip("/")
+        self._bucket, _, path = self.address.removeprefix("s3://").partition("/")
+        self._prefix = f"{path}/" if path else ""
+        self._parts = TransferConfig(multipart_threshold=chunk_bytes, multipart_chunksize=chunk_bytes)
+        with self._errors():
+            self._client = boto3.client("s3")
+
+    @classmethod
+    def of(cls, options: CheckpointConfig) -> S3Folder:
+        """That of a run with `s3_path` and `save`."""
+        assert options.s3_path is not None and options.save is not None
+        return cls(f"{options.s3_path.rstrip('/')}/{Path(options.save).absolute().name}", options.s3_chunk_size)
+
+    def list_steps(self) -> list[int]:
+        """The steps whose checkpoint is whole, ascending."""
+        found = []
+        for key in self._keys(f"{self._prefix}{layout.step_folder(0)[:-1]}"):
+            folder, _, name = key.removeprefix(self._prefix).partition("/")
+            if name == layout.MANIFEST and (step := layout.step_of(folder)) is not None:
+                found.append(step)
+        return sorted(found)
+
+    def latest(self) -> int | None:
+        """The step that a run resumes at: the highest whole one not above that in `latest`, as in a folder."""
+        steps = self.list_steps()
+        named = layout.step_of((self._read(layout.LATEST) or b"").decode(errors="replace").strip())
+        return max((step for step in steps if named is not None and step <= named), default=max(steps, default=None))
+
+    def upload(self, folder: Path) -> int:
+        """Send the complete checkpoint in `folder`. Returns the number of bytes that were not there yet."""
+        manifest, sent = Manifest.read(folder), 0
+        last = FileEntry((folder / layout.MANIFEST).stat().st_size, file_crc32(folder / layout.MANIFEST))
+        name = f"{folder.name}/{layout.MANIFEST}"
+        if self._holds(name, last):
+            return 0
+        with self._errors():
+            self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name)  # of another run's same step
+        self._abort(f"{self._prefix}{folder.name}/")
+        for file, entry in (*manifest.files.items(), (layout.MANIFEST, last)):
+            if not self._holds(f"{folder.name}/{file}", entry):
+                self._send(folder / file, f"{folder.name}/{file}", entry.crc32)
+                sent += entry.bytes
+        return sent
+
+    def write_latest(self, step: int) -> None:
+        """Name the step to resume at."""
+        with self._errors():
+            body = layout.step_folder(step).encode()
+            self._client.put_object(Bucket=self._bucket, Key=self._prefix + layout.LATEST, Body=body)
+
+    def download(self, step: int, root: Path) -> Path:
+        """Fetch the checkpoint of `step` into `root`, complete or not at all: every file is compared with the manifest.
+
+        Raises `S3Error`, and `OSError` when the disk is full.
+        """
+        from megatron.checkpoint.folder import CheckpointFolder  # needs torch, which the checks before a launch do not
+
+        folder = CheckpointFolder(root, step)
+        folder.prepare()
+        try:
+            name = layout.step_folder(step)
+            self._fetch(f"{name}/{layout.MANIFEST}", folder.path / layout.MANIFEST, lambda count: None)
+            manifest = Manifest.read(folder.path)
+            total = sum(entry.bytes for entry in manifest.files.values())
+            with ProgressBar(f"downloading {self.address}/{name}", total, "B") as report:
+                for file in manifest.files:
+                    if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+                        raise S3Error(f"{self.address}/{name}: {layout.MANIFEST} lists {file!r}, outside the folder")
+                    (folder.path / file).parent.mkdir(parents=True, exist_ok=True)
+                    self._fetch(f"{name}/{file}", folder.path / file, report)
+            if problem := manifest.missing(folder.path, checksums=True):
+                raise S3Error(f"{self.address}/{name} is damaged: {problem}")
+            return folder.publish(manifest)
+        except BaseException:
+            folder.discard()
+            raise
+
+    def _keys(self, prefix: str) -> Iterator[str]:
+        with self._errors():
+            for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix):
+                yield from (entry["Key"] for entry in page.get("Contents", ()))
+
+    def _holds(self, name: str, entry: FileEntry) -> bool:
+        """Whether the bucket has this content under this name."""
+        from botocore.exceptions import ClientError
+
+        with self._errors():
+            try:
+                found = self._client.head_object(Bucket=self._bucket, Key=self._prefix + name)
+            except ClientError as error:
+                if error.response["Error"]["Code"] in ("404", "NoSuchKey"):
+                    return False
+                raise
+        return (found["ContentLength"], found["Metadata"].get(_CRC)) == (entry.bytes, str(entry.crc32))
+
+    def _read(self, name: str) -> bytes | None:
+        with self._errors():
+            try:
+                return self._client.get_object(Bucket=self._bucket, Key=self._prefix + name)["Body"].read()
+            except self._client.exceptions.NoSuchKey:
+                return None
+
+    def _send(self, path: Path, name: str, crc: int) -> None:
+        with self._errors():
+            more = {"Metadata": {_CRC: str(crc)}}
+            self._client.upload_file(str(path), self._bucket, self._prefix + name, ExtraArgs=more, Config=self._parts)
+
+    def _fetch(self, name: str, path: Path, report: Callable[[int], None]) -> None:
+        with self._errors():
+            self._client.download_file(
+                self._bucket, self._prefix + name, str(path), Callback=report, Config=self._parts
+            )
+
+    def _abort(self, prefix: str) -> None:
+        """Drop the parts of files that a killed upload left: they cost money and nobody sees them."""
+        with self._errors():
+            found = self._client.list_multipart_uploads(Bucket=self._bucket, Prefix=prefix)
+            for one in found.get("Uploads", ()):
+                self._client.abort_multipart_upload(Bucket=self._bucket, Key=one["Key"], UploadId=one["UploadId"])
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        from boto3.exceptions import Boto3Error
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except (Boto3Error, BotoCoreError, ClientError) as error:
+            raise S3Error(f"{self.address}: {first_line(error)}") from error
+
+
+def find_stored(options: CheckpointConfig) -> tuple[S3Folder, int] | None:
+    """The bucket and the step in it that a run has to fetch before it decides where to start; None when there is none.
+
+    That is so when `save` has no complete checkpoint up to that step, as on a new machine. Raises `UserError` when the
+    bucket cannot be read, unless `save` holds something to resume from.
+    """
+    if options.s3_path is None:
+        return None
+    mine = list_checkpoints(options.save or "")
+    try:
+        stored = S3Folder.of(options)
+        step = stored.latest()
+    except S3Error as error:
+        if mine.latest is None:
+            raise UserError(f"s3_path: {error}. Whether the run has a checkpoint there cannot be known") from error
+        logger.warning(f"s3_path: {error}")
+        return None
+    if step is None or step in mine.steps or step <= (mine.latest or 0):
+        return None
+    return stored, step
+
+
+def announce_stored(options: CheckpointConfig) -> None:
+    """Log what a run will download first. Raises `UserError` as `find_stored` does."""
+    if (found := find_stored(options)) is not None:
+        stored, step = found
+        logger.info(f"s3_path: the run downloads iteration {step} of {stored.address} first, and resumes from it")
+
+
+def fetch_newest(options: CheckpointConfig) -> None:
+    """Download the checkpoint of `find_stored` into `save`. For the rank that holds the lock of `save`."""
+    found = find_stored(options)
+    if found is None:
+        return
+    stored, step = found
+    logger.info(f"{options.save} holds no checkpoint as new as iteration {step} in {stored.address}: downloading it")
+    try:
+        stored.download(step, Path(options.save or ""))
+    except S3Error as error:
+        raise UserError(f"s3_path: {error}") from error

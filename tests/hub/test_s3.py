@@ -1,0 +1,240 @@
+"""Checkpoints in a bucket, on a real S3 server: whole or not there, resumed where they were cut, read at a start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from megatron.callbacks.checkpointer import Checkpointer
+from megatron.callbacks.s3_upload import S3Upload
+from megatron.checkpoint.find import list_checkpoints
+from megatron.checksums import file_crc32
+from megatron.errors import UserError
+from megatron.hub.s3 import S3Error, S3Folder, fetch_newest
+from megatron.training.callback import Callback
+from tests.callbacks.fakes import args_of, trainer_of
+from tests.hub.s3_server import S3Server
+from tests.training.runs import corpus, run
+from tests.training.tiny import Layout
+
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[S3Server]:
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3Server]:
+    """The server, with one empty bucket `bucket`, and this process as its client."""
+    for name, value in {**running.environment, "HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    running.refuses = lambda method, path: False
+    resource = boto3.resource("s3")
+    bucket = resource.create_bucket(Bucket="bucket")
+    running.log.clear()
+    yield running
+    running.gate.set()
+    running.refuses = lambda method, path: False
+    bucket.objects.all().delete()
+
+
+def keys() -> list[str]:
+    return [one.key for one in boto3.resource("s3").Bucket("bucket").objects.all()]
+
+
+def options(save: Path, **more: Any) -> Any:
+    return args_of(save=str(save), s3_path="s3://bucket/some/runs/", **more).checkpoint
+
+
+def uploader(save: Path) -> S3Upload:
+    return S3Upload(save, S3Folder.of(options(save)))
+
+
+def train(save: Path, callback: Callback | None = None, **more: Any) -> None:
+    trainer_of([Checkpointer(save, {"run.yml": "a: 1\n"}), callback or uploader(save)], **more).run()
+
+
+def content(root: Path) -> dict[str, bytes]:
+    files = (path for path in root.rglob("*") if path.is_file() and path.name != "lock.json")
+    return {str(path.relative_to(root)): path.read_bytes() for path in files}
+
+
+def test_every_checkpoint_arrives_and_another_machine_resumes_from_the_newest(tmp_path: Path, s3: S3Server) -> None:
+    save, other = tmp_path / "mine", tmp_path / "elsewhere" / "mine"
+    train(save, checkpoint_factor=4, keep_last_n_checkpoints=1)
+    folder = S3Folder.of(options(save))
+    assert folder.list_steps() == [4, 8, 10] and folder.latest() == 10  # nothing in the bucket is deleted
+    mine = {name: data for name, data in content(save).items() if not name.startswith("global_step8")}
+    assert all(f"some/runs/mine/{name}" in keys() for name in mine)
+
+    fetch_newest(options(other))
+    assert content(other) == mine
+    s3.log.clear()
+    fetch_newest(options(other))  # it has it now
+    train(other, train_iters=0)
+    assert not s3.sent() or s3.sent() == ["latest"]
+
+
+def test_a_bucket_where_going_back_left_newer_steps(tmp_path: Path, s3: S3Server) -> None:
+    save = tmp_path / "mine"
+    train(save, checkpoint_factor=5)
+    S3Folder.of(options(save)).write_latest(7)
+    fetch_newest(options(tmp_path / "new" / "mine"))
+    assert list_checkpoints(tmp_path / "new" / "mine").steps == (5,)
+
+
+def test_a_step_that_is_saved_again_replaces_the_copy(tmp_path: Path, s3: S3Server) -> None:
+    save, new = tmp_path / "mine", tmp_path / "new" / "mine"
+    train(save, checkpoint_factor=5)
+    trainer = trainer_of([Checkpointer(save, {}), uploader(save)], seed=5)
+    trainer.step, trainer.consumed = 5, 77  # as after going back
+    trainer.run()
+    fetch_newest(options(new))
+    assert list_checkpoints(new).checkpoints[10].manifest.consumed == 77 + 5 * 4
+
+
+def test_an_upload_that_was_cut_is_invisible_and_resumes(tmp_path: Path, s3: S3Server) -> None:
+    save = tmp_path / "mine"
+    train(save, Callback(), train_iters=2)
+    files = [*list_checkpoints(save).checkpoints[2].manifest.files]
+    cut = files[len(files) // 2].rpartition("/")[2]
+    s3.refuses = lambda method, path: method == "PUT" and path.endswith(cut)
+    folder = S3Folder.of(options(save))
+    with pytest.raises(S3Error, match=rf"s3://bucket/some/runs/mine: .*{cut}.*AccessDenied"):
+        folder.upload(save / "global_step2")
+    assert folder.list_steps() == [] and folder.latest() is None and len(keys()) == len(files) // 2
+    fetch_newest(options(tmp_path / "other" / "mine"))
+    assert not (tmp_path / "other").exists()
+
+    s3.refuses = lambda method, path: False
+    s3.log.clear()
+    folder.upload(save / "global_step2")
+    left = [name.rpartition("/")[2] for name in files[len(files) // 2 :]]
+    assert s3.sent() == [*left, "manifest.json"] and folder.list_steps() == [2]
+    s3.log.clear()
+    assert folder.upload(save / "global_step2") == 0 and s3.sent() == []
+
+
+def test_parts_that_a_killed_upload_left_are_dropped(tmp_path: Path, s3: S3Server) -> None:
+    save = tmp_path / "mine"
+    train(save, Callback(), train_iters=2)
+    client = boto3.client("s3")
+    client.create_multipart_upload(Bucket="bucket", Key="some/runs/mine/global_step2/x.pt")
+    client.create_multipart_upload(Bucket="bucket", Key="of/another")
+    S3Folder.of(options(save)).upload(save / "global_step2")
+    assert [one["Key"] for one in client.list_multipart_uploads(Bucket="bucket")["Uploads"]] == ["of/another"]
+
+
+def test_a_large_file_is_sent_in_parts(tmp_path: Path, s3: S3Server) -> None:
+    save = tmp_path / "mine"
+    train(save, Callback(), train_iters=2)
+    folder = S3Folder("s3://bucket/in/parts", chunk_bytes=5 << 20)
+    name = "big.bin"
+    path = save / "global_step2" / name
+    path.write_bytes(os.urandom(12 << 20))
+    manifest = save / "global_step2" / "manifest.json"
+    values = json.loads(manifest.read_text())
+    values["files"][name] = {"bytes": 12 << 20, "crc32": file_crc32(path)}
+    manifest.write_text(json.dumps(values))
+    folder.upload(save / "global_step2")
+    assert s3.sent().count(name) == 3
+    folder.download(2, tmp_path / "back")
+    assert (tmp_path / "back" / "global_step2" / name).read_bytes() == path.read_bytes()
+
+
+def test_a_failed_upload_is_reported_and_tried_again_at_the_next_save(
+    tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    save, seen = tmp_path / "mine", []
+    s3.refuses = lambda method, path: method == "PUT" and "global_step4/" in path and not seen
+
+    class Look(Callback):
+        def before_step(self, trainer: Any) -> None:
+            if trainer.step == 7:
+                deadline = time.monotonic() + 60
+                while not any("AccessDenied" in line for line in caplog.messages):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+                seen.append("it failed")
+
+    trainer_of([Checkpointer(save, {}), uploader(save), Look()], checkpoint_factor=4).run()
+    assert S3Folder.of(options(save)).list_steps() == [4, 8, 10]
+    assert any("global_step4" in line and "AccessDenied" in line for line in caplog.messages)
+
+
+def test_training_does_not_wait_but_the_end_does(tmp_path: Path, s3: S3Server) -> None:
+    save, steps = tmp_path / "mine", []
+    s3.gate.clear()
+
+    class Look(Callback):
+        def before_step(self, trainer: Any) -> None:
+            steps.append((trainer.step, s3.gate.is_set()))
+            if trainer.step == 7:
+                s3.gate.set()
+
+    trainer_of([Checkpointer(save, {}), uploader(save), Look()], checkpoint_factor=4).run()
+    assert (7, False) in steps and S3Folder.of(options(save)).list_steps() == [4, 8, 10]
+
+
+def test_a_damaged_copy_is_refused_and_leaves_nothing(tmp_path: Path, s3: S3Server) -> None:
+    save, new = tmp_path / "mine", tmp_path / "new" / "mine"
+    train(save, train_iters=2)
+    (key,) = [key for key in keys() if key.endswith("layer_02-model_00-model_states.pt")]
+    found = boto3.resource("s3").Object("bucket", key)
+    data = bytearray(found.get()["Body"].read())
+    data[len(data) // 2] ^= 1
+    found.put(Body=bytes(data))
+    with pytest.raises(UserError, match=r"s3_path: s3://bucket/.*/global_step2 is damaged: .*layer_02"):
+        fetch_newest(options(new))
+    assert not list(new.iterdir())
+
+
+def test_a_bucket_that_cannot_be_read(tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture) -> None:
+    save = tmp_path / "mine"
+    s3.refuses = lambda method, path: True
+    with pytest.raises(UserError, match=r"s3_path: s3://bucket/some/runs/mine: .*AccessDenied"):
+        fetch_newest(options(save))  # to begin at step 0 could be wrong
+    train(save, Callback(), train_iters=2)
+    fetch_newest(options(save))
+    assert "AccessDenied" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"s3_path": "bucket/path"}, r"s3_path: .*s3://bucket/path.*'bucket/path'"),
+        ({"save": None}, r"s3_path: .*save"),
+        ({"s3_chunk_size": 1000}, r"s3_chunk_size: .*1000.*5242880"),
+    ],
+)
+def test_keys_that_make_no_sense(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        args_of(**{"save": "x", "s3_path": "s3://bucket", **changes})
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(UserError, match=r"requirements/requirements-s3\.txt"):
+        S3Folder("s3://bucket")
+
+
+def test_a_run_whose_folder_is_gone_resumes_from_the_bucket(tmp_path: Path, s3: S3Server) -> None:
+    save = tmp_path / "mine"
+    flat = {"data_path": corpus(tmp_path / "data"), "save": str(save), "s3_path": "s3://bucket/runs"}
+    assert run({**flat, "exit_interval": 3}, Layout(dp=2))[0].steps == [1, 2, 3]
+    shutil.rmtree(save)
+    reports = run(flat, Layout(dp=2))
+    assert [report.steps for report in reports] == [[4, 5, 6]] * 2
+    assert S3Folder("s3://bucket/runs/mine").list_steps() == [3, 6]
