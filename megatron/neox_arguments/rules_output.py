@@ -17,10 +17,10 @@ def profiling(draft: Draft) -> None:
             continue
         start, stop = draft["profile_step_start"], draft["profile_step_stop"]
         if stop <= start:
-            draft.fail("profile_step_stop", f"is {stop}, not after profile_step_start, which is {start}")
+            draft.report("profile_step_stop", f"is {stop}, not after profile_step_start, which is {start}")
         folders = ["tensorboard_dir", "save", "log_dir", *(["memory_profiling_path"] if name != "profile" else [])]
         if not any(draft[folder] for folder in folders):
-            draft.fail(name, f"has no folder to write to; set {folders[-1] if name != 'profile' else folders[0]}")
+            draft.report(name, f"has no folder to write to; set {folders[-1] if name != 'profile' else folders[0]}")
 
 
 def object_store(draft: Draft) -> None:
@@ -29,8 +29,8 @@ def object_store(draft: Draft) -> None:
     if path is None:
         return
     if not re.fullmatch(r"s3://[A-Za-z0-9][A-Za-z0-9.-]+(/.*)?", path):
-        draft.fail("s3_path", f"expected s3://bucket/path, got {path!r}")
+        draft.report("s3_path", f"expected s3://bucket/path, got {path!r}")
     if draft["save"] is None:
-        draft.fail("s3_path", "save is not set, so there are no checkpoints to send; set save")
+        draft.report("s3_path", "save is not set, so there are no checkpoints to send; set save")
     if part < _S3_PART:
-        draft.fail("s3_chunk_size", f"is {part}; S3 takes parts of {_S3_PART} bytes and more")
+        draft.report("s3_chunk_size", f"is {part}; S3 takes parts of {_S3_PART} bytes and more")
