@@ -25,7 +25,7 @@ from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.plan.tables import size
 from tests.plugins.helpers import save_starcoder2, write_family
 
-pytestmark = [pytest.mark.cpu, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cpu, pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).resolve().parents[1]
 

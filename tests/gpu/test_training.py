@@ -86,6 +86,7 @@ def test_a_profile_has_kernels_and_the_model_s_memory(tmp_path: Path) -> None:
 
 @pytest.mark.cpu
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_comparison_sees_a_difference(tmp_path: Path) -> None:
     """The same functions without a GPU: two runs agree, another precision does not pass for equal."""
     corpus(tmp_path)

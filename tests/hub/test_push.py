@@ -13,7 +13,7 @@ from tests.convert.helpers import LLAMA, random_tensors, resolved, write_checkpo
 from tests.hub.upload_server import UploadHub
 from tests.tools.command import ROOT
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.timeout(240)]
 
 
 UPLOAD = "tools/ckpts/upload.py"

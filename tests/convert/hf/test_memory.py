@@ -18,7 +18,7 @@ from megatron.convert.hf.export_hf import export
 from megatron.convert.hf.import_hf import import_model
 from tests.convert.helpers import LLAMA, hugging_face, resolved
 
-pytestmark = [pytest.mark.cpu, pytest.mark.slow]
+pytestmark = [pytest.mark.cpu, pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[3]
 
