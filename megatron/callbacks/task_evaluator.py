@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
 from megatron.checkpoint.rng import random_state, restore_random_state
-from megatron.errors import DeepyError
 from megatron.inference.evaluation_team import evaluation_team
 from megatron.inference.exported_text import as_exported
 from megatron.inference.inputs import batch_size
@@ -125,8 +124,8 @@ class TaskEvaluator(Callback):
             return flat_metrics(results)
         except Stopped:
             logger.info(f"the evaluation at iteration {step} was stopped: it has no results")
-        except DeepyError as error:  # a full disk, for instance: evaluations are no reason to end a run
+        except Exception as error:  # a full disk, for instance: evaluations are no reason to end a run
             if team.broken:
                 raise
-            logger.warning(f"the evaluation at iteration {step} failed: {error}")
+            logger.warning(f"the evaluation at iteration {step} failed: {type(error).__name__}: {error}")
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Mapping
@@ -68,9 +69,12 @@ class Tasks:
         folders = [*task_folders(self.options), *(name for name in self.names if Path(name).is_dir())]
         if self._all:
             logger.info("reading the task files of lm-evaluation-harness")
+        # Ours come before its own, as documented: no line for each of them.
+        logging.getLogger("lm_eval.tasks._index").setLevel(logging.ERROR)
         manager = TaskManager(include_path=folders or None, include_defaults=self._all)
         known = all(Path(name).exists() or name in manager.all_tasks for name in self.names)
-        known = known and not any(_unknown_members(manager, name) for name in manager.all_groups)
+        groups = manager.all_groups if any(Path(name).is_dir() for name in self.names) else self.names
+        known = known and not any(_unknown_members(manager, name) for name in groups)
         if not self._all and not known:
             self._all = True
             return self._read_files()
@@ -106,7 +110,8 @@ class Tasks:
         except Exception as error:
             self.failed[name] = f"cannot be loaded: {type(error).__name__}: {error}"
             logger.warning(f"eval_tasks: {name} {self.failed[name]}")
-            return self._load_members(name)
+            # Without a network every member would wait for it as long.
+            return {"tasks": {}, "groups": {}} if isinstance(error, ConnectionError) else self._load_members(name)
 
     def _load_members(self, group: str) -> Mapping[str, Mapping[str, Any]]:
         """What can be loaded of a group that cannot as a whole."""
@@ -136,7 +141,7 @@ class Tasks:
         asked = self.options.eval_num_fewshot
         by_name = asked if isinstance(asked, dict) else {}
         for name in by_name:
-            if name not in self._members and name not in self.loaded["tasks"]:
+            if not self.failed and name not in self._members and name not in self.loaded["tasks"]:
                 known = [*self._members, *self.loaded["tasks"]]
                 raise UserError(f"eval_num_fewshot.{name}: eval_tasks has no such task.{nearest(str(name), known)}")
         for name, task in self.loaded["tasks"].items():
@@ -179,7 +184,13 @@ class Tasks:
                 failed[name] = f"without results: {', '.join(without)}"
             else:
                 found.groups[name] = group
-        results = dict(aggregate_groups(found)._to_eval_results())
+        try:
+            aggregate_groups(found)
+        except Exception as error:  # a file of a group that asks for what its tasks do not measure
+            failed |= {name: f"{type(error).__name__}: {error}" for name in found.groups}
+            found.metrics = {name: metrics for name, metrics in found.metrics.items() if name not in found.groups}
+            found.groups = {}
+        results = dict(found._to_eval_results())
         config = {"model": type(model).__name__, **model.get_model_info(), **_asked(self.options)}
         return {**results, "failed": failed, "config": config, "date": started}
 

@@ -27,7 +27,7 @@ from tests.training import runs
 from tests.training.runs import Report, corpus, run
 from tests.training.tiny import Layout
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.slow]
 
 # A model that transformers has, dropout included: random states that differ would show in the losses.
 KEYS = {
