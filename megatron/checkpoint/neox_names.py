@@ -29,6 +29,11 @@ TRANSFORMER_ENGINE_MLP = "mlp.fc1_weight"
 # Biases of row-parallel projections.
 ROW_BIASES = ("attention.dense.bias", "mlp.linear2.bias")
 
+# Biases that GPT-NeoX's gMLP blocks own without adding them.
+_ADDED_BY_NOBODY = ("input_linear.bias", "output_linear.bias")
+# The one table of relative positions: ours in the embedding, in GPT-NeoX's files in every block.
+SHARED_POSITIONS, POSITIONS_OF_BLOCKS = "shared_positions.weight", "attention.rpe.weight"
+
 # Which names a checkpoint's files have; the reader knows both.
 NEOX, TRANSFORMER_ENGINE = "neox", "transformer_engine"
 _TRANSFORMER_ENGINE = (
@@ -89,6 +94,8 @@ def _today(name: str, wanted: Collection[str]) -> str:
 
 def _is_unused(name: str, wanted: Collection[str]) -> bool:
     """Norms that GPT-NeoX's blocks own without using: the second of gpt_j_tied, the first of OLMo's; tied copies."""
+    if name in _ADDED_BY_NOBODY:
+        return True
     norms = {ours.split(".")[0] for ours in wanted}
     if name.startswith(("post_attention_layernorm.", "mlp.layer_norm_")):
         return "input_layernorm" in norms and "post_attention_layernorm" not in norms

@@ -29,7 +29,13 @@ from megatron.checkpoint.foreign import load_foreign
 from megatron.checkpoint.manifest import ParameterEntry
 from megatron.checkpoint.neox_folder import NeoXFiles
 from megatron.checkpoint.neox_layout import Heads
-from megatron.checkpoint.neox_names import ROW_BIASES, TRANSFORMER_ENGINE_MLP, sources
+from megatron.checkpoint.neox_names import (
+    POSITIONS_OF_BLOCKS,
+    ROW_BIASES,
+    SHARED_POSITIONS,
+    TRANSFORMER_ENGINE_MLP,
+    sources,
+)
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.errors import UserError
 from megatron.log import get_logger
@@ -71,6 +77,9 @@ class NeoXReader(CheckpointReader):
         self._layout = NeoXFiles.of(self.folder)
         self.tp_size = self._layout.tp_size
         self._sum_biases = model.gpt_j_residual and self.tp_size > 1
+        attention = enumerate(model.attention_config or (), start=2)
+        blocks = [number for number, kind in attention if kind in ("global", "flash", "local")]
+        self._relative = blocks if model.pos_emb == "rpe" else []
         client = self._entries(layout.state_file(0))
         written = client.get("args")
         written = written if isinstance(written, Mapping) else {}
@@ -190,7 +199,22 @@ class NeoXReader(CheckpointReader):
         return [name for name in self._layer(number, 0) if name != "word_embeddings.weight"]
 
     def _layer(self, number: int, tp_rank: int) -> dict[str, Any]:
-        """{name: tensor} of one layer on one rank."""
+        """{name: tensor} of one layer on one rank; the table of relative positions is the embedding's."""
+        stored = self._stored(number, tp_rank)
+        if not self._relative:
+            return stored
+        if number > 0:
+            return {name: value for name, value in stored.items() if name != POSITIONS_OF_BLOCKS}
+        tables = [self._stored(block, tp_rank).get(POSITIONS_OF_BLOCKS) for block in self._relative]
+        if not all(isinstance(table, Tensor) and torch.equal(table, tables[0]) for table in tables):
+            raise UserError(
+                f"{self.folder}: blocks have different tables of relative positions ({POSITIONS_OF_BLOCKS}): its"
+                " pipeline stages trained one each, which is another model at every pipe_parallel_size"
+            )
+        return {**stored, SHARED_POSITIONS: tables[0]}
+
+    def _stored(self, number: int, tp_rank: int) -> dict[str, Any]:
+        """{name: tensor} of one layer on one rank, as the files have it."""
         name = self._layout.name(number, tp_rank)
         if self._layout.layers:
             return self._entries(name)

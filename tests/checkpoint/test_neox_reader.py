@@ -108,6 +108,23 @@ def test_norms_behind_the_branches_and_on_all_queries_together(tmp_path, form):
         NeoXReader(open_checkpoint(folder), model, VOCAB)
 
 
+def test_the_table_of_relative_positions_is_in_every_block_of_their_files(tmp_path):
+    _, _, tensors = model_of(PARALLEL)
+    keys = {**PARALLEL, "pos_emb": "rpe", "rpe_num_buckets": 6}
+    folder = write_neox(tmp_path / "global_step9", tensors, keys, tp=2)
+    tables = [torch.randn(6, 2) for _ in range(2)]
+    for layer in (2, 3):
+        for rank in range(2):
+            path = folder / f"layer_{layer:02}-model_{rank:02}-model_states.pt"
+            torch.save({**torch.load(path, weights_only=False), "attention.rpe.weight": tables[rank]}, path)
+    model = resolved(**keys).model
+    reader = NeoXReader(open_checkpoint(folder), model, VOCAB)
+    assert torch.equal(reader.weight("0.shared_positions.weight"), torch.cat(tables, 1))
+    torch.save({**torch.load(path, weights_only=False), "attention.rpe.weight": tables[0]}, path)
+    with pytest.raises(UserError, match="global_step9: .*attention.rpe.weight.*pipe_parallel_size"):
+        NeoXReader(open_checkpoint(folder), model, VOCAB)
+
+
 def test_every_rank_of_any_size_gets_its_part(tmp_path):
     model, _, tensors = model_of(PARALLEL)
     reader = NeoXReader(open_checkpoint(write_neox(tmp_path / "global_step9", tensors, PARALLEL, tp=2)), model, VOCAB)
