@@ -41,8 +41,8 @@ CONFIG = [
     Row("no length, epochs", "train_iters=null", r"set (train_iters) \(or (train_epochs)\)", "{1}=1"),
     Row("no data", "data_path=null", r"set (data_path), train_data_paths", "{0}=data/text_document"),
     Row("no data, a list", "data_path=null", r"data_path, (train_data_paths)", "{0}=[data/text_document]"),
-    Row("no batch", "train_batch_size=null", r"set (train_micro_batch_size_per_gpu) or", "{0}=2"),
-    Row("no batch, total", "train_batch_size=null", r"set .* or (train_batch_size)\b", "{0}=8"),
+    Row("no batch", "train_batch_size=null", r"(train_micro_batch_size_per_gpu): must be set, or", "{0}=2"),
+    Row("no batch, total", "train_batch_size=null", r"must be set, or (train_batch_size)\b", "{0}=8"),
     Row("batch", "train_batch_size=8 | train_micro_batch_size_per_gpu=3", r"nearest (\d+)", "train_batch_size={0}"),
     Row(
         "name of a key", "hidden_sise=32", r"unknown key 'hidden_sise'\. Did you mean '(\w+)'", "-hidden_sise | {0}=32"
