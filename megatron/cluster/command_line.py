@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.errors import UserError, nearest
+from megatron.errors import UserError, nearest, nearest_name
+from megatron.neox_arguments.problems import collector
 
 _OVERRIDE = re.compile(r"^(?:--)?([A-Za-z_][A-Za-z0-9_.\-]*)=")
 _CONFIG_SUFFIXES = (".yml", ".yaml", ".json")
@@ -230,13 +231,16 @@ def _flag_overrides(known: argparse.Namespace) -> list[str]:
 def _config_paths(names: Sequence[str], folder: str | None) -> list[str]:
     """Config names with folder and `.yml` added, as GPT-NeoX does; a missing file is a `UserError`."""
     paths = []
-    for name in names:
-        path = Path(folder, name) if folder else Path(name)
-        if not name.endswith(_CONFIG_SUFFIXES):
-            path = Path(f"{path}.yml")
-        if not path.is_file():
-            siblings = sorted(p.name for p in path.parent.glob("*.yml")) if path.parent.is_dir() else []
-            there = f" {path.parent}/ holds: {', '.join(siblings[:12])}" if siblings else ""
-            raise UserError(f"{path}: no such config file.{nearest(path.name, siblings)}{there}")
-        paths.append(str(path))
+    with collector() as found:
+        for name in names:
+            path = Path(folder, name) if folder else Path(name)
+            if not name.endswith(_CONFIG_SUFFIXES):
+                path = Path(f"{path}.yml")
+            if not path.is_file():
+                siblings = sorted(p.name for p in path.parent.glob("*.yml")) if path.parent.is_dir() else []
+                there = f" {path.parent}/ holds: {', '.join(siblings[:12])}" if siblings else ""
+                meant = nearest_name(path.stem, [Path(one).stem for one in siblings])  # all end in .yml
+                hint = f" Did you mean '{meant}.yml'?" if meant else ""
+                found.add(f"{path}: no such config file.{hint}{there}")
+            paths.append(str(path))
     return paths
