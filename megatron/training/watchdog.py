@@ -181,8 +181,8 @@ class Watchdog:
             self._seen.clear()
             return None
         if self._store is not None and self._store.check([_VERDICT]):
-            recorder, _, reason = self._store.get(_VERDICT).decode().partition(" ")
-            self._records = self.rank == int(recorder)
+            name, _, reason = self._store.get(_VERDICT).decode().partition(" ")
+            self._records = self.rank == int(name)
             return reason
         if not self._judges:
             return None
