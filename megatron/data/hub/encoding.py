@@ -38,12 +38,11 @@ class TokenizerChoice:
 
         Raises `UserError` when one does not exist, and when their ids differ.
         """
-        if self.vocab_file is None and self.hf_tokenizer is None:
-            logger.info(f"tokenizer: {DEFAULT_TOKENIZER} (no --vocab-file and no --hf-tokenizer was given)")
-            folder = download_tokenizer(DEFAULT_TOKENIZER, "the default of --hf-tokenizer", backoff)
-        else:
-            folder = self._hf_folder(backoff) if self.hf_tokenizer else None
+        folder = self._hf_folder(backoff) if self.hf_tokenizer else None
         if self.vocab_file is None:
+            if folder is None:
+                logger.info(f"tokenizer: {DEFAULT_TOKENIZER} (no --vocab-file and no --hf-tokenizer was given)")
+                folder = download_tokenizer(DEFAULT_TOKENIZER, "the default of --hf-tokenizer", backoff)
             return create_tokenizer("HFTokenizer", str(folder)), folder
         tokenizer = create_tokenizer("HFTokenizer", self.vocab_file)
         if folder is None:
