@@ -125,7 +125,8 @@ def _shown(why: list[str]) -> str:
 
 def _reasons(row: Row) -> list[str]:
     """Messages without their places: with file and line each would be one of a kind."""
-    return [re.sub(r"^\s*(\S+\.ya?ml:\d+: )?", "", why.partition("\n")[0])[:160] for why in row.why]
+    places = re.compile(r"^\s*\S+\.ya?ml:\d+: | \(line \d+\)")
+    return [places.sub("", why.partition("\n")[0])[:160] for why in row.why]
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -197,7 +197,7 @@ autotuning_configs/tune.json autotuning_configs/tune_1-3B.json autotuning_config
 bnb_125M.yml cpu_mock_config.yml docker/pythia-paths.yml eleutherai_cluster.yml finetuning_configs/6-9B.yml gen_docs.py
 gmlp_small.yml llama/13B.yml llama/30B.yml llama/65B.yml llama/7B.yml llama/README.md llama/train_config.yml
 llama2/13B.yml llama2/70B.yml llama2/7B.yml llama2/codellama_34B.yml llama2/codellama_7B.yml llemma/34B.yml
-llemma/7B.yml local_setup_wandb.yml mamba/mamba-1.4B.yml mamba/mamba-130M.yml
+llemma/7B.yml local_setup_comet.yml local_setup_wandb.yml mamba/mamba-1.4B.yml mamba/mamba-130M.yml
 mamba/mamba-2.8B.yml mamba/mamba-370M.yml mamba/mamba-790M.yml neox_arguments.md prof.yml pythia/1-4B.yml
 pythia/2-8B.yml pythia/6-9B.yml rwkv/170M.yml slurm_125M.yml slurm_local.json sparse.yml
 1-3B.yml 125M.yml 13B.yml 175B.yml 19M.yml 2-7B.yml 20B.yml 350M.yml 49M.yml 6-7B.yml 760M.yml README.md
