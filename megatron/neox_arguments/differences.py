@@ -205,11 +205,9 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
     Difference(
         "gmlp and amlp layers",
-        "at model_parallel_size above 1 each rank normalises its part, and ranks train matrices of their own",
-        "the same model at every model_parallel_size",
-        lambda args: (
-            args.parallel.model_parallel_size > 1 and bool({"gmlp", "amlp"} & set(args.model.attention_config))
-        ),
+        "run only where the micro-batch has as many rows as tokens; each tensor-parallel rank normalises its part",
+        "run, and are the same model at every model_parallel_size",
+        lambda args: bool({"gmlp", "amlp"} & set(args.model.attention_config)),
     ),
     Difference(
         "attention softmax",
