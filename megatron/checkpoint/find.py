@@ -31,7 +31,7 @@ class Checkpoint:
     Attributes:
         path: its folder, `<save>/global_step<N>`.
         manifest: what it holds; GPT-NeoX writes none, so there only the step is known.
-        by_neox: whether GPT-NeoX wrote it: then it gives weights only.
+        by_neox: whether GPT-NeoX wrote it (neox_run.py reads how far its run has come).
         skipped: newer folders next to it that it was taken in place of, as the latest: name → what is wrong.
     """
 

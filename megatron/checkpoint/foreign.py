@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.plain import StandIn
 from megatron.errors import UserError
 from megatron.files import refuse_lfs_pointer
 
@@ -27,26 +28,6 @@ _TENSOR_MAKERS = {
     ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
 }
 _TYPES = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
-
-
-class StandIn:
-    """In the place of a value of a type that is not read. Takes whatever a pickle does to it."""
-
-    def __new__(cls, *_: object, **__: object) -> StandIn:
-        return super().__new__(cls)
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-    def __setstate__(self, _: object) -> None: ...
-    def __setitem__(self, _: object, __: object) -> None: ...
-    def __call__(self, *_: object, **__: object) -> StandIn:
-        return self
-
-    def append(self, _: object) -> None: ...
-    def extend(self, _: object) -> None: ...
-    def add(self, _: object) -> None: ...
-
-    def __repr__(self) -> str:
-        return "a value that is not read"
 
 
 class _Unpickler(pickle.Unpickler):

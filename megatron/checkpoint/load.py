@@ -17,7 +17,7 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.agreement import gather_over_stages, together
 from megatron.checkpoint.damage import find_damage
 from megatron.checkpoint.find import Checkpoint, advise_others
-from megatron.checkpoint.neox_folder import WEIGHTS_ONLY
+from megatron.checkpoint.neox_folder import FRESH_MOMENTS
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.neox_reader import reader_of
 from megatron.checkpoint.reader import WEIGHT, CheckpointReader
@@ -36,6 +36,7 @@ class LoadingEngine(Protocol):
     """What loading needs of the engine (`training.engine.Engine`)."""
 
     def params(self) -> Mapping[str, Parameter]: ...
+    def moments(self) -> set[str]: ...
     def write(self, name: str, values: dict[str, Tensor]) -> None: ...
     def write_weight(self, name: str, weight: Tensor) -> None: ...
     def finish_writing(self) -> None: ...
@@ -58,7 +59,7 @@ def load_checkpoint(
 
     Args:
         heads: `Heads.of(args.model)` of this run.
-        model: the config group; needed for a checkpoint of GPT-NeoX only.
+        model: the config group; needed for a checkpoint of GPT-NeoX only, which has no random states for this run.
         load_optim: also optimizer state, update count and loss scale (False for finetune and `no_load_optim`).
         load_rng: also random states (False for finetune and `no_load_rng`).
         checksums: compare the files with their checksums first (`find_damage`).
@@ -71,8 +72,6 @@ def load_checkpoint(
     wanted = gather_over_stages({name: _spec(p).shape for name, p in params.items()}, state)
     with together(f"loading {checkpoint.path}", state):
         shapes = {name: shape for stage in wanted for name, shape in stage.items()}
-        if load_optim and checkpoint.by_neox:
-            raise UserError(f"{checkpoint.path} was written by GPT-NeoX. {WEIGHTS_ONLY}")
         checkpoint.check_files()  # rank 0 opened it: another node may not see them all
         reader = (
             reader_of(checkpoint, model, shapes[TIED_NAME][0], checksums=False)
@@ -83,6 +82,8 @@ def load_checkpoint(
         _check_heads(reader, heads)
         if load_optim:
             _check_optimizer(reader, list(params))
+            if checkpoint.by_neox:
+                _check_moments(reader, next(iter(params)), engine.moments())
         saved = reader.state()
     for name in sorted(params, key=layout.parameter_order):
         spec = _spec(params[name])
@@ -146,6 +147,15 @@ def _check_optimizer(reader: CheckpointReader, names: list[str]) -> None:
     for name in names:
         if WEIGHT not in reader.optimizer_keys(name):
             raise UserError(f"{reader.folder}: the optimizer state of {name} lacks its master weight")
+
+
+def _check_moments(reader: CheckpointReader, name: str, wanted: set[str]) -> None:
+    """GPT-NeoX's files do not say which optimizer wrote them, only what it kept."""
+    if (stored := set(reader.optimizer_keys(name)) - {WEIGHT}) != wanted:
+        raise UserError(
+            f"{reader.folder} has the optimizer state {sorted(stored)}, the optimizer of this config (optimizer.type) "
+            f"keeps {sorted(wanted)}. Set the type it was trained with. {FRESH_MOMENTS}"
+        )
 
 
 def _restore_rng(reader: CheckpointReader, by_neox: bool, state: ParallelState) -> None:

@@ -6,6 +6,8 @@
 | pipe_parallel_size 0 | `mp_rank_TT_model_states.pt`, entry `module` | `sequential.2.attention.dense.weight` |
 | converters from Hugging Face | the same, entry `module` twice | `2.attention.dense.weight` |
 
+Optimizer state, where it is stored: neox_optimizer.py.
+
 They have no manifest. A checkpoint of Deepy that lost its manifest is recognised by files that only Deepy writes.
 """
 
@@ -13,7 +15,8 @@ from __future__ import annotations
 
 import re
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.checkpoint import layout
@@ -22,11 +25,12 @@ from megatron.errors import UserError
 _LAYER = re.compile(r"^layer_(\d+)-model_(\d+)-model_states\.pt$")
 _WHOLE = re.compile(r"^mp_rank_(\d+)_model_states\.pt$")
 _ZERO3 = re.compile(r"^zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt$")
+_OPTIMIZER = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _OURS = ("optim_layer_*.pt", "rng_rank_*.pt", f"{layout.CONFIGS}/{layout.RESOLVED}")
 
-WEIGHTS_ONLY = (
-    "Only GPT-NeoX's weights are read, not its optimizer state, random states and order of samples, so its run cannot "
-    "be resumed; set finetune: true to start at step 0 with these weights"
+FRESH_MOMENTS = (
+    "To go on without it, set no_load_optim: true (new moments, the steps count on) or finetune: true (a new run on "
+    "these weights, from step 0)"
 )
 
 
@@ -52,30 +56,36 @@ def _has_our_counters(state: Path) -> bool:
 
 @dataclass(frozen=True)
 class NeoXFiles:
-    """The weight files of a folder.
+    """The files of a folder.
 
     Attributes:
         folder: where they are.
         layers: (layer, tensor-parallel rank) of each layer file; empty when whole models are in `mp_rank` files.
         tp_size: for how many tensor-parallel ranks the weights are cut.
+        model_ranks: number of `mp_rank` files, one per pipeline stage and tensor-parallel rank.
+        optimizer: name of each file of a partitioned optimizer, by (data-parallel rank, model rank).
     """
 
     folder: Path
     layers: frozenset[tuple[int, int]]
     tp_size: int
+    model_ranks: int = 1
+    optimizer: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path) -> NeoXFiles:
         """Look into a folder. Raises `UserError` when its weights are in a form that is not read."""
-        names = [entry.name for entry in folder.iterdir()]
+        names = sorted(entry.name for entry in folder.iterdir())
         if any(map(_ZERO3.match, names)):
             raise UserError(
                 f"{folder} was written by ZeRO stage 3, which scatters the weights over its optimizer files; gather "
                 "them first with the zero_to_fp32.py next to it"
             )
         layers = frozenset((int(m[1]), int(m[2])) for m in map(_LAYER.match, names) if m)
-        ranks = {rank for _, rank in layers} or {int(m[1]) for m in map(_WHOLE.match, names) if m}
-        return cls(folder, layers, max(ranks) + 1)
+        whole = {int(m[1]) for m in map(_WHOLE.match, names) if m}
+        ranks = {rank for _, rank in layers} or whole
+        optimizer = {(int(m[1]), int(m[2])): m[0] for m in map(_OPTIMIZER.match, names) if m}
+        return cls(folder, layers, max(ranks) + 1, max(whole, default=0) + 1, optimizer)
 
     def name(self, layer: int, tp_rank: int) -> str:
         """The file that holds this rank's part of a layer."""
@@ -89,6 +99,31 @@ class NeoXFiles:
                 f"{self.folder} is not complete: missing {_some(missing)} (num_layers needs layers up to "
                 f"{max(layers)}, and the folder was written for {max(tp_size, self.tp_size)} tensor-parallel ranks)"
             )
+
+    def check_optimizer(self, dp_size: int | None) -> int:
+        """Every file of a partitioned optimizer exists, and no other. Returns for how many data-parallel ranks it is
+        partitioned; 0: it is not. Raises `UserError`.
+
+        `dp_size`: of the run that wrote the folder; None: not known.
+        """
+        if not self.optimizer:
+            return 0
+        found = max(rank for rank, _ in self.optimizer) + 1
+        prefix = "bf16_" if any(name.startswith("bf16_") for name in self.optimizer.values()) else ""
+        wanted = {
+            (d, m): f"{prefix}zero_pp_rank_{d}_mp_rank_{m:02d}_optim_states.pt"
+            for d in range(dp_size or found)
+            for m in range(self.model_ranks)
+        }
+        missing = sorted(set(wanted.values()) - set(self.optimizer.values()))
+        more = sorted(set(self.optimizer.values()) - set(wanted.values()))
+        if missing or more:
+            problem = f"missing {_some(missing)}" if missing else f"{_some(more)} cannot belong to it"
+            raise UserError(
+                f"{self.folder}: the optimizer state is not complete: {problem} (it was written by {dp_size or found} "
+                f"data-parallel ranks with {self.model_ranks} model ranks each). Copy the folder again. {FRESH_MOMENTS}"
+            )
+        return dp_size or found
 
 
 def _some(names: list[str]) -> str:

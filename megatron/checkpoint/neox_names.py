@@ -25,6 +25,7 @@ _RENAMED = (
 )
 # What Transformer Engine keeps for itself, and tables that are computed.
 _NO_PARAMETER = re.compile(r"(^|\.)_extra_state|(^|\.)inv_freq$|^attention\.rotary_emb\.|^attention\.(masked_)?bias$")
+GPT_NEOX_EXPERTS = ("mlp.experts.mlp.", "mlp.router.layer.")
 TRANSFORMER_ENGINE_MLP = "mlp.fc1_weight"
 # Biases of row-parallel projections.
 ROW_BIASES = ("attention.dense.bias", "mlp.linear2.bias")
@@ -66,7 +67,7 @@ def sources(stored: Collection[str], wanted: Collection[str]) -> tuple[dict[str,
     found: dict[str, tuple[str, ...]] = {}
     left_over = []
     for name in stored:
-        if _NO_PARAMETER.search(name) or _is_unused(name, wanted):
+        if not is_parameter(name) or _is_unused(name, wanted):
             continue
         ours = _today(name, wanted)
         if gate := re.match(r"^mlp\.w1\.(\w+)$", name):
@@ -83,6 +84,17 @@ def sources(stored: Collection[str], wanted: Collection[str]) -> tuple[dict[str,
         else:
             left_over.append(name)
     return found, left_over
+
+
+def is_parameter(name: str) -> bool:
+    """Whether a stored name of a layer is one of a parameter."""
+    return _NO_PARAMETER.search(name) is None
+
+
+def decays(name: str) -> bool:
+    """Whether GPT-NeoX's optimizer has a stored parameter in the group with weight decay."""
+    *modules, last = name.split(".")
+    return last not in ("bias", "A_log", "D") and not (modules and modules[-1].endswith("norm"))
 
 
 def _today(name: str, wanted: Collection[str]) -> str:

@@ -1,11 +1,12 @@
 """Read GPT-NeoX's checkpoints like ours: full weights by canonical name, one parameter at a time.
 
 Their files do not list the parameters or how they are divided, so both come from the model's configuration, and every
-name and shape in the files is compared with it. Only weights are read. How the shards of the ranks are joined:
+name and shape in the files is compared with it. Optimizer state is joined like the weights (neox_optimizer.py finds it
+by parameter). How the shards of the ranks are joined:
 
 * biases of row-parallel projections (attention.dense, mlp.linear2): in the parallel form (gpt_j_residual) every rank
   adds its copy before the sum over ranks, so the effective bias is the sum of the copies; in the sequential form it is
-  added once, and all copies are equal;
+  added once, and all copies are equal. Each copy gets the gradient of the effective bias, whose moments it has;
 * norms and other replicated parameters: those of rank 0;
 * vocabulary: one rank after the other, without the padding after the tokenizer's last token;
 * the rest like our own files (neox_layout.py).
@@ -14,8 +15,9 @@ name and shape in the files is compared with it. Only weights are read. How the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,16 @@ from megatron.checkpoint.manifest import ParameterEntry
 from megatron.checkpoint.neox_folder import NeoXFiles
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.neox_names import (
+    GPT_NEOX_EXPERTS,
     POSITIONS_OF_BLOCKS,
     ROW_BIASES,
     SHARED_POSITIONS,
     TRANSFORMER_ENGINE_MLP,
+    is_parameter,
     sources,
 )
-from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.neox_optimizer import NeoXOptimizer, Place
+from megatron.checkpoint.reader import WEIGHT, CheckpointReader
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.model.gpt import build_layer, gpt_layers
@@ -47,7 +52,8 @@ from megatron.neox_arguments.schema_model import ModelConfig
 
 logger = get_logger(__name__)
 
-_VOCABULARY = ("word_embeddings.weight", "final_linear.weight")
+_EMBEDDING = "word_embeddings.weight"
+_VOCABULARY = (_EMBEDDING, "final_linear.weight")
 _MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads")
 
 
@@ -64,7 +70,7 @@ def reader_of(
 
 
 class NeoXReader(CheckpointReader):
-    """The weights of a checkpoint of GPT-NeoX, as those of the model that `model` describes.
+    """The weights of a checkpoint of GPT-NeoX as those of the model that `model` describes, and their optimizer state.
 
     Raises `UserError` when files are missing or do not fit the model.
     """
@@ -109,9 +115,21 @@ class NeoXReader(CheckpointReader):
             parameters=parameters,
         )
 
+    @cached_property
+    def _optimizer(self) -> NeoXOptimizer:
+        return NeoXOptimizer(self._layout, self._stored_shapes)
+
+    def optimizer_keys(self, name: str) -> list[str]:
+        for rank in range(1, self.tp_size):
+            self._moments(name, rank)  # all of them are needed: what is damaged is found before anything is loaded
+        return super().optimizer_keys(name)
+
     def state(self) -> dict[str, Any]:
-        """Empty: only the weights are read."""
-        return {"scalars": {}, "client": {}}
+        client = {"step": self.manifest.step, "consumed": self.manifest.consumed, "callbacks": {}}
+        if not self.manifest.optimizer:
+            return {"scalars": {}, "client": client}
+        skipped = self._entries(layout.state_file(0)).get("skipped_steps")
+        return {"scalars": {**self._optimizer.scalars(), "skipped_steps": _int(skipped, 0)}, "client": client}
 
     def load_file(self, name: str) -> dict[str, Any]:
         return load_foreign(self.folder / name)
@@ -121,6 +139,11 @@ class NeoXReader(CheckpointReader):
         stored = self._layer(number, 0)
         where = self._layout.name(number, 0)
         found, left_over = sources(stored, wanted)
+        if experts := [name for name in left_over if name.startswith(GPT_NEOX_EXPERTS)]:
+            raise UserError(
+                f"{self.folder}: layer {number} is a mixture of experts of GPT-NeoX ({_some(experts)}): each of its "
+                "files has the rows of a rank's experts as one matrix and its routing is another, so these are not read"
+            )
         problems = [f"{where} lacks {number}.{name}" for name in wanted if name not in found]
         problems += [f"{where} holds {number}.{name}, which this model does not have" for name in left_over]
         if problems:
@@ -196,7 +219,7 @@ class NeoXReader(CheckpointReader):
 
     def _parameters_of(self, number: int) -> list[str]:
         """Names in a layer that this model does not have, apart from a copy of the embedding."""
-        return [name for name in self._layer(number, 0) if name != "word_embeddings.weight"]
+        return [name for name in self._layer(number, 0) if name != _EMBEDDING]
 
     def _layer(self, number: int, tp_rank: int) -> dict[str, Any]:
         """{name: tensor} of one layer on one rank; the table of relative positions is the embedding's."""
@@ -248,9 +271,37 @@ class NeoXReader(CheckpointReader):
             return torch.stack([self._part(name, rank).float() for rank in range(self.tp_size)]).sum(0)
         return self._part(name, tp_rank)
 
-    def local_weight(self, name: str, spec: ParamSpec, tp_rank: int, tp_size: int) -> Tensor:
+    def _moments(self, name: str, tp_rank: int) -> dict[str, Tensor]:
+        found = self._stored_moments(name, tp_rank)
+        if WEIGHT not in found:  # the weights are the masters
+            found[WEIGHT] = self._weights(name, tp_rank).float()
+        elif self._sum_biases and name.endswith(ROW_BIASES):
+            copies = [self._stored_moments(name, rank)[WEIGHT] for rank in range(self.tp_size)]
+            found[WEIGHT] = torch.stack(copies).sum(0)
+        return found
+
+    def _stored_moments(self, name: str, tp_rank: int) -> dict[str, Tensor]:
+        number, _ = layout.split_name(name)
+        found = [self._optimizer.read((number, key), tp_rank) for key in self._sources[name]]
+        return {key: torch.cat([one[key] for one in found]) for key in found[0]}
+
+    def _stored_shapes(self, tp_rank: int) -> dict[Place, tuple[int, ...]]:
+        """Of all parameters in the files of one rank, in the order in which their model has them."""
+        first = self._stored(0, tp_rank)
+        if not self._layout.layers:
+            numbers = set(self._numbered[layout.state_file(tp_rank)])
+        else:
+            numbers = {number for number, _ in self._layout.layers}
+        found = {(0, key): tuple(value.shape) for key, value in first.items()}
+        for number in sorted(numbers - {0}):
+            for key, value in self._stored(number, tp_rank).items():
+                if isinstance(value, Tensor) and is_parameter(key) and key != _EMBEDDING:
+                    found[number, key] = tuple(value.shape)
+        return found
+
+    def _local(self, name: str, spec: ParamSpec, tp_rank: int, tp_size: int, part: Callable[[int], Tensor]) -> Tensor:
         # Cut from the whole, which drops the rows of padding: GPT-NeoX's are not zero.
-        return shard(self.weight(name), spec, tp_rank, tp_size).clone()
+        return shard(self._full(name, part), spec, tp_rank, tp_size).clone()
 
 
 def model_specs(model: ModelConfig, vocab_size: int) -> dict[str, ParamSpec]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.checkpoint.find import NONE_DAMAGED, Checkpoint, Damaged, find_checkpoint, list_checkpoints
 from megatron.checkpoint.init_from import InitFrom
-from megatron.checkpoint.neox_folder import WEIGHTS_ONLY
+from megatron.checkpoint.neox_run import with_counters
 from megatron.errors import UserError
 from megatron.neox_arguments.schema_train import CheckpointConfig
 
@@ -98,11 +98,11 @@ def _decide(options: CheckpointConfig, to_write: bool, damaged: Damaged) -> Star
             if same and iteration is not None and newest.manifest.config.get("iteration") != iteration:
                 return _start_from(saved.choose(iteration, "load"), options)
             return _resume(newest, options, init)
-        if saved.holds_neox:  # a new run among them would look like GPT-NeoX's run, continued
-            raise UserError(
-                f"save: {save} holds checkpoints of GPT-NeoX. {WEIGHTS_ONLY}: name this folder in `load`, and another "
-                "one in `save`"
-            )
+        if saved.holds_neox and (problem := _unlike_their_run(options, same)):
+            # A new run among them would look like GPT-NeoX's run, continued.
+            raise UserError(f"save: {save} holds checkpoints of GPT-NeoX, and {problem}; name another folder in `save`")
+        if saved.holds_neox:
+            return _start_from(find_checkpoint(save, damaged=damaged), options)
         if saved.incomplete and not options.restart_if_damaged:
             raise UserError(
                 f"save: {save} holds {saved.describe()}. A new run would begin at step 0 and replace what is left of "
@@ -119,19 +119,26 @@ def _decide(options: CheckpointConfig, to_write: bool, damaged: Damaged) -> Star
     return _start_from(find_checkpoint(load, iteration, damaged=damaged), options)
 
 
+def _unlike_their_run(options: CheckpointConfig, same: bool) -> str | None:
+    """Why this start does not continue the run whose checkpoints are in `save`; None when it does."""
+    if options.finetune or options.init_from or not same or options.load is None:
+        return "this start does not continue their run (which `load` of the same folder does)"
+    if options.iteration is not None:
+        return f"iteration: {options.iteration} would write over those that came later"
+    return None
+
+
 def _start_from(checkpoint: Checkpoint, options: CheckpointConfig) -> Start:
     """The first start, from a checkpoint of `load`."""
     path, step = checkpoint.path, checkpoint.manifest.step
-    if checkpoint.by_neox:
-        if not options.finetune:
-            raise UserError(
-                f"load: {path} was written by GPT-NeoX. {WEIGHTS_ONLY}, or replace load by init_from: {{path: {path}, "
-                "optimizer: reset, data: restart, step: continue} to count the steps from the checkpoint's"
-            )
-        message = f"starting at step 0 with the weights of {path}, written by GPT-NeoX (finetune); the optimizer is new"
-        return Start("finetune", checkpoint, 0, message)
     if options.finetune:
-        return Start("finetune", checkpoint, 0, f"starting at step 0 with the weights of {path} (finetune)")
+        by = ", written by GPT-NeoX" if checkpoint.by_neox else ""
+        return Start("finetune", checkpoint, 0, f"starting at step 0 with the weights of {path}{by} (finetune)")
+    if checkpoint.by_neox:
+        checkpoint = with_counters(checkpoint)
+        step, consumed = checkpoint.manifest.step, checkpoint.manifest.consumed
+        message = f"continuing GPT-NeoX's run from {path} at step {step}, after {consumed:,} samples"
+        return Start("load", checkpoint, step, message)
     asked = "latest" if options.iteration is None else "iteration"
     return Start("load", checkpoint, step, f"loading {path} (by {asked}): the run continues at step {step}")
 
@@ -141,11 +148,14 @@ def _start_from_other_run(save: str | None, init: InitFrom, damaged: Damaged) ->
     path = checkpoint.path
     if save is not None and os.path.realpath(save) in (os.path.realpath(path), os.path.realpath(path.parent)):
         raise UserError(f"init_from: {init.path} is in `save`; choose another `save` for the new run")
-    if checkpoint.by_neox and (init.optimizer, init.data) != ("reset", "restart"):
+    if checkpoint.by_neox and init.data != "restart":
         raise UserError(
-            f"init_from: {path} was written by GPT-NeoX, whose optimizer state and order of samples are not read; set "
-            "init_from.optimizer=reset and init_from.data=restart"
+            f"init_from: {path} was written by GPT-NeoX, which does not record its order of samples; set "
+            "init_from.data=restart and, for new moments, init_from.optimizer=reset (`load` instead of init_from "
+            "continues its run, with its data)"
         )
+    if checkpoint.by_neox and init.optimizer == "keep":
+        checkpoint = with_counters(checkpoint)
     message = f"starting from {path} (init_from): {init.describe(checkpoint.manifest)}"
     return Start("init", checkpoint, init.first_step(checkpoint.manifest), message, init)
 

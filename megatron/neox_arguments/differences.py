@@ -41,6 +41,22 @@ DIFFERENCES: tuple[Difference, ...] = (
         lambda args: args.optimizer.gradient_clipping == 1.0,
     ),
     Difference(
+        "gpt_j_residual with biases and tensor parallel",
+        "every rank adds and updates a copy of the row-parallel biases, which move that many times as fast",
+        "one bias, the same at every layout (a checkpoint's copies are summed)",
+        lambda args: bool(args.model.gpt_j_residual) and _tensor(args),
+    ),
+    Difference(
+        "gradient_clipping in fp32 with pipeline stages and ZeRO 0",
+        "each stage clips by the norm of its own gradients",
+        "all clip by the norm of the whole model's",
+        lambda args: (
+            args.parallel.pipe_parallel_size > 1
+            and args.optimizer.precision == "fp32"
+            and bool(args.optimizer.gradient_clipping)
+        ),
+    ),
+    Difference(
         "intermediate_size with gated activations",
         "a third of it, rounded by mlp_multiple_of, is the width built",
         "it is the width built, unless the checkpoint or the ratio to hidden_size (about 8) shows GPT-NeoX's reading; "

@@ -82,6 +82,12 @@ class StateByName:
             found[key] = gather_experts(value, spec_of(p), self.state, needed)
         return found if needed else {}
 
+    def moments(self) -> set[str]:
+        """Names of what the optimizer keeps for each element of a parameter, as `read` and `write` have them."""
+        if not self._optimizer_state.keys():
+            self._optimizer_state.materialize()
+        return set(self._optimizer_state.keys())
+
     def write(self, name: str, values: dict[str, Tensor]) -> None:
         """Set what `read` gave. Call on every data rank with the same values, then `finish_writing` once."""
         if set(values) - {"weight"} and not self._optimizer_state.keys():

@@ -96,6 +96,15 @@ def test_mamba_of_several_tensor_parallel_ranks_is_no_other_layouts_model(tmp_pa
         NeoXReader(open_checkpoint(folder), model, VOCAB)
 
 
+def test_experts_of_theirs_are_refused_by_name(tmp_path):
+    model, _, tensors = model_of(PARALLEL)
+    folder = write_neox(tmp_path / "global_step9", tensors, PARALLEL)
+    path = folder / "layer_02-model_00-model_states.pt"
+    torch.save({**torch.load(path), "mlp.experts.mlp.w1": torch.zeros(4, 32)}, path)
+    with pytest.raises(UserError, match=r"layer 2 is a mixture of experts of GPT-NeoX \(mlp.experts.mlp.w1\)"):
+        NeoXReader(open_checkpoint(folder), model, VOCAB)
+
+
 @pytest.mark.parametrize("form", ["pipe", "nested"])
 def test_norms_behind_the_branches_and_on_all_queries_together(tmp_path, form):
     norms = {"use_qk_layernorm": True, "use_separate_qk_norms": True}
@@ -247,20 +256,28 @@ def test_a_folder_of_any_name_is_found_by_itself(base):
 def test_training_starts_from_their_weights_alone(base, tmp_path):
     start = decide(tmp_path / "save", base, finetune=True)
     assert (start.kind, start.step, start.checkpoint.path) == ("finetune", 0, base / "global_step9")
-    assert "written by GPT-NeoX" in start.message and "optimizer is new" in start.message
-    with pytest.raises(UserError, match=r"load: .*global_step9 .*finetune: true.*init_from: .*optimizer: reset"):
+    assert "written by GPT-NeoX" in start.message and not start.load_optim
+    with pytest.raises(UserError, match=r"mp_rank_00_model_states.pt does not say how far .*finetune: true"):
         decide(tmp_path / "save", base)
-    with pytest.raises(UserError, match="init_from.optimizer=reset and init_from.data=restart"):
+    with pytest.raises(UserError, match="init_from.data=restart and, .* init_from.optimizer=reset"):
         decide(None, None, init_from={"path": str(base)})
     start = decide(None, None, init_from={"path": str(base), "optimizer": "reset", "data": "restart"})
     assert (start.kind, start.step, start.load_optim, start.load_data) == ("init", 9, False, False)
 
 
-@pytest.mark.parametrize("load", [None, "same", "other"])
-def test_no_run_begins_among_them(base, load, tmp_path):
+@pytest.mark.parametrize(
+    ("load", "more", "why"),
+    [
+        (None, {}, "does not continue their run"),
+        ("other", {}, "does not continue their run"),
+        ("same", {"finetune": True}, "does not continue their run"),
+        ("same", {"iteration": 9}, "iteration: 9 would write over"),
+    ],
+)
+def test_no_other_run_begins_among_them(base, load, more, why, tmp_path):
     where = {None: None, "same": base, "other": tmp_path / "other"}[load]
-    with pytest.raises(UserError, match=rf"save: {re.escape(str(base))} .*GPT-NeoX.*finetune: true.*`load`.*`save`"):
-        decide(base, where)
+    with pytest.raises(UserError, match=rf"save: {re.escape(str(base))} .*GPT-NeoX, and .*{why}.*`save`"):
+        decide(base, where, **more)
 
 
 def test_a_damaged_checkpoint_of_ours_is_not_one_of_theirs(tmp_path):

@@ -1,4 +1,4 @@
-"""Runs that begin with the weights of a checkpoint of GPT-NeoX, at any layout, whole."""
+"""Runs that begin with a checkpoint of GPT-NeoX, at any layout: with its weights alone, or as its run goes on."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.checkpoint import neox_engine
 from tests.checkpoint.neox_files import write_neox
 from tests.convert import helpers
+from tests.distributed import run_distributed
 from tests.training.runs import KEYS, Report, corpus, run
 from tests.training.tiny import NEOX, Layout
 
@@ -64,7 +67,45 @@ def test_steps_are_counted_on_from_init_from_and_the_run_continues(made, tmp_pat
     assert not on.error and on.steps == [12]
 
 
-def test_a_run_of_theirs_is_not_resumed(made, tmp_path):
-    assert "finetune: true" in start(made, "theirs", finetune=False).error
-    error = start(made, "theirs", save=made["theirs"]).error
-    assert "holds checkpoints of GPT-NeoX" in error and "another one in `save`" in error
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint that DeepSpeed wrote after 3 steps of 8 samples, from two data ranks under ZeRO 1."""
+    folder = tmp_path_factory.mktemp("stopped") / "global_step3"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(helpers, "VOCAB", TOKENS)
+        theirs = helpers.hugging_face(helpers.resolved(**{**keys(), "train_micro_batch_size_per_gpu": 8}), "neox")[1]
+    write_neox(folder.parent / "weights", theirs, keys(), form="whole")
+    module = torch.load(folder.parent / "weights/mp_rank_00_model_states.pt", weights_only=False)["module"]
+    shard = {name.removeprefix("sequential."): tensor for name, tensor in module.items()}
+    schedule = {"start_lr": 1e-3, "min_lr": 1e-4, "decay_style": "cosine", "end_iter": 20, "warmup_iter": 0.2 * 20}
+    state = {"lr_scheduler": {**schedule, "num_iters": 3}}
+    run_distributed(neox_engine.save, 2, folder, [shard], "zero 1", 3, state)
+    return str(folder)
+
+
+def go_on(made: dict[str, Any], stopped: str, layout: Layout | None = None, **more: Any) -> Report:
+    base = {**keys(), "data_path": made["data_path"], "train_iters": 6, "lr_decay_iters": 20}
+    return run({**base, "load": stopped, **more}, layout)[0]
+
+
+def test_a_run_of_theirs_goes_on_at_any_layout(made, stopped, tmp_path):
+    first = go_on(made, stopped, save=str(tmp_path / "save"), exit_interval=5)
+    assert not first.error and first.steps == [4, 5]
+    fresh = run({**keys(), "data_path": made["data_path"], "train_iters": 6, "lr_decay_iters": 20})[0]
+    assert first.lr == fresh.lr[3:5] and first.tokens == fresh.tokens[3:5]
+    for layout in (Layout(pp=2), Layout(tp=2), Layout(dp=2, zero=1)):
+        other = go_on(made, stopped, layout)
+        assert other.loss[:2] == pytest.approx(first.loss, abs=1e-5)
+    second = go_on(made, stopped, save=str(tmp_path / "save"))
+    assert second.steps == [6] and second.loss[0] == pytest.approx(other.loss[2], abs=1e-5)
+    new = go_on(made, stopped, no_load_optim=True)
+    assert new.steps == [4, 5, 6] and new.loss[0] == pytest.approx(first.loss[0], abs=1e-6)
+    assert abs(new.loss[1] - first.loss[1]) > 1e-4  # the moments were of use
+
+
+def test_another_optimizer_or_schedule_than_theirs_is_refused(made, stopped):
+    lion = {"type": "Lion", "params": {"lr": 1e-3}}
+    error = go_on(made, stopped, optimizer=lion).error
+    assert "['exp_avg', 'exp_avg_sq']" in error and "['exp_avg']" in error and "no_load_optim: true" in error
+    error = go_on(made, stopped, lr_decay_iters=40).error
+    assert "lr_decay_iters: 20 in the checkpoint, now 40" in error and "override_lr_scheduler: true" in error
