@@ -116,7 +116,10 @@ class NeoXOptimizer:
                     )
                 found.setdefault(key, []).append(vector.narrow(0, position - rank * size, length))
             position += length
-        return {key: torch.cat(pieces).view(slot.shape) for key, pieces in found.items()}
+        joined = {key: torch.cat(pieces) for key, pieces in found.items()}
+        if uneven := [key for key, value in joined.items() if value.numel() != prod(slot.shape)]:
+            raise UserError(f"{part.path}: parameter group {slot.group} has no {uneven[0]}, other parts of it have")
+        return {key: value.view(slot.shape) for key, value in joined.items()}
 
     def _of_parameter(self, part: _Part, slot: _Slot) -> dict[str, Tensor]:
         """A parameter's own tensors."""

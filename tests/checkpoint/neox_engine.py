@@ -70,6 +70,7 @@ def save(rank: int, world: int, folder: Path, shards: list[Shard], kind: str, st
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": int(kind[-1]) if kind.startswith("zero") else 0},
         "bf16": {"enabled": kind == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32"},  # else it is not BF16_Optimizer that runs
         "zero_allow_untested_optimizer": True,
     }
     with redirect_stdout(io.StringIO()):
