@@ -56,7 +56,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def save(rank: int, world: int, folder: Path, shards: list[Shard], kind: str, steps: int, state: dict[str, Any]) -> Any:
-    """Train `steps` and let DeepSpeed save. `kind`: `zero 0`, `zero 1`, `zero 2`, `bf16`; one shard per model rank.
+    """Train `steps` and let DeepSpeed save. `kind`: `zero 0`, `zero 1`, `zero 2`, `bf16 zero 1`; a shard per rank.
 
     Returns (tensor-parallel rank, {name: {moment or `weight`: value}}).
     """
@@ -68,9 +68,8 @@ def save(rank: int, world: int, folder: Path, shards: list[Shard], kind: str, st
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": BATCH // dp,
         "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": int(kind[-1]) if kind.startswith("zero") else 0},
-        "bf16": {"enabled": kind == "bf16"},
-        "data_types": {"grad_accum_dtype": "fp32"},  # else it is not BF16_Optimizer that runs
+        "zero_optimization": {"stage": int(kind[-1])},
+        "bf16": {"enabled": kind.startswith("bf16")},
         "zero_allow_untested_optimizer": True,
     }
     with redirect_stdout(io.StringIO()):

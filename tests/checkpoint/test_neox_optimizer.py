@@ -26,7 +26,7 @@ ROW_BIASES = ("attention.dense.bias", "mlp.linear2.bias")
 CASES = {
     "zero 1, dp 2": ("zero 1", 1, {}),
     "zero 2, dp 2": ("zero 2", 1, {}),
-    "bf16, dp 2": ("bf16", 1, {}),
+    "bf16, dp 2": ("bf16 zero 1", 1, {}),
     "zero 0, tp 2": ("zero 0", 2, {}),
     "zero 1, tp 2, parallel": ("zero 1", 2, {"gpt_j_residual": True}),
     "tied": ("zero 0", 1, {"no_weight_tying": False}),
@@ -119,7 +119,7 @@ def rename(content: dict[str, Any]) -> None:
         (lambda folder: (folder / part(1)).unlink(), rf"missing {part(1)} .*by 2 data-parallel.*no_load_optim"),
         (lambda folder: shutil.copy(folder / part(1), folder / part(2)), rf"{part(2)} cannot belong"),
         (cut_off, rf"{part(1)} cannot be read"),
-        (lambda folder: rewrite(folder, part(1), shorten), rf"{part(1)}: weight of parameter group 0 .*too few"),
+        (lambda folder: rewrite(folder, part(1), shorten), rf"{part(1)}: weight of parameter group \d .*too few"),
         (lambda folder: rewrite(folder, part(0), rename), r"DeepSpeed 0.3.15; .*local_sub_partitions.*no_load_optim"),
     ],
     ids=["missing", "one more", "cut off", "too short", "another form"],
