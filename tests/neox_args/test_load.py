@@ -101,8 +101,8 @@ def test_unknown_key(key: str, near: str, tmp_path: Path) -> None:
 
 
 def test_unknown_inner_key(tmp_path: Path) -> None:
-    text = "optimizer:\n  type: Adam\n  params:\n    lr: 1e-3\n    beta: [0.9, 0.95]\n"
-    with pytest.raises(UserError, match=r"a\.yml:5: .*'beta' .*optimizer\.params\b.*'betas'"):
+    text = "optimizer:\n  type: Adam\n  params:\n    lr: 1e-3\n    bettas: [0.9, 0.95]\n"
+    with pytest.raises(UserError, match=r"a\.yml:5: .*'bettas' .*optimizer\.params\b.*'betas'"):
         load_text(tmp_path, text)
 
 
@@ -239,7 +239,7 @@ def test_override_values_are_yaml(tmp_path: Path) -> None:
         ("train_iters=ten", "train_iters: .*whole number.* 'ten'"),
         ("seed.deep=1", "seed is not a mapping"),
         ("optimizer.type.name=1", "type is not a mapping"),
-        ("optimizer.params.beta=1", r"unknown key 'beta' in optimizer\.params"),
+        ("optimizer.params.bettas=1", r"unknown key 'bettas' in optimizer\.params"),
     ],
 )
 def test_wrong_overrides(override: str, message: str, tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_from_ymls_and_from_dict_are_the_command_line(tmp_path: Path) -> None:
         ({"hiden_size": 8}, r"hiden_size: unknown key 'hiden_size'.*'hidden_size'"),
         ({"hidden_size": "eight"}, r"hidden_size: .*'eight'"),
         ({"gas": 1, "gradient-accumulation-steps": 2}, r"gradient-accumulation-steps: gradient_accumulation_steps"),
-        ({"optimizer": {"params": {"beta": 1}}}, r"unknown key 'beta' in optimizer\.params"),
+        ({"optimizer": {"params": {"bettas": 1}}}, r"unknown key 'bettas' in optimizer\.params"),
     ],
 )
 def test_wrong_dictionaries(given: dict[str, Any], message: str) -> None:
