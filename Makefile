@@ -30,8 +30,7 @@ $(VENV)/bin/python:
 	fi; \
 	$$python -m venv $(VENV)
 
-$(STAMP): requirements/requirements.txt requirements/requirements-dev.txt requirements/requirements-wandb.txt \
-          requirements/requirements-tensorboard.txt requirements/requirements-fast-tokenizers.txt pyproject.toml setup.py \
+$(STAMP): $(wildcard requirements/*.txt) pyproject.toml setup.py \
           $(wildcard megatron/data/index_builders/*.cpp) | $(VENV)/bin/python
 	@if [ -z "$(TORCH_INDEX)" ] && ! command -v nvidia-smi >/dev/null && ! $(PY) -c 'import torch' 2>/dev/null; then \
 	    echo "note: no GPU found. Where pip would fetch a CUDA build of torch, TORCH_INDEX=https://download.pytorch.org/whl/cpu gets a far smaller one."; \
