@@ -14,6 +14,7 @@ import yaml
 from megatron.cluster.launch import place
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
+from megatron.plan.partners import ConfigFiles
 from megatron.plan.planner import plan
 
 pytestmark = pytest.mark.cpu
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted(path for path in ROOT.glob("configs/**/*.yml") if path.parent.name != "mixtures")
 MIXTURES = sorted(ROOT.glob("configs/mixtures/*.yml"))
-ADDED_TO_OTHERS = {"local_setup.yml", "slurm_local.yml", "text_generation.yml"}
+CONFIGS = ConfigFiles(ROOT / "configs")  # some are parts: of a network, or of a machine
 
 
 def dry_run(*given: str | Path, script: str = "train.py") -> str:
@@ -161,9 +162,7 @@ def test_evaluation_and_generation_need_a_checkpoint_and_no_data(run_config: Pat
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT / "configs")))
 def test_every_shipped_config_dry_runs(path: Path, tokens: Callable[..., str], tmp_path: Path) -> None:
-    given: list[Path | str] = [path]
-    if path.name in ADDED_TO_OTHERS:
-        given = [ROOT / "configs/pythia/14M.yml", path]
+    given: list[Path | str] = [*CONFIGS.whole(path)[0]]
     script = "generate.py" if path.name == "text_generation.yml" else "train.py"
     given += ["tokenizer_type=CharLevelTokenizer", "vocab_file=", "eval_iters=1", f"data_path={tokens(1000, 100)}"]
     given += ["split=1,1,1", f"save={tmp_path}", f"load={tmp_path}"]
