@@ -24,13 +24,13 @@ from megatron.model.recompute import Recompute
 from megatron.model.sequential import run_stage
 from megatron.mpu.state import ParallelState
 
-Forward = Callable[[tuple[Tensor, Tensor], KVCache | None, Then | None], Any]
-"""`forward((tokens or hidden, positions), cache, then)`: a stage's layers -> a `Carry`, or on the last stage what
-`then` makes of the `LMOutput` inside the head's forward (the `LMOutput` itself without)."""
+Forward = Callable[[Carry, KVCache | None, Then | None], Any]
+"""`forward(carry, cache, then)`: a stage's layers -> a `Carry`, or on the last stage what `then` makes of the
+`LMOutput` inside the head's forward (the `LMOutput` itself without)."""
 
 
 class Stage:
-    """Runs this rank's layers and passes hidden states to the next stage.
+    """Runs this rank's layers and passes hidden states to the next stage. Its weights stay as they are.
 
     Args:
         layers: this stage's modules in order; the first stage starts with the embedding, the last ends with the head.
@@ -63,9 +63,13 @@ class Stage:
         self._forward = forward or self._run_layers
         # Sequence parallelism splits the tokens over the tensor-parallel ranks: there must be a multiple of so many.
         self._split = state.tp_size if state.sequence_parallel else 1
+        # What the embedding hands to all layers: made of weights alone, so it moves from stage to stage just once.
+        self._has_shared = any("shared" in getattr(layer, "carried", ()) for layer in layers)
+        self._shared: Tensor | None = None  # as received
+        self._sent_shared = False
 
-    def _run_layers(self, inputs: tuple[Tensor, Tensor], cache: KVCache | None, then: Then | None) -> Any:
-        return run_stage(self.layers, Carry(*inputs), Recompute(), cache, then)  # a row is one document
+    def _run_layers(self, carry: Carry, cache: KVCache | None, then: Then | None) -> Any:
+        return run_stage(self.layers, carry, Recompute(), cache, then)  # a row is one document
 
     def new_cache(self, capacity: int, start: Tensor | None) -> KVCache:
         """A cache for this stage's layers. `start`: first real column of each left-padded row."""
@@ -89,10 +93,10 @@ class Stage:
     def _pass(self, tokens: Tensor, positions: Tensor, cache: KVCache | None, then: Then | None) -> Any | None:
         tokens, positions = self._with_more_rows(tokens), self._with_more_rows(positions)
         first = tokens if self.state.is_first_stage else self._receive(tokens.numel() // self._split)
-        out = self._forward((first, positions), cache, then)
+        out = self._forward(Carry(first, positions, shared=self._shared), cache, then)
         if self.state.is_last_stage:
             return out
-        self._send(out.hidden)
+        self._send(out)
         return None
 
     def _with_more_rows(self, rows: Tensor) -> Tensor:
@@ -145,11 +149,24 @@ class Stage:
 
     def _receive(self, tokens: int) -> Tensor:
         hidden = torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.state.device)
-        dist.recv(hidden, src=self._rank(pipe=self.state.pp_rank - 1))
+        previous = self._rank(pipe=self.state.pp_rank - 1)
+        dist.recv(hidden, src=previous)
+        if self._has_shared and self._shared is None:
+            form: list[Any] = [None, None]
+            dist.recv_object_list(form, src=previous, device=self.state.device)
+            shape, dtype = form
+            self._shared = torch.empty(shape, dtype=dtype, device=self.state.device)
+            dist.recv(self._shared, src=previous)
         return hidden
 
-    def _send(self, hidden: Tensor) -> None:
-        dist.send(hidden.contiguous(), dst=self._rank(pipe=self.state.pp_rank + 1))
+    def _send(self, out: Carry) -> None:
+        following = self._rank(pipe=self.state.pp_rank + 1)
+        dist.send(out.hidden.contiguous(), dst=following)
+        if out.shared is not None and not self._sent_shared:
+            form = [tuple(out.shared.shape), out.shared.dtype]
+            dist.send_object_list(form, dst=following, device=self.state.device)
+            dist.send(out.shared.contiguous(), dst=following)
+            self._sent_shared = True
 
 
 def batches(stage: Stage, lengths: Sequence[int], size: int, what: str = "") -> Iterable[list[int]]:

@@ -124,7 +124,11 @@ class SelfAttention(Mixer):
         if cache is not None:
             k, v = cache.append(k, v)
             start, documents = cache.start, None  # a row of generation is one document
-        bias = None if self.score_bias is None or shared is None else self.score_bias(shared, q.shape[1], k.shape[1])
+        bias = None
+        if self.score_bias is not None:
+            if shared is None:
+                raise RuntimeError("attention adds a bias of positions to its scores, but was given no `Carry.shared`")
+            bias = self.score_bias(shared, q.shape[1], k.shape[1])
         dropout = self.dropout if self.training else 0.0
         with sharded_rng(dropout, self.state):
             call = Call(self.scale, True, self.window, documents, start, self.slopes, dropout, self.softcap, bias)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron.data.batch import StepBatch
+from megatron.layers.carry import Carry
 from megatron.layers.kv_cache import KVCache
 from megatron.model.head import Then
 from megatron.mpu.state import ParallelState
@@ -64,9 +65,8 @@ class Engine(Protocol):
         """This rank's layers in order."""
         ...
 
-    def run_stage(self, inputs: tuple[Tensor, Tensor], cache: KVCache | None, then: Then | None) -> Any:
-        """This rank's layers on (tokens or hidden, positions [b, s]): a `Carry`, or on the last stage what `then` makes
-        of the `LMOutput`."""
+    def run_stage(self, carry: Carry, cache: KVCache | None, then: Then | None) -> Any:
+        """This rank's layers: a `Carry`, or on the last stage what `then` makes of the `LMOutput`."""
         ...
 
     def params(self) -> dict[str, Parameter]: ...

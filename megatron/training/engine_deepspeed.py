@@ -196,11 +196,11 @@ class DeepSpeedEngine(StateByName):
         """See `Engine`."""
         return self.module.forward_funcs if self.pipelined else list(self.module.sequential)
 
-    def run_stage(self, inputs: tuple[Tensor, Tensor], cache: KVCache | None, then: Then | None) -> Any:
+    def run_stage(self, carry: Carry, cache: KVCache | None, then: Then | None) -> Any:
         """See `Engine`."""
         if not self.pipelined:
-            return self.deepspeed(inputs, cache=cache, then=then)
-        return run_stage(self.stage_layers(), Carry(*inputs), self.module.recompute, cache, then)
+            return self.deepspeed(carry.to_tensors(), cache=cache, then=then)
+        return run_stage(self.stage_layers(), carry, self.module.recompute, cache, then)
 
     # -- what a step counts -------------------------------------------------------------------------
 

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.checkpoint.find import open_checkpoint
 from megatron.inference.build import build_stage
 from megatron.inference.generate import Completion, Limits, generate
+from megatron.inference.live import live_stage
 from megatron.inference.sampling import Sampling
+from megatron.inference.stage import Stage
+from megatron.inference.team import Control
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
@@ -32,6 +36,7 @@ from tests.inference.models import (
     make_checkpoint,
     stage_of,
 )
+from tests.training.tiny import build
 
 pytestmark = pytest.mark.cpu
 
@@ -43,6 +48,8 @@ MODELS = {
     "alibi": {**GPT_NEOX, "pos_emb": "alibi"},
     "window": {**GPT_NEOX, "attention_config": [[["local"], 2]], "sliding_window_width": 4},
     "documents": {**GPT_NEOX, "intra_document_masking": True},
+    # The embedding hands a table to all layers, on three stages if there are.
+    "rpe": {**GPT_NEOX, "pos_emb": "rpe", "rotary_pct": 1.0, "rpe_num_buckets": 6, "num_layers": 3},
 }
 DRAWN = Sampling(temperature=1.0, top_k=20, top_p=0.9)
 
@@ -103,6 +110,31 @@ def test_same_text_at_every_layout(checkpoint, name: str, layout: Layout):
         assert (cached, uncached, drawn) == (greedy, greedy, sampled), f"rank {rank}"
         # Embedding and head are on different stages, so half is only about half; padding adds a little.
         assert held <= 1.25 * whole / (layout.tp * layout.pp), f"rank {rank} holds too much of the model"
+
+
+@torch.no_grad()
+def logits_of_two_batches(stage: Stage) -> Tensor | None:
+    tokens = torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])
+    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
+    parts = [stage.run(part, positions, then=lambda out: out.logits()) for part in (tokens, tokens.flip(0))]
+    return None if parts[0] is None else torch.cat(parts)
+
+
+def stored_and_live_logits(rank: int, world: int, folder: Path, keys: dict[str, Any], layout: Layout) -> list[Any]:
+    """Of the checkpoint, and of an engine with the same weights."""
+    engine, args, _ = build(rank, keys, layout)
+    with engine.evaluating():
+        live = logits_of_two_batches(live_stage(engine, args, Control(engine.state), lambda: False))
+    return [logits_of_two_batches(stage_of(folder, keys, layout, rank)), live]
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=3), Layout(pp=2, tp=2)], ids=lambda x: x.name)
+def test_every_stage_knows_relative_positions(checkpoint, layout: Layout):
+    keys, folder = MODELS["rpe"], checkpoint("rpe")
+    expected = logits_of_two_batches(stage_of(folder, keys))
+    *_, last = run_distributed(stored_and_live_logits, layout.world, folder, keys, layout)
+    for found in last:
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("pipe_parallel_size", [0, 1])

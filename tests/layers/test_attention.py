@@ -40,6 +40,13 @@ def _x() -> torch.Tensor:
     return torch.randn(32, 32, generator=torch.Generator().manual_seed(5))
 
 
+def test_a_lost_bias_of_positions_is_an_error() -> None:
+    layer = _layer(pos_emb="rpe")
+    assert layer(_x(), Context(POSITIONS, shared=torch.zeros(32, 4))).isfinite().all()
+    with pytest.raises(RuntimeError, match="shared"):
+        layer(_x(), Context(POSITIONS))
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_rows_of_the_fused_projection_are_q_k_v(kv_heads: int) -> None:
     """Written out with three separate projections, from the rows [Q | K | V]."""
