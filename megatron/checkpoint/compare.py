@@ -97,8 +97,8 @@ SHAPELESS = frozenset(
         "mup_rp_embedding_mult",
     )
 )
-# What follows from a key that says which code computes a layer: a change of both was meant, and is logged.
-FOLLOWS = {"bias_gelu_fusion": "te_layernorm_mlp", "mlp_norm_epsilon": "te_layernorm_mlp"}
+# What te_layernorm_mlp changes in a feed-forward that has the same parameters without it.
+_OF_TE_LAYERNORM_MLP = ("bias_gelu_fusion", "mlp_norm_epsilon")
 TOKENIZER = ("tokenizer_type", "tokenizer_fingerprint")
 DATA_ORDER = (
     "seed",
@@ -156,11 +156,19 @@ def compare_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tup
             continue
         before, now = _plain(saved[key]), _plain(now)
         if before != now:
-            because = FOLLOWS.get(key, key)
-            follows = because != key and saved.get(because, False) != current.get(because, False)
-            kind = "other" if follows else _KINDS.get(key, "other")
+            kind = _KINDS.get(key, "other")
             (others if kind == "other" else breaking).append(Change(key, before, now, kind))
     return breaking, others
+
+
+def converted_to_engine(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[Change]:
+    """What a new run with te_layernorm_mlp computes in another way than the checkpoint, which was made without it.
+
+    GPT-NeoX's fork trains Pythia, whose GELU is exact, in this way: a new run may, with a warning. Nothing else may.
+    """
+    if not current.get("te_layernorm_mlp") or saved.get("te_layernorm_mlp"):
+        return []
+    return [change for change in compare_configs(saved, current)[0] if change.key in _OF_TE_LAYERNORM_MLP]
 
 
 def check_config(
@@ -171,6 +179,7 @@ def check_config(
     trains: bool = True,
     allow: bool = False,
     finetune: bool = False,
+    new_run: bool = False,
     load_optim: bool = True,
     load_data: bool = True,
     trained: bool = True,
@@ -182,11 +191,15 @@ def check_config(
         trains: False for generation and evaluation, for which only the architecture must agree.
         allow: `allow_config_changes`: log it and continue; the order of the data cannot change all the same.
         finetune: a new run on old weights, for which only the architecture must agree.
+        new_run: the run that made the checkpoint does not continue, so that what `converted_to_engine` finds is no
+            matter; the caller warns of it.
         load_optim: whether optimizer state is loaded, so that the optimizer must agree.
         load_data: whether the order of the samples is continued, so that its data keys must agree.
         trained: whether `saved` is the configuration of a run; else nothing has changed but what must agree.
     """
     breaking, others = compare_configs(saved, current)
+    taken = converted_to_engine(saved, current) if new_run or finetune else []
+    breaking = [change for change in breaking if change not in taken]
     weights_only = finetune or not trains
     matters = {"architecture"} if weights_only else {"architecture", "tokenizer"}
     if load_data and not weights_only:

@@ -68,6 +68,7 @@ def check_fit(args: NeoXArgs, start: Start) -> None:
         path=start.checkpoint.path,
         allow=options.allow_config_changes,
         finetune=start.kind == "finetune",
+        new_run=not start.resumes,
         load_optim=load_optim,
         load_data=start.load_data,
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpoint.agreement import together
-from megatron.checkpoint.compare import check_config
+from megatron.checkpoint.compare import check_config, converted_to_engine
 from megatron.checkpoint.damage import find_damage
 from megatron.checkpoint.folder import recover
 from megatron.checkpoint.init_from import check_init
@@ -165,11 +165,14 @@ def resume_config(args: NeoXArgs, start: Start) -> NeoXArgs:
         path=start.checkpoint.path,
         allow=args.checkpoint.allow_config_changes,
         finetune=start.kind == "finetune",
+        new_run=not start.resumes,
         load_optim=start.load_optim and not args.checkpoint.no_load_optim,
         load_data=start.load_data,
         trained=saved.trained,
     ):
         logger.info(message)
+    for change in () if start.resumes else converted_to_engine(saved.config, args.to_dict()):
+        logger.warning(f"te_layernorm_mlp computes the feed-forward differently from the checkpoint: {change}")
     for message in source_changes(saved.config.get("plugin_sources"), args.launcher.plugin_sources):
         logger.info(f"changed since the checkpoint: {message}")
     return _with_schedule(_with_origin(args, saved, start), saved.config, start)

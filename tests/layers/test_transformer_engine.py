@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,24 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.compare import check_config
+from megatron.checkpoint.find import Checkpoint
+from megatron.checkpoint.init_from import InitFrom
+from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.neox_names import sources
+from megatron.checkpoint.start import Start
 from megatron.convert.families import FAMILIES
 from megatron.convert.parts.family import TokenIds
+from megatron.errors import UserError
 from megatron.layers.carry import Context
 from megatron.mpu.sharding import named_parameters, unshard
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import derive
+from megatron.run.start import resume_config
 from tests.distributed import run_distributed
 from tests.layers import stand_in_transformer_engine as stand_in
-from tests.model.networks import NEOX, VOCAB, batch, build, logits, tiny
+from tests.model.networks import NEOX, TINY, VOCAB, batch, build, logits, tiny
 from tests.neox_args.helpers import derived
 
 pytestmark = pytest.mark.cpu
@@ -92,13 +100,37 @@ def test_a_norm_that_is_not_there_is_refused(tmp_path: Path) -> None:
         derived(tmp_path, mlp_norm_epsilon=1e-3, gpt_j_residual=True, gpt_j_tied=True)
 
 
-def test_a_checkpoint_of_the_built_in_layers_is_taken_and_the_change_said() -> None:
+BUILT_IN = {"bias_gelu_fusion": False, "mlp_norm_epsilon": None, "norm": "layernorm", "te_layernorm_mlp": False}
+ENGINE = {**BUILT_IN, "bias_gelu_fusion": True, "mlp_norm_epsilon": 1e-5, "te_layernorm_mlp": True}
+
+
+def test_a_new_run_takes_a_checkpoint_of_the_built_in_layers_and_warns(caplog: pytest.LogCaptureFixture) -> None:
     """The fork trains Pythia, whose gelu is exact, under these keys."""
-    saved = {"bias_gelu_fusion": False, "norm": "layernorm"}
-    messages = check_config(saved, {**saved, "bias_gelu_fusion": True, "te_layernorm_mlp": True}, path=Path("p"))
-    assert any("bias_gelu_fusion: False" in message for message in messages)
-    with pytest.raises(Exception, match="bias_gelu_fusion"):
-        check_config(saved, {**saved, "bias_gelu_fusion": True}, path=Path("p"))
+    other = {"path": "p", "data": "restart", "optimizer": "reset", "step": "restart"}
+    keys = {**TINY, "te_layernorm_mlp": True, "norm": "layernorm", "layernorm_epsilon": 1e-3, "init_from": other}
+    args = derive(NeoXArgs.from_saved(keys))
+    saved = {**args.to_dict(), **BUILT_IN}
+    found = Checkpoint(Path("p/global_step0"), replace(Manifest.empty(0), config=saved))
+    for kind, init in (("finetune", None), ("init", InitFrom(**other))):
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="deepy"):
+            resume_config(args, Start(kind, found, 0, "", init))
+        for change in ("bias_gelu_fusion: False .*now True", "mlp_norm_epsilon: None .*now 1e-05"):
+            assert re.search(f"te_layernorm_mlp .*{change}", caplog.text), (kind, caplog.text)
+    with pytest.raises(UserError, match=r"architecture: bias_gelu_fusion: False(.|\n)*mlp_norm_epsilon: None"):
+        resume_config(args, Start("resume", found, 0, ""))
+
+
+@pytest.mark.parametrize(("saved", "now"), [(BUILT_IN, ENGINE), (ENGINE, BUILT_IN)])
+def test_the_same_run_evaluation_and_generation_keep_the_function(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Another GELU and epsilon are another model, whichever key brought them; the key alone is not."""
+    for use in ({}, {"trains": False}):
+        with pytest.raises(UserError, match=r"architecture: bias_gelu_fusion(.|\n)*architecture: mlp_norm_epsilon"):
+            check_config(saved, now, path=Path("p"), **use)
+        assert check_config(saved, {**saved, "te_layernorm_mlp": now["te_layernorm_mlp"]}, path=Path("p"), **use)
+    if saved is ENGINE:
+        with pytest.raises(UserError, match="bias_gelu_fusion"):
+            check_config(saved, now, path=Path("p"), new_run=True, finetune=True)
 
 
 def test_names_of_norms_in_files() -> None:
