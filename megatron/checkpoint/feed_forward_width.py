@@ -49,7 +49,9 @@ def advise_width(model: ModelConfig, local: str, shape: list[int], tp_size: int)
     gated = is_gated(model.activation)
     width = shape[1] * tp_size if local == "mlp.linear2.weight" else shape[0] * tp_size // (2 if gated else 1)
     both = readings(vars(model))
-    if both is not None and width in both:
+    if model.te_layernorm_mlp:
+        cure = f"intermediate_size: {width}"  # it is the width built, whatever else is set
+    elif both is not None and width in both:
         cure = f"gated_width_rule: {both._fields[both.index(width)]}"
     else:
         cure = f"intermediate_size: {width}" + (" with gated_width_rule: final" if gated else "")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.neox_arguments.block_sizes import is_gated
 from megatron.neox_arguments.draft import Draft
 
 NORMS = {"te_layernorm": "layernorm", "te_rmsnorm": "rmsnorm"}
@@ -62,7 +63,7 @@ def transformer_engine(draft: Draft) -> None:
         imply("use_bias_in_mlp", True, "te_layernorm_mlp")
         imply("gpt_j_tied", False, "te_layernorm_mlp")
         imply("mlp_multiple_of", 1, "te_layernorm_mlp")
-        draft.imply("gated_width_rule", "final", "te_layernorm_mlp")
+        _width(draft)
         _epsilon(draft, changes)
     if changes:
         draft.note(f"as GPT-NeoX builds it with Transformer Engine: {', '.join(changes)}")
@@ -80,6 +81,18 @@ def _check(draft: Draft) -> None:
     if epsilon is not None and (draft["gpt_j_tied"] or draft["norm_placement"] == "olmo3"):
         key = "gpt_j_tied" if draft["gpt_j_tied"] else "norm_placement: olmo3"
         draft.fail("mlp_norm_epsilon", f"with {key} the feed-forward has no norm of its own before it; leave it out")
+
+
+def _width(draft: Draft) -> None:
+    """The width is built as given, which a gated_width_rule of the user's own may not deny."""
+    if is_gated(draft["activation"]) and draft.get_given("gated_width_rule") == "two_thirds":
+        draft.report(
+            "gated_width_rule",
+            f"two_thirds does not go with te_layernorm_mlp ({draft.source('te_layernorm_mlp')}), which builds "
+            "intermediate_size as it is; leave it out and set intermediate_size to the width built",
+        )
+    else:
+        draft.imply("gated_width_rule", "final", "te_layernorm_mlp")
 
 
 def _epsilon(draft: Draft, changes: list[str]) -> None:

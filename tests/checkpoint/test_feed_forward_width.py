@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from megatron.checkpoint.feed_forward_width import advise_width
 from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.neox_reader import NeoXReader
 from megatron.convert.settings import open_source
@@ -100,3 +101,11 @@ def test_an_error_of_shape_names_the_key_that_cures_it(keys: dict, cure: str, tm
     model = resolved(**LLAMA | {"mlp_multiple_of": 8} | keys).model
     with pytest.raises(UserError, match=rf"2\.mlp\.linear\d\.weight .* 88 wide .*{cure}$"):
         NeoXReader(open_checkpoint(folder), model, VOCAB)
+
+
+def test_under_te_layernorm_mlp_only_intermediate_size_cures_it():
+    """It builds the width as given, so that a gated_width_rule would do nothing."""
+    model = resolved(**LLAMA | {"intermediate_size": 264, "te_layernorm_mlp": True}).model
+    for local, shape in (("mlp.linear1.weight", [88, 32]), ("mlp.linear2.weight", [32, 44])):
+        advice = advise_width(model, local, shape, 2)
+        assert "intermediate_size: 88" in advice and "264" in advice and "gated_width_rule" not in advice

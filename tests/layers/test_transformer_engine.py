@@ -100,6 +100,14 @@ def test_a_norm_that_is_not_there_is_refused(tmp_path: Path) -> None:
         derived(tmp_path, mlp_norm_epsilon=1e-3, gpt_j_residual=True, gpt_j_tied=True)
 
 
+def test_a_rule_for_the_width_that_it_does_not_follow_is_refused(tmp_path: Path) -> None:
+    keys = {**TE, "gated_width_rule": "two_thirds", "intermediate_size": 48}
+    with pytest.raises(UserError, match=r"a\.yml:\d+: gated_width_rule: .*te_layernorm_mlp \(.*a\.yml:\d+\)"):
+        derived(tmp_path, **keys, activation="swiglu")
+    assert derived(tmp_path, **{**keys, "gated_width_rule": "final"}, activation="swiglu").model.ffn_width == 48
+    assert derived(tmp_path, **keys, activation="gelu").model.ffn_width == 48  # the rule is of gated ones only
+
+
 BUILT_IN = {"bias_gelu_fusion": False, "mlp_norm_epsilon": None, "norm": "layernorm", "te_layernorm_mlp": False}
 ENGINE = {**BUILT_IN, "bias_gelu_fusion": True, "mlp_norm_epsilon": 1e-5, "te_layernorm_mlp": True}
 
