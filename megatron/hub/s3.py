@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.find import list_checkpoints
+from megatron.checkpoint.find import NONE_DAMAGED, Damaged, list_checkpoints
 from megatron.checkpoint.manifest import FileEntry, Manifest
 from megatron.checksums import file_crc32
 from megatron.errors import DeepyError, UserError
@@ -176,15 +176,18 @@ class S3Folder:
             raise S3Error(f"{self.address}: {first_line(error)}") from error
 
 
-def find_stored(options: CheckpointConfig) -> tuple[S3Folder, int] | None:
+def find_stored(options: CheckpointConfig, damaged: Damaged = NONE_DAMAGED) -> tuple[S3Folder, int] | None:
     """The bucket and the step in it that a run has to fetch before it decides where to start; None when there is none.
 
-    That is so when `save` has no complete checkpoint up to that step, as on a new machine. Raises `UserError` when the
-    bucket cannot be read, unless `save` holds something to resume from.
+    That is so when `save` has no complete checkpoint up to that step, as on a new machine; those in `damaged` are not
+    complete. Raises `UserError` when the bucket cannot be read, unless `save` holds something to resume from.
     """
     if options.s3_path is None:
         return None
-    mine = list_checkpoints(options.save or "")
+    mine = list_checkpoints(options.save or "", damaged=damaged)
+    while mine.latest is not None and (problem := mine.checkpoints[mine.latest].state_problem):
+        damaged = {**damaged, mine.checkpoints[mine.latest].path: problem}
+        mine = list_checkpoints(mine.root, damaged=damaged)
     try:
         stored = S3Folder.of(options)
         step = stored.latest()
@@ -198,21 +201,30 @@ def find_stored(options: CheckpointConfig) -> tuple[S3Folder, int] | None:
     return stored, step
 
 
-def announce_stored(options: CheckpointConfig) -> None:
-    """Log what a run will download first. Raises `UserError` as `find_stored` does."""
+def announce_stored(options: CheckpointConfig) -> bool:
+    """Whether a run downloads a checkpoint first, which is logged. Raises `UserError` as `find_stored` does."""
     if (found := find_stored(options)) is not None:
         stored, step = found
         logger.info(f"s3_path: the run downloads iteration {step} of {stored.address} first, and resumes from it")
+    return found is not None
 
 
-def fetch_newest(options: CheckpointConfig) -> None:
-    """Download the checkpoint of `find_stored` into `save`. For the rank that holds the lock of `save`."""
-    found = find_stored(options)
+def fetch_newest(options: CheckpointConfig, damaged: Damaged = NONE_DAMAGED) -> Path | None:
+    """Download the checkpoint of `find_stored` into `save`. For the rank that holds the lock of `save`.
+
+    Returns its folder; None when nothing was to be fetched, or when it would replace a damaged one and does not
+    arrive: then an older one may do. Raises `UserError` for any other that does not.
+    """
+    found = find_stored(options, damaged)
     if found is None:
-        return
+        return None
     stored, step = found
     logger.info(f"{options.save} holds no checkpoint as new as iteration {step} in {stored.address}: downloading it")
+    root = Path(options.save or "")
     try:
-        stored.download(step, Path(options.save or ""))
+        return stored.download(step, root)
     except S3Error as error:
-        raise UserError(f"s3_path: {error}") from error
+        if not (root / layout.step_folder(step)).exists():
+            raise UserError(f"s3_path: {error}") from error
+        logger.warning(f"s3_path: {error}")
+        return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.feed_forward_width import stored_width
@@ -123,6 +123,7 @@ def preflight(args: NeoXArgs, kind: str, wait: bool = False, problems: Problems 
     """
     tokenizer: Tokenizer | None = None
     start: Start | Checkpoint | None = None
+    options = args.checkpoint
     with collector(problems) as found:
         has_data = kind == "train" and check_data_paths(args, found)
         if found.usable(*FOR_TOKENIZER):
@@ -130,12 +131,13 @@ def preflight(args: NeoXArgs, kind: str, wait: bool = False, problems: Problems 
                 tokenizer = build_tokenizer(args.tokenizer)
         if kind == "train" and found.usable("save", "s3_path", "s3_chunk_size"):
             with _collect(args, found):
-                announce_stored(args.checkpoint)
+                if announce_stored(args.checkpoint):  # it replaces what is damaged
+                    options = replace(options, restart_if_damaged=True)
         if found.usable(*_FOR_START):
             with _collect(args, found):
                 if kind == "train" and args.checkpoint.save is not None:
                     refuse_if_held(args.checkpoint.save, wait)
-                start = decide_start(args.checkpoint) if kind == "train" else requested_checkpoint(args)
+                start = decide_start(options) if kind == "train" else requested_checkpoint(args)
         with _collect(args, found):
             if kind == "train":
                 check_folders(args)

@@ -103,8 +103,10 @@ def share_start(args: NeoXArgs, state: ParallelState) -> Start:
     Call it with the lock held: the job that held it before may have saved a newer checkpoint until then.
     """
     damaged: dict[Path, str] = {}
+    tried: set[Path] = set()
+    fetch = True
     while True:
-        start = _share_decision(args, state, damaged)
+        start = _share_decision(args, state, damaged, fetch)
         if start.checkpoint is None or not args.checkpoint.checkpoint_checksums:
             return start
         load_optim = start.load_optim and not args.checkpoint.no_load_optim
@@ -112,14 +114,18 @@ def share_start(args: NeoXArgs, state: ParallelState) -> Start:
         if problem is None:
             return start
         logger.warning(f"{start.checkpoint.path} is damaged: {problem}")
+        fetch = start.checkpoint.path not in tried  # a disk that damages what it is given would go on for ever
+        tried.add(start.checkpoint.path)
         damaged[start.checkpoint.path] = problem
 
 
-def _share_decision(args: NeoXArgs, state: ParallelState, damaged: dict[Path, str]) -> Start:
+def _share_decision(args: NeoXArgs, state: ParallelState, damaged: dict[Path, str], fetch: bool) -> Start:
+    """What `share_start` decides while those in `damaged` do not count; one that is replaced is taken out of them."""
     box: list[Any] = [None]
     with together("deciding where to start", state):
         if state.rank == 0:
-            fetch_newest(args.checkpoint)
+            if fetch and (fetched := fetch_newest(args.checkpoint, damaged)) is not None:
+                damaged.pop(fetched, None)
             box[0] = decide_start(args.checkpoint, damaged=damaged)  # it has read what the callbacks saved
     dist.broadcast_object_list(box, src=0)
     return box[0]

@@ -13,6 +13,7 @@ from typing import Any
 
 import boto3
 import pytest
+import torch
 
 from megatron.callbacks.checkpointer import Checkpointer
 from megatron.callbacks.s3_upload import S3Upload
@@ -20,8 +21,12 @@ from megatron.checkpoint.find import list_checkpoints
 from megatron.checksums import file_crc32
 from megatron.errors import UserError
 from megatron.hub.s3 import S3Error, S3Folder, fetch_newest
+from megatron.mpu.state import ParallelState
+from megatron.mpu.topology import Topology
+from megatron.run.start import share_start
 from megatron.training.callback import Callback
 from tests.callbacks.fakes import args_of, trainer_of
+from tests.distributed import run_distributed
 from tests.hub.s3_server import S3Server
 from tests.training.runs import corpus, run
 from tests.training.tiny import Layout
@@ -199,6 +204,38 @@ def test_a_damaged_copy_is_refused_and_leaves_nothing(tmp_path: Path, s3: S3Serv
     with pytest.raises(UserError, match=r"s3_path: s3://bucket/.*/global_step2 is damaged: .*layer_02"):
         fetch_newest(options(new))
     assert not list(new.iterdir())
+
+
+def start_of(rank: int, world: int, keys: dict[str, Any]) -> tuple[str, int]:
+    start = share_start(
+        args_of(**keys),
+        ParallelState.build(Topology({"pipe": 1, "data": world, "model": 1}), rank, torch.device("cpu")),
+    )
+    return start.kind, start.step
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("kind", ["weights", "state"])
+@pytest.mark.parametrize("copy_is_whole", [True, False])
+def test_a_damaged_checkpoint_is_replaced_by_the_copy(
+    tmp_path: Path, s3: S3Server, kind: str, copy_is_whole: bool
+) -> None:
+    save = tmp_path / "mine"
+    train(save, checkpoint_factor=5)
+    whole = content(save)
+    name = {"weights": "layer_02-model_00-model_states.pt", "state": "mp_rank_00_model_states.pt"}[kind]
+    damage(save / "global_step10" / name)
+    if not copy_is_whole:
+        (key,) = [key for key in keys() if key.endswith(f"global_step10/{name}")]
+        boto3.client("s3").upload_file(str(save / "global_step10" / name), "bucket", key)
+    expected = ("resume", 10 if copy_is_whole else 5)
+    assert run_distributed(start_of, 1, {"save": str(save), "s3_path": "s3://bucket/some/runs"}) == [expected]
+    assert (content(save) == whole) == copy_is_whole
 
 
 def test_a_bucket_that_cannot_be_read(tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture) -> None:
