@@ -136,8 +136,6 @@ class Tasks:
 
     def _set_shots(self) -> None:
         """Examples before each question: `eval_num_fewshot`, else what the task says, else none."""
-        from lm_eval.defaults import DEFAULT_OTHER_SEED
-
         asked = self.options.eval_num_fewshot
         by_name = asked if isinstance(asked, dict) else {}
         for name in by_name:
@@ -152,7 +150,6 @@ class Tasks:
             elif isinstance(asked, int) and own != 0:  # 0 in a task's file means that it has no examples
                 own = asked
             task.set_config(key="num_fewshot", value=own or 0)
-            task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
 
     def run(self, model: HarnessModel, *, may_fork: bool = True) -> dict[str, Any]:
         """The harness's results, and under "failed" why a task or group has none.
@@ -196,20 +193,25 @@ class Tasks:
 
     def _run_one(self, model: HarnessModel, name: str, task: Any, may_fork: bool) -> dict[str, Any]:
         from lm_eval.api.metrics import mean
+        from lm_eval.defaults import DEFAULT_OTHER_SEED
         from lm_eval.evaluator import evaluate
 
+        task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)  # each run draws the same examples
         has_formula = all(aggregation is mean for aggregation in task.aggregation().values())
         options = self.options
-        results = evaluate(
-            lm=model,
-            task_dict={"tasks": {name: task}, "groups": {}},
-            limit=options.eval_task_limit,
-            bootstrap_iters=BOOTSTRAP if may_fork or has_formula else 0,
-            log_samples=False,
-            system_instruction=options.eval_system_instruction,
-            apply_chat_template=options.eval_chat_template,
-            fewshot_as_multiturn=options.eval_chat_template,
-        )
+        try:
+            results = evaluate(
+                lm=model,
+                task_dict={"tasks": {name: task}, "groups": {}},
+                limit=options.eval_task_limit,
+                bootstrap_iters=BOOTSTRAP if may_fork or has_formula else 0,
+                log_samples=False,
+                system_instruction=options.eval_system_instruction,
+                apply_chat_template=options.eval_chat_template,
+                fewshot_as_multiturn=options.eval_chat_template,
+            )
+        finally:
+            task._instances = None  # requests and answers: gigabytes until the next run, which makes them again
         assert results is not None  # rank 0 alone runs this
         return dict(results)
 

@@ -307,6 +307,38 @@ def test_examples_before_a_question(tmp_path: Path):
         Tasks(options(*names, **folder, eval_num_fewshot={"local_tow": 1}))
 
 
+def record_prompts(adapter: HarnessModel) -> list[str]:
+    """The contexts that the adapter is asked to score from now on."""
+    prompts: list[str] = []
+    score_all = adapter.loglikelihood
+
+    def loglikelihood(asked: list[Instance], **options: Any) -> list[tuple[float, bool]]:
+        prompts.extend(one.args[0] for one in asked)
+        return score_all(asked, **options)
+
+    adapter.loglikelihood = loglikelihood  # type: ignore[method-assign]
+    return prompts
+
+
+def test_every_run_of_a_task_asks_the_same_and_keeps_nothing(model: Model, tmp_path: Path):
+    """Also as the harness itself asks in its first run."""
+    from lm_eval import simple_evaluate
+
+    path = write_task(tmp_path, "local_two", {**CHOICE, "num_fewshot": 2, "fewshot_split": "train"})
+    tasks, asked = Tasks(options(str(path))), []
+    for _ in range(2):
+        adapter = model.ours()
+        prompts = record_prompts(adapter)
+        assert not tasks.run(adapter)["failed"]
+        asked.append(prompts)
+        assert not tasks.loaded["tasks"]["local_two"].instances
+    assert asked[0] == asked[1] and len(set(asked[0])) == 9
+    adapter = model.ours()
+    prompts = record_prompts(adapter)
+    simple_evaluate(model=adapter, tasks=[str(path)], bootstrap_iters=0, task_manager=tasks.manager, log_samples=False)
+    assert prompts == asked[0]
+
+
 def test_a_chat_template_writes_the_question(tmp_path: Path):
     """As the harness's own adapter writes it, with the system's turn and the examples as turns."""
     turns_of = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -323,9 +355,9 @@ def test_a_chat_template_writes_the_question(tmp_path: Path):
     write_tasks(tmp_path / "tasks")
     asked = {"eval_tasks_path": (str(tmp_path / "tasks"),), "eval_chat_template": True, "eval_task_limit": 2.0}
     tasks = Tasks(options("local_choice", **asked, eval_system_instruction="Be brief.", eval_num_fewshot=1))
+    prompts = record_prompts(ours)
     results = tasks.run(ours)
-    (instance, *_) = tasks.loaded["tasks"]["local_choice"].instances
-    assert instance.args[0].startswith("<system>Be brief.<user>hello world") and instance.args[0].count("<user>") == 2
+    assert prompts[0].startswith("<system>Be brief.<user>hello world") and prompts[0].count("<user>") == 2
     assert results["n-samples"]["local_choice"]["effective"] == 2 and not results["failed"]
 
 
