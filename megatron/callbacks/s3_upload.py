@@ -85,20 +85,36 @@ class S3Upload(Callback):
         gather(None, trainer.state)
 
     def _send(self, stored: S3Folder) -> None:
-        """Send every complete checkpoint that is not in the bucket yet, the newest first, then `latest`."""
+        """Send every complete checkpoint that is not in the bucket yet, the newest first, then `latest`.
+
+        Whatever goes wrong is reported: the next save tries again.
+        """
+        what = "a checkpoint"
         try:
             found = list_checkpoints(self.root)
             for step, checkpoint in reversed(found.checkpoints.items()):
+                what = checkpoint.path.name
                 if step not in self._sent:
-                    started = time.monotonic()
-                    if sent := stored.upload(checkpoint.path):
-                        seconds = time.monotonic() - started
-                        logger.info(f"sent {checkpoint.path.name} to {stored.address}: {sent:,} bytes, {seconds:.1f} s")
-                    self._sent.add(step)
+                    self._send_one(stored, step, checkpoint.path)
                 if step == found.latest != self._latest:
                     stored.write_latest(step)
                     self._latest = step
-        except (DeepyError, OSError) as error:
+        except Exception as error:  # of whatever class: a thread has nobody above it
+            told = str(error) if isinstance(error, (DeepyError, OSError)) else f"{type(error).__name__}: {error}"
             logger.warning(
-                f"a checkpoint was not sent to s3_path: {error}. It is complete in {self.root}; the next save sends it"
+                f"{what} was not sent to s3_path: {told}. It is complete in {self.root}; the next save sends it"
             )
+
+    def _send_one(self, stored: S3Folder, step: int, path: Path) -> None:
+        """Send a checkpoint, unless it is deleted meanwhile, as one that is not the newest may be."""
+        started = time.monotonic()
+        try:
+            sent = stored.upload(path)
+        except Exception:
+            if path.exists():
+                raise
+            logger.info(f"{path.name} is not sent to s3_path: it was deleted here first (keep_last_n_checkpoints)")
+            return
+        if sent:
+            logger.info(f"sent {path.name} to {stored.address}: {sent:,} bytes, {time.monotonic() - started:.1f} s")
+        self._sent.add(step)

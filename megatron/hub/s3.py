@@ -8,7 +8,7 @@ endpoint are those of boto3: `AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, `~/.aws
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from megatron.checkpoint import layout
@@ -78,13 +78,14 @@ class S3Folder:
         manifest, sent = Manifest.read(folder), 0
         last = FileEntry((folder / layout.MANIFEST).stat().st_size, file_crc32(folder / layout.MANIFEST))
         name = f"{folder.name}/{layout.MANIFEST}"
-        if self._holds(name, last):
+        if (there := self._find(name)) == (last.bytes, str(last.crc32)):
             return 0
-        with self._errors():
-            self._client.delete_object(Bucket=self._bucket, Key=self._prefix + name)  # of another run's same step
+        if there is not None:  # an older one of this step: not whole from now on; to delete it may be forbidden
+            with self._errors():
+                self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=b"")
         self._abort(f"{self._prefix}{folder.name}/")
         for file, entry in (*manifest.files.items(), (layout.MANIFEST, last)):
-            if not self._holds(f"{folder.name}/{file}", entry):
+            if self._find(f"{folder.name}/{file}") != (entry.bytes, str(entry.crc32)):
                 self._send(folder / file, f"{folder.name}/{file}", entry.crc32)
                 sent += entry.bytes
         return sent
@@ -123,12 +124,13 @@ class S3Folder:
             raise
 
     def _keys(self, prefix: str) -> Iterator[str]:
+        """Of all objects that are not empty."""
         with self._errors():
             for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix):
-                yield from (entry["Key"] for entry in page.get("Contents", ()))
+                yield from (entry["Key"] for entry in page.get("Contents", ()) if entry["Size"])
 
-    def _holds(self, name: str, entry: FileEntry) -> bool:
-        """Whether the bucket has this content under this name."""
+    def _find(self, name: str) -> tuple[int, str | None] | None:
+        """Bytes and CRC-32 (None when nobody noted it) of what the bucket has under this name; None when nothing is."""
         from botocore.exceptions import ClientError
 
         with self._errors():
@@ -136,9 +138,9 @@ class S3Folder:
                 found = self._client.head_object(Bucket=self._bucket, Key=self._prefix + name)
             except ClientError as error:
                 if error.response["Error"]["Code"] in ("404", "NoSuchKey"):
-                    return False
+                    return None
                 raise
-        return (found["ContentLength"], found["Metadata"].get(_CRC)) == (entry.bytes, str(entry.crc32))
+        return found["ContentLength"], found.get("Metadata", {}).get(_CRC)
 
     def _read(self, name: str) -> bytes | None:
         with self._errors():
@@ -159,8 +161,13 @@ class S3Folder:
             )
 
     def _abort(self, prefix: str) -> None:
-        """Drop the parts of files that a killed upload left: they cost money and nobody sees them."""
-        with self._errors():
+        """Drop the parts of files that a killed upload left: they cost money and nobody sees them.
+
+        Where that is forbidden, or the store cannot do it, they stay: it takes rights that nothing else here needs.
+        """
+        from botocore.exceptions import ClientError
+
+        with self._errors(), suppress(ClientError):
             found = self._client.list_multipart_uploads(Bucket=self._bucket, Prefix=prefix)
             for one in found.get("Uploads", ()):
                 self._client.abort_multipart_upload(Bucket=self._bucket, Key=one["Key"], UploadId=one["UploadId"])

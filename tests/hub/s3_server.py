@@ -16,13 +16,14 @@ REFUSED = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>not to
 class S3Server:
     """`with` it, requests to `endpoint` are answered.
 
-    `log` has them, as (method, path); those for which `refuses(method, path)` is true are answered with 403, and `gate`
-    holds back every PUT until it is set.
+    `log` has them, as (method, path), and `query` is what the newest asks; those for which `refuses(method, path)` is
+    true are answered with 403, and `gate` holds back every PUT until it is set.
     """
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []
         self.refuses: Callable[[str, str], bool] = lambda method, path: False
+        self.query = ""
         self.gate = threading.Event()
         self.gate.set()
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -31,6 +32,7 @@ class S3Server:
         def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
             method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
             self.log.append((method, path))
+            self.query = environ["QUERY_STRING"]
             if method == "PUT":
                 self.gate.wait(60)
             if self.refuses(method, path):

@@ -179,6 +179,54 @@ def test_a_failed_upload_is_reported_and_tried_again_at_the_next_save(
     assert any("global_step4" in line and "AccessDenied" in line for line in caplog.messages)
 
 
+@pytest.mark.parametrize("error", [KeyError("Metadata"), S3Error("no route")])
+def test_whatever_fails_while_sending_is_reported_with_the_checkpoint(
+    tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    save, real, failed = tmp_path / "mine", S3Folder.upload, []
+
+    def upload(stored: S3Folder, folder: Path) -> int:
+        if not failed:
+            failed.append(folder.name)
+            raise error
+        return real(stored, folder)
+
+    monkeypatch.setattr(S3Folder, "upload", upload)
+    train(save, checkpoint_factor=5)
+    (line,) = [line for line in caplog.messages if str(error) in line]
+    assert line.startswith("global_step5 ") and str(save) in line
+    assert S3Folder.of(options(save)).list_steps() == [5, 10]
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_sent(
+    tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    save = tmp_path / "mine"
+    train(save, Callback(), checkpoint_factor=5)
+
+    def refuses(method: str, path: str) -> bool:
+        if method == "PUT" and "global_step5/" in path:
+            shutil.rmtree(save / "global_step5", ignore_errors=True)
+        return False
+
+    s3.refuses = refuses
+    caplog.set_level("INFO")
+    train(save, train_iters=0)
+    assert not (save / "global_step5").exists() and S3Folder.of(options(save)).list_steps() == [10]
+    assert not any("complete in" in line for line in caplog.messages)
+    assert any("global_step5 " in line and "keep_last_n_checkpoints" in line for line in caplog.messages)
+
+
+def test_the_rights_to_put_get_and_list_objects_are_enough(tmp_path: Path, s3: S3Server) -> None:
+    save = tmp_path / "mine"
+    s3.refuses = lambda method, path: method == "DELETE" or (method == "GET" and "uploads" in s3.query)
+    train(save, checkpoint_factor=5)
+    trainer = trainer_of([Checkpointer(save, {}), uploader(save)], seed=5)
+    trainer.step, trainer.consumed = 5, 77  # as after going back: step 10 is replaced
+    trainer.run()
+    assert S3Folder.of(options(save)).list_steps() == [5, 10]
+
+
 def test_training_does_not_wait_but_the_end_does(tmp_path: Path, s3: S3Server) -> None:
     save, steps = tmp_path / "mine", []
     s3.gate.clear()
