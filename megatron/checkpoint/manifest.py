@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class Manifest:
         heads: `num_attention_heads` and `num_kv_heads`, which fix the row order of fused QKV on disk.
         optimizer: whether optimizer state was saved.
         parameters: by canonical name.
-        config: the resolved configuration, flat NeoX keys.
+        config: the resolved configuration, flat NeoX keys; `read` gives an older one as it would be written now.
         names: of the parameters inside the weight files: `neox`, or `transformer_engine` (neox_names.py).
     """
 
@@ -126,7 +126,7 @@ class Manifest:
             raise UserError(f"{folder} is not a complete checkpoint of Deepy: it has no {layout.MANIFEST}") from None
         except ValueError as error:
             raise UserError(f"{path} was damaged or changed: {error}") from error
-        return manifest
+        return replace(manifest, config=_as_written_now(manifest.config))
 
     def _check(self, step: int | None) -> None:
         """Raise `ValueError` when the fields contradict one another, or `step`, that of the folder's name."""
@@ -203,3 +203,14 @@ def git_revision() -> str | None:
 def now() -> str:
     """UTC time as ISO 8601."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _as_written_now(config: dict[str, Any]) -> dict[str, Any]:
+    """A saved configuration with keys whose meaning changed since, as the same model is described now.
+
+    `use_separate_qk_norms` was enough for norms over all heads; now it goes with `use_qk_layernorm`, and a
+    configuration that has it without is never saved.
+    """
+    if config.get("use_separate_qk_norms") and not (config.get("use_qk_layernorm") or config.get("qk_norm_per_head")):
+        return {**config, "use_qk_layernorm": True}
+    return config

@@ -1,15 +1,22 @@
 """Configuration changes since a checkpoint: which are refused, which are said."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.checkpoint import layout
 from megatron.checkpoint.compare import SHAPELESS, check_config, compare_configs
+from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.importing import specs_of
+from megatron.convert.settings import saved_config
 from megatron.errors import UserError
+from megatron.neox_arguments.derive import Facts, derive
 from tests.convert import helpers
 
 pytestmark = pytest.mark.cpu
@@ -120,3 +127,26 @@ def test_finetuning_takes_new_data_and_optimizer_but_not_another_architecture():
 
 def test_a_new_optimizer_without_its_old_state():
     assert check_config(SAVED, {**SAVED, "optimizer_type": "sgd"}, path=Path("p/x"), load_optim=False)
+
+
+def test_norms_of_queries_and_keys_in_older_checkpoints(tmp_path: Path):
+    """use_separate_qk_norms alone meant them once; the model of such a checkpoint is read with both keys."""
+    keys = {**helpers.LLAMA, "norm": "rmsnorm", "use_qk_layernorm": True, "use_separate_qk_norms": True}
+    args = helpers.resolved(**keys)
+    tensors = {name: torch.ones(spec.shape) for name, spec in specs_of(args, helpers.VOCAB, 1).items()}
+    made = helpers.write_checkpoint(tmp_path / "old", args, tensors)
+    file = made / layout.MANIFEST
+    stored = json.loads(file.read_text())
+    assert stored["config"]["use_qk_layernorm"]
+    stored["config"]["use_qk_layernorm"] = False
+    file.write_text(json.dumps(stored))
+
+    reader = CheckpointReader(open_checkpoint(made))
+    saved = reader.manifest.config
+    assert compare_configs(saved, args.to_dict()) == ([], [])
+    assert saved_config(reader).model == args.model
+    assert "2.attention.q_norm.scale" in specs_of(
+        derive(saved_config(reader), Facts(vocab_size=helpers.VOCAB)), helpers.VOCAB, 1
+    )
+    with pytest.raises(UserError, match="architecture: use_qk_layernorm"):
+        check_config(saved, {**args.to_dict(), "use_qk_layernorm": False}, path=made, trains=False)
