@@ -147,9 +147,15 @@ def zero(draft: Draft) -> None:
         stage = 1
         draft.sources.pop("zero_stage", None)
     stage = _offloads(draft, mapping, stage)
+    tensor = draft["model_parallel_size"]
     if draft["optimizer_type"] == "sm3" and stage:
         draft.note(
             "SM3 sees no rows and columns in ZeRO's flat pieces: each weight keeps a sum of its own, as in GPT-NeoX"
+        )
+    elif draft["optimizer_type"] == "sm3" and tensor > 1:
+        draft.note(
+            f"SM3 takes the maxima of rows and columns over one tensor-parallel rank's shard: with {tensor} of them "
+            "losses differ from those of another model_parallel_size"
         )
     draft.set("zero_stage", stage, "zero_optimization.stage, at least 1 with bfloat16 and fp16")
     if draft["zero_optimization"] is not None:

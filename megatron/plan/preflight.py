@@ -28,6 +28,7 @@ from megatron.neox_arguments.inference import for_inference
 from megatron.neox_arguments.open_width import fit_width, is_open
 from megatron.neox_arguments.overrides import Overrides
 from megatron.neox_arguments.problems import Problems, collector
+from megatron.neox_arguments.schema_train import CheckpointConfig
 from megatron.plan.refusals import check_data, check_fit, check_folders
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -66,7 +67,7 @@ def config_for(args: NeoXArgs, user_script: str) -> NeoXArgs:
     if not is_open(args):
         return args
     with suppress(UserError):  # a missing checkpoint is reported where it is needed
-        start = _start(args, kind, to_write=False)
+        start = _start(args, kind, args.checkpoint, to_write=False)
         checkpoint = start.checkpoint if isinstance(start, Start) else start
         if checkpoint is not None:
             return fit_width(args, stored_width(checkpoint), str(checkpoint.path))
@@ -137,7 +138,7 @@ def preflight(args: NeoXArgs, kind: str, wait: bool = False, problems: Problems 
             with _collect(args, found):
                 if kind == "train" and args.checkpoint.save is not None:
                     refuse_if_held(args.checkpoint.save, wait)
-                start = decide_start(options) if kind == "train" else requested_checkpoint(args)
+                start = _start(args, kind, options)
         with _collect(args, found):
             if kind == "train":
                 check_folders(args)
@@ -190,8 +191,8 @@ def data_paths(args: NeoXArgs) -> list[str]:
     return named_paths(args.data, [role for role in NAMES if active[role]])
 
 
-def _start(args: NeoXArgs, kind: str, to_write: bool = True) -> Start | Checkpoint:
-    """Where training starts, or the checkpoint that eval and generate read."""
+def _start(args: NeoXArgs, kind: str, options: CheckpointConfig, to_write: bool = True) -> Start | Checkpoint:
+    """Where training with these options starts, or the checkpoint that eval and generate read."""
     if kind == "train":
-        return decide_start(args.checkpoint, to_write=to_write)
+        return decide_start(options, to_write=to_write)
     return requested_checkpoint(args)

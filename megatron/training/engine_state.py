@@ -126,8 +126,9 @@ class OptimizerState:
     def materialize(self) -> None:
         """Create the moments of an optimizer that has not stepped yet, so that `write` has something to fill.
 
-        One step with zero gradients and a zero learning rate leaves the weights as they are and works for
-        every torch optimizer; the step counts it leaves behind are overwritten by `load_scalars`.
+        One step with zero gradients and a zero learning rate makes them, whatever the optimizer. What it does to the
+        weights (Madgrad moves them a little: its rate is lr + eps) and moments is written over by `write` of every
+        parameter, and the step counts by `load_scalars`.
         """
         inner = self._inner
         saved = [(group["lr"], group.get("weight_decay", 0.0)) for group in inner.param_groups]

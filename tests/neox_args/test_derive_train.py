@@ -297,3 +297,11 @@ def test_another_layout_after_the_fact(tmp_path: Path) -> None:
     changed = derive(args.replace(model_parallel_size=4), Facts(vocab_size=259))
     assert (changed.parallel.world_size, changed.tokenizer.padded_vocab_size) == (4, 512)
     assert loaded(tmp_path).parallel.world_size is None
+
+
+@pytest.mark.parametrize(("tensor", "stage", "said"), [(1, 0, None), (2, 0, "model_parallel_size"), (2, 1, "ZeRO")])
+def test_what_sm3_takes_its_maxima_over(tensor: int, stage: int, said: str | None, tmp_path: Path) -> None:
+    keys = {"optimizer": {"type": "SM3", "params": {"lr": 1e-3}}, "precision": "fp32", "zero_stage": stage}
+    args = derived(tmp_path, facts=Facts(num_devices=2), **keys, model_parallel_size=tensor)
+    notes = [note for note in args.notes if "SM3" in note]
+    assert len(notes) == (said is not None) and all(said in note for note in notes if said)

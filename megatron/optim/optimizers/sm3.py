@@ -18,6 +18,7 @@ class SM3(Optimizer):
 
     over the rows, columns, ... r of a parameter. Their maxima μ are taken from the one tensor `accumulator` of the
     parameter's shape, which checkpoints carry to any layout. A flat piece of ZeRO's has no rows: each weight is a set.
+    A tensor-parallel rank takes the maxima over its own shard, so that updates depend on the number of ranks.
     """
 
     def __init__(self, groups: Groups, lr: float, momentum: float, beta: float, eps: float) -> None:
@@ -55,5 +56,5 @@ def _smallest_maximum(x: Tensor) -> Tensor:
     "sm3", moments={"always": 1, "momentum": 1}, decays=False, params={"momentum": 0.0, "beta": 0.0, "eps": 1e-30}
 )
 def sm3(groups: Groups, lr: float, params: dict[str, Any]) -> Optimizer:
-    """Second moments bounded by those of rows and columns."""
+    """Second moments bounded by those of rows and columns of each tensor-parallel rank's shard."""
     return SM3(groups, lr, params["momentum"], params["beta"], params["eps"])
