@@ -19,16 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.checkpoint.neox_names import NEOX, TRANSFORMER_ENGINE
-from megatron.convert.cli import add_import_flags, add_precision, flags_for, run_import
+from megatron.convert.cli import add_import_flags, add_precision, default_output, flags_for, run_import
 from megatron.errors import run_cli
-
-FORK_CHECKPOINTS = Path("/projects/a5k/public/checkpoints/sf_model_organisms")
-
-
-def default_output(model: str) -> str:
-    """Where the checkpoint of `model` (a folder or a Hub id) is made when no folder is named."""
-    base = FORK_CHECKPOINTS if FORK_CHECKPOINTS.is_dir() else Path("checkpoints")
-    return str(base / Path(model).name.removeprefix("sfm-"))
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 python huggingface/convert_hf_olmo_to_neox.py --hf-model allenai/OLMo-2-1124-7B --output-dir olmo --tp 2 --dtype bf16
 
+Without --output-dir the checkpoint is made in a folder of the model's name, as convert_hf_gptneox_to_neox.py explains.
 The same as convert_hf_to_neox.py, which takes every family.
 """
 
@@ -12,17 +13,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.convert.cli import add_import_flags, add_precision, flags_for, run_import
+from megatron.convert.cli import add_import_flags, add_precision, default_output, flags_for, run_import
 from megatron.errors import run_cli
 
 
 def main() -> int:
     """Convert with the fork's flags."""
     flags = flags_for(__doc__)
-    add_import_flags(flags)
+    add_import_flags(flags, output="a folder named after the model, see above")
     flags.add_argument("--save-tokenizer", action="store_true", help="ignored, for GPT-NeoX's scripts: always copied")
     add_precision(flags, "--dtype", "--precision")
     given = flags.parse_args()
+    given.output_dir = given.output_dir or default_output(given.hf_model)
     run_import(given, precision=given.precision, families=("olmo2", "olmo3", "olmoe"))
     return 0
 

@@ -110,7 +110,8 @@ def summary(rows: list[Row]) -> str:
     """How many files work, and how many do not, by reason."""
     reasons = Counter(reason for row in rows if not row.works() for reason in _reasons(row))
     trained = sum(row.trains is True for row in rows)
-    lines = [f"{len(rows)} files: {sum(bool(row.loads) for row in rows)} load, {trained} train two steps"]
+    trials = f", {trained} train two steps" if any(row.trains is not None for row in rows) else ""
+    lines = [f"{len(rows)} files: {sum(bool(row.loads) for row in rows)} load{trials}"]
     return "\n".join([*lines, *(f"{number:5} {reason}" for reason, number in reasons.most_common())])
 
 

@@ -180,7 +180,7 @@ def _resume(newest: Checkpoint, options: CheckpointConfig, init: InitFrom | None
 
 def _fresh_message(options: CheckpointConfig) -> str:
     why = "`load` is not set" if options.load is None else "`load` and `save` are the same folder"
-    empty = f" and {options.save} holds no complete checkpoint" if options.save is not None else ""
+    empty = f' and "{options.save}" holds no complete checkpoint' if options.save is not None else ""
     note = " `finetune` is set but there is nothing to start from." if options.finetune else ""
     return f"fresh start with new weights: {why}{empty}.{note}"
 

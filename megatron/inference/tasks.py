@@ -108,7 +108,7 @@ class Tasks:
             return self.manager.load([name])
         # Whatever the harness, `datasets` and the network raise: there is no common class.
         except Exception as error:
-            self.failed[name] = f"cannot be loaded: {type(error).__name__}: {error}"
+            self.failed[name] = f"cannot be loaded: {type(error).__name__} ({error})"
             logger.warning(f"eval_tasks: {name} {self.failed[name]}")
             # Without a network every member would wait for it as long.
             return {"tasks": {}, "groups": {}} if isinstance(error, ConnectionError) else self._load_members(name)
@@ -139,7 +139,8 @@ class Tasks:
         asked = self.options.eval_num_fewshot
         by_name = asked if isinstance(asked, dict) else {}
         for name in by_name:
-            if not self.failed and name not in self._members and name not in self.loaded["tasks"]:
+            unknown = not self.failed or name not in self.manager.all_tasks  # what failed may have members
+            if unknown and not any(name in known for known in (self._members, self.loaded["tasks"], self.failed)):
                 known = [*self._members, *self.loaded["tasks"]]
                 raise UserError(f"eval_num_fewshot.{name}: eval_tasks has no such task.{nearest(str(name), known)}")
         for name, task in self.loaded["tasks"].items():

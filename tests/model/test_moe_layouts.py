@@ -266,7 +266,7 @@ def balance_not_added() -> Any:
 
 def backward_once_per_output() -> Any:
     """DeepSpeed's way through a stage that has two of them."""
-    return mock.patch("megatron.model.pipe._backward_at_once", lambda hidden, balance: None)
+    return mock.patch("megatron.model.pipe._backward_at_once", lambda sent: None)
 
 
 def _mutated(rank: int, world: int, mutation: str, keys: dict[str, Any], layout: Layout) -> dict[str, list[Any]]:

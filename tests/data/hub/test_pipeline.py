@@ -430,7 +430,7 @@ def test_tokenizers(tmp_path: Path, tokenizer: Path, prepare: Prepare) -> None:
     from tests.tokenizer.vocabularies import byte_level
 
     path = write_jsonl(tmp_path / "a.jsonl")
-    with pytest.raises(UserError, match="--vocab-file.*--hf-tokenizer"):
+    with pytest.raises(UserError, match="default of --hf-tokenizer .*gpt-neox-instruct-tokenizer"):
         prepare(path, vocab_file=None)
     one = prepare(path, vocab_file=None, hf_tokenizer=str(tokenizer.parent))["token_count"]
     assert one == prepare(path, hf_tokenizer=str(tokenizer.parent), count_only=True)["token_count"]
