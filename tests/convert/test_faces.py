@@ -207,6 +207,10 @@ def test_a_checkpoint_named_after_the_model(tmp_path, call, monkeypatch):
     published(tmp_path / "owner/sfm-small", PARALLEL, "neox")
     code, out, error = call("huggingface/convert_hf_gptneox_to_neox.py", "--hf-model", "owner/sfm-small", "--no-check")
     assert code == 0 and f"{tmp_path}/checkpoints/small/global_step0" in out, error
+    published(tmp_path / "allenai/tiny", OLMO, "olmo2")
+    given = ("--hf-model", "allenai/tiny", "--tp", 2, "--save-tokenizer", "--no-check")
+    code, out, error = call("huggingface/convert_hf_olmo_to_neox.py", *given)
+    assert code == 0 and f"{tmp_path}/checkpoints/tiny/global_step0" in out, error
 
 
 @pytest.mark.parametrize(("names", "form"), [("legacy", "pipe"), ("new", "whole"), ("te", "pipe")])
