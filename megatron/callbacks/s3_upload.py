@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
-from megatron.checkpoint.agreement import gather
+from megatron.checkpoint.agreement import await_thread
 from megatron.checkpoint.find import list_checkpoints
 from megatron.errors import DeepyError
 from megatron.hub.s3 import S3Folder
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from megatron.training.trainer import Trainer
 
 logger = get_logger(__name__)
-
-_BEAT_SECONDS = 1.0
 
 
 @CALLBACKS.register(
@@ -79,10 +77,8 @@ class S3Upload(Callback):
 
     def _wait(self, trainer: Trainer) -> None:
         """Until rank 0 has sent everything. Collective over all ranks."""
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(_BEAT_SECONDS)
+        for _ in await_thread(self._thread, trainer.state):
             trainer.progress.beat()
-        gather(None, trainer.state)
 
     def _send(self, stored: S3Folder) -> None:
         """Send every complete checkpoint that is not in the bucket yet, the newest first, then `latest`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 from megatron.errors import DeepyError, as_shown
 from megatron.mpu.state import ParallelState
+
+_ROUND_SECONDS = 1.0
 
 
 def agree(error: BaseException | None, state: ParallelState) -> dict[int, BaseException]:
@@ -68,3 +71,16 @@ def gather_over_stages(value: Any, state: ParallelState) -> list[Any]:
     values: list[Any] = [None] * state.pp_size
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def await_thread(thread: threading.Thread | None, state: ParallelState) -> Iterator[None]:
+    """Wait until `thread`, which one rank has (None elsewhere), has ended; yields about once a second. Collective.
+
+    However long it takes, no rank stays in one collective operation: their timeout would end the job.
+    """
+    running = True
+    while running:
+        if thread is not None:
+            thread.join(_ROUND_SECONDS)
+        running = any(gather(thread is not None and thread.is_alive(), state))
+        yield

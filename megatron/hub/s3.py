@@ -7,6 +7,7 @@ endpoint are those of boto3: `AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, `~/.aws
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -22,6 +23,7 @@ from megatron.neox_arguments.schema_train import CheckpointConfig
 
 logger = get_logger(__name__)
 
+_DOWNLOAD = ".download-"  # begins the name of the folder in `save` where a checkpoint arrives
 _CRC = "crc32"  # metadata of an object
 
 
@@ -99,29 +101,51 @@ class S3Folder:
     def download(self, step: int, root: Path) -> Path:
         """Fetch the checkpoint of `step` into `root`, complete or not at all: every file is compared with the manifest.
 
-        Raises `S3Error`, and `OSError` when the disk is full.
+        What has arrived when it is cut short is kept, and not fetched again. Raises `S3Error`, and `OSError` when the
+        disk is full: then, and when the copy is damaged, nothing is kept.
         """
         from megatron.checkpoint.folder import CheckpointFolder  # needs torch, which the checks before a launch do not
 
         folder = CheckpointFolder(root, step)
-        folder.prepare()
+        folder.path = root / f"{_DOWNLOAD}{layout.step_folder(step)}"
+        _drop_downloads(root, folder.path)
+        folder.path.mkdir(parents=True, exist_ok=True)
         try:
-            name = layout.step_folder(step)
-            self._fetch(f"{name}/{layout.MANIFEST}", folder.path / layout.MANIFEST, lambda count: None)
+            self._fetch(f"{layout.step_folder(step)}/{layout.MANIFEST}", folder.path / layout.MANIFEST)
             manifest = Manifest.read(folder.path)
-            total = sum(entry.bytes for entry in manifest.files.values())
-            with ProgressBar(f"downloading {self.address}/{name}", total, "B") as report:
-                for file in manifest.files:
-                    if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
-                        raise S3Error(f"{self.address}/{name}: {layout.MANIFEST} lists {file!r}, outside the folder")
-                    (folder.path / file).parent.mkdir(parents=True, exist_ok=True)
-                    self._fetch(f"{name}/{file}", folder.path / file, report)
-            if problem := manifest.missing(folder.path, checksums=True):
-                raise S3Error(f"{self.address}/{name} is damaged: {problem}")
-            return folder.publish(manifest)
-        except BaseException:
+            problem = self._fill(folder.path, manifest)
+        except (OSError, UserError):
             folder.discard()
             raise
+        if problem is not None:
+            folder.discard()
+            raise S3Error(f"{self.address}/{layout.step_folder(step)} {problem}")
+        return folder.publish(manifest)
+
+    def _fill(self, folder: Path, manifest: Manifest) -> str | None:
+        """Fetch the files of `manifest` that are not in `folder`, and remove all others from it.
+
+        Returns what is wrong with the copy in the bucket, in words; None when nothing is.
+        """
+        name = layout.step_folder(manifest.step)
+        for file in manifest.files:
+            if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+                return f"is damaged: {layout.MANIFEST} lists {file!r}, outside the folder"
+        for path in [path for path in folder.rglob("*") if path.is_file()]:
+            file = path.relative_to(folder).as_posix()
+            if file != layout.MANIFEST and manifest.wrong_file(folder, file) is not None:
+                path.unlink()
+        total = sum(entry.bytes for entry in manifest.files.values())
+        kept = [file for file in manifest.files if (folder / file).exists()]
+        before = sum(manifest.files[file].bytes for file in kept)
+        with ProgressBar(f"downloading {self.address}/{name}", total, "B", before=before) as report:
+            for file in manifest.files:
+                if file not in kept:
+                    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                    self._fetch(f"{name}/{file}", folder / file, report)
+                    if problem := manifest.wrong_file(folder, file):
+                        return f"is damaged: {problem}"
+        return None
 
     def _keys(self, prefix: str) -> Iterator[str]:
         """Of all objects that are not empty."""
@@ -154,7 +178,7 @@ class S3Folder:
             more = {"Metadata": {_CRC: str(crc)}}
             self._client.upload_file(str(path), self._bucket, self._prefix + name, ExtraArgs=more, Config=self._parts)
 
-    def _fetch(self, name: str, path: Path, report: Callable[[int], None]) -> None:
+    def _fetch(self, name: str, path: Path, report: Callable[[int], None] | None = None) -> None:
         with self._errors():
             self._client.download_file(
                 self._bucket, self._prefix + name, str(path), Callback=report, Config=self._parts
@@ -224,6 +248,8 @@ def fetch_newest(options: CheckpointConfig, damaged: Damaged = NONE_DAMAGED) -> 
     """
     found = find_stored(options, damaged)
     if found is None:
+        if options.s3_path is not None:
+            _drop_downloads(Path(options.save or ""))
         return None
     stored, step = found
     logger.info(f"{options.save} holds no checkpoint as new as iteration {step} in {stored.address}: downloading it")
@@ -235,3 +261,10 @@ def fetch_newest(options: CheckpointConfig, damaged: Damaged = NONE_DAMAGED) -> 
             raise UserError(f"s3_path: {error}") from error
         logger.warning(f"s3_path: {error}")
         return None
+
+
+def _drop_downloads(root: Path, but: Path | None = None) -> None:
+    """Remove what downloads that were cut short left in `root`, but one folder."""
+    for folder in root.glob(f"{_DOWNLOAD}*"):
+        if folder != but:
+            shutil.rmtree(folder)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.agreement import together
+from megatron.checkpoint.agreement import await_thread, together
 from megatron.checkpoint.compare import check_config, converted_to_engine
 from megatron.checkpoint.damage import find_damage
 from megatron.checkpoint.folder import recover
@@ -121,14 +122,37 @@ def share_start(args: NeoXArgs, state: ParallelState) -> Start:
 
 def _share_decision(args: NeoXArgs, state: ParallelState, damaged: dict[Path, str], fetch: bool) -> Start:
     """What `share_start` decides while those in `damaged` do not count; one that is replaced is taken out of them."""
+    failed: list[Exception] = []
+    if fetch and args.checkpoint.s3_path is not None:
+        failed = _fetch_stored(args, state, damaged)
     box: list[Any] = [None]
     with together("deciding where to start", state):
         if state.rank == 0:
-            if fetch and (fetched := fetch_newest(args.checkpoint, damaged)) is not None:
-                damaged.pop(fetched, None)
+            if failed:
+                raise failed[0]
             box[0] = decide_start(args.checkpoint, damaged=damaged)  # it has read what the callbacks saved
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def _fetch_stored(args: NeoXArgs, state: ParallelState, damaged: dict[Path, str]) -> list[Exception]:
+    """Rank 0 downloads what `s3_path` has, however long it takes. Returns what it failed with, if so. Collective."""
+    failed: list[Exception] = []
+
+    def fetch() -> None:
+        try:
+            fetched = fetch_newest(args.checkpoint, damaged)
+            if fetched is not None:
+                damaged.pop(fetched, None)
+        except Exception as error:  # of whatever class: it is raised where all ranks learn of it
+            failed.append(error)
+
+    thread = threading.Thread(target=fetch, name="s3_download", daemon=True) if state.rank == 0 else None
+    if thread is not None:
+        thread.start()
+    for _ in await_thread(thread, state):
+        pass
+    return failed
 
 
 def log_start(args: NeoXArgs, start: Start) -> None:

@@ -9,11 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import boto3
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.callbacks.checkpointer import Checkpointer
 from megatron.callbacks.s3_upload import S3Upload
@@ -284,6 +287,69 @@ def test_a_damaged_checkpoint_is_replaced_by_the_copy(
     expected = ("resume", 10 if copy_is_whole else 5)
     assert run_distributed(start_of, 1, {"save": str(save), "s3_path": "s3://bucket/some/runs"}) == [expected]
     assert (content(save) == whole) == copy_is_whole
+
+
+def test_a_download_that_was_cut_goes_on(tmp_path: Path, s3: S3Server) -> None:
+    save, new = tmp_path / "mine", tmp_path / "new" / "mine"
+    train(save, train_iters=2)
+    files = [*list_checkpoints(save).checkpoints[2].manifest.files]
+    cut = len(files) // 2
+    s3.refuses = lambda method, path: method != "PUT" and path.endswith(files[cut])
+    with pytest.raises(UserError, match=r"s3_path: .*(403|Forbidden|AccessDenied)"):
+        fetch_newest(options(new))
+    assert list_checkpoints(new).latest is None
+
+    (bad,) = new.rglob(files[1])
+    damage(bad)
+    s3.refuses = lambda method, path: False
+    s3.log.clear()
+    fetch_newest(options(new))
+    got = [path.partition("global_step2/")[2] for method, path in s3.log if method == "GET" and "global_step2/" in path]
+    assert got == ["manifest.json", files[1], *files[cut:]]
+    assert content(new) == content(save) and not list(new.glob(".*"))
+
+
+class Slow:
+    """A place in a bucket that takes its time."""
+
+    address, seconds = "s3://slow", 2.5
+
+    def upload(self, folder: Path) -> int:
+        time.sleep(self.seconds)
+        return 1
+
+    def write_latest(self, step: int) -> None:
+        pass
+
+
+def wait_for_rank_0(rank: int, world: int, save: Path) -> tuple[int, int, str]:
+    """How often a rank met the others while rank 0 sent, and while it downloaded; what it raised in the end."""
+    state, beats = ParallelState.build(Topology({"pipe": 1, "data": world, "model": 1}), rank, torch.device("cpu")), []
+    stored: Any = Slow() if rank == 0 else None
+    trainer: Any = SimpleNamespace(state=state, progress=SimpleNamespace(beat=lambda: beats.append(0)), step=2)
+    upload = S3Upload(save, stored)
+    upload.loaded(trainer)
+    upload.end(trainer)
+    sending = len(beats)
+
+    def fetch(*more: Any) -> None:
+        time.sleep(Slow.seconds)
+        raise UserError("s3_path: gone")
+
+    gathers = mock.Mock(wraps=dist.all_gather_object)
+    with mock.patch("megatron.run.start.fetch_newest", fetch), mock.patch.object(dist, "all_gather_object", gathers):
+        try:
+            share_start(args_of(save=str(save), s3_path="s3://bucket"), state)
+        except UserError as error:
+            return sending, gathers.call_count, str(error)
+    return sending, gathers.call_count, ""
+
+
+def test_no_rank_waits_for_rank_0_in_one_long_collective(tmp_path: Path) -> None:
+    save = tmp_path / "mine"
+    train(save, Callback(), train_iters=2)
+    for sending, downloading, error in run_distributed(wait_for_rank_0, 2, save):
+        assert sending >= 3 and downloading >= 3 and "s3_path: gone" in error
 
 
 def test_a_bucket_that_cannot_be_read(tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture) -> None:
