@@ -71,7 +71,10 @@ class NeoXOptimizer:
         self._parts = files.check_optimizer(written if isinstance(written, int) else None)
 
     def read(self, place: Place, tp_rank: int) -> dict[str, Tensor]:
-        """Moments of one rank's shard, and its fp32 master as `weight` where there is one."""
+        """Moments of one rank's shard, and its fp32 master as `weight` where there is one.
+
+        They are views of the mapped files, except where several parts hold the parameter: not to be written to.
+        """
         if tp_rank not in self._slots:
             self._slots[tp_rank] = dict(self._find_slots(tp_rank))
         if place not in self._slots[tp_rank]:
@@ -116,7 +119,7 @@ class NeoXOptimizer:
                     )
                 found.setdefault(key, []).append(vector.narrow(0, position - rank * size, length))
             position += length
-        joined = {key: torch.cat(pieces) for key, pieces in found.items()}
+        joined = {key: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for key, pieces in found.items()}
         if uneven := [key for key, value in joined.items() if value.numel() != prod(slot.shape)]:
             raise UserError(f"{part.path}: parameter group {slot.group} has no {uneven[0]}, other parts of it have")
         return {key: value.view(slot.shape) for key, value in joined.items()}

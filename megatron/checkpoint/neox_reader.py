@@ -98,6 +98,8 @@ class NeoXReader(CheckpointReader):
         self._layout.check(set(by_layer), _int(written.get("model_parallel_size"), 1))
         self._check_depth(set(by_layer))
         self._sources: dict[str, tuple[str, ...]] = {}
+        self._last_parameter: str | None = None
+        self._last_moments: dict[int, dict[str, Tensor]] = {}  # by tensor-parallel rank
         parameters: dict[str, ParameterEntry] = {}
         for number, wanted in by_layer.items():
             parameters |= self._read_layer(number, wanted, model)
@@ -281,9 +283,15 @@ class NeoXReader(CheckpointReader):
         return found
 
     def _stored_moments(self, name: str, tp_rank: int) -> dict[str, Tensor]:
+        """Of the last parameter they are kept: `local_optimizer` asks for them again with each key and rank."""
         number, _ = layout.split_name(name)
-        found = [self._optimizer.read((number, key), tp_rank) for key in self._sources[name]]
-        return {key: torch.cat([one[key] for one in found]) for key in found[0]}
+        if name != self._last_parameter:
+            self._last_parameter, self._last_moments = name, {}
+        if tp_rank not in self._last_moments:
+            found = [self._optimizer.read((number, key), tp_rank) for key in self._sources[name]]
+            joined = {key: torch.cat([one[key] for one in found]) for key in found[0]} if len(found) > 1 else found[0]
+            self._last_moments[tp_rank] = joined
+        return dict(self._last_moments[tp_rank])
 
     def _stored_shapes(self, tp_rank: int) -> dict[Place, tuple[int, ...]]:
         """Of all parameters in the files of one rank, in the order in which their model has them."""

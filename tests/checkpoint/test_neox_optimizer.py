@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.checkpoint import neox_reader
 from megatron.checkpoint.find import open_checkpoint
+from megatron.checkpoint.neox_optimizer import NeoXOptimizer
 from megatron.checkpoint.neox_reader import NeoXReader
 from megatron.errors import UserError
-from megatron.mpu.sharding import shard
+from megatron.mpu.sharding import ParamSpec, shard
 from tests.checkpoint import neox_engine
 from tests.checkpoint.neox_files import write_neox
 from tests.checkpoint.starts import decide
@@ -56,8 +60,30 @@ def written(folder: Path, kind: str, tp: int, keys: dict[str, Any]) -> list[dict
     return list(dict(run_distributed(neox_engine.save, world, folder, shards, kind, STEPS, state)).values())
 
 
+def check_reads(reader: NeoXReader, specs: Mapping[str, ParamSpec], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shard is read once, whatever is asked of its parameter, and copied only where two parts hold it."""
+    reads: Counter[Any] = Counter()
+    copied: set[Any] = set()
+
+    class Counted(NeoXOptimizer):
+        def read(self, place: Any, tp_rank: int) -> dict[str, torch.Tensor]:
+            reads[place, tp_rank] += 1
+            found = super().read(place, tp_rank)
+            if any(value.untyped_storage().nbytes() == value.nbytes for value in found.values()):
+                copied.add(place)
+            return found
+
+    monkeypatch.setattr(neox_reader, "NeoXOptimizer", Counted)
+    for spec in specs.values():
+        reader.optimizer_keys(spec.name)
+        for rank in range(2):
+            reader.local_optimizer(spec.name, spec, rank, 2)
+    assert set(reads.values()) == {1}
+    assert kind == "zero 0" or len(copied) <= 2, copied  # one flat vector per group, cut once
+
+
 @pytest.mark.parametrize(("kind", "tp", "more"), CASES.values(), ids=CASES)
-def test_moments_and_masters_are_deepspeeds_at_any_layout(tmp_path, kind, tp, more):
+def test_moments_and_masters_are_deepspeeds_at_any_layout(tmp_path, kind, tp, more, monkeypatch):
     keys, folder = {**NEOX, **more}, tmp_path / "global_step3"
     kept = written(folder, kind, tp, keys)
     args = resolved(**keys)
@@ -77,6 +103,7 @@ def test_moments_and_masters_are_deepspeeds_at_any_layout(tmp_path, kind, tp, mo
             for rank in range(2):
                 found = reader.local_optimizer(spec.name, spec, rank, 2)[key]
                 assert torch.equal(found, shard(expected, spec, rank, 2)), (spec.name, key)
+    check_reads(NeoXReader(decide(None, folder).checkpoint, args.model, VOCAB), specs_of(args, 2), kind, monkeypatch)
     state = reader.state()
     assert state["scalars"]["optimizer_steps"] == STEPS and state["scalars"]["skipped_steps"] == 0
     assert state["client"] == {"step": STEPS, "consumed": STEPS * neox_engine.BATCH, "callbacks": {}}
