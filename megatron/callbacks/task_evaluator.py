@@ -31,7 +31,7 @@ FOLDER = "eval_results"
 
 @CALLBACKS.register(
     "task_evaluator",
-    phase="evaluate",
+    phase="score",
     idle={"eval_tasks": None},
     keys=(
         "eval_interval",
@@ -48,7 +48,8 @@ class TaskEvaluator(Callback):
     """Runs `eval_tasks` before the first step of a run, every `eval_interval` steps and at the end.
 
     The model is the one that trains: its layers run forward, each data-parallel copy takes a part of the requests.
-    Random states are as before afterwards. What fails is logged and has no result; the run continues.
+    Random states are as before afterwards. What fails is logged and has no result; the run continues. What ends the run
+    (memory, a rank that dies) loses no step: the checkpoint of the step is complete.
     """
 
     def __init__(self, context: RunContext, interval: int) -> None:

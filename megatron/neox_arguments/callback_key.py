@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
 KIND = "callbacks"
 FIELDS = ("phase", "settings", "keys", "idle", "required_by", "loses", "console")
-PHASES = ("measure", "log", "check", "evaluate", "save", "report", "finish")
-"""The order of hooks: a step is measured before it is logged; an evaluation comes before the checkpoint of the same
-step, so that a resumed run does not repeat it; what reports comes after all that there is to report, also at the end
+PHASES = ("measure", "log", "check", "evaluate", "save", "score", "report", "finish")
+"""The order of hooks: a step is measured before it is logged; a validation comes before the checkpoint of the same
+step, so that a resumed run does not repeat it; what scores the model takes long and runs code of others, so it comes
+after the checkpoint, which does not depend on it; what reports comes after all that there is to report, also at the end
 of a run; how the run ended is recorded last."""
 
 Get = Callable[[str], Any]

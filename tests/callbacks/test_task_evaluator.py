@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.callbacks.task_evaluator import TaskEvaluator
 from megatron.checkpoint.find import find_checkpoint
 from megatron.inference.evaluate import evaluate
 from megatron.inference.lockstep import Lockstep
@@ -188,6 +189,26 @@ def test_a_task_that_fails_loses_no_other_and_nothing_is_kept_twice(tmp_path: Pa
     # 26 tokens * 32 numbers), and little else. A second copy of the weights would be 98 kB.
     first = weights[: len(weights) // 2]
     assert max(first) - min(first) < 4 * 2 * 2 * 2 * 26 * 32 + 4_000
+
+
+def train_and_break(rank: int, world: int, keys: dict[str, Any]) -> str:
+    """Every pass of an evaluation after a step fails as it does without memory."""
+    lack = mock.Mock(side_effect=torch.OutOfMemoryError("no memory for a pass"))
+    with mock.patch.object(TaskEvaluator, "loaded"), mock.patch.object(Lockstep, "before_pass", lack):
+        try:
+            return runs.train(rank, world, keys, Layout(), runs.Faults()).error
+        except RuntimeError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(("iterations", "every"), [(2, 1), (1, 5)], ids=["between", "at the end"])
+def test_an_evaluation_that_ends_the_run_comes_after_the_checkpoint(
+    tmp_path: Path, keys: dict[str, Any], iterations: int, every: int
+):
+    keys = {**keys, "save": str(tmp_path / "save"), "train_iters": iterations, "eval_tasks": ["local_writing"]}
+    keys |= {"eval_interval": every, "checkpoint_factor": every}
+    assert run_distributed(train_and_break, 1, keys) == ["no memory for a pass"]
+    assert find_checkpoint(keys["save"], None, "save").manifest.step == 1
 
 
 def train_and_stop(rank: int, world: int, keys: dict[str, Any], layout: Layout, at: int) -> tuple[Report, int]:
