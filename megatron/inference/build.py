@@ -21,6 +21,7 @@ from megatron.mpu.owned import own_experts
 from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.block_sizes import GMLP
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.tokenizer import Tokenizer
 
@@ -74,8 +75,11 @@ def fill(module: nn.Module, reader: CheckpointReader, state: ParallelState, dtyp
 
 
 def position_limit(model: ModelConfig) -> int:
-    """The longest sequence the model can take. OPT's offset uses up rows of a learned table."""
+    """The longest sequence the model can take. OPT's offset uses up rows of a learned table; gMLP's gates have a weight
+    for each position up to seq_length."""
     longest = model.max_position_embeddings or model.seq_length
+    if set(GMLP) & set(model.attention_config):
+        longest = min(longest, model.seq_length)
     return longest - (model.opt_pos_emb_offset if model.pos_emb == "learned" else 0)
 
 

@@ -36,6 +36,7 @@ from tests.inference.models import (
     make_checkpoint,
     stage_of,
 )
+from tests.model.recurrent import AMLP, GMLP
 from tests.training.tiny import build
 
 pytestmark = pytest.mark.cpu
@@ -214,6 +215,16 @@ def test_an_offset_table_has_fewer_positions(tmp_path: Path):
     assert stage.max_positions == SEQUENCE
     (done,) = complete(stage, [[1] * (SEQUENCE - 1)])
     assert len(done.tokens) == 1
+
+
+@pytest.mark.parametrize("changes", [GMLP, AMLP], ids=["gmlp", "amlp"])
+def test_gates_have_weights_for_seq_length_positions(tmp_path: Path, changes: dict[str, Any]):
+    keys = {**GPT_NEOX, **changes, "num_kv_heads": None, "rotary_pct": 1.0}
+    stage = stage_of(make_checkpoint(tmp_path, keys), keys)
+    assert stage.max_positions == SEQUENCE < keys["max_position_embeddings"]
+    near, long = complete(stage, [[1] * (SEQUENCE - 1), [1] * (SEQUENCE + 1)])
+    assert len(near.tokens) == 1 or near.finished
+    assert long.tokens == [] and f"has {SEQUENCE + 1} tokens, the model takes {SEQUENCE}" in long.message
 
 
 def test_an_empty_prompt_starts_a_document_and_no_tokens_are_no_work(checkpoint):
