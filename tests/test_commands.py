@@ -62,6 +62,10 @@ INSTEAD = {
     ),
     r"(?s).* --text-column conversations .*": ("sed -i s/messages/conversations/ chats.jsonl && {}", "another column"),
     r"python deepy\.py train\.py configs/moe/1B-7B\.yml .*": ("{} seq_length=16", "small data"),
+    r"python deepy\.py train\.py run\.yml load=neox save=new( --dry-run)?": (
+        "python deepy.py train.py run.yml load=neox finetune=true save=new --dry-run",
+        "no optimizer state; tests/training/test_neox_start.py continues such a run",
+    ),
     r"python deepy\.py train\.py run\.yml mixture=.*": ("{} load=null", "run.yml here also generates"),
     r"python tools/compat\.py FOLDER": (
         "python tools/compat.py --help",

@@ -69,7 +69,7 @@ def test_words_plus_positions() -> None:
 
 def test_document_ids_travel_along() -> None:
     tokens, positions, _ = batch()
-    hidden, _, doc_ids, _ = _embedding()(Carry(tokens, positions, torch.ones_like(positions)))
+    hidden, _, doc_ids, *_ = _embedding()(Carry(tokens, positions, torch.ones_like(positions)))
     assert hidden.shape == (32, 32)
     assert doc_ids.sum() == 32
 

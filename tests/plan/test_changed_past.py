@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -74,4 +75,4 @@ def test_the_command_says_it_without_torch(done: dict[str, Any], tmp_path: Path)
     root = Path(__file__).resolve().parents[2]
     ended = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
     assert ended.stdout == "heavy: []\n"
-    assert "UserError: train_data_weights: " in ended.stderr
+    assert re.search(r"^megatron\.errors\.UserError: .*train_data_weights: ", ended.stderr, re.MULTILINE), ended.stderr
