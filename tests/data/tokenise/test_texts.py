@@ -77,7 +77,7 @@ def test_neither_workers_nor_encoders_change_a_byte(tmp_path: Path, tokenizer_js
     assert {name for name, files in results.items() if files != first} == set()
     data = IndexedDataset(tmp_path / "tokenizers1_text_document")
     own = create_tokenizer("HFTokenizer", tokenizer_json)
-    kept = [text.replace("\ud83d", "\ufffd") for text in corpus() if text.strip()]
+    kept = [text.replace("\ud83d", "\ufffd") for text in corpus() if text]
     assert [data.get(i).tolist() for i in range(len(data))] == [[*own.tokenize(text), own.eod] for text in kept]
     assert json.loads(first[2])["extra"]["text_bytes"] == sum(len(text.encode()) for text in kept)
 
@@ -203,7 +203,7 @@ def test_a_text_of_which_nothing_is_left_is_empty(tokenizer_json: str, monkeypat
     rows = Ragged(np.array([5, 6, 7], np.uint32), np.array([2, 0, 1]))
     monkeypatch.setattr(tokenizer, "encode_exactly", lambda texts: rows)
     encoder = TextEncoder(tokenizer, EncodeOptions(append_eod=True))
-    chunk = RowChunk("memory", 0, [{"text": text} for text in ("one", "two", " ", "three")], 1)
+    chunk = RowChunk("memory", 0, [{"text": text} for text in ("one", "two", "", "three")], 1)
     encoded = encoder.encode(chunk)
     assert encoded.ids[0].tolist() == [5, 6, 0, 7, 0]
     assert encoded.lengths[0].tolist() == [3, 2]
