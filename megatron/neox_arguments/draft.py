@@ -104,7 +104,7 @@ class Draft:
         if name not in self._unfilled:
             raise TypeError(f"a rule sets {name} twice, or its row in derive.RULES does not name it")
         info = all_keys()[name]
-        if info.derived == "check" and self.is_set(name) and self.values[name] != value:
+        if info.derived == "check" and self.get_given(name) not in (None, value):
             self.fail(name, f"it is computed: {value} ({why}), not {self.values[name]}; leave it out")
         if info.derived == "recompute" and self.get_given(name) not in (None, value):
             self.note(f"{self.source(name)}: {name} {self[name]} is not used; it is computed: {value} ({why})")

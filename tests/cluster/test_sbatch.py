@@ -27,6 +27,7 @@ num_attention_heads: 2
 seq_length: 8
 train_micro_batch_size_per_gpu: 1
 train_iters: 2
+data_path: tokens
 """
 
 

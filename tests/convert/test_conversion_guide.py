@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from megatron.convert.families import FAMILIES
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.cpu
 
 GUIDE = (ROOT / "documentation" / "conversion.md").read_text(encoding="utf-8")
 EVEN = 68  # tokens that two files of LLaMA's divide
+PYTHIA = {**NEOX, "gpt_j_residual": True}
 GQA = {**LLAMA, "num_kv_heads": 2, "intermediate_size": 88}
 
 
@@ -34,9 +36,8 @@ def published(folder, keys, architecture, tokenizer):
 @pytest.fixture
 def hub(tmp_path, monkeypatch, vocabulary):  # noqa: F811
     """The models that the guide names, tiny, as folders of these names instead of downloads (tested elsewhere)."""
-    pythia = {**NEOX, "gpt_j_residual": True}
     places = {
-        "EleutherAI/pythia-70m": (pythia, "neox"),
+        "EleutherAI/pythia-70m": (PYTHIA, "neox"),
         "meta-llama/Llama-2-7b-hf": (GQA, "llama"),
         "allenai/OLMo-2-1124-7B": (OLMO, "olmo2"),
     }
@@ -52,8 +53,11 @@ def hub(tmp_path, monkeypatch, vocabulary):  # noqa: F811
 @pytest.mark.timeout(300)
 def test_every_command_works(tmp_path, hub, monkeypatch, warm_python):
     monkeypatch.chdir(tmp_path)
-    for name in ("tools", "huggingface"):
+    for name in ("tools", "huggingface", "deepy.py"):
         (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "configs/pythia").mkdir(parents=True)
+    shutil.copy(ROOT / "configs/local_setup.yml", tmp_path / "configs")
+    (tmp_path / "configs/pythia/70M.yml").write_text(yaml.safe_dump(PYTHIA | {"train_micro_batch_size_per_gpu": 1}))
     given = commands("documentation/conversion.md", ("bash",))
     assert len(given) > 15 and all(command.startswith("python ") for command in given)
     for command in given:
