@@ -305,6 +305,14 @@ def test_examples_before_a_question(tmp_path: Path):
     assert shots_of(Tasks(options(*names, **folder, eval_num_fewshot=by_name))) == named
     with pytest.raises(UserError, match=r"eval_num_fewshot\.local_tow: .*Did you mean 'local_two'\?"):
         Tasks(options(*names, **folder, eval_num_fewshot={"local_tow": 1}))
+    # A task that fails does not hide the wrong name, and may be named itself.
+    lost = str(
+        write_task(tmp_path, "local_lost", {**CHOICE, "dataset_kwargs": {"data_files": {"test": "/no/such.jsonl"}}})
+    )
+    with pytest.raises(UserError, match=r"eval_num_fewshot\.local_tow: "):
+        Tasks(options("local_two", lost, **folder, eval_num_fewshot={"local_tow": 1}))
+    with_both = {"local_two": 1, lost: 1}
+    assert shots_of(Tasks(options("local_two", lost, **folder, eval_num_fewshot=with_both))) == {"local_two": 1}
 
 
 def record_prompts(adapter: HarnessModel) -> list[str]:

@@ -71,6 +71,7 @@ def test_a_sweep(folder: Path, warm_python: WarmPython) -> None:
     late = warm_python.run(f"python {ROOT}/tools/compat.py yaml --timeout 0 --no-train --jobs 3", folder)
     assert late.returncode == 1, late.stderr
     assert late.stdout.count("took more than 0 s") == 5 + 1  # and in the summary
+    assert "5 files: 0 load\n" in late.stdout  # nothing about training, which was not asked for
 
 
 def test_what_is_not_a_folder_of_configs(folder: Path, warm_python: WarmPython) -> None:
