@@ -50,7 +50,9 @@ def plan(
         parts = _parts(args, placement, files, vocab_size, kind, found)
         if command is not None:
             parts.append(sections.with_title("would run", [command]))
-        end = f", and the run would not start: see the {len(found.found)} below" if found.found else ""
+        number = len(found.found)
+        problems = f"{number} problem{'s' * (number > 1)} below"
+        end = f", and the run would not start: see the {problems}" if number else ""
         parts.append([f"Dry run: nothing was started{end}."])
         return "\n\n".join("\n".join(part) for part in parts if part)
     raise AssertionError("the collector has raised")
