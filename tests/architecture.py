@@ -38,7 +38,11 @@ DEEPSPEED_ALLOWED = (
     r"megatron/training/(setup|engine)\w*\.py",
 )
 # prepare_data.py: its default folder is $DATA_DIR, as in GPT-NeoX
-ENVIRON_ALLOWED = (r"megatron/training/setup\w*\.py", r"megatron/cluster/.*", r"(megatron/api|deepy|prepare_data)\.py")
+ENVIRON_ALLOWED = (
+    r"megatron/training/setup\w*\.py",
+    r"megatron/(cluster|jobs)/.*",
+    r"(megatron/api|deepy|prepare_data)\.py",
+)
 PRINT_ALLOWED = (r"megatron/(errors|log)\.py", r"megatron/.*\b(\w+_)?cli\.py", r"(?!megatron/).*")
 TORCH_FREE = ("megatron.neox_arguments", "megatron.mpu.topology", "megatron.model.partition")
 OPTIONAL = {"flash_attn", "mamba_ssm", "causal_conv1d", "wandb", "gigatoken", "fastokens"}
@@ -266,7 +270,7 @@ def environment(sources: list[Source]) -> Iterator[Violation]:
                 isinstance(node, ast.ImportFrom) and node.module == "os" and any(a.name in names for a in node.names)
             )
             if attribute or named:
-                message = "the environment is read in training/setup, deepy.py and cluster/ only; pass the value"
+                message = "the environment is read in training/setup, deepy.py, cluster/ and jobs/ only; pass the value"
                 yield Violation(source.at(node.lineno), message)
 
 

@@ -1,0 +1,115 @@
+"""SLURM's commands as functions: rows of text in, values out.
+
+Text formats (`-o`, `-P`) only: the layout of `--json` changes between versions of SLURM, and that of 22.05 has wrong
+exit codes. Every call has a limit of time, since a controller that is down answers after minutes.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.errors import DeepyError
+
+SECONDS = 15.0
+"""How long a command may take by default."""
+
+
+class SlurmError(DeepyError):
+    """A command of SLURM failed, does not answer in time or does not exist. The message has what it printed."""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """Where the commands run: here, or behind `prefix`, such as `ssh HOST`. `env`: None is this process's."""
+
+    prefix: tuple[str, ...] = ()
+    seconds: float = SECONDS
+    env: Mapping[str, str] | None = None
+
+    def run(self, *command: str, text: str | None = None) -> str:
+        """Standard output of `command`, given `text` on standard input. Raises `SlurmError`."""
+        whole = [*self.prefix, shlex.join(command)] if self.prefix else list(command)
+        try:
+            done = subprocess.run(
+                whole, input=text, capture_output=True, text=True, timeout=self.seconds, env=self.env, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise SlurmError(f"`{shlex.join(whole)}` gave no answer within {self.seconds:g} s") from error
+        except OSError as error:
+            raise SlurmError(f"`{shlex.join(whole)}` cannot be run: {error.strerror or error}") from error
+        if done.returncode != 0:
+            said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+            raise SlurmError(f"`{shlex.join(whole)}` failed: {said}")
+        return done.stdout
+
+    def submit(self, *arguments: str, command: str = "sbatch") -> str:
+        """`sbatch` with these arguments; returns the id of the job, with `;CLUSTER` where SLURM adds it cut off."""
+        answer = self.run(command, "--parsable", *arguments).strip()
+        job = answer.splitlines()[-1].partition(";")[0].strip() if answer else ""
+        if not job.isdigit():
+            raise SlurmError(f"{command} answered {answer!r} instead of the number of a job")
+        return job
+
+    def job(self, job: str) -> dict[str, str]:
+        """Fields of `scontrol show job`: JobState, Restarts, Requeue, Command, StdOut, ... Of an array, the first."""
+        return parse_fields(self.run("scontrol", "--oneliner", "show", "job", job).splitlines()[0])
+
+    def queue(self, *arguments: str) -> list[dict[str, str]]:
+        """Jobs that wait or run, by `squeue`'s names of fields in lower case (`QUEUE_FIELDS`)."""
+        text = self.run("squeue", "--noheader", "--format=" + _SEPARATOR.join(QUEUE_FIELDS.values()), *arguments)
+        return parse_rows(text, list(QUEUE_FIELDS), _SEPARATOR)
+
+    def accounting(self, *arguments: str, fields: Sequence[str] | None = None) -> list[dict[str, str]]:
+        """Rows of `sacct -P` by the names of its fields: one a job, without steps, unless `arguments` ask for more."""
+        names = list(fields or ACCOUNTING_FIELDS)
+        text = self.run(
+            "sacct", "--parsable2", "--noheader", "--allocations", f"--format={','.join(names)}", *arguments
+        )
+        return parse_rows(text, names, "|")
+
+
+_SEPARATOR = "\x1f"  # in no name of a job, unlike `|`
+QUEUE_FIELDS = {
+    "job_id": "%i",
+    "name": "%j",
+    "user": "%u",
+    "partition": "%P",
+    "state": "%T",
+    "reason": "%r",
+    "nodes": "%D",
+    "node_list": "%N",
+    "time": "%M",
+    "time_left": "%L",
+    "start": "%S",
+    "work_dir": "%Z",
+    "command": "%o",
+    "gres": "%b",
+    "account": "%a",
+    "comment": "%k",
+    "dependency": "%E",
+}
+"""Names of `Slurm.queue`'s fields, with the letters of `squeue --format`."""
+ACCOUNTING_FIELDS = (
+    *("JobID", "JobName", "User", "Account", "Partition", "State", "ExitCode", "Submit", "Start", "End", "Elapsed"),
+    *("NodeList", "NNodes", "AllocTRES", "WorkDir"),
+)
+
+
+def parse_fields(line: str) -> dict[str, str]:
+    """`JobId=7 JobName=a b Command=/x/y.sh c` -> fields; a value may hold blanks, and `=` inside brackets or paths."""
+    names = list(re.finditer(r"(?:^|\s)([A-Z][\w/:]*)=", line))
+    ends = [match.start() for match in names[1:]] + [len(line)]
+    return {match[1]: line[match.end() : end].strip() for match, end in zip(names, ends)}
+
+
+def parse_rows(text: str, names: Sequence[str], separator: str) -> list[dict[str, str]]:
+    """Lines of fields between separators. Raises `SlurmError` for a line with another number of fields."""
+    rows = [line.split(separator) for line in text.splitlines() if line.strip()]
+    for row in rows:
+        if len(row) != len(names):
+            raise SlurmError(f"SLURM answered {len(row)} fields instead of {len(names)}: {separator.join(row)[:200]!r}")
+    return [dict(zip(names, (field.strip() for field in row))) for row in rows]
