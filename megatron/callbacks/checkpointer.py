@@ -156,19 +156,20 @@ class Checkpointer(Callback):
             return
         check_weights(trainer)
         options, started = trainer.args.checkpoint, time.monotonic()
-        path = save_checkpoint(
-            self.root,
-            trainer.step,
-            trainer.engine,
-            trainer.state,
-            heads=Heads.of(trainer.args.model),
-            consumed=trainer.consumed,
-            client=trainer.state_dict(),
-            config=trainer.args.to_dict(),
-            config_files=self.config_files,
-            save_optim=not options.no_save_optim,
-            save_rng=not options.no_save_rng,
-        )
+        with trainer.progress.during("checkpoint"):
+            path = save_checkpoint(
+                self.root,
+                trainer.step,
+                trainer.engine,
+                trainer.state,
+                heads=Heads.of(trainer.args.model),
+                consumed=trainer.consumed,
+                client=trainer.state_dict(),
+                config=trainer.args.to_dict(),
+                config_files=self.config_files,
+                save_optim=not options.no_save_optim,
+                save_rng=not options.no_save_rng,
+            )
         trainer.saved_step, trainer.progress.save_seconds = trainer.step, time.monotonic() - started
         trainer.call("saved", str(path))
         self._delete_old(trainer)

@@ -103,9 +103,10 @@ class Evaluator(Callback):
         if self.iterations <= 0 or self._evaluated_at == trainer.step:
             return
         self._evaluated_at = trainer.step
-        if self.valid is not None:
-            self._validate_on(self.valid, trainer)
-        evaluate_sets(trainer, self.sets)
+        with trainer.progress.during("evaluation"):
+            if self.valid is not None:
+                self._validate_on(self.valid, trainer)
+            evaluate_sets(trainer, self.sets)
 
     def _validate_on(self, valid: Batches, trainer: Trainer) -> None:
         # The k-th validation, counted from 0; the one at the end counts on from the last multiple of the interval.
@@ -121,4 +122,5 @@ class Evaluator(Callback):
             return  # stopped early: the last evaluation belongs to the last step of the resumed run
         self._validate(trainer)
         if self.test is not None and self.iterations > 0:
-            trainer.call("evaluated", "test", evaluate(trainer, self.test(0), self.iterations, "test"))
+            with trainer.progress.during("evaluation"):
+                trainer.call("evaluated", "test", evaluate(trainer, self.test(0), self.iterations, "test"))

@@ -2,7 +2,7 @@
 
     <folder>/resolved.yml    every key with its resolved value, and what differs from GPT-NeoX
     <folder>/status.json     {"version", "state", "step", "train_iters", "heartbeat", "reason", "exit_code",
-                              "stop_seconds", "pid", "host"}
+                              "stop_seconds", "pid", "host", "started", "start_step", "activity", "job_id", "restart"}
     <folder>/metrics.jsonl   one object per log and evaluation (callbacks/metrics_file)
     <folder>/logs/           output of the ranks (written by the launcher)
 
@@ -46,6 +46,8 @@ class RunStatus(Callback):
         self.folder = folder
         self._file = StatusFile(folder)
         self._last, self._ended = 0.0, False
+        self._start_step: int | None = None
+        self._activity = ""
 
     @classmethod
     def build(cls, context: RunContext) -> RunStatus | None:
@@ -61,11 +63,13 @@ class RunStatus(Callback):
         self._write(trainer, "starting")
 
     def loaded(self, trainer: Trainer) -> None:
+        self._start_step = trainer.step
         self._write(trainer, "running")
         trainer.progress.listeners.append(lambda: self._heartbeat(trainer))
 
     def _heartbeat(self, trainer: Trainer) -> None:
-        if not self._ended and time.monotonic() - self._last >= HEARTBEAT_SECONDS:
+        due = time.monotonic() - self._last >= HEARTBEAT_SECONDS or self._activity != trainer.progress.activity
+        if not self._ended and due:
             self._write(trainer, "running")
 
     def end(self, trainer: Trainer) -> None:
@@ -84,8 +88,17 @@ class RunStatus(Callback):
         self._file.write_failure(error, trainer.step, trainer.args.training.train_iters)
 
     def _write(self, trainer: Trainer, state: str, reason: str | None = None, exit_code: int | None = None) -> None:
-        self._last = time.monotonic()
+        self._last, self._activity = time.monotonic(), trainer.progress.activity
         if state == "running" and (self._file.read() or {}).get("state") == "failed":
             return  # another rank has ended the job, because this one did not answer
         train_iters = trainer.args.training.train_iters
-        self._file.write(state, trainer.step, train_iters, reason, exit_code, trainer.progress.stop_seconds)
+        self._file.write(
+            state,
+            trainer.step,
+            train_iters,
+            reason,
+            exit_code,
+            trainer.progress.stop_seconds,
+            self._start_step,
+            self._activity if state == "running" else None,
+        )

@@ -95,7 +95,7 @@ class TaskEvaluator(Callback):
         self._evaluated_at, began = trainer.step, time.monotonic()
         before = random_state()
         engine, metrics = trainer.engine, {}
-        with engine.evaluating():
+        with engine.evaluating(), trainer.progress.during("evaluation"):
             stage = live_stage(engine, self.args, self.control, lambda: any(engine.votes()))
             seed = self.args.training.seed
             team = evaluation_team(self.control, stage, self.exported, batch=batch_size(self.args), seed=seed)

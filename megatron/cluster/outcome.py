@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.checkpoint.lock import is_held
 from megatron.cluster.local import JobEnd, exit_code
-from megatron.cluster.status import StatusFile
+from megatron.cluster.status import StatusFile, slurm_job
 from megatron.errors import LostRankError, StopRequested
 from megatron.log import get_logger
 
@@ -48,7 +48,9 @@ def record_end(run_folder: Path, since: float, end: JobEnd) -> None:
             logger.error(str(own.get("reason") or "a rank was lost"))  # last, since it names the rank
         return  # the run has said why itself
     state = "ended" if end.code == StopRequested.exit_code else "failed"
-    file.update(status, state=state, exit_code=end.code, reason=end.reason)
+    # Of a job that was killed while starting, the file knows nothing yet.
+    fresh = {"started": since, "start_step": None, **slurm_job()} if own is None else {}
+    file.update(status, **fresh, state=state, exit_code=end.code, reason=end.reason)
 
 
 def await_end(code: int, run_folder: Path, since: float, patience: float = 600.0) -> int:

@@ -39,11 +39,19 @@ def stop_limits(values: Mapping[str, Any]) -> dict[str, Any]:
     return {**limits, "patience": max(seconds, SLOW_SECONDS) + 10.0} if seconds > 0 else limits
 
 
+def slurm_job() -> dict[str, Any]:
+    """The SLURM job that this process belongs to, as `status.json` names it: `job_id` (None outside of one), and how
+    often SLURM restarted it."""
+    count = os.environ.get("SLURM_RESTART_COUNT", "")
+    return {"job_id": os.environ.get("SLURM_JOB_ID"), "restart": int(count) if count.isdigit() else 0}
+
+
 class StatusFile:
     """`status.json` of a run folder. `state` is one of starting, running, ended, failed."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "status.json"
+        self._started = time.time()
         self._once = Once(logger)
 
     def write(
@@ -54,8 +62,16 @@ class StatusFile:
         reason: str | None = None,
         code: int | None = None,
         stop_seconds: float | None = None,
+        start_step: int | None = None,
+        activity: str | None = None,
     ) -> dict[str, Any]:
-        """Replace the file; returns what it holds now. `stop_seconds`: what a stop takes, checkpoint included."""
+        """Replace the file; returns what it holds now.
+
+        Args:
+            stop_seconds: what a stop takes, checkpoint included.
+            start_step: where this start of the run began; None as long as nothing is loaded.
+            activity: what it is doing (`Progress.activity`).
+        """
         status = {
             "version": STATUS_VERSION,
             "state": state,
@@ -67,6 +83,10 @@ class StatusFile:
             "stop_seconds": None if stop_seconds is None else round(stop_seconds, 1),
             "pid": os.getpid(),
             "host": socket.gethostname(),
+            "started": self._started,
+            "start_step": start_step,
+            "activity": activity,
+            **slurm_job(),
         }
         self._replace(status)
         return status
@@ -80,7 +100,8 @@ class StatusFile:
         if code == LostRankError.exit_code == found.get("exit_code"):
             return
         state = "ended" if code == StopRequested.exit_code else "failed"
-        self.write(state, step, train_iters, f"{type(error).__name__}: {error}", code)
+        start_step = found.get("start_step") if found.get("pid") == os.getpid() else None
+        self.write(state, step, train_iters, f"{type(error).__name__}: {error}", code, start_step=start_step)
 
     def update(self, status: dict[str, Any], **fields: Any) -> None:
         """Replace fields of a status that was read; the heartbeat stays that of the run."""

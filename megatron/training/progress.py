@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 # The phases of a step, in their order.
 PHASES = ("reading data", "training", "callbacks")
@@ -23,6 +24,7 @@ class Progress:
         longest_pause: between two steps so far (an evaluation, a checkpoint).
         save_seconds: what the last checkpoint took; None when none was written.
         stop_seconds: what a stop takes at most, from the request to the complete checkpoint; None when not known.
+        activity: what takes long between two steps: "evaluation", "checkpoint", or else "training".
         listeners: called at each of them, in the main thread.
     """
 
@@ -31,6 +33,7 @@ class Progress:
         self.step_seconds, self.longest_pause, self._began = 0.0, 0.0, time.monotonic()
         self.save_seconds: float | None = None
         self.stop_seconds: float | None = None
+        self.activity = "training"
         self.listeners: list[Callable[[], None]] = []
 
     def enter(self, phase: str, step: int) -> None:
@@ -43,6 +46,17 @@ class Progress:
         elif phase == PHASES[2]:
             self.step_seconds = now - self._began
             self._began = now
+        self.beat()
+
+    @contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        """What the loop does meanwhile; a sign of progress at its start and its end."""
+        before, self.activity = self.activity, activity
+        self.beat()
+        try:
+            yield
+        finally:
+            self.activity = before
         self.beat()
 
     def discount(self, seconds: float) -> None:

@@ -60,6 +60,31 @@ def test_states_of_a_run_that_ends_well(tmp_path, monkeypatch):
     assert (end["reason"], end["pid"], end["version"]) == ("train_iters reached", os.getpid(), 1)
 
 
+def test_it_says_of_which_job_the_run_is_and_what_takes_long(tmp_path, monkeypatch):
+    """While an evaluation or a checkpoint lasts the file names it at once: the next sign may be an hour off."""
+    monkeypatch.setenv("SLURM_JOB_ID", "4007")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    seen = []
+
+    class Long(Log):
+        def after_step(self, trainer, out):
+            for activity in ("evaluation", "checkpoint"):
+                with trainer.progress.during(activity):
+                    seen.append(status(tmp_path))
+            seen.append(status(tmp_path))
+
+    trainer = trainer_of([RunStatus(tmp_path), Long()], train_iters=6)
+    trainer.step = 5
+    trainer.run()
+    assert [one["activity"] for one in seen] == ["evaluation", "checkpoint", "training"]
+    assert {(one["start_step"], one["job_id"], one["restart"]) for one in seen} == {(5, "4007", 2)}
+    assert 0 <= seen[0]["heartbeat"] - seen[0]["started"] < 60
+    end = status(tmp_path)
+    assert (end["activity"], end["start_step"], end["step"]) == (None, 5, 6)
+    StatusFile(tmp_path).write_failure(NumericsError("bad"), 6, 10)
+    assert (status(tmp_path)["start_step"], status(tmp_path)["state"]) == (5, "failed")
+
+
 def test_status_is_not_written_at_every_step(tmp_path):
     peeks = Peeks(tmp_path)
     trainer_of([RunStatus(tmp_path), peeks], train_iters=3).run()

@@ -81,7 +81,10 @@ def test_a_run_that_could_not_say_how_it_ended(tmp_path: Path, before: dict, end
     assert status(tmp_path)[:3] == (after[0], 7, after[1])
 
 
-def test_a_start_that_failed_before_it_could_write_replaces_what_the_start_before_left(tmp_path: Path) -> None:
+def test_a_start_that_failed_before_it_could_write_replaces_what_the_start_before_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
     write(tmp_path, state="ended", step=40, reason="stopped by Ctrl-C", exit_code=3)
     end = JobEnd(5, "rank 1 of 2 failed: killed by SIGKILL", known_best=True)
     with SaveLock(tmp_path):  # by a live process: the job was refused, and the status is that one's
@@ -89,6 +92,7 @@ def test_a_start_that_failed_before_it_could_write_replaces_what_the_start_befor
         assert status(tmp_path) == ("ended", 40, 3, "stopped by Ctrl-C")
     record_end(tmp_path, time.time() + 60, end)
     assert status(tmp_path) == ("failed", 40, 5, end.reason)
+    assert json.loads((tmp_path / "status.json").read_text())["job_id"] == "8"
 
 
 def test_the_status_is_written_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
