@@ -59,42 +59,74 @@ class Slurm:
         return parse_fields(self.run("scontrol", "--oneliner", "show", "job", job).splitlines()[0])
 
     def queue(self, *arguments: str) -> list[dict[str, str]]:
-        """Jobs that wait or run, by `squeue`'s names of fields in lower case (`QUEUE_FIELDS`)."""
-        text = self.run("squeue", "--noheader", "--format=" + _SEPARATOR.join(QUEUE_FIELDS.values()), *arguments)
-        return parse_rows(text, list(QUEUE_FIELDS), _SEPARATOR)
+        """Jobs that wait or run, by `QUEUE_FIELDS`; `--states=all` adds those that ended minutes ago."""
+        return self._table(("squeue",), QUEUE_FIELDS, *arguments)
+
+    def nodes(self, *arguments: str) -> list[dict[str, str]]:
+        """One row for each node and partition it is in, by `NODE_FIELDS`."""
+        return self._table(("sinfo", "--Node"), NODE_FIELDS, *arguments)
+
+    def _table(self, command: Sequence[str], fields: Mapping[str, str], *arguments: str) -> list[dict[str, str]]:
+        # Without a size a field is as wide as its value.
+        layout = ",".join(f"{field}:{_SEPARATOR}" for field in fields.values())
+        text = self.run(*command, "--noheader", f"--Format={layout}", *arguments)
+        return parse_rows(text, [*fields, "end"], _SEPARATOR)
 
     def accounting(self, *arguments: str, fields: Sequence[str] | None = None) -> list[dict[str, str]]:
         """Rows of `sacct -P` by the names of its fields: one a job, without steps, unless `arguments` ask for more."""
         names = list(fields or ACCOUNTING_FIELDS)
-        text = self.run(
-            "sacct", "--parsable2", "--noheader", "--allocations", f"--format={','.join(names)}", *arguments
-        )
-        return parse_rows(text, names, "|")
+        layout = (f"--format={','.join(names)}", f"--delimiter={_SEPARATOR}")
+        text = self.run("sacct", "--parsable2", "--noheader", "--allocations", *layout, *arguments)
+        return parse_rows(text, names, _SEPARATOR)
 
 
 _SEPARATOR = "\x1f"  # in no name of a job, unlike `|`
 QUEUE_FIELDS = {
-    "job_id": "%i",
-    "name": "%j",
-    "user": "%u",
-    "partition": "%P",
-    "state": "%T",
-    "reason": "%r",
-    "nodes": "%D",
-    "node_list": "%N",
-    "time": "%M",
-    "time_left": "%L",
-    "start": "%S",
-    "work_dir": "%Z",
-    "command": "%o",
-    "gres": "%b",
-    "account": "%a",
-    "comment": "%k",
-    "dependency": "%E",
+    "job_id": "JobArrayID",
+    "raw_id": "JobID",  # SLURM_JOB_ID of the job: of a task of an array another number
+    "name": "Name",
+    "user": "UserName",
+    "account": "Account",
+    "partition": "Partition",
+    "state": "State",
+    "reason": "Reason",
+    "nodes": "NumNodes",
+    "node_list": "NodeList",
+    "time": "TimeUsed",
+    "time_left": "TimeLeft",
+    "start": "StartTime",
+    "tres": "tres-alloc",  # of a job that waits: what it asks for
+    "restarts": "RestartCnt",
+    "work_dir": "WorkDir",
+    "command": "Command",
+    "output": "STDOUT",
+    "comment": "Comment",
+    "dependency": "Dependency",
 }
-"""Names of `Slurm.queue`'s fields, with the letters of `squeue --format`."""
+"""Names of `Slurm.queue`'s fields, with those of `squeue --Format`."""
+NODE_FIELDS = {
+    "node": "NodeList",
+    "partition": "Partition",  # the default one ends in *
+    "state": "StateComplete",
+    "gres": "Gres",
+    "gres_used": "GresUsed",
+}
+"""Names of `Slurm.nodes`' fields, with those of `sinfo --Format`."""
 ACCOUNTING_FIELDS = (
-    *("JobID", "JobName", "User", "Account", "Partition", "State", "ExitCode", "Submit", "Start", "End", "Elapsed"),
+    *(
+        "JobID",
+        "JobIDRaw",
+        "JobName",
+        "User",
+        "Account",
+        "Partition",
+        "State",
+        "ExitCode",
+        "Submit",
+        "Start",
+        "End",
+        "Elapsed",
+    ),
     *("NodeList", "NNodes", "AllocTRES", "WorkDir"),
 )
 
@@ -113,3 +145,10 @@ def parse_rows(text: str, names: Sequence[str], separator: str) -> list[dict[str
         if len(row) != len(names):
             raise SlurmError(f"SLURM answered {len(row)} fields instead of {len(names)}: {separator.join(row)[:200]!r}")
     return [dict(zip(names, (field.strip() for field in row))) for row in rows]
+
+
+def count_gpus(text: str) -> int:
+    """GPUs in a text of SLURM's: `cpu=8,gres/gpu=4` (TRES), `gpu:a100:4(S:0-1),gpu:h100:2` (gres), `gres:gpu:4`."""
+    if whole := re.search(r"gres/gpu=(\d+)", text):
+        return int(whole[1])
+    return sum(int(count) for count in re.findall(r"\bgpu(?:[:=][A-Za-z][\w.-]*)?[:=](\d+)", text))

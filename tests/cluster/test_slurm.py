@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cluster.slurm import Slurm, SlurmError, parse_fields
+from megatron.cluster.slurm import Slurm, SlurmError, count_gpus, parse_fields
 
 pytestmark = pytest.mark.cpu
 SHOWN = (
@@ -15,16 +15,37 @@ SHOWN = (
     "Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 Reboot=0 ExitCode=0:0 TRES=cpu=2,node=2,billing=2,gres/gpu=4 "
     "Command=/work/a folder/pretrain_neox.sbatch run.yml lr=3 WorkDir=/work StdOut=/work/my run-12.out Power="
 )
+QUEUED = r"\037".join(
+    [
+        "17",
+        "17",
+        "a|b",
+        "me",
+        "lab",
+        "main",
+        "PENDING",
+        "Priority",
+        "2",
+        "-",
+        "0:00",
+        "1:00",
+        "N/A",
+        "cpu=2,node=2,gres/gpu=8",
+        "0",
+        "/w",
+        "/w/a.sh",
+    ]
+    + ["/w/a b.out", "(null)", "(null)", r"\n"]
+)
 
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Slurm:
     programs = {
         "sbatch": "echo 'sbatch: note' >&2; echo '17;cluster_a'",
-        "squeue": "printf '17\\037a|b\\037me\\037main\\037PENDING\\037Priority\\0372\\037\\0370:00\\0371:00\\037N/A"
-        "\\037/w\\037/w/a.sh\\037gres:gpu:4\\037lab\\037(null)\\037(null)\\n'",
+        "squeue": f"printf '{QUEUED}'",
         "scontrol": f"echo '{SHOWN}'",
-        "sacct": "echo '17|x|7:0'",
+        "sacct": "printf '17\\037x|y\\0377:0\\n'",
         "sinfo": "sleep 60",
         "sreport": "echo broken >&2; exit 3",
     }
@@ -48,9 +69,10 @@ def test_commands_give_values(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> 
     assert slurm.submit("a.sh") == "17"
     assert slurm.job("12")["JobState"] == "RUNNING"
     row = slurm.queue()[0]
-    assert (row["job_id"], row["name"], row["nodes"], row["gres"]) == ("17", "a|b", "2", "gres:gpu:4")
+    assert (row["job_id"], row["name"], row["nodes"], row["output"]) == ("17", "a|b", "2", "/w/a b.out")
+    assert count_gpus(row["tres"]) == 8
     assert slurm.accounting(fields=("JobID", "JobName", "ExitCode")) == [
-        {"JobID": "17", "JobName": "x", "ExitCode": "7:0"}
+        {"JobID": "17", "JobName": "x|y", "ExitCode": "7:0"}
     ]
 
 
@@ -63,5 +85,23 @@ def test_what_fails_or_hangs_is_an_error(slurm: Slurm, monkeypatch: pytest.Monke
         Slurm(seconds=0.2).run("sinfo")
     with pytest.raises(SlurmError, match="no_such"):
         slurm.run("no_such_program")
-    with pytest.raises(SlurmError, match="3 fields instead of 15"):
+    with pytest.raises(SlurmError, match="3 fields instead of 16"):
         slurm.accounting()
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [
+        ("cpu=8,node=2,gres/gpu=8,gres/gpu:a100=8", 8),
+        ("gpu:gh200:4(S:0-3)", 4),
+        ("gpu:4(IDX:0-3)", 4),
+        ("gpu:a100:2,gpu:h100:1", 3),
+        ("gres:gpu:4", 4),
+        ("gres/gpu:a100=4", 4),
+        ("gres/gpu:4", 4),
+        ("cpu=4,mem=4000M", 0),
+        ("(null)", 0),
+    ],
+)
+def test_gpus_in_slurm_s_texts(text: str, gpus: int) -> None:
+    assert count_gpus(text) == gpus
