@@ -72,7 +72,7 @@ def read_config(
 def _read_extending(path: str, _below: tuple[str, ...], stored: bool, found: Problems) -> dict[str, Entry]:
     if os.path.realpath(path) in _below:
         raise UserError(f"{path}: the files that it extends lead back to itself")
-    entries = _read_one(path, found)
+    entries = read_entries(path, found)
     if stored:
         _refuse_other_files(entries, path)
     if (plugins := entries.get(plugin_key.KEY)) is not None:
@@ -84,8 +84,8 @@ def _read_extending(path: str, _below: tuple[str, ...], stored: bool, found: Pro
         if not isinstance(base, str):
             raise UserError(f"{extends.where}: extends: expected the name of a file, got {base!r}")
         folder = None if os.path.isabs(base) else os.path.dirname(path) or None
-        _inherit(merged, _read_extending(config_path(base, folder), (*_below, os.path.realpath(path)), False, found))
-    _inherit(merged, entries)
+        inherit(merged, _read_extending(config_path(base, folder), (*_below, os.path.realpath(path)), False, found))
+    inherit(merged, entries)
     return merged
 
 
@@ -100,7 +100,7 @@ def _refuse_other_files(entries: dict[str, Entry], path: str) -> None:
             )
 
 
-def _inherit(base: dict[str, Entry], child: dict[str, Entry]) -> None:
+def inherit(base: dict[str, Entry], child: dict[str, Entry]) -> None:
     """Put `child` over `base`: its values win; mappings are merged, so that a child can change one inner value."""
     for name, entry in child.items():
         under = base.get(name)
@@ -117,7 +117,8 @@ def _deep_merge(base: Any, child: Any) -> Any:
     return base | {name: _deep_merge(base.get(name), value) for name, value in child.items()}
 
 
-def _read_one(path: str, found: Problems) -> dict[str, Entry]:
+def read_entries(path: str, found: Problems) -> dict[str, Entry]:
+    """The top-level keys of this file alone, with their lines and those inside; `found` takes what is there twice."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
