@@ -142,14 +142,28 @@ def add_export_flags(flags: argparse.ArgumentParser) -> None:
         metavar="REPO",
         help="upload the finished folder to this model repository (name or owner/name); default: the folder's name",
     )
+    add_upload_flags(flags)
     add_safety(flags, "an earlier export in --output_dir")
+
+
+def add_upload_flags(flags: argparse.ArgumentParser) -> None:
+    """The flags of every command that uploads to the Hub: who sees a new repository, and how long to keep trying."""
+    seen = flags.add_mutually_exclusive_group()
+    seen.add_argument("--public", action="store_true", help="everybody sees a new repository (default: its owner)")
+    seen.add_argument("--private", action="store_true", help="only its owner sees a new repository (the default)")
+    add = flags.add_argument
+    add("--max-retries", type=int, default=20, metavar="N", help="of a call that the Hub is too busy for (default 20)")
+    least = "shortest wait before a retry, where the Hub does not say how long (default 120)"
+    add("--retry-min-wait", type=float, default=120.0, metavar="SECONDS", help=least)
+    add("--retry-max-wait", type=float, default=3600.0, metavar="SECONDS", help="longest such wait (default 3600)")
 
 
 class Hub(Protocol):
     """What `--push-to-hub` needs: megatron/hub/push.py, which is a level above this package."""
 
-    def check_hub(self, repo: str) -> str: ...
-    def push_folder(self, folder: Path, repo: str) -> str: ...
+    def retry_of(self, given: argparse.Namespace) -> Any: ...
+    def check_hub(self, repo: str, retry: Any) -> str: ...
+    def push_folder(self, folder: Path, repo: str, *, private: bool, retry: Any) -> str: ...
 
 
 def run_olmo_export(description: str | None, hub: Hub, *, checkpoint: str, reference: str, precision: str) -> None:
@@ -170,6 +184,7 @@ def run_export(given: argparse.Namespace, hub: Hub, *, families: tuple[str, ...]
     names the published model whose network the checkpoint has and whose tokenizer is written.
     """
     begin(given)
+    retry = hub.retry_of(given)
     from megatron.convert.hf.export_hf import export  # after the flags: torch takes seconds to import
     from megatron.convert.hf.folder import open_model
     from megatron.convert.hf.safetensors_writer import shard_bytes
@@ -177,7 +192,7 @@ def run_export(given: argparse.Namespace, hub: Hub, *, families: tuple[str, ...]
 
     repo = None
     if given.push_to_hub is not None:
-        repo = hub.check_hub(given.push_to_hub or Path(given.output_dir).resolve().name)
+        repo = hub.check_hub(given.push_to_hub or Path(given.output_dir).resolve().name, retry)
     named = getattr(given, "reference", None)
     done = export(
         given.input_dir,
@@ -195,4 +210,4 @@ def run_export(given: argparse.Namespace, hub: Hub, *, families: tuple[str, ...]
     )
     report(f"{done.folder}: {done.architecture}", done.largest_difference, "transformers")
     if repo is not None:
-        result(hub.push_folder(done.folder, repo))
+        result(hub.push_folder(done.folder, repo, private=not given.public, retry=retry))

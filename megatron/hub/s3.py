@@ -17,7 +17,7 @@ from megatron.checkpoint.find import NONE_DAMAGED, Damaged, list_checkpoints
 from megatron.checkpoint.manifest import FileEntry, Manifest
 from megatron.checksums import file_crc32
 from megatron.errors import DeepyError, UserError
-from megatron.hub.push import first_line
+from megatron.hub.retry import first_line
 from megatron.log import ProgressBar, get_logger
 from megatron.neox_arguments.schema_train import CheckpointConfig
 

@@ -1,140 +1,188 @@
-"""A small Hub that takes uploads: repositories, branches, files by commit and by the LFS way, checked by their hash."""
+"""A small Hub that takes uploads and gives them back: repositories, branches, commits, files by the LFS way.
+
+What is sent is checked by its hash and counted; faults are injected by `UploadHub.fail`.
+"""
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
+from tests.hub.hub_models import Answer, Hub, Model
 from tests.local_hub import LocalHub
 
 TOKEN = "hf_sesame"
-_LFS = (".safetensors", ".bin", ".pt")
+_PIECE = 1 << 14  # bytes of a body that are read at once
 
 
 @dataclass
-class Model:
-    """Branches of a repository: {name: {path: content}}; `commits` counts."""
+class Fault:
+    """What happens to the next `times` requests whose `METHOD path` holds `match`.
 
-    branches: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"main": {}})
-    commits: int = 0
+    `how`: `answer` with `status` and `headers` instead of doing it; `cut` the connection once `bytes` of the body have
+    come; do it but `lose` the answer; be `slow`: read the body at `bytes` per second.
+    """
+
+    match: str
+    how: Literal["answer", "cut", "lose", "slow"] = "answer"
+    times: int = 1
+    status: int = 503
+    headers: Mapping[str, str] = field(default_factory=dict)
+    bytes: int = 0
 
 
 class UploadHub(LocalHub):
-    """`with UploadHub() as hub:` serves on a free port; `models` are the repositories, `log` the requests."""
+    """`with UploadHub() as hub:` serves on a free port.
+
+    `models`: the repositories by full name. `log`: `METHOD path status` of the requests, status 0 where the connection
+    was cut, and `sent` how many bytes of bodies came to each path. `large`: the LFS store by SHA-256.
+    """
 
     def __init__(self) -> None:
-        self.models: dict[str, Model] = {}
+        self._hub = Hub()
+        self.models: dict[str, Model] = self._hub.models
+        self.large: dict[str, bytes] = self._hub.large
         self.log: list[str] = []
-        self._large: dict[str, bytes] = {}
-        hub = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def answer(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                if "chunked" in (self.headers.get("Transfer-Encoding") or ""):
-                    body = hub._chunks(self.rfile)
-                known = self.headers.get("Authorization") == f"Bearer {TOKEN}" or "/_lfs/" in self.path
-                path = unquote(urlsplit(self.path).path).strip("/").split("/")
-                status, value = hub._route(self.command, path, body) if known or path == [""] else (401, {})
-                hub.log.append(f"{self.command} {self.path} {status}")
-                content = json.dumps(value).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.send_header("Content-Type", "application/json")
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(content)
-
-            do_GET = do_HEAD = do_POST = do_PUT = answer
-
-            def log_message(self, *_: object) -> None:
-                """Quiet: `UploadHub.log` has it."""
-
-        super().__init__(Handler)
+        self.sent: Counter[str] = Counter()
+        self._faults: list[Fault] = []
+        self._lock = threading.Lock()
+        super().__init__(_handler(self))
+        self._hub.endpoint = self.endpoint
 
     def environment(self, home: Path, token: str | None = TOKEN) -> dict[str, str]:
         """Of a client that is logged in with `token`."""
         return super().environment(home) | ({"HF_TOKEN": token} if token else {})
 
-    @staticmethod
-    def _chunks(file: Any) -> bytes:
-        content = b""
-        while size := int(file.readline(), 16):
-            content += file.read(size)
-            file.readline()
-        file.readline()
-        return content
+    def fail(self, match: str, **what: Any) -> None:
+        """Inject a `Fault`; those for the same request come one after the other."""
+        self._faults.append(Fault(match, **what))
 
-    def _route(self, method: str, path: list[str], body: bytes) -> tuple[int, Any]:
-        if path[0] == "":
-            return 200, {}
-        if path[0] == "_lfs":
-            if hashlib.sha256(body).hexdigest() != path[1]:
-                return 400, {"error": "not what was announced"}
-            self._large[path[1]] = body
-            return 200, {}
-        if path[-3:] == ["lfs", "objects", "batch"]:
-            return 200, {"transfer": "basic", "objects": [self._place(o) for o in json.loads(body)["objects"]]}
-        if path == ["api", "whoami-v2"]:
-            return 200, {"type": "user", "name": "me", "orgs": []}
-        if path == ["api", "repos", "create"]:
-            return self._create(json.loads(body))
-        if path[:2] != ["api", "models"] or "/".join(path[2:4]) not in self.models:
-            return 404, {"error": "Repository not found"}
-        return self._model("/".join(path[2:4]), method, path[4:], body)
+    def count(self, match: str) -> int:
+        """How many requests so far hold `match` in their line of the log."""
+        return sum(match in line for line in self.log)
 
-    def _place(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        there = wanted["oid"] in self._large
-        actions = {} if there else {"actions": {"upload": {"href": f"{self.endpoint}/_lfs/{wanted['oid']}"}}}
-        return {"oid": wanted["oid"], "size": wanted["size"], **actions}
+    def sent_large(self) -> int:
+        """Bytes of large files that came, whether they were taken or not."""
+        return sum(count for path, count in self.sent.items() if path.startswith("/_lfs/"))
 
-    def _create(self, wanted: dict[str, Any]) -> tuple[int, Any]:
-        name = f"{wanted.get('organization') or 'me'}/{wanted['name']}"
-        status = 409 if name in self.models else 200
-        self.models.setdefault(name, Model())
-        return status, {"url": f"{self.endpoint}/{name}", "id": name, "name": name}
+    def take_fault(self, request: str) -> Fault | None:
+        """The fault of this request, counted."""
+        with self._lock:
+            for fault in self._faults:
+                if fault.times and fault.match in request:
+                    fault.times -= 1
+                    return fault
+        return None
 
-    def _model(self, name: str, method: str, rest: list[str], body: bytes) -> tuple[int, Any]:
-        model = self.models[name]
-        what, branch = (rest + ["revision", "main"])[:2] if rest else ("revision", "main")
-        if what == "branch":
-            model.branches.setdefault(branch, dict(model.branches["main"]))
-            return 200, {}
-        files = model.branches.get(branch)
-        if files is None:
-            return 404, {"error": "Revision not found"}
-        if what == "preupload":
-            return 200, {"files": [self._mode(each, files) for each in json.loads(body)["files"]]}
-        if what == "commit":
-            return self._commit(name, model, files, body)
-        sha = hashlib.sha1(repr((branch, model.commits)).encode()).hexdigest()
-        return 200, {"id": name, "sha": sha, "private": False, "tags": [], "siblings": []}
+    def answer(self, method: str, path: str, token: str | None, body: bytes) -> Answer:
+        """Of a request that nothing happens to."""
+        parts = unquote(urlsplit(path).path).strip("/").split("/")
+        open_to_all = parts in ([""], ["api", "validate-yaml"]) or parts[0] == "_lfs"
+        if token != f"Bearer {TOKEN}" and not open_to_all:
+            return Answer(401, {"error": "Invalid credentials in Authorization header"})
+        with self._lock:
+            return self._hub.route(method, parts, body)
 
-    def _mode(self, wanted: dict[str, Any], files: dict[str, bytes]) -> dict[str, Any]:
-        large, content = wanted["path"].endswith(_LFS), files.get(wanted["path"])
-        oid = None
-        if content is not None:
-            blob = b"blob %d\0" % len(content) + content
-            oid = hashlib.sha256(content).hexdigest() if large else hashlib.sha1(blob).hexdigest()
-        mode = "lfs" if large else "regular"
-        return {"path": wanted["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid}
 
-    def _commit(self, name: str, model: Model, files: dict[str, bytes], body: bytes) -> tuple[int, Any]:
-        for line in body.splitlines():
-            entry = json.loads(line)
-            value = entry["value"]
-            if entry["key"] == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif entry["key"] == "lfsFile":
-                files[value["path"]] = self._large[value["oid"]]
-        model.commits += 1
-        url = f"{self.endpoint}/{name}/commit/{model.commits}"
-        return 200, {"success": True, "commitOid": f"{model.commits:040x}", "commitUrl": url, "hookOutput": ""}
+def _handler(hub: UploadHub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def handle_request(self) -> None:
+            fault = hub.take_fault(f"{self.command} {self.path}")
+            status = 0
+            if fault is not None and fault.how == "cut":
+                self.read(until=fault.bytes)
+                self.cut()
+            else:
+                speed = fault.bytes if fault is not None and fault.how == "slow" else None
+                body = self.read(speed=speed)
+                if fault is not None and fault.how == "answer":
+                    answer = Answer(fault.status, {"error": "injected"}, dict(fault.headers))
+                else:
+                    answer = hub.answer(self.command, self.path, self.headers.get("Authorization"), body)
+                if fault is not None and fault.how == "lose":
+                    self.cut()
+                else:
+                    status = self.send(answer)
+            hub.log.append(f"{self.command} {self.path} {status}")
+
+        do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_request
+
+        def read(self, until: int | None = None, speed: int | None = None) -> bytes:
+            """The body, or its first `until` bytes; counted as it comes."""
+            content = bytearray()
+            for piece in self.pieces():
+                content += piece
+                hub.sent[urlsplit(self.path).path] += len(piece)
+                if speed:
+                    time.sleep(len(piece) / speed)
+                if until is not None and len(content) >= until:
+                    break
+            return bytes(content)
+
+        def pieces(self) -> Iterator[bytes]:
+            if "chunked" in (self.headers.get("Transfer-Encoding") or ""):
+                while left := int(self.rfile.readline() or b"0", 16):
+                    while piece := self.rfile.read(min(left, _PIECE)):
+                        left -= len(piece)
+                        yield piece
+                    self.rfile.readline()
+                self.rfile.readline()
+            else:
+                left = int(self.headers.get("Content-Length") or 0)
+                while piece := self.rfile.read(min(left, _PIECE)):
+                    left -= len(piece)
+                    yield piece
+
+        def cut(self) -> None:
+            """Reset the connection."""
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            self.close_connection = True
+
+        def send(self, answer: Answer) -> int:
+            content = answer.value if isinstance(answer.value, bytes) else json.dumps(answer.value).encode()
+            status, headers = answer.status, {"Content-Type": "application/json", **answer.headers}
+            start, end = 0, len(content)
+            if status == 200 and isinstance(answer.value, bytes) and (wanted := self.headers.get("Range")):
+                first, _, last = wanted.removeprefix("bytes=").partition("-")
+                start, end = int(first), min(int(last) + 1 if last else end, end)
+                status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{len(content)}"
+            try:
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(end - start)}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(content[start:end])
+            except ConnectionError:  # the client was killed
+                self.close_connection = True
+            return status
+
+        def handle(self) -> None:
+            try:
+                super().handle()
+            except (ConnectionError, ValueError):  # the client was killed, in the middle of a request
+                self.close_connection = True
+
+        def finish(self) -> None:
+            try:
+                super().finish()
+            except (OSError, ValueError):  # cut above
+                self.close_connection = True
+
+        def log_message(self, *_: object) -> None:
+            """Quiet: `UploadHub.log` has it."""
+
+    return Handler

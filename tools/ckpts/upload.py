@@ -2,7 +2,9 @@
 
 python tools/ckpts/upload.py hf/ my-org/my-model main
 
-A missing repository or branch is made; files that the Hub has with the same content are not sent again.
+A missing repository or branch is made, private unless --public is given; files that the Hub has with the same content
+are not sent again, so the same command goes on after a failure. At the end the hashes that the Hub lists are compared
+with the files. The token is that of `hf auth login`, or of the environment variable HF_TOKEN.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import flags_for
+from megatron.convert.cli import add_upload_flags, flags_for
 from megatron.errors import UserError, run_cli
-from megatron.hub.push import check_hub, push_folder
+from megatron.hub.push import check_hub, push_folder, retry_of
+from megatron.log import configure, result
 
 
 def main() -> int:
@@ -23,13 +26,14 @@ def main() -> int:
     flags.add_argument("folder", help="what convert_neox_to_hf.py made, or any folder")
     flags.add_argument("repo", help="name or owner/name")
     flags.add_argument("branch", nargs="?", default=None, help="default: main")
-    flags.add_argument("--private", action="store_true", help="a new repository is private")
+    add_upload_flags(flags)
     given = flags.parse_args()
+    configure()
     folder = Path(given.folder)
     if not folder.is_dir() or not any(folder.iterdir()):
         raise UserError(f"{folder} is no folder with files in it")
-    branch = None if given.branch == "main" else given.branch
-    print(push_folder(folder, check_hub(given.repo), revision=branch, private=given.private))
+    branch, retry = None if given.branch == "main" else given.branch, retry_of(given)
+    result(push_folder(folder, check_hub(given.repo, retry), revision=branch, private=not given.public, retry=retry))
     return 0
 
 
