@@ -15,7 +15,15 @@ from megatron.neox_arguments import NeoXArgs
     "wandb",
     phase="report",
     idle={"use_wandb": False},
-    keys=("wandb_project", "wandb_group", "wandb_run_name", "wandb_team", "wandb_host", "wandb_init_all_ranks"),
+    keys=(
+        "wandb_project",
+        "wandb_group",
+        "wandb_run_name",
+        "wandb_tags",
+        "wandb_team",
+        "wandb_host",
+        "wandb_init_all_ranks",
+    ),
 )
 class WeightsAndBiases(Tracker):
     """Writes metrics to Weights & Biases: one run per job, or with `wandb_init_all_ranks` one per rank in a group.
@@ -40,13 +48,14 @@ class WeightsAndBiases(Tracker):
                 project=log.wandb_project,
                 group=group,
                 name=name,
+                tags=list(log.wandb_tags or ()) or None,
                 entity=log.wandb_team,
                 config=args.to_dict(),
                 dir=directory,
                 resume="allow",
                 settings=wandb.Settings(**host),
             )
-        except wandb.errors.Error as error:  # no key, a wrong one, no way to the server
+        except (wandb.errors.Error, ValueError) as error:  # no key, a wrong one, no way to the server; a tag too long
             raise UserError(f"use_wandb: {error} (WANDB_MODE=offline needs neither a key nor a network)") from error
 
     @classmethod

@@ -101,6 +101,7 @@ class LoggingConfig:
     )
     wandb_group: str | None = key(None, "Group of the run.", differs="no random suffix is added")
     wandb_run_name: str | None = key(None, "Name of the run.")
+    wandb_tags: tuple[str, ...] | None = key(None, "Tags of the run, of at most 64 letters each.", new=True)
     wandb_team: str | None = key(None, "Team (entity).")
     wandb_project: str = key("neox", "Project.")
     wandb_host: str = key("https://api.wandb.ai", "Server.")

@@ -102,7 +102,7 @@ class FakeWandb:
 @pytest.mark.parametrize(
     ("keys", "rank", "expected"),
     [
-        ({}, 0, {"project": "neox", "group": None, "name": None, "entity": None, "settings": {}}),
+        ({}, 0, {"project": "neox", "group": None, "name": None, "tags": None, "entity": None, "settings": {}}),
         (
             {"wandb_host": "https://w.example", "wandb_team": "t", "wandb_project": "p", "wandb_run_name": "r"},
             0,
@@ -110,6 +110,7 @@ class FakeWandb:
         ),
         ({"wandb_init_all_ranks": True, "wandb_group": "g", "wandb_run_name": "r"}, 3, {"group": "g", "name": "r-3"}),
         ({"wandb_init_all_ranks": True}, 1, {"group": "ranks", "name": "rank-1"}),
+        ({"wandb_tags": ["site", "job_7"]}, 0, {"tags": ["site", "job_7"]}),
     ],
 )
 def test_wandb_keys_reach_wandb(monkeypatch, keys, rank, expected):
@@ -138,12 +139,12 @@ def test_wandb_works_offline(monkeypatch, tmp_path):
     """The real package, without a network: the run is stored in a folder, with config and history."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    tracker = WeightsAndBiases(args_of(wandb_run_name="mine"), str(tmp_path), 0)
+    tracker = WeightsAndBiases(args_of(wandb_run_name="mine", wandb_tags=["my-tag"]), str(tmp_path), 0)
     tracker.write({"train/lm_loss": 2.5}, 3)
     tracker.close()
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     (record,) = run.glob("run-*.wandb")
-    wanted = (b"train/lm_loss", b"hidden_size", b"mine")
+    wanted = (b"train/lm_loss", b"hidden_size", b"mine", b"my-tag")
     deadline = time.monotonic() + 60  # W&B's own process writes the file, and may come to it late
     while not all(word in record.read_bytes() for word in wanted):
         assert time.monotonic() < deadline, record.read_bytes()

@@ -1,0 +1,45 @@
+"""How a run is called in its trackers: the same names and tags on every cluster, kept by all jobs of a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.cluster.profile import ClusterProfile
+from megatron.neox_arguments.merge import FlatValues
+
+
+def experiment_of(merged: FlatValues, env: Mapping[str, str]) -> str | None:
+    """The name of the experiment: `DEEPY_EXPERIMENT` (`submit.py -e`), else the last part of `save`."""
+    save = merged.values.get("save")
+    return env.get("DEEPY_EXPERIMENT") or (Path(save).name if save else None) or None
+
+
+def job_of(env: Mapping[str, str]) -> str | None:
+    """The number of this job; of an array's task, the array's number and the task's, as squeue shows them."""
+    if array := env.get("SLURM_ARRAY_JOB_ID"):
+        return f"{array}_{env.get('SLURM_ARRAY_TASK_ID', '0')}"
+    return env.get("SLURM_JOB_ID")
+
+
+def tracker_values(
+    merged: FlatValues, profile: ClusterProfile, env: Mapping[str, str], first_job: str | None = None
+) -> dict[str, Any]:
+    """Name, group and tags for the trackers that the configuration turns on, where it does not set them itself.
+
+    `first_job`: the number of the first job of the chain, so that all of its jobs have one name; None: this is it.
+    """
+    experiment, job = experiment_of(merged, env), first_job or job_of(env)
+    if experiment is None:
+        return {}
+    name = "_".join(part for part in (experiment, profile.name, job) if part)
+    job_tag = f"job_{job}" if job else None
+    words = (profile.provider, profile.name, profile.gpu, experiment, job_tag)
+    tags = list(dict.fromkeys(word[:64] for word in words if word))  # W&B takes no longer ones
+    values: dict[str, Any] = {}
+    if merged.values.get("use_wandb"):
+        values |= {"wandb_run_name": name, "wandb_group": f"{experiment}/{profile.name}", "wandb_tags": tags}
+    if merged.values.get("use_comet"):
+        values |= {"comet_experiment_name": name, "comet_tags": tags}
+    return {key: value for key, value in values.items() if merged.values.get(key) is None}
