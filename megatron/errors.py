@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 
+from megatron.secrets import hide_secrets
 from megatron.streams import keep_writing
 
 
@@ -130,6 +131,7 @@ def run_cli(main: Callable[[], int | None], *, is_run: bool = False) -> None:
         shown = as_shown(error)
         if shown is None:
             raise
-        print(f"{type(shown).__name__}: {shown}" if shown.exit_code != 2 else f"error: {shown}", file=sys.stderr)
+        text = f"{type(shown).__name__}: {shown}" if shown.exit_code != 2 else f"error: {shown}"
+        print(hide_secrets(text), file=sys.stderr)
         code = shown.exit_code
     sys.exit(code)

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron.secrets import hide_secrets
+
 T = TypeVar("T")
 
 _ROOT = "deepy"
@@ -22,6 +24,13 @@ _RESULTS = "deepy.results"
 def get_logger(name: str) -> logging.Logger:
     """The logger of a module; call it as `get_logger(__name__)`."""
     return logging.getLogger(f"{_ROOT}.{name.removeprefix('megatron.')}")
+
+
+class _Formatter(logging.Formatter):
+    """Hides secrets: a message may quote what a server, a command or a traceback said."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide_secrets(super().format(record))
 
 
 def configure(rank: int = 0, level: str = "INFO", file: Path | None = None) -> None:
@@ -36,7 +45,7 @@ def configure(rank: int = 0, level: str = "INFO", file: Path | None = None) -> N
     root.handlers.clear()
     root.propagate = False
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    handler.setFormatter(_Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     handler.setLevel(wanted if rank == 0 else logging.WARNING)
     # A result is on stdout already.
     handler.addFilter(lambda record: record.name != _RESULTS)
@@ -44,7 +53,7 @@ def configure(rank: int = 0, level: str = "INFO", file: Path | None = None) -> N
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         into = logging.FileHandler(file, encoding="utf-8", delay=True)
-        into.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        into.setFormatter(_Formatter("%(asctime)s %(message)s"))
         root.addHandler(into)
     root.setLevel(wanted if rank == 0 or file is not None else logging.WARNING)
 

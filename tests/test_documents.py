@@ -18,7 +18,15 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md")
 # These are named in a sentence under the picture of documentation/architecture.md.
 BELOW_THE_CONFIG = [
-    *({"plugins"}, {"rows"}, {"registry"}, {"log"}, {"files", "checksums", "signals"}, {"errors"}, {"streams"}),
+    *(
+        {"plugins"},
+        {"rows"},
+        {"registry"},
+        {"log"},
+        {"files", "checksums", "signals"},
+        {"errors"},
+        {"secrets", "streams"},
+    ),
 ]
 # what a run makes, and the user's own files
 MADE = re.compile(

@@ -42,6 +42,9 @@ class Comet(Tracker):
                     auto_param_logging=False,
                     auto_metric_logging=False,
                     parse_args=False,
+                    # The address of the remote may hold a password, a patch anything; git_hash is a parameter.
+                    log_git_metadata=False,
+                    log_git_patch=False,
                     display_summary_level=0,
                     offline_directory=None if directory is None else str(directory / "comet"),
                     name=log.comet_experiment_name,

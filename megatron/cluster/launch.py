@@ -25,11 +25,10 @@ from megatron.cluster.launchers import (
     command_environment,
     expand_nodelist,
     find_launcher,
-    parse_environment_file,
     select_exports,
 )
 from megatron.cluster.local import LocalJob, run_local
-from megatron.cluster.node import node_job, with_library_on_path
+from megatron.cluster.node import node_job, read_environment_files, with_library_on_path
 from megatron.cluster.outcome import await_end, outcome, record_end
 from megatron.cluster.status import run_folder, stop_limits
 from megatron.errors import UserError
@@ -231,11 +230,8 @@ def _multi_node_job(
 ) -> MultiNodeJob:
     launcher = args.launcher
     log_folder = _log_folder(args)
-    extra: dict[str, str] = {}
-    for folder in (Path.home(), Path.cwd()):  # DeepSpeed's file for more variables; the nearer one wins
-        path = folder / ".deepspeed_env"
-        if path.is_file():
-            extra.update(parse_environment_file(path.read_text(encoding="utf-8"), str(path)))
+    extra = read_environment_files()
+    exports, secret = select_exports(with_library_on_path(env), extra)
     given = launcher.master_port if args.is_set("master_port") else int(env.get("MASTER_PORT", launcher.master_port))
     return MultiNodeJob(
         resources=placement.resources,
@@ -246,7 +242,8 @@ def _multi_node_job(
         folder=os.getcwd(),
         master_addr=address,
         master_port=given,
-        exports=select_exports(with_library_on_path(env), extra)[0],
+        exports=exports,
+        secrets={name: extra[name] for name in secret if name in extra},
         log_folder=str(log_folder) if log_folder else None,
         comment=launcher.comment,
         account=launcher.account,
@@ -255,11 +252,13 @@ def _multi_node_job(
 
 
 def _log_kept_back(placement: Placement, job: MultiNodeJob, env: Mapping[str, str]) -> None:
-    kept_back = [name for name in select_exports(env, {})[1] if name not in job.exports]
+    own = job.secrets if placement.launcher == "pdsh" else {}  # the agents read .deepspeed_env themselves
+    kept_back = [name for name in select_exports(env, job.secrets)[1] if name not in own]
     if kept_back and placement.launcher != "slurm":  # srun passes its own environment on, unseen
         logger.warning(
             f"not put on the command line for other hosts, where everybody can read it: {', '.join(kept_back)}. "
-            "Keep them in ~/.netrc or the tool's own login file there, or in .deepspeed_env if you accept that."
+            "Keep them in ~/.netrc or the tool's own login file there"
+            + (", or in .deepspeed_env in your home or this folder there." if placement.launcher == "pdsh" else ".")
         )
 
 

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 
 from megatron.cluster.hostfile import Resources
 from megatron.errors import UserError, nearest
+from megatron.secrets import is_secret_variable
 
 _EXPORTED_PREFIXES = (
     *("NCCL", "UCX", "FI_", "MV2", "OMPI_MCA", "GLOO", "TP_", "TORCH", "PYTHON", "LD_LIBRARY", "OMP_"),
     *("CUDA_DEVICE", "CUDA_LAUNCH", "DS_", "DEEPY_", "HF_", "WANDB", "TRITON"),
 )
-_SECRET_PARTS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 _LONGEST_ARGUMENT = 120_000  # Linux allows 128 KiB for one argument
 
 
@@ -42,6 +42,8 @@ class MultiNodeJob:
     master_addr: str
     master_port: int
     exports: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    """Those of `.deepspeed_env`: they reach ranks by ways that nobody else can read, never by a command line."""
     log_folder: str | None = None
     comment: str | None = None
     account: str | None = None
@@ -56,12 +58,12 @@ class MultiNodeJob:
 def select_exports(env: Mapping[str, str], extra: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """(variables that other hosts need, names kept back because they look like secrets).
 
-    From `env` come those of the communication libraries, Python and the trackers; `extra` (the `.deepspeed_env` file)
-    is sent as it is. Secrets do not belong on a command line that every user of a host can read.
+    From `env` come those of the communication libraries, Python and the trackers, from `extra` (the `.deepspeed_env`
+    file) all. Secrets do not belong on a command line that every user of a host can read.
     """
-    wanted = {name: value for name, value in env.items() if name.startswith(_EXPORTED_PREFIXES)}
-    secret = sorted(name for name in wanted if any(part in name for part in _SECRET_PARTS))
-    return {**{name: value for name, value in wanted.items() if name not in secret}, **extra}, secret
+    wanted = {name: value for name, value in env.items() if name.startswith(_EXPORTED_PREFIXES)} | dict(extra)
+    secret = sorted(name for name, value in wanted.items() if is_secret_variable(name, value))
+    return {name: value for name, value in wanted.items() if name not in secret}, secret
 
 
 def parse_environment_file(text: str, name: str) -> dict[str, str]:
@@ -73,7 +75,7 @@ def parse_environment_file(text: str, name: str) -> dict[str, str]:
             continue
         key, equals, value = line.removeprefix("export ").partition("=")
         if not equals or not key.strip().isidentifier():
-            raise UserError(f"{name}:{number}: {line!r} is not of the form KEY=VALUE")
+            raise UserError(f"{name}:{number}: the line is not of the form KEY=VALUE")  # it may hold a secret
         values[key.strip()] = value.strip()
     return values
 
@@ -186,7 +188,7 @@ def command_environment(launcher: str, job: MultiNodeJob, env: Mapping[str, str]
     if launcher == "pdsh":
         result["PDSH_RCMD_TYPE"] = env.get("PDSH_RCMD_TYPE", "ssh")
     if launcher == "slurm":
-        result.update({**_rendezvous(job), **job.exports})
+        result.update({**_rendezvous(job), **job.exports, **job.secrets})
     return result
 
 

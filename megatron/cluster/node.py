@@ -17,10 +17,11 @@ from megatron import log
 from megatron.cluster.config_file import config_file
 from megatron.cluster.devices import count_cores, count_gpus
 from megatron.cluster.hostfile import Resources
-from megatron.cluster.launchers import decode
+from megatron.cluster.launchers import decode, parse_environment_file
 from megatron.cluster.local import LocalJob, rank_environment, run_local
 from megatron.cluster.status import stop_limits
 from megatron.errors import UserError, run_cli
+from megatron.secrets import is_secret_variable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     resources, text = decode(given.resources), decode(given.config)
     if not isinstance(resources, dict) or not isinstance(text, str) or given.node_rank >= len(resources):
         raise UserError(f"--resources or --config does not fit --node_rank={given.node_rank}")
+    for name, value in read_environment_files().items():  # the others came on the command line
+        if is_secret_variable(name, value):
+            os.environ.setdefault(name, value)
     with config_file(text) as resolved:
         job = node_job(
             resources,
@@ -86,6 +90,15 @@ def node_job(
     return LocalJob(
         command, environments, first_rank=first, world_size=world, log_folder=log_folder, launcher_fd=launcher_fd
     )
+
+
+def read_environment_files() -> dict[str, str]:
+    """DeepSpeed's file for more variables, `.deepspeed_env`, at home and in the current folder; the nearer one wins."""
+    found: dict[str, str] = {}
+    for path in (Path.home() / ".deepspeed_env", Path.cwd() / ".deepspeed_env"):
+        if path.is_file():
+            found.update(parse_environment_file(path.read_text(encoding="utf-8"), str(path)))
+    return found
 
 
 def with_library_on_path(env: Mapping[str, str]) -> dict[str, str]:

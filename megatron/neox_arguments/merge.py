@@ -24,6 +24,7 @@ from megatron.neox_arguments.overrides import (
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.neox_arguments.retired import NEVER_DEFAULT, RETIRED
 from megatron.neox_arguments.yaml_files import config_path, normalise, read_config
+from megatron.secrets import find_secrets
 
 
 class FlatValues(NamedTuple):
@@ -72,6 +73,8 @@ def merge_values(given: Mapping[str, Any], problems: Problems | None = None) -> 
     with collector(problems) as found:
         for written, value in given.items():
             name, where = normalise(written), f"{PYTHON_CALL}: {written}"
+            for secret in find_secrets(f"{written}={value!r}"):
+                raise UserError(secret.refusal(where))
             if name in entries:
                 found.add(f"{where}: {name} is already set; keep one of the two", name)
                 continue

@@ -14,6 +14,7 @@ from megatron.neox_arguments.exclusive_keys import SAME_FACT, WINS_OVER
 from megatron.neox_arguments.keys import Entry
 from megatron.neox_arguments.problems import Problems
 from megatron.neox_arguments.yaml_files import normalise, parse_value
+from megatron.secrets import find_secrets
 
 COMMAND_LINE = "command line"
 PYTHON_CALL = "Python call"
@@ -24,6 +25,11 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 def split_overrides(overrides: Overrides, problems: Problems) -> list[tuple[str, Any, str]]:
     """(key as written, value, where) of each override. Adds to `problems` what is none."""
+    is_call = isinstance(overrides, Mapping)
+    texts = [f"{key}={value!r}" for key, value in overrides.items()] if is_call else overrides
+    for text in texts:
+        for secret in find_secrets(text):
+            raise UserError(secret.refusal(f"{PYTHON_CALL if is_call else COMMAND_LINE}: {text.partition('=')[0]}"))
     if isinstance(overrides, Mapping):
         return [(key, value, f"{PYTHON_CALL}: {key}={value!r}") for key, value in overrides.items()]
     found = []

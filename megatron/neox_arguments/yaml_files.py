@@ -14,6 +14,7 @@ from megatron.neox_arguments import plugin_key
 from megatron.neox_arguments.keys import Entry
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.neox_arguments.retired import ALIASES
+from megatron.secrets import find_secrets
 
 _MOST_VALUES = 100_000  # that aliases may expand a text to
 _DEEPEST = 100
@@ -124,6 +125,8 @@ def read_entries(path: str, found: Problems) -> dict[str, Entry]:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
+    for secret in find_secrets(text):  # in a comment too: checkpoints get the file as it is
+        raise UserError(secret.refusal(f"{path}:{secret.line}"))
     if path.endswith(".json"):
         text = text.replace("\t", "    ")  # JSON may be indented with tabs, YAML not
     try:

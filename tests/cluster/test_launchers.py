@@ -35,7 +35,7 @@ JOB = MultiNodeJob(
     resolved_file="/shared/run/.deepy-resolved-x.json",
     config_text='{"train_iters": 5}',
     python="/opt/venv/bin/python",
-    folder="/home/u/my code",
+    folder="/work/my code",
     master_addr="worker-0",
     master_port=29500,
     exports={"NCCL_DEBUG": "INFO and more"},
@@ -47,7 +47,7 @@ def test_pdsh_starts_one_agent_per_host_and_carries_the_config_by_value() -> Non
     command = build_command("pdsh", JOB)
     assert command[:-1] == ["pdsh", "-S", "-b", "-N", "-f", "1024", "-w", "worker-0,worker-1"]
     head, agent = command[-1].split(" exec ")
-    assert head == "export NCCL_DEBUG='INFO and more'; cd '/home/u/my code';"
+    assert head == "export NCCL_DEBUG='INFO and more'; cd '/work/my code';"
     words = shlex.split(agent)
     assert words[:5] == ["/opt/venv/bin/python", "-u", "-m", "megatron.cluster.node", "--node_rank=%n"]
     assert words[-1] == "train.py"
