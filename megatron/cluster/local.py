@@ -55,6 +55,8 @@ class LocalJob:
     """The exit code, besides 3, with which another launcher answers `stop_signal`."""
     failure_line: re.Pattern[bytes] | None = None
     """A line in which another launcher reports a failure although it keeps waiting; group 1 is the exit code."""
+    noted_line: re.Pattern[bytes] | None = None
+    """Lines of the output that `JobEnd.noted` is to hold."""
     settle: float = 1.0
     grace: float = 4.0
     launcher_fd: int | None = None
@@ -130,12 +132,14 @@ def rank_environment(
 class JobEnd(NamedTuple):
     """How a job ended: its exit code (table in `megatron/errors.py`) and, unless it is done, why.
 
-    `known_best`: the kernel ended the rank to blame, so the run cannot know better.
+    `known_best`: the kernel ended the rank to blame, so the run cannot know better. `noted`: the first lines that
+    matched the job's `noted_line`.
     """
 
     code: int
     reason: str | None = None
     known_best: bool = False
+    noted: tuple[str, ...] = ()
 
 
 def run_local(job: LocalJob) -> JobEnd:
@@ -147,7 +151,8 @@ def run_local(job: LocalJob) -> JobEnd:
             _watch(run)
         finally:
             _kill_all(run)  # only after a fault of ours: normally nobody is left
-    return _conclude(run)
+    noted = [line for rank in run.ranks for line in rank.output.noted]
+    return _conclude(run)._replace(noted=tuple(noted))
 
 
 def _start(run: _Run) -> None:
@@ -168,8 +173,8 @@ def _start(run: _Run) -> None:
         )
         os.close(write_fd)
         log_file = folder / f"rank_{rank}.log" if folder else None
-        failure_line = run.job.failure_line
-        output = RankOutput(rank, read_fd, straight=rank == 0, log_file=log_file, failure_line=failure_line)
+        lines = {"failure_line": run.job.failure_line, "noted_line": run.job.noted_line}
+        output = RankOutput(rank, read_fd, straight=rank == 0, log_file=log_file, **lines)
         run.ranks.append(_Rank(rank, process, output))
     run.started = True
     for number in run.passed_on:  # signals that came in between

@@ -16,6 +16,7 @@ from pathlib import Path
 
 _TAIL_LINES = 200
 _SHOWN_LINES = 30
+_NOTED_LINES = 50
 _TRACEBACK = re.compile(r"(\[rank\d+\]: )?Traceback \(most recent call last\)")  # torch puts the rank in front
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
@@ -25,7 +26,8 @@ class RankOutput:
 
     `straight`: bytes go to our stderr as they come (progress bars work); else whole lines go to `log_file` if there is
     one, else to our stderr with the rank in front. The log file is opened at the first line.
-    A line that matches `failure_line` sets `reported` to the number in its first group.
+    A line that matches `failure_line` sets `reported` to the number in its first group; `noted` keeps the first lines
+    that match `noted_line`.
     """
 
     def __init__(
@@ -36,13 +38,16 @@ class RankOutput:
         straight: bool,
         log_file: Path | None,
         failure_line: re.Pattern[bytes] | None = None,
+        noted_line: re.Pattern[bytes] | None = None,
     ) -> None:
         self.rank = rank
         self.read_fd = read_fd
         self.straight = straight
         self.last_write = 0.0  # time.monotonic() of the last bytes shown on the console
         self.reported: int | None = None
+        self.noted: list[str] = []
         self._failure_line = failure_line
+        self._noted_line = noted_line
         self._path = log_file
         self._log: int | None = None
         self._partial = b""
@@ -90,6 +95,8 @@ class RankOutput:
         self._tail.append(line)
         if self.reported is None and self._failure_line and (match := self._failure_line.search(line)):
             self.reported = int(match[1])
+        if self._noted_line and len(self.noted) < _NOTED_LINES and self._noted_line.search(line):
+            self.noted.append(line.decode("utf-8", "replace"))
         if self._path is not None:
             self._write_log(self._path, line)
         elif not self.straight:

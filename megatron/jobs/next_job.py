@@ -1,0 +1,157 @@
+"""The job that follows this one: the same requeued, or a new one with the same script, flags and arguments."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from megatron.cluster.slurm import Slurm, SlurmError
+from megatron.files import write_atomically
+from megatron.log import get_logger
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+SCRIPT = "chain.sbatch"
+_WAITS = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)  # a controller is restarted within minutes
+_UNSET = ("", "(null)", "N/A", "None", "Unknown", "0", "*")
+# Of `scontrol show job`, with the flag of sbatch for each.
+_FLAGS = {
+    "JobName": "job-name",
+    "NumNodes": "nodes",
+    "NumTasks": "ntasks",
+    "CPUs/Task": "cpus-per-task",
+    "TimeLimit": "time",
+    "TimeMin": "time-min",
+    "Partition": "partition",
+    "Account": "account",
+    "QOS": "qos",
+    "Reservation": "reservation",
+    "Features": "constraint",
+    "MinMemoryNode": "mem",
+    "MinMemoryCPU": "mem-per-cpu",
+    "MinTmpDiskNode": "tmp",
+    "Licenses": "licenses",
+    "Network": "network",
+    "Comment": "comment",
+    "WorkDir": "chdir",
+    "ReqNodeList": "nodelist",
+    "MailUser": "mail-user",
+    "MailType": "mail-type",
+}
+# SLURM sets these in a job; in the environment of sbatch they would be the wishes for the next one, or be kept in it.
+_OF_THIS_JOB = re.compile(r"(SLURM|SLURMD|PMI|PMIX)_|(CUDA|ROCR|HIP)_VISIBLE_DEVICES$|GPU_DEVICE_ORDINAL$")
+_OF_THIS_JOB_TOO = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def persist(call: Callable[[], T], waits: Sequence[float] = _WAITS) -> T:
+    """What `call` returns, tried again after each of `waits` (seconds) while it raises `SlurmError`."""
+    for wait in waits:
+        try:
+            return call()
+        except SlurmError as error:
+            logger.warning(f"{error}; trying again in {wait:g} s")
+            time.sleep(wait)
+    return call()
+
+
+def await_steps(slurm: Slurm, job: str, seconds: float = 600.0) -> None:
+    """Wait until no rank of the job runs: a requeue would kill it while it saves. Gives up after `seconds`."""
+    deadline, said = time.monotonic() + seconds, False
+    while time.monotonic() < deadline:
+        listed = persist(lambda: slurm.run("squeue", "--steps", "--noheader", "--jobs", job, "--format=%i"))
+        running = [step for step in listed.split() if step.rpartition(".")[2].isdigit()]
+        if not running:
+            return
+        if not said:
+            logger.info(f"waiting for the end of {', '.join(running)}, whose ranks may still save")
+            said = True
+        time.sleep(1.0)
+    logger.warning(f"ranks of job {job} still run after {seconds:g} s; SLURM ends them")
+
+
+def can_requeue(job: Mapping[str, str]) -> bool:
+    """Whether SLURM may requeue the job of these fields (`--no-requeue`, or the cluster's rule)."""
+    return job.get("Requeue", "0") == "1"
+
+
+def requeue(slurm: Slurm, job: str, fields: Mapping[str, str], exclude: Sequence[str]) -> None:
+    """Requeue this job, without the nodes in `exclude`. From then on SLURM ends our processes. Raises `SlurmError`."""
+    slurm.run("scontrol", "requeue", job)
+    if exclude:  # SLURM takes that for pending jobs only, which this one now is
+        nodes = ",".join([*_exclusions(fields), *exclude])
+        try:
+            slurm.run("scontrol", "update", f"JobId={job}", f"ExcNodeList={nodes}")
+        except SlurmError as error:
+            logger.warning(f"the next job may run on {', '.join(exclude)} again: {error}")
+
+
+def resubmit(
+    slurm: Slurm,
+    fields: Mapping[str, str],
+    arguments: Sequence[str],
+    folder: Path,
+    exclude: Sequence[str],
+    command: str = "sbatch",
+) -> str:
+    """Submit this job's script again, to start when this job has ended; returns the number of the new job.
+
+    The script is SLURM's copy of it, kept in `folder`: the user's file may have changed. Raises `SlurmError`.
+    """
+    job = fields["JobId"]
+    script = folder / SCRIPT
+    write_atomically(script, slurm.run("scontrol", "write", "batch_script", job, "-"))
+    flags = [*flags_of(fields, exclude), f"--dependency=afterany:{job}"]
+    return slurm.submit(*flags, str(script.absolute()), *arguments, command=command)
+
+
+def flags_of(fields: Mapping[str, str], exclude: Sequence[str] = ()) -> list[str]:
+    """The flags for sbatch that give a job like the one with these fields of `scontrol show job`."""
+    given = {flag: fields.get(name, "") for name, flag in _FLAGS.items()}
+    tasks_per_node = fields.get("NtasksPerN:B:S:C", "").partition(":")[0]
+    given["ntasks-per-node"] = tasks_per_node
+    if tasks_per_node not in _UNSET:
+        given["ntasks"] = ""  # follows, and a list of nodes may have made it larger
+    given |= _gpus(fields)
+    given["exclude"] = ",".join([*_exclusions(fields), *exclude])
+    # The number of the job in the names of its logs is that of the next one there.
+    for name, flag in (("StdOut", "output"), ("StdErr", "error")):
+        given[flag] = fields.get(name, "").replace(fields.get("JobId", "\0"), "%j")
+    if given["error"] == given["output"]:
+        given["error"] = ""
+    flags = [f"--{flag}={value}" for flag, value in given.items() if value not in _UNSET]
+    if fields.get("OverSubscribe") == "NO":
+        flags.append("--exclusive")
+    return [*flags, "--open-mode=append"]
+
+
+def environment_for_next(env: Mapping[str, str], **more: str) -> dict[str, str]:
+    """The environment in which to submit the next job: ours without what belongs to this job."""
+    kept = {
+        name: value
+        for name, value in env.items()
+        if name in ("SLURM_CONF", "SLURM_CLUSTERS") or not (_OF_THIS_JOB.match(name) or name in _OF_THIS_JOB_TOO)
+    }
+    return {**kept, **more}
+
+
+def _exclusions(fields: Mapping[str, str]) -> list[str]:
+    nodes = fields.get("ExcNodeList", "")
+    return [] if nodes in _UNSET else [nodes]
+
+
+def _gpus(fields: Mapping[str, str]) -> dict[str, str]:
+    """`TresPerNode=gres:gpu:gh200:4` (`gres/gpu:gh200:4` in newer versions) as `--gpus-per-node=gh200:4`."""
+    found = {}
+    for name, of in (("TresPerNode", "gpus-per-node"), ("TresPerJob", "gpus"), ("TresPerTask", "gpus-per-task")):
+        parts = [re.sub(r"^gres[:/]", "", part) for part in fields.get(name, "").split(",")]
+        others = [part for part in parts if part not in _UNSET and not re.match(r"gpu(:|=)", part)]
+        gpus = [re.sub(r"^gpu[:=]", "", part) for part in parts if re.match(r"gpu(:|=)", part)]
+        if gpus:
+            found[of] = ",".join(gpus)
+        if others and name == "TresPerNode":
+            found["gres"] = ",".join(others)
+    return found

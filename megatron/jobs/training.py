@@ -1,0 +1,255 @@
+"""How a SLURM job trains: `python -m megatron.jobs.training CONFIG ... [key=value ...]`, in pretrain_neox.sbatch.
+
+It adapts the configuration to the cluster, checks the nodes, runs `deepy.py train.py` and decides by how that ended
+whether another job follows (`chain.py`). Outside of a SLURM job it only trains.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron import log
+from megatron.checkpoint.find import list_checkpoints
+from megatron.cluster.command_line import parse_launcher_command_line
+from megatron.cluster.devices import end_of_job
+from megatron.cluster.launchers import expand_nodelist
+from megatron.cluster.local import JobEnd, LocalJob, run_local
+from megatron.cluster.slurm import Slurm, SlurmError
+from megatron.cluster.status import StatusFile, run_folder, slurm_job
+from megatron.errors import StopRequested, UserError, run_cli
+from megatron.jobs.chain import MOST_FAILURES, MOST_LINKS, REQUEUE, STOP, Chain, Decision, Standing, decide, standing_of
+from megatron.jobs.next_job import await_steps, can_requeue, environment_for_next, persist, requeue, resubmit
+from megatron.log import get_logger
+from megatron.mpu.topology import tasks_per_node
+from megatron.neox_arguments import NeoXArgs
+from megatron.signals import STOP_SIGNALS, raise_stop_requests
+
+logger = get_logger(__name__)
+
+HOME = Path(__file__).resolve().parents[2]
+# `srun: error: node3: task 5: Killed`, `srun: error: node[1-2]: tasks 0-7: Exited with exit code 5`
+_TASK_LINE = re.compile(rb"^srun: error: \S+: tasks? \S+: ")
+_NAMED_RANK = re.compile(r"\bno progress for \d+ s: rank (\d+) of \d+ does not ")  # training/watchdog.py
+
+
+@dataclass
+class Job:
+    """This SLURM job as a link of a chain. `folder`: of the run; `save`: where its checkpoints are."""
+
+    id: str
+    restart: int
+    folder: Path
+    save: str
+    slurm: Slurm
+    arguments: Sequence[str]
+    env: Mapping[str, str]
+    most: int = MOST_LINKS
+    most_failures: int = MOST_FAILURES
+    submit_command: str = "sbatch"
+
+    def begin(self) -> Chain:
+        """Note in `chain.json` that this link has begun."""
+        before = _number(self.env, "SLURM_JOB_CHAIN_COUNT", 0)
+        chain = Chain.read(self.folder)
+        chain = chain.begin(
+            self.id, self.restart, time.time(), self.env.get("SLURM_JOB_NODELIST", ""), self.step, before
+        )
+        chain.write(self.folder)
+        return chain
+
+    @property
+    def step(self) -> int:
+        """Of the newest checkpoint; 0 without one."""
+        return list_checkpoints(self.save).latest or 0
+
+    def end(self, chain: Chain, end: JobEnd) -> None:
+        """Decide whether another job follows, note that, and see to it. The last line of the log says what happens."""
+        link = chain.links[-1]
+        fields, standing = self._ask()
+        step = self.step
+        decision = decide(
+            end.code,
+            standing,
+            progressed=step > link.step,
+            in_a_row=chain.in_a_row,
+            count=link.count,
+            most=self.most,
+            most_failures=self.most_failures,
+            stop_asked=(self.folder / STOP).exists(),
+        )
+        node = None if end.code in (0, StopRequested.exit_code) else self._failed_node(end)
+        facts = {"ended": time.time(), "code": end.code, "step": step, "failed_node": node, "reason": decision.reason}
+        chain = Chain(chain.links, decision.in_a_row, chain.excluded).end(**facts)
+        if node is not None:
+            logger.info(f"chain: the rank that failed ran on node {node}")
+        if standing is Standing.REQUEUED:
+            chain.end(next=REQUEUE).write(self.folder)
+            logger.info(f"chain: link {link.count}: SLURM has requeued job {self.id}; code {end.code}")
+        elif decision.goes_on:
+            self._continue(chain, fields, decision)
+        else:
+            chain.write(self.folder)
+            logger.info(f"chain: no further job after link {link.count}, code {end.code}: {decision.reason}")
+
+    def _ask(self) -> tuple[dict[str, str], Standing]:
+        """SLURM's fields of this job, when none of its ranks run any more, and what they mean."""
+        try:
+            await_steps(self.slurm, self.id)
+            fields = persist(lambda: self.slurm.job(self.id))
+            return fields, standing_of(fields, self.restart)
+        except SlurmError as error:
+            logger.error(f"{error}")
+            return {}, Standing.RUNNING
+
+    def _continue(self, chain: Chain, fields: Mapping[str, str], decision: Decision) -> None:
+        """Requeue this job, or where that is not allowed submit its successor."""
+        link, exclude = chain.links[-1], chain.failing_nodes()
+        chain = Chain(chain.links, chain.in_a_row, (*chain.excluded, *exclude))
+        text = f"chain: link {link.count} of at most {self.most} ended with code {link.code} ({decision.reason})"
+        text += f"; without {', '.join(exclude)} from now on" if exclude else ""
+        failed: SlurmError | None = None
+        if can_requeue(fields) or not fields:
+            chain.end(next=REQUEUE).write(self.folder)  # before: afterwards SLURM ends this process
+            logger.info(f"{text}: job {self.id} is requeued")
+            try:
+                persist(lambda: requeue(self.slurm, self.id, fields, exclude))
+                return
+            except SlurmError as error:
+                failed = error
+                logger.warning(f"chain: job {self.id} cannot be requeued, so a new one is submitted: {error}")
+        try:
+            if not fields:
+                raise failed or SlurmError("nothing is known about this job")
+            env = environment_for_next(self.env, SLURM_JOB_CHAIN_COUNT=str(link.count), DEEPY_HOME=str(HOME))
+            slurm = Slurm(env=env)
+            arguments = (self.arguments, self.folder, exclude, self.submit_command)
+            successor = persist(lambda: resubmit(slurm, fields, *arguments))
+            chain.end(next=successor).write(self.folder)
+            logger.info(f"{text}: job {successor} follows when this one has ended")
+        except (SlurmError, OSError) as error:
+            chain.end(next=None, reason=f"{decision.reason}; {error}").write(self.folder)
+            logger.error(f"chain: no further job, submit again to continue: {error}")
+
+    def _failed_node(self, end: JobEnd) -> str | None:
+        """Where the rank ran that is to blame: as srun says, else as the run's watchdog names it."""
+        for line in end.noted:
+            node, _, how = line.removeprefix("srun: error: ").split(": ", 2)
+            if not re.fullmatch(r"Exited with exit code [35]", how.strip()):  # those lost another rank
+                return None if "[" in node else node
+        status = StatusFile(self.folder).read() or {}
+        named = _NAMED_RANK.search(str(status.get("reason")))
+        return node_of_rank(int(named[1]), self.env) if named else None
+
+
+def node_of_rank(rank: int, env: Mapping[str, str]) -> str | None:
+    """The node on which SLURM started a rank: in blocks, `SLURM_TASKS_PER_NODE` of them on each node."""
+    try:
+        nodes = expand_nodelist(env.get("SLURM_JOB_NODELIST", ""))
+        counts = tasks_per_node(env.get("SLURM_TASKS_PER_NODE", ""))
+    except UserError:
+        return None
+    placed = [node for node, count in zip(nodes, counts) for _ in range(count)]
+    return placed[rank] if rank < len(placed) else None
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    """A variable that holds a number of 0 or more. Raises `UserError` for anything else in it."""
+    text = env.get(name) or str(default)
+    if not text.isdigit():
+        raise UserError(f"{name}={text} is not a number of 0 or more")
+    return int(text)
+
+
+def with_end_time(env: Mapping[str, str], slurm: Slurm) -> dict[str, str]:
+    """`env` with `SLURM_JOB_END_TIME`, which makes a run stop early enough and which not every SLURM sets."""
+    if "SLURM_JOB_ID" not in env or end_of_job(env) is not None:
+        return dict(env)
+    try:
+        end = time.mktime(time.strptime(slurm.job(env["SLURM_JOB_ID"]).get("EndTime", ""), "%Y-%m-%dT%H:%M:%S"))
+    except (SlurmError, ValueError, OverflowError):  # no answer, or a job without a limit
+        return dict(env)
+    return {**env, "SLURM_JOB_END_TIME": str(int(end))}
+
+
+def finished(chain: Chain, folder: Path) -> bool:
+    """Whether the run had finished when SLURM requeued its job: in the moments after its end."""
+    if len(chain.links) < 2 or chain.links[-1].count < 2:
+        return False
+    before, status = chain.links[-2], StatusFile(folder).read() or {}
+    if before.code is not None:
+        return before.code == 0
+    return status.get("state") == "ended" and status.get("exit_code") == 0 and status["heartbeat"] >= before.started
+
+
+def run(arguments: Sequence[str], env: Mapping[str, str]) -> int:
+    """Train with these arguments of the job; returns the exit code of the run."""
+    line = parse_launcher_command_line([str(HOME / "train.py"), *arguments])
+    slurm = Slurm()
+    job = None
+    if "SLURM_JOB_ID" in env and not (line.dry_run or line.prepare or line.explain):
+        job = _job(NeoXArgs.from_files(line.paths, line.overrides), arguments, env, slurm)
+    chain = job.begin() if job else None
+    if job and chain and (code := _refuse(chain, job)) is not None:
+        return code
+    count = chain.links[-1].count - 1 if chain else 0
+    try:
+        end = _train(arguments, {**with_end_time(env, slurm), "SLURM_JOB_CHAIN_COUNT": str(count)})
+    except StopRequested as error:  # before the run had begun
+        end = JobEnd(error.exit_code, str(error))
+    for number in STOP_SIGNALS:  # SLURM sends one when it requeues the job; the commands that follow inherit that
+        signal.signal(number, signal.SIG_IGN)
+    if job and chain:
+        job.end(chain, end)
+    return end.code
+
+
+def _job(args: NeoXArgs, arguments: Sequence[str], env: Mapping[str, str], slurm: Slurm) -> Job | None:
+    """This job as a link; None when it is to stay the only one, or when its run saves nothing that could continue."""
+    most = _number(env, "MAX_JOB_CHAINS", MOST_LINKS)
+    if most == 0:
+        return None
+    folder, save = run_folder(args), args.checkpoint.save
+    if folder is None or save is None:
+        logger.info("chain: `save` is not set, so no job follows this one")
+        return None
+    failures = max(1, _number(env, "MAX_JOB_FAILURES", MOST_FAILURES))
+    about = slurm_job()
+    return Job(env["SLURM_JOB_ID"], about["restart"], folder, save, slurm, arguments, env, most, failures)
+
+
+def _refuse(chain: Chain, job: Job) -> int | None:
+    """The exit code of a job that has nothing to do: the run had finished, or SLURM requeued it too often."""
+    link, code, reason = chain.links[-1], None, ""
+    if finished(chain, job.folder):
+        code, reason = 0, "the run had finished before SLURM requeued the job"
+    elif link.count > job.most:
+        code = StopRequested.exit_code
+        reason = f"this would be link {link.count} of at most {job.most} (MAX_JOB_CHAINS); submit again to continue"
+    if code is not None:
+        chain.end(ended=time.time(), code=code, reason=reason).write(job.folder)
+        logger.info(f"chain: {reason}")
+    elif (job.folder / STOP).exists():
+        logger.warning(f"chain: {job.folder / STOP} is there, so no job follows this one")
+    return code
+
+
+def _train(arguments: Sequence[str], env: Mapping[str, str]) -> JobEnd:
+    command = [sys.executable, "-u", str(HOME / "deepy.py"), str(HOME / "train.py"), *arguments, "launcher=slurm"]
+    return run_local(LocalJob(command, [env], name="deepy.py", noted_line=_TASK_LINE))
+
+
+def main() -> int:
+    raise_stop_requests()
+    log.configure(level=os.environ.get("LOGLEVEL", "INFO"))
+    return run(sys.argv[1:], os.environ)
+
+
+if __name__ == "__main__":
+    run_cli(main, is_run=True)

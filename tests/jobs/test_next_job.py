@@ -1,0 +1,124 @@
+"""The next job: flags recorded from SLURM, the environment of sbatch, waiting for ranks and for a controller."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.cluster.slurm import Slurm, SlurmError, parse_fields
+from megatron.jobs import next_job
+from megatron.jobs.next_job import await_steps, environment_for_next, flags_of, persist, requeue, resubmit
+
+pytestmark = pytest.mark.cpu
+
+# `scontrol --oneliner show job` of 22.05
+SHOWN = (
+    "JobId=5012 JobName=neox-training UserId=root(0) Priority=4294901759 Nice=0 Account=(null) QOS=(null) "
+    "JobState=RUNNING Reason=None Dependency=(null) Requeue=0 Restarts=0 BatchFlag=1 ExitCode=0:0 TimeLimit=1-00:00:00 "
+    "TimeMin=N/A EndTime=2026-11-29T23:36:58 PreemptTime=None Partition=main ReqNodeList=(null) ExcNodeList=a[7-8] "
+    "NodeList=a[1-2] BatchHost=a1 NumNodes=2 NumCPUs=16 NumTasks=8 CPUs/Task=2 ReqB:S:C:T=0:0:*:* "
+    "NtasksPerN:B:S:C=4:0:*:* MinCPUsNode=8 MinMemoryNode=0 MinTmpDiskNode=0 Features=(null) OverSubscribe=NO "
+    "Licenses=(null) Network=(null) Command=/home/me/deepy/pretrain_neox.sbatch run.yml name=a b WorkDir=/home/me "
+    "Comment=mine StdErr=/home/me/logs/neox-training-5012.out StdIn=/dev/null "
+    "StdOut=/home/me/logs/neox-training-5012.out Power= TresPerNode=gres:gpu:gh200:4"
+)
+
+
+def test_the_flags_of_a_job_are_those_of_its_successor() -> None:
+    flags = flags_of(parse_fields(SHOWN), ["a1"])
+    assert sorted(flags) == sorted(
+        [
+            *("--job-name=neox-training", "--nodes=2", "--cpus-per-task=2", "--time=1-00:00:00", "--partition=main"),
+            *("--comment=mine", "--chdir=/home/me", "--ntasks-per-node=4", "--gpus-per-node=gh200:4"),
+            *(
+                "--exclude=a[7-8],a1",
+                "--output=/home/me/logs/neox-training-%j.out",
+                "--exclusive",
+                "--open-mode=append",
+            ),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ("TresPerNode=gres/gpu:2 NumTasks=3", ["--gpus-per-node=2", "--ntasks=3"]),
+        ("TresPerNode=gres:nvme:1,gres:gpu:2", ["--gpus-per-node=2", "--gres=nvme:1"]),
+        ("TresPerJob=gres:gpu:8 MinMemoryCPU=4G", ["--gpus=8", "--mem-per-cpu=4G"]),
+        (
+            "StdOut=/x/log StdErr=/x/err Account=a QOS=q",
+            ["--output=/x/log", "--error=/x/err", "--account=a", "--qos=q"],
+        ),
+    ],
+)
+def test_flags_that_other_jobs_have(fields: str, expected: list[str]) -> None:
+    assert sorted(flags_of(parse_fields(fields))) == sorted([*expected, "--open-mode=append"])
+
+
+def test_nothing_of_this_job_reaches_the_environment_of_the_next() -> None:
+    ours = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURMD_NODENAME": "a1", "CUDA_VISIBLE_DEVICES": "0"}
+    ours |= {"MASTER_ADDR": "a1", "MASTER_PORT": "29501", "SLURM_JOB_END_TIME": "9"}
+    users = {"HOME": "/home/me", "SLURM_CONF": "/etc/slurm.conf", "MAX_JOB_CHAINS": "9", "DEEPY_CLUSTER": "x"}
+    found = environment_for_next({**ours, **users}, SLURM_JOB_CHAIN_COUNT="3")
+    assert found == {**users, "SLURM_JOB_CHAIN_COUNT": "3"}
+
+
+class Recorded(Slurm):
+    """Answers with what is recorded, and remembers the commands."""
+
+    def __init__(self, **answers: list[str | SlurmError]) -> None:
+        super().__init__()
+        self.__dict__["answers"], self.__dict__["asked"] = answers, []
+
+    def run(self, *command: str, text: str | None = None) -> str:
+        self.__dict__["asked"].append(command)
+        given = self.__dict__["answers"].get(command[0], [""])
+        answer = given.pop(0) if len(given) > 1 else given[0]
+        if isinstance(answer, SlurmError):
+            raise answer
+        return answer
+
+
+@pytest.fixture(autouse=True)
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    waited: list[float] = []
+    monkeypatch.setattr(next_job.time, "sleep", waited.append)
+    return waited
+
+
+def test_a_controller_that_is_restarted_is_waited_for(slept: list[float]) -> None:
+    slurm = Recorded(scontrol=[SlurmError("down"), SlurmError("down"), SHOWN])
+    assert persist(lambda: slurm.job("5012"))["JobState"] == "RUNNING"
+    assert slept == [2.0, 4.0]
+    with pytest.raises(SlurmError):
+        persist(lambda: Recorded(scontrol=[SlurmError("gone")]).job("1"), waits=(1.0, 2.0))
+    assert slept == [2.0, 4.0, 1.0, 2.0]
+
+
+def test_ranks_that_still_run_are_waited_for(slept: list[float]) -> None:
+    slurm = Recorded(squeue=["7.batch\n7.extern\n7.0\n", "7.batch\n7.0\n", "7.batch\n7.extern\n"])
+    await_steps(slurm, "7")
+    assert len(slurm.asked) == 3 and len(slept) == 2
+
+
+def test_a_requeued_job_is_pending_before_its_nodes_are_excluded() -> None:
+    slurm = Recorded()
+    requeue(slurm, "5012", parse_fields(SHOWN), ["a1"])
+    assert slurm.asked == [
+        ("scontrol", "requeue", "5012"),
+        ("scontrol", "update", "JobId=5012", "ExcNodeList=a[7-8],a1"),
+    ]
+    slurm = Recorded()
+    requeue(slurm, "5012", parse_fields(SHOWN), [])
+    assert slurm.asked == [("scontrol", "requeue", "5012")]
+
+
+def test_a_successor_has_slurms_copy_of_the_script_and_waits_for_this_job(tmp_path: Path) -> None:
+    slurm = Recorded(scontrol=["#!/bin/sh\n"], sbatch=["5013;main\n"])
+    assert resubmit(slurm, parse_fields(SHOWN), ["run.yml", "name=a b"], tmp_path, []) == "5013"
+    assert (tmp_path / "chain.sbatch").read_text() == "#!/bin/sh\n"
+    submitted = slurm.asked[-1]
+    assert submitted[:2] == ("sbatch", "--parsable") and "--dependency=afterany:5012" in submitted
+    assert submitted[-3:] == (str(tmp_path / "chain.sbatch"), "run.yml", "name=a b")
