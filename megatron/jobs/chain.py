@@ -193,6 +193,7 @@ def decide(
     most: int = MOST_LINKS,
     most_failures: int = MOST_FAILURES,
     stop_asked: bool = False,
+    said: str | None = None,
 ) -> Decision:
     """Whether another job follows one whose run ended with `code`.
 
@@ -204,6 +205,7 @@ def decide(
         most: links of a chain.
         most_failures: links that may fail in a row, or end without a newer checkpoint.
         stop_asked: the user has put the file `STOP` into the run folder.
+        said: why the run says it ended (`status.json`).
     """
     if code in _FINAL:
         return Decision(False, _FINAL[code])
@@ -211,11 +213,13 @@ def decide(
         return Decision(False, "the job was cancelled")
     stopped = code == StopRequested.exit_code
     if stopped:
-        why = f"stopped with everything saved, the job is {standing.value}"
+        why = said or "stopped with everything saved"
+        why += "" if standing is Standing.RUNNING else f", the job is {standing.value}"
         excused = standing in (Standing.PREEMPTED, Standing.LOST_NODE)
         failures = 0 if progressed else in_a_row + (not excused)
     else:
-        why = "a rank was lost" if code == LostRankError.exit_code else f"the run failed with code {code}"
+        why = "a rank was lost" if code == LostRankError.exit_code else "the run failed"
+        why += f": {said}" if said else ""
         failures = 1 if progressed else in_a_row + 1
     if stop_asked:
         return Decision(False, f"{why}; the file {STOP} in the run folder asks for no further job", failures)

@@ -73,7 +73,7 @@ class Job:
         """Decide whether another job follows, note that, and see to it. The last line of the log says what happens."""
         link = chain.links[-1]
         fields, standing = self._ask()
-        step = self.step
+        step, status = self.step, StatusFile(self.folder).read(since=link.started) or {}
         decision = decide(
             end.code,
             standing,
@@ -83,8 +83,10 @@ class Job:
             most=self.most,
             most_failures=self.most_failures,
             stop_asked=(self.folder / STOP).exists(),
+            said=status.get("reason"),
         )
-        node = None if end.code in (0, StopRequested.exit_code) else self._failed_node(end)
+        reason = str(status.get("reason"))
+        node = None if end.code in (0, StopRequested.exit_code) else failed_node(end.noted, reason, self.env)
         facts = {"ended": time.time(), "code": end.code, "step": step, "failed_node": node, "reason": decision.reason}
         chain = Chain(chain.links, decision.in_a_row, chain.excluded).end(**facts)
         if node is not None:
@@ -137,15 +139,15 @@ class Job:
             chain.end(next=None, reason=f"{decision.reason}; {error}").write(self.folder)
             logger.error(f"chain: no further job, submit again to continue: {error}")
 
-    def _failed_node(self, end: JobEnd) -> str | None:
-        """Where the rank ran that is to blame: as srun says, else as the run's watchdog names it."""
-        for line in end.noted:
-            node, _, how = line.removeprefix("srun: error: ").split(": ", 2)
-            if not re.fullmatch(r"Exited with exit code [35]", how.strip()):  # those lost another rank
-                return None if "[" in node else node
-        status = StatusFile(self.folder).read() or {}
-        named = _NAMED_RANK.search(str(status.get("reason")))
-        return node_of_rank(int(named[1]), self.env) if named else None
+
+def failed_node(noted: Sequence[str], reason: str, env: Mapping[str, str]) -> str | None:
+    """Where the rank ran that is to blame: as srun's lines say, else as the run's watchdog does in its `reason`."""
+    for line in noted:
+        node, _, how = line.removeprefix("srun: error: ").split(": ", 2)
+        if not re.fullmatch(r"Exited with exit code [35]", how.strip()):  # those lost another rank, or were stopped
+            return None if "[" in node else node
+    named = _NAMED_RANK.search(reason)
+    return node_of_rank(int(named[1]), env) if named else None
 
 
 def node_of_rank(rank: int, env: Mapping[str, str]) -> str | None:

@@ -206,14 +206,13 @@ def test_a_crash_loop_leaves_the_node_and_then_ends(bed: Bed) -> None:
     assert bed.run(5, SLURM_JOB_ID="90") == 5 and bed.chain.in_a_row == 1
 
 
-def test_a_hung_rank_is_found_by_its_number(bed: Bed) -> None:
+def test_a_hung_rank_is_found_by_its_number() -> None:
     signs = {rank: Sign(1, 7, "training", 9.0, 1.0, True) for rank in (0, 1, 3)}
-    (bed.folder / "run").mkdir()
     reason = f"LostRankError: no progress for 9 s: {name_silent({**signs, 2: None}, 4)}"
-    (bed.folder / "run/status.json").write_text(json.dumps({"reason": reason}))
-    (bed.folder / "says").write_text("srun: error: a[1-2]: tasks 0-1,3: Exited with exit code 5\n")
-    bed.run(5)
-    assert bed.chain.links[-1].failed_node == "a2"
+    lines = ["srun: error: a[1-2]: tasks 0-1,3: Exited with exit code 5"]
+    assert training.failed_node(lines, reason, SLURM) == "a2"
+    assert training.failed_node(lines, "another rank is gone", SLURM) is None
+    assert training.failed_node(["srun: error: a[1-2]: tasks 0-3: Exited with exit code 1"], "", SLURM) is None
 
 
 @pytest.mark.parametrize(("rank", "node"), [(0, "a1"), (3, "a1"), (4, "a2"), (9, "b7"), (10, None)])
