@@ -86,6 +86,7 @@ class StatusFile:
             "started": self._started,
             "start_step": start_step,
             "activity": activity,
+            "experiment": os.environ.get("DEEPY_EXPERIMENT") or None,
             **slurm_job(),
         }
         self._replace(status)

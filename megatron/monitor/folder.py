@@ -1,0 +1,193 @@
+"""A run folder seen from outside: its small files and the ends of the large ones, whatever state they are in.
+
+Another process writes these files, on another machine perhaps, and may be killed meanwhile: what cannot be read is
+noted as damage of this run, and never an error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import UserError
+from megatron.files import read_json
+
+_TAIL = 64 * 1024  # bytes of metrics.jsonl: some hundred lines
+_LONGEST_TAIL = 4 * 1024 * 1024  # where lines are long (norms of every parameter)
+_DEPTH = 4  # of run folders below a folder of checkpoints
+_NO_RUNS = re.compile(r"global_step\d+|\..*|logs|eval_results|profile|wandb|tensorboard|code|__pycache__")
+
+
+@dataclass(frozen=True)
+class Score:
+    """The newest value of an evaluation's metric."""
+
+    value: float
+    iteration: int | None
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """What a run folder says.
+
+    Attributes:
+        status: `status.json`; empty without one.
+        written: when it was last replaced, by the clock of the file system (seconds since 1970).
+        lines: the training lines at the end of `metrics.jsonl` that belong to this start of the run, oldest first.
+        scores: of evaluations, by name.
+        links: the starts of the run's jobs, oldest first, from `chain.json`.
+        in_a_row: how many of them, the last ones, failed or came no further, from there too.
+        damage: what cannot be read, as `file: why`.
+    """
+
+    path: Path
+    status: Mapping[str, Any] = field(default_factory=dict)
+    written: float | None = None
+    lines: tuple[Mapping[str, Any], ...] = ()
+    scores: Mapping[str, Score] = field(default_factory=dict)
+    links: tuple[Mapping[str, Any], ...] = ()
+    in_a_row: int = 0
+    damage: tuple[str, ...] = ()
+
+    @property
+    def experiment(self) -> str:
+        """The name that the run was started with, else that of its folder."""
+        given = self.status.get("experiment")
+        path = self.path.absolute()
+        return given if isinstance(given, str) and given else (path.parent if path.name == "checkpoints" else path).name
+
+    @property
+    def job_ids(self) -> list[str]:
+        """SLURM's jobs of this run, oldest first."""
+        ids = [str(link["job_id"]) for link in self.links if link.get("job_id")]
+        return list(dict.fromkeys([*ids, str(self.status["job_id"])] if self.status.get("job_id") else ids))
+
+
+def number(value: Any) -> float | None:
+    """A finite number as it is, None for anything else."""
+    right = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if right else None
+
+
+def whole(value: Any) -> int | None:
+    """A whole number as it is, None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def read_folder(path: Path) -> RunFolder:
+    """Everything about the run in `path`."""
+    damage: list[str] = []
+    status = _read(path / "status.json", damage)
+    written = None
+    if status:
+        try:
+            written = (path / "status.json").stat().st_mtime
+        except OSError as error:
+            damage.append(f"status.json: {error.strerror}")
+    chain = _read(path / "chain.json", damage)
+    links = chain.get("links")
+    started = number(status.get("started")) or 0.0
+    lines, scores = _read_metrics(path / "metrics.jsonl", started, damage)
+    return RunFolder(
+        path,
+        status,
+        written,
+        lines,
+        scores,
+        tuple(link for link in links if isinstance(link, dict)) if isinstance(links, list) else (),
+        whole(chain.get("in_a_row")) or 0,
+        tuple(damage),
+    )
+
+
+def _read(path: Path, damage: list[str]) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (UserError, OSError) as error:
+        damage.append(f"{path.name}: {str(error).removeprefix(f'{path} ')}")
+        return {}
+
+
+def read_end(path: Path, size: int) -> tuple[bytes, bool]:
+    """The last `size` bytes of a file, and whether that is all of it. Raises `OSError`."""
+    with path.open("rb") as file:
+        length = file.seek(0, os.SEEK_END)
+        file.seek(max(0, length - size))
+        return file.read(size), length <= size
+
+
+def _read_metrics(
+    path: Path, started: float, damage: list[str]
+) -> tuple[tuple[Mapping[str, Any], ...], dict[str, Score]]:
+    size = _TAIL
+    while True:
+        try:
+            text, is_all = read_end(path, size)
+        except FileNotFoundError:
+            return (), {}
+        except OSError as error:
+            damage.append(f"metrics.jsonl: {error.strerror}")
+            return (), {}
+        whole_lines = text[: text.rfind(b"\n") + 1]  # the last line may be half written
+        if not is_all:
+            whole_lines = whole_lines[whole_lines.find(b"\n") + 1 :]
+        if is_all or size >= _LONGEST_TAIL or b'"train/lm_loss"' in whole_lines:
+            break
+        size *= 8
+    entries = list(_parse(whole_lines, damage))
+    training = [one for one in entries if "train/lm_loss" in one]
+    scores = {
+        name: Score(value, whole(one.get("step")))
+        for one in entries
+        if "train/lm_loss" not in one
+        for name, entry in one.items()
+        if "/" in name and (value := number(entry)) is not None
+    }
+    return tuple(one for one in training if (number(one.get("time")) or 0.0) >= started), scores
+
+
+def _parse(text: bytes, damage: list[str]) -> Iterator[dict[str, Any]]:
+    bad = 0
+    for line in text.split(b"\n"):
+        if line.strip():
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                entry = None
+            if isinstance(entry, dict):
+                yield entry
+            else:
+                bad += 1
+    if bad:
+        damage.append(f"metrics.jsonl: {bad} of its last lines are no JSON object")
+
+
+def find_folders(roots: Iterable[Path]) -> list[Path]:
+    """The run folders among `roots` and below them: those with a `status.json`. What cannot be listed is left out."""
+    found: dict[str, Path] = {}
+    todo = [(root, 0) for root in roots]
+    while todo:
+        folder, depth = todo.pop()
+        below = []
+        is_run = False
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    is_run = is_run or entry.name == "status.json"
+                    if not _NO_RUNS.fullmatch(entry.name) and entry.is_dir():
+                        below.append((folder / entry.name, depth + 1))
+        except OSError:
+            continue
+        if is_run:
+            found.setdefault(os.path.realpath(folder), folder)
+        elif depth < _DEPTH:
+            todo += below
+    return sorted(found.values())
