@@ -14,7 +14,7 @@ import psutil
 from megatron.cluster.profile import ClusterProfile
 from megatron.cluster.slurm import Slurm, SlurmError
 from megatron.errors import UserError
-from megatron.monitor.folder import find_folders
+from megatron.monitor.folder import RunFolder, find_folders, read_folder
 from megatron.monitor.rows import Context, Row, is_shown, make_rows
 from megatron.monitor.slurm_jobs import Job, read_jobs
 
@@ -69,30 +69,41 @@ def has_slurm(slurm: Slurm) -> bool:
 def look(selection: Selection, slurm: Slurm, host: str) -> View:
     """Everything about the selected runs and jobs, now."""
     notes: list[str] = []
-    jobs: list[Job] = []
-    accounted = False
-    if has_slurm(slurm):
-        try:
-            days = _ALL_DAYS if selection.everything or selection.ids else _DAYS
-            # Of a run that is named, the jobs may be somebody else's.
-            user = None if selection.folders else selection.user
-            jobs = read_jobs(slurm, user, selection.ids, days)
-            accounted = user is None
-        except SlurmError as error:
-            notes.append(str(error))
-    folders = find_folders(selection.folders or selection.roots)
-    context = Context(time.time(), host, psutil.pid_exists, accounted, selection.logs)
-    rows = make_rows(folders, jobs, context)
+    now = time.time()
+    runs = [read_folder(path) for path in find_folders(selection.folders or selection.roots)]
+    # Of what is named, the jobs may be somebody else's, and others of the same run may follow.
+    ids = {job for run in runs for job in run.job_ids if selection.folders or set(run.job_ids) & set(selection.ids)}
+    rows = _rows(selection, runs, ids | set(selection.ids), slurm, host, notes)
     if selection.ids:
-        rows = [row for row in rows if _is_asked_for(row, selection.ids, jobs)]
+        rows = [row for row in rows if _is_asked_for(row, selection.ids)]
+        more = {job for row in rows for job in row.job_ids} - ids
+        if more - set(selection.ids):  # of a run that only the log of its job names
+            rows = [
+                row
+                for row in _rows(selection, runs, ids | more | set(selection.ids), slurm, host, notes)
+                if _is_asked_for(row, selection.ids)
+            ]
     elif selection.folders:
         rows = [row for row in rows if row.run_folder is not None]
     elif not selection.everything:
-        rows = [row for row in rows if is_shown(row, context.now)]
-    return View(context.now, rows, notes)
+        rows = [row for row in rows if is_shown(row, now)]
+    return View(now, rows, list(dict.fromkeys(notes)))
 
 
-def _is_asked_for(row: Row, ids: Sequence[str], jobs: Sequence[Job]) -> bool:
-    raw = {job.raw_id: job.job_id for job in jobs}
-    names = {row.job_id, raw.get(row.job_id or ""), (row.job_id or "").partition("_")[0]}
+def _rows(
+    selection: Selection, runs: list[RunFolder], ids: set[str], slurm: Slurm, host: str, notes: list[str]
+) -> list[Row]:
+    jobs: list[Job] = []
+    answered = False
+    if has_slurm(slurm) and (ids or not selection.folders):
+        try:
+            days = _ALL_DAYS if selection.everything or ids else _DAYS
+            jobs, answered = read_jobs(slurm, selection.user, sorted(ids), days), True
+        except SlurmError as error:
+            notes.append(str(error))
+    return make_rows(runs, jobs, Context(time.time(), host, psutil.pid_exists, answered, selection.logs))
+
+
+def _is_asked_for(row: Row, ids: Sequence[str]) -> bool:
+    names = {*row.job_ids, (row.job_id or "").partition("_")[0]}
     return any(one in names for one in ids)

@@ -65,7 +65,14 @@ _BY_STATE = {
 }
 # reasons for which SLURM never starts a job, whatever becomes free
 _NEVER = (
-    *("BadConstraints", "InvalidAccount", "InvalidQOS", "PartitionTimeLimit", "PartitionNodeLimit", "AccountNotAllowed"),
+    *(
+        "BadConstraints",
+        "InvalidAccount",
+        "InvalidQOS",
+        "PartitionTimeLimit",
+        "PartitionNodeLimit",
+        "AccountNotAllowed",
+    ),
     *("QOSNotAllowed", "AssocMaxWallDurationPerJobLimit", "QOSMaxWallDurationPerJobLimit", "PartitionConfig"),
 )
 
@@ -98,7 +105,7 @@ class Evidence:
         log: of that job, where it was read.
         now: seconds since 1970, by our clock.
         host: our name; `is_alive`: whether a process of a number runs here.
-        accounted: whether SLURM was asked for jobs.
+        answered: whether SLURM has told its jobs.
     """
 
     run: RunFolder | None
@@ -107,7 +114,7 @@ class Evidence:
     now: float
     host: str
     is_alive: Callable[[int], bool]
-    accounted: bool = False
+    answered: bool = False
 
     @property
     def own_status(self) -> bool:
@@ -208,7 +215,7 @@ def _of_running(evidence: Evidence) -> tuple[str, list[Problem]]:
         of = "an earlier start" if str(known) == job.raw_id else f"job {known}" if known else "an earlier run"
         text = f"status.json is that of {of}: job {job.job_id} has not written yet{began}"
         problems.append(Problem("older_status", text))
-    state = "starting"
+    state = "running" if run is None and (log is None or log.save is None) else "starting"  # perhaps no training
     if crash is not None and problems:
         state = "failed"
     elif log is not None and (log.iteration is not None or log.evaluates):
@@ -227,12 +234,13 @@ def _of_status(evidence: Evidence) -> tuple[str, list[Problem]]:
     if job is not None and job.has_ended:
         return _of_ended(evidence, job)
     problems = _silence(evidence)
+    silent = [one for one in problems if one.kind != "clock"]
     if _gone(evidence):
         host, pid = status.get("host"), status.get("pid")
         return "failed", [Problem("crashed", f"its process {pid} on {host} is gone, and did not say why")]
-    if status.get("job_id") and job is None and evidence.accounted and problems:
-        problems = [Problem("lost", f"SLURM does not know job {status['job_id']} any more")]
-        return "failed", problems
+    if status.get("job_id") and job is None and evidence.answered and silent:
+        text = f"{silent[0].text}, and SLURM does not list job {status['job_id']}"
+        return "failed", [Problem("lost", text)]
     problems += _numbers(run)
     activity = status.get("activity")
     state = "starting" if status.get("state") == "starting" else "training"
@@ -275,7 +283,9 @@ def _of_ended(evidence: Evidence, job: Job) -> tuple[str, list[Problem]]:
     kind, log = _BY_STATE.get(job.state, "crashed"), evidence.log
     text = f"SLURM ended job {job.job_id}: {job.state}"
     if job.state == "FAILED":
-        text += f", exit code {job.exit_code.partition(':')[0] or '?'}" + (f": {log.error}" if log and log.error else "")
+        text += f", exit code {job.exit_code.partition(':')[0] or '?'}" + (
+            f": {log.error}" if log and log.error else ""
+        )
         code = job.exit_code.partition(":")[0]
         kind = _BY_CODE.get(int(code) if code.isdigit() else 1, "crashed")
     if log is not None and log.out_of_memory and kind == "crashed":
@@ -311,7 +321,7 @@ def _silence(evidence: Evidence) -> list[Problem]:
 
 
 def _patience(run: RunFolder) -> float:
-    """Seconds that may pass between two signs of progress: an hour for what is known to last, as its watchdog has it."""
+    """Seconds that may pass between two signs of progress: an hour for what is known to last, as for its watchdog."""
     step, start = whole(run.status.get("step")) or 0, whole(run.status.get("start_step"))
     starts = run.status.get("state") == "starting" or start is None or step < start + 2
     if starts or run.status.get("activity") in ("evaluation", "checkpoint"):
@@ -375,5 +385,3 @@ def minutes(seconds: float) -> str:
         return f"{whole_minutes} min"
     hours, rest = divmod(whole_minutes, 60)
     return f"{hours} h {rest} min" if hours < 48 else f"{hours // 24} days {hours % 24} h"
-
-

@@ -12,7 +12,7 @@ from megatron.monitor.joblog import JobLog, read_log
 from megatron.monitor.judge import Evidence, Problem, judge
 from megatron.monitor.slurm_jobs import Job
 
-LIVE = ("pending", "starting", "training", "evaluation", "checkpoint")
+LIVE = ("pending", "running", "starting", "training", "evaluation", "checkpoint")
 RECENT_SECONDS = 24 * 3600.0
 
 
@@ -24,6 +24,7 @@ class Row:
     """
 
     job_id: str | None
+    job_ids: tuple[str, ...]
     job_name: str | None
     job_state: str | None
     job_reason: str | None
@@ -63,14 +64,14 @@ class Context:
     now: float
     host: str
     is_alive: Any
-    accounted: bool = False
+    answered: bool = False
     logs: str | None = None
 
 
-def make_rows(folders: Iterable[Path], jobs: Sequence[Job], context: Context) -> list[Row]:
-    """A row for each run folder with its newest job, and for each job without one: live ones first, then by job."""
+def make_rows(folders: Iterable[RunFolder], jobs: Sequence[Job], context: Context) -> list[Row]:
+    """A row for each run with its newest job, and for each job without one: live ones first, then by job."""
     by_id = {job.raw_id: job for job in jobs}
-    runs = {Path(path).resolve(): read_folder(path) for path in folders}
+    runs = {run.path.resolve(): run for run in folders}
     of_job = {job: run for run in runs.values() for job in run.job_ids}
     logs: dict[str, JobLog] = {}
     for job in jobs:
@@ -91,7 +92,9 @@ def make_rows(folders: Iterable[Path], jobs: Sequence[Job], context: Context) ->
             newest[run.path] = _newer(newest[run.path], by_id[raw_id])
     rows = [_row(run, newest[run.path], logs, context) for run in runs.values()]
     rows += [_row(None, job, logs, context) for job in jobs if job.raw_id not in of_job]
-    return sorted(rows, key=lambda row: (row.state not in LIVE, row.job_id is None, _number_of(row), row.experiment or ""))
+    return sorted(
+        rows, key=lambda row: (row.state not in LIVE, row.job_id is None, _number_of(row), row.experiment or "")
+    )
 
 
 def is_shown(row: Row, now: float) -> bool:
@@ -107,7 +110,10 @@ def _newer(one: Job | None, other: Job) -> Job:
     if one is None:
         return other
     rank = {"RUNNING": 2, "COMPLETING": 2, "PENDING": 1}
-    keys = [(rank.get(job.state, 0), job.start or 0.0, int(job.raw_id) if job.raw_id.isdigit() else 0) for job in (one, other)]
+    keys = [
+        (rank.get(job.state, 0), job.start or 0.0, int(job.raw_id) if job.raw_id.isdigit() else 0)
+        for job in (one, other)
+    ]
     return other if keys[1] > keys[0] else one
 
 
@@ -118,7 +124,7 @@ def _number_of(row: Row) -> int:
 
 def _row(run: RunFolder | None, job: Job | None, logs: Mapping[str, JobLog], context: Context) -> Row:
     log = logs.get(job.raw_id) if job is not None else None
-    evidence = Evidence(run, job, log, context.now, context.host, context.is_alive, context.accounted)
+    evidence = Evidence(run, job, log, context.now, context.host, context.is_alive, context.answered)
     verdict = judge(evidence)
     status: Mapping[str, Any] = run.status if run is not None else {}
     last: Mapping[str, Any] = run.lines[-1] if run is not None and run.lines else {}
@@ -131,6 +137,7 @@ def _row(run: RunFolder | None, job: Job | None, logs: Mapping[str, JobLog], con
         activity = "evaluation"
     return Row(
         job_id=job.job_id if job is not None else (str(status["job_id"]) if status.get("job_id") else None),
+        job_ids=_job_ids(run, job),
         job_name=job.name if job is not None else None,
         job_state=job.state if job is not None else None,
         job_reason=(job.reason or None) if job is not None else None,
@@ -139,7 +146,9 @@ def _row(run: RunFolder | None, job: Job | None, logs: Mapping[str, JobLog], con
         nodes=job.nodes if job is not None else None,
         gpus=job.gpus if job is not None else None,
         restarts=_restarts(run, job),
-        experiment=run.experiment if run is not None else (Path(log.save).name if log is not None and log.save else None),
+        experiment=run.experiment
+        if run is not None
+        else (Path(log.save).name if log is not None and log.save else None),
         run_folder=str(run.path) if run is not None else None,
         log=str(log.path) if log is not None else (job.output if job is not None else None),
         state=verdict.state,
@@ -158,6 +167,12 @@ def _row(run: RunFolder | None, job: Job | None, logs: Mapping[str, JobLog], con
         action=verdict.action,
         action_reason=verdict.reason,
     )
+
+
+def _job_ids(run: RunFolder | None, job: Job | None) -> tuple[str, ...]:
+    """SLURM_JOB_ID of all jobs of the run, as far as they are known, and the present one as users write it."""
+    known = run.job_ids if run is not None else []
+    return tuple(dict.fromkeys([*known, job.raw_id, job.job_id] if job is not None else known))
 
 
 def _restarts(run: RunFolder | None, job: Job | None) -> int:

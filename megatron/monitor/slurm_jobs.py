@@ -11,9 +11,10 @@ from pathlib import Path
 
 from megatron.cluster.slurm import Slurm, SlurmError, count_gpus
 
-ENDED = frozenset(
-    "COMPLETED FAILED TIMEOUT CANCELLED NODE_FAIL OUT_OF_MEMORY PREEMPTED BOOT_FAIL DEADLINE REVOKED".split()
-)
+ENDED = {
+    *("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"),
+    *("DEADLINE", "REVOKED"),
+}
 
 
 @dataclass(frozen=True)

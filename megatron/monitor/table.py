@@ -1,0 +1,118 @@
+"""The table of runs and jobs: as wide as the terminal, and plain text where there is none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron.monitor.judge import minutes
+from megatron.monitor.rows import Row
+
+_PIPE_WIDTH = 4000  # columns of a pipe: nothing is cut off or folded there
+_STYLES = {"training": "green", "done": "green", "evaluation": "cyan", "checkpoint": "cyan", "failed": "red"}
+_STYLES |= {"pending": "yellow", "starting": "yellow", "stopped": "yellow"}
+_BAR = 8
+
+
+@dataclass(frozen=True)
+class Column:
+    """`width`: columns of the terminal from which on it is shown; `ratio`: its part of what is left, 0: as needed."""
+
+    title: str
+    text: Callable[[Row], str]
+    width: int = 0
+    ratio: int = 0
+    right: bool = False
+
+
+def _iteration(row: Row) -> str:
+    if row.iteration is None:
+        return ""
+    if not row.train_iters:
+        return str(row.iteration)
+    share = min(row.iteration / row.train_iters, 1.0)
+    done = int(share * _BAR)
+    return f"{row.iteration}/{row.train_iters} {'#' * done}{'.' * (_BAR - done)} {share:.0%}"
+
+
+def _scores(row: Row) -> str:
+    shown = [f"{name.removesuffix('/lm_loss')} {score.value:.4g}" for name, score in row.scores.items() if _tells(name)]
+    return ", ".join(shown[-3:])
+
+
+def _tells(name: str) -> bool:
+    return not name.endswith(("_ppl", "_stderr", "_macro"))
+
+
+def _problem(row: Row) -> str:
+    if not row.problems:
+        return row.action_reason if row.state == "pending" else ""
+    action = f"{row.action}: " if row.action else ""
+    rest = "; ".join(one.text for one in row.problems if one.text not in row.action_reason)
+    return f"{action}{row.action_reason}" + (f"; {rest}" if rest else "")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _job(row: Row) -> str:
+    again = f" +{row.restarts}" if row.restarts else ""
+    return f"{row.job_id or '-'}{again}"
+
+
+COLUMNS = (
+    Column("job", _job),
+    Column("state", lambda row: row.state),
+    Column("experiment", lambda row: row.experiment or row.job_name or "", ratio=2),
+    Column("iteration", _iteration),
+    Column("loss", lambda row: _number(row.loss, ".4f"), right=True),
+    Column("tokens/s", lambda row: _number(row.tokens_per_second, ",.0f"), 120, right=True),
+    Column("MFU", lambda row: _number(row.mfu, ".1%"), 140, right=True),
+    Column("ETA", lambda row: "" if row.eta_seconds is None else minutes(row.eta_seconds), 100, right=True),
+    Column("seen", lambda row: "" if row.heartbeat_age is None else minutes(row.heartbeat_age), 100, right=True),
+    Column("scores", _scores, 160, ratio=2),
+    Column("problem", _problem, ratio=3),
+)
+
+
+def make_console() -> Console:
+    """Stdout: in colour and folded to its width on a terminal, plain and unfolded elsewhere."""
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    return Console(width=_PIPE_WIDTH, highlight=False, no_color=True, soft_wrap=True)
+
+
+def make_table(rows: Sequence[Row], width: int, plain: bool) -> Table:
+    """The rows in as many columns as `width` has room for; all of them when `plain`."""
+    table = Table(box=None if plain else box.SIMPLE_HEAD, expand=not plain, pad_edge=False)
+    columns = [one for one in COLUMNS if plain or width >= one.width]
+    for one in columns:
+        # Where there is little room, the problem is folded rather than cut off.
+        narrow = not one.ratio and not plain
+        table.add_column(
+            one.title,
+            justify="right" if one.right else "left",
+            ratio=one.ratio or None if not plain else None,
+            no_wrap=plain or (narrow and width >= 80),
+            overflow="fold",
+        )
+    for row in rows:
+        style = _STYLES.get(row.state, "")
+        cells = [Text(" ".join(one.text(row).split()), style=style if one.title == "state" else "") for one in columns]
+        table.add_row(*cells)
+    return table
+
+
+def plain_lines(table: Table) -> list[str]:
+    """A table as lines without padding at their ends."""
+    console = Console(width=_PIPE_WIDTH, highlight=False, no_color=True, file=None)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]

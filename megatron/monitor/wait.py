@@ -1,0 +1,114 @@
+"""`--wait-iterations`: return when a job has really trained so many iterations, or when it never will.
+
+Exit codes, besides 2 for wrong input:
+
+| 0   | it has trained that many iterations, and the last of them are finite |
+| 1   | it failed, or hangs |
+| 3   | it ended before, without a failure: done, stopped on request, or cancelled |
+| 4   | it can never start as it is |
+| 124 | `--timeout` passed |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from megatron.errors import UserError
+from megatron.monitor.judge import CLOCK_SECONDS
+from megatron.monitor.rows import Row
+
+REACHED, FAILED, ENDED, NEVER_STARTS, TIMED_OUT = 0, 1, 3, 4, 124
+# A run that failed may be started again by its job, which takes a while to say so.
+SETTLE_SECONDS = 30.0
+_NEVER = ("dependency_never_satisfied", "cannot_start", "held")
+_BAD = ("nan", "crashed", "out_of_memory", "stale", "lost", "repeated_failures")
+
+
+@dataclass
+class Waiting:
+    """What one wait remembers: where the job began first, since a restart begins at a checkpoint after that.
+
+    Attributes:
+        wanted: iterations to be trained.
+        settle: seconds for which an end must stand, since another start may follow.
+    """
+
+    wanted: int
+    settle: float = SETTLE_SECONDS
+    first: int | None = None
+    _ended: float | None = field(default=None, init=False)
+
+    def check(self, rows: list[Row], what: str, now: float) -> tuple[int, str] | None:
+        """The exit code and why, or None to continue waiting.
+
+        Raises `UserError` when there is nothing to wait for.
+        """
+        if not rows:
+            raise UserError(f"{what}: no such job or run is known here")
+        if len(rows) > 1:
+            raise UserError(f"{what}: {len(rows)} runs are there; name one: {', '.join(map(_name, rows))}")
+        (row,) = rows
+        if row.start_iteration is not None:
+            self.first = row.start_iteration if self.first is None else min(self.first, row.start_iteration)
+        trained = self._trained(row)
+        kinds = {one.kind for one in row.problems}
+        if trained >= self.wanted and row.action != "escalate":
+            return REACHED, f"{_name(row)} has trained {trained} iterations (it is at {row.iteration})"
+        if kinds & set(_NEVER):
+            return NEVER_STARTS, f"{_name(row)}: {row.action_reason}"
+        over = row.state in ("done", "stopped", "failed", "unknown") or (
+            bool(kinds & set(_BAD)) and row.action != "wait"
+        )
+        if not over:
+            self._ended = None
+            return None
+        if self._ended is None:
+            self._ended = now
+        if row.action == "wait" or (self._may_follow(row) and now - self._ended < self.settle):
+            return None
+        bad = row.state == "failed" or kinds & set(_BAD) or row.action == "escalate"
+        reason = f"{_name(row)} has trained {trained} of {self.wanted} iterations: {row.state}, {row.action_reason}"
+        return (FAILED if bad else ENDED), reason
+
+    def _trained(self, row: Row) -> int:
+        if row.iteration is None or self.first is None or row.start_iteration is None:
+            return 0  # nothing that this job has written
+        return row.iteration - self.first
+
+    def _may_follow(self, row: Row) -> bool:
+        """Whether another start may come: the job is still in SLURM's queue, or was a moment ago."""
+        return row.job_state is not None and row.action in ("retry", "fix") and row.job_state != "CANCELLED"
+
+
+def await_iterations(
+    look: Callable[[], tuple[list[Row], list[str]]],
+    what: str,
+    waiting: Waiting,
+    *,
+    timeout: float | None,
+    interval: float,
+    tell: Callable[[Row], None],
+) -> tuple[int, str]:
+    """Look every `interval` seconds until there is a code. `look` gives the rows, and what could not be asked."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    missing = 0.0
+    while True:
+        rows, notes = look()
+        # A controller that does not answer, or does not know its newest job yet, is no answer.
+        if not rows and (notes or missing < min(CLOCK_SECONDS / 6, interval * 3)):
+            missing += interval
+        else:
+            answer = waiting.check(rows, what, time.monotonic())
+            if answer is not None:
+                return answer
+            tell(rows[0])
+        if deadline is not None and time.monotonic() >= deadline:
+            state = f"{rows[0].state}, iteration {rows[0].iteration}" if rows else "nothing is known"
+            return TIMED_OUT, f"{what}: not within {timeout:g} s ({state}{'; ' + notes[0] if notes else ''})"
+        time.sleep(interval if deadline is None else max(0.0, min(interval, deadline - time.monotonic())))
+
+
+def _name(row: Row) -> str:
+    return f"job {row.job_id}" if row.job_state is not None else str(row.run_folder)
