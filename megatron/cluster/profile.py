@@ -24,7 +24,7 @@ from megatron.neox_arguments.yaml_files import inherit, read_entries
 SHIPPED = Path(__file__).resolve().parents[2] / "slurm" / "clusters"
 FOLDERS = ("logs", "checkpoints", "data", "tokenizers", "tmp", "repo")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY", re.IGNORECASE)
-VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}'\"`$\\]*))?\}")
 """`${VAR}` or `${VAR:-default}` in a value of a profile."""
 
 
@@ -240,6 +240,11 @@ def _check(profile: ClusterProfile, found: Problems) -> None:
             found.add(f"{where}: this is not the name of a variable")
         if _SECRET.search(name):
             found.add(f"{where}: a secret does not belong in a file. Set it where the job is submitted")
+    for kind in ("environment", "folders"):
+        for name, text in getattr(profile, kind).items():
+            if "${" in VARIABLE.sub("", text):
+                known = "only ${VAR} and ${VAR:-DEFAULT} are known, DEFAULT without quotes, $ and backslash"
+                found.add(f"{profile.lines[f'{kind}.{name}']}: {kind}.{name}: {text}: {known}")
     for old, new in profile.remap.items():
         if not old.startswith("/") or not new.startswith("/") or old.rstrip("/") == "":
             found.add(f"{profile.lines[f'remap.{old}']}: remap: {old}: {new}: both have to be absolute paths, not /")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import sys
 from collections import Counter
@@ -112,8 +111,10 @@ def profile_lines(profile: ClusterProfile, env: Mapping[str, str], nccl: str | N
 
 
 def training_lines(profile: ClusterProfile, env: Mapping[str, str], slurm: Slurm) -> Iterator[str]:
-    """Shell lines for a training job on top: its ranks, their port, no questions to the Hub. Links the job's log into
-    the folder of logs and says what was chosen. Raises `UserError`."""
+    """Shell lines for a training job on top: its ranks, their port, no questions to the Hub. Says what was chosen.
+
+    Raises `UserError`.
+    """
     if profile.hub_offline:
         yield "export HF_HUB_OFFLINE=1"
     if "SLURM_JOB_ID" not in env:
@@ -136,7 +137,6 @@ def training_lines(profile: ClusterProfile, env: Mapping[str, str], slurm: Slurm
         logger.warning(f"{profile.lines['exclude_nodes']}: {host} is a node to avoid, and in this job: {flag}")
     try:
         logger.info(f"nodes of the cluster: {node_states(slurm)}")
-        link_log(profile, env, slurm)
     except SlurmError as error:
         logger.warning(str(error))
 
@@ -174,8 +174,7 @@ def quote(text: str) -> str:
     for match in VARIABLE.finditer(text):
         name, default = match.groups()
         words.append(shlex.quote(text[end : match.start()]) if match.start() > end else "")
-        default = re.sub(r'([$`"\\])', r"\\\1", default or "")
-        words.append(f'"${{{name}:-{default}}}"')
+        words.append(f'"${{{name}:-{default or ""}}}"')
         end = match.end()
     return "".join(words) + (shlex.quote(text[end:]) if end < len(text) or not text else "")
 
@@ -191,17 +190,21 @@ def node_states(slurm: Slurm) -> str:
     """`14 allocated, 3 idle, 1 drained`: all nodes of the cluster, each counted once."""
     rows = {tuple(line.split()) for line in slurm.run("sinfo", "-h", "-N", "-o", "%N %T").splitlines() if line.strip()}
     states = Counter(state.rstrip("*~#!%$@^-+") for _, state in rows)
-    return ", ".join(f"{count} {state}" for state, count in states.most_common())
+    return ", ".join(f"{count} {state}" for state, count in sorted(states.items(), key=lambda one: (-one[1], one[0])))
 
 
-def link_log(profile: ClusterProfile, env: Mapping[str, str], slurm: Slurm) -> None:
-    """A link `neox-training-JOB.out` to the job's log in the profile's folder of logs, where tools look for it."""
+def link_log(name: str, profile: ClusterProfile, env: Mapping[str, str], slurm: Slurm) -> None:
+    """A link of that name to the job's log in the profile's folder of logs, wherever `sbatch --output` put it."""
     folder = profile.folder("logs", env)
-    log = Path(slurm.job(env["SLURM_JOB_ID"]).get("StdOut", ""))
-    if folder is None or not log.is_file():
+    if folder is None or "SLURM_JOB_ID" not in env:
         return
-    link = Path(folder) / f"neox-training-{env['SLURM_JOB_ID']}.out"
-    if not link.exists():
+    try:
+        log = Path(slurm.job(env["SLURM_JOB_ID"]).get("StdOut", ""))
+    except SlurmError as error:
+        logger.warning(f"no link to the log in {folder}: {error}")
+        return
+    link = Path(folder, name)
+    if log.is_file() and not link.exists():
         link.unlink(missing_ok=True)
         link.symlink_to(log)
 
@@ -239,6 +242,7 @@ def main() -> None:
         metavar="KIND",
         help="print the profile's flags for sbatch instead, with the nodes for this kind of job (pretrain, debug, ...)",
     )
+    flags.add_argument("--log-name", metavar="NAME", help="link the job's log into the folder of logs by this name")
     flags.add_argument("--system-nccl", action="store_true", help=argparse.SUPPRESS)
     given = flags.parse_args()
     configure()
@@ -251,6 +255,8 @@ def main() -> None:
             return result(shlex.join(sbatch_flags(profile, given.sbatch_flags or None)))
         lines = list(profile_lines(profile, env, given.nccl))
         lines += training_lines(profile, env, Slurm()) if given.training else []
+        if given.log_name:
+            link_log(given.log_name, profile, env, Slurm())
         if given.hostfile is not None:
             write_hostfile(given.hostfile, env, profile)
             lines.append(_export("DLTS_HOSTFILE", str(given.hostfile.resolve())))

@@ -106,6 +106,8 @@ def test_detection(env: dict[str, str], tmp_path: Path) -> None:
         ("environment:\n  A: 1\n  B: yes\n", ("site.yml:3:", "environment.B", "True", "quotes")),
         ("environment: {HF_TOKEN: abc}\n", ("site.yml:1:", "HF_TOKEN", "secret")),
         ("environment: {A-B: abc}\n", ("site.yml:1:", "A-B")),
+        ("folders: {logs: '${A:-\"b}'}\n", ("site.yml:1:", "folders.logs", '${A:-"b}')),
+        ("environment: {A: '${B-c}'}\n", ("site.yml:1:", "environment.A", "${B-c}")),
         ("remap: {/: /new}\n", ("site.yml:1:", "remap")),
         ("nccl: wheels\n", ("site.yml:1:", "'wheels'", "system, wheel")),
         ("preflight: {nccl: 2.26}\n", ("site.yml:1:", "preflight.nccl", "2.26", "quotes")),

@@ -1,4 +1,4 @@
-"""pretrain_neox.sbatch, run as SLURM would run it, with a stand-in for srun."""
+"""pretrain_neox.sbatch and run_on_compute.sbatch, run as SLURM runs them: a copy, with a stand-in for srun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Submit = Callable[..., subprocess.CompletedProcess[str]]
 ROOT = Path(__file__).resolve().parents[2]
 SRUN = """#!/bin/sh
 echo "srun $*"
-echo "$MASTER_ADDR:$MASTER_PORT $PROFILE_WAS_READ"
+echo "$MASTER_ADDR:$MASTER_PORT $PROFILE_WAS_READ $SLURM_GPUS_PER_NODE"
 exit 3
 """
 CONFIG = """
@@ -33,39 +33,77 @@ data_path: tokens
 
 @pytest.fixture
 def submit(tmp_path: Path) -> Submit:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "slurm/profiles").mkdir(parents=True)
-    (tmp_path / "slurm/profiles/here.sh").write_text("export PROFILE_WAS_READ=yes\n")
-    for name, text in {"bin/srun": SRUN, "bin/python3": f'#!/bin/sh\nexec {sys.executable} "$@"\n'}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    shutil.copy(ROOT / "deepy.py", tmp_path)
-    (tmp_path / "train.py").touch()
-    (tmp_path / "run.yml").write_text(CONFIG)
+    """`submit(SCRIPT, ARGUMENT...)` from a folder with run.yml that is not Deepy's; `scontrol` knows the script."""
+    folder, copy = tmp_path / "my runs", tmp_path / "spool/slurm_script"
+    for name in ("bin", "spool", "my runs", "clusters", "home"):
+        (tmp_path / name).mkdir()
+    (folder / "run.yml").write_text(CONFIG)
+    (tmp_path / "clusters/here.yml").write_text("environment: {PROFILE_WAS_READ: 'yes'}\n")
+    answer = f'echo "JobId=4007"; echo "   Command=$TEST_SCRIPT run.yml x.sbatch"; echo "   WorkDir={folder}"\n'
+    python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+    for name, text in {"srun": SRUN, "python3": python, "scontrol": f"#!/bin/sh\n{answer}"}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
 
-    def run(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-        slurm = {"SLURM_JOB_ID": "4007", "SLURM_JOB_NODELIST": "localhost", "SLURM_NTASKS": "8"}
-        base = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")}
-        base |= {"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-        command = ["bash", str(ROOT / "pretrain_neox.sbatch"), *argv]
-        return subprocess.run(
-            command, env=base | slurm | {"PYTHONPATH": str(ROOT)} | env, capture_output=True, text=True, timeout=60
-        )
+    def run(script: str, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+        shutil.copy(ROOT / script, copy)
+        ours = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "DEEPY_", "MASTER_", "PYTHONPATH"))}
+        slurm = {"SLURM_JOB_ID": "4007", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
+        slurm |= {"SLURM_GPUS_ON_NODE": "2", "SLURM_TASKS_PER_NODE": "8", "SLURM_SUBMIT_DIR": str(folder)}
+        ours |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "HOME": str(tmp_path / "home")}
+        ours |= {"DEEPY_CLUSTERS": str(tmp_path / "clusters"), "TEST_SCRIPT": str(ROOT / script)}
+        command = ["bash", str(copy), *argv]
+        return subprocess.run(command, env=ours | slurm | env, cwd=folder, capture_output=True, text=True, timeout=60)
 
     return run
 
 
-def test_the_job_starts_one_rank_per_task_and_keeps_the_code(submit: Submit) -> None:
-    done = submit("run.yml", "train_iters=5", DEEPY_PROFILE="here")
+def test_a_job_starts_one_rank_per_gpu_and_keeps_the_code(submit: Submit) -> None:
+    done = submit("pretrain_neox.sbatch", "run.yml", "train_iters=5", DEEPY_CLUSTER="here")
     first, second = done.stdout.splitlines()
-    assert first.startswith("srun -n 8 --kill-on-bad-exit=1 --export=ALL ") and " -u train.py --resolved " in first
-    assert second == "localhost:29507 yes"  # 29500 + 4007 % 1000
+    assert first.startswith("srun -n 2 --kill-on-bad-exit=1 --export=ALL ") and f" -u {ROOT}/train.py " in first
+    assert second == "localhost:29507 yes 2"  # 29500 + 4007 % 1000
     assert done.returncode == 3, done.stderr  # saved and stopped: start again
 
 
+def test_deepy_is_found(submit: Submit, tmp_path: Path) -> None:
+    """Where the script was, where it is submitted from, in DEEPY_HOME; else it is an error."""
+    lost = {"TEST_SCRIPT": f"{tmp_path}/copied.sbatch"}
+    script = "pretrain_neox.sbatch"
+    done = submit(script, "none.yml", **lost, SLURM_SUBMIT_DIR=str(ROOT))
+    assert done.returncode == 2 and "none.yml" in done.stderr  # so Deepy was found
+    done = submit(script, "none.yml", **lost, DEEPY_HOME=str(ROOT))
+    assert done.returncode == 2 and "none.yml" in done.stderr
+    done = submit(script, "none.yml", **lost)
+    assert done.returncode == 2 and "DEEPY_HOME" in done.stderr and str(tmp_path) in done.stderr
+
+
 def test_what_is_missing_is_reported(submit: Submit, tmp_path: Path) -> None:
-    assert submit().returncode == 2
-    done = submit("run.yml", DEEPY_PROFILE="elsewhere")
-    assert done.returncode == 2 and "here.sh" in done.stderr
-    done = submit("run.yml", SLURM_SUBMIT_DIR=str(tmp_path / "bin"))
-    assert done.returncode == 2 and "deepy.py" in done.stderr
+    assert submit("pretrain_neox.sbatch").returncode == 2
+    done = submit("pretrain_neox.sbatch", "run.yml", DEEPY_CLUSTER="elsewhere")
+    assert done.returncode == 2 and "elsewhere" in done.stderr and "here" in done.stderr and done.stdout == ""
+    (tmp_path / "clusters/here.yml").write_text("enviroment: {A: 1}\n")
+    done = submit("pretrain_neox.sbatch", "run.yml", DEEPY_CLUSTER="here")
+    assert done.returncode == 2 and "here.yml:1:" in done.stderr and done.stdout == ""
+
+
+def test_any_command_on_a_node(submit: Submit, tmp_path: Path) -> None:
+    command = ["sh", "-c", 'echo "$PROFILE_WAS_READ|$PWD|$1"; exit 7', "sh", "two words"]
+    done = submit("run_on_compute.sbatch", *command, DEEPY_CLUSTER="here")
+    assert done.returncode == 7 and done.stdout == f"yes|{tmp_path}/my runs|two words\n", done.stderr
+    done = submit("slurm/run_on_compute.sbatch", *command, DEEPY_CLUSTER="here")  # by its own place
+    assert done.returncode == 7 and done.stdout.startswith("yes|")
+    done = submit("run_on_compute.sbatch", *command, DEEPY_CLUSTER="elsewhere")
+    assert done.returncode == 2 and done.stdout == ""
+    # a bare system Python, before there is a .venv
+    (tmp_path / "bin/python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    done = submit("run_on_compute.sbatch", *command, DEEPY_CLUSTER="here")
+    assert done.returncode == 7 and done.stdout == f"|{tmp_path}/my runs|two words\n"
+    assert submit("run_on_compute.sbatch").returncode == 2
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing() -> None:
+    scripts = [path for folder in (ROOT, ROOT / "slurm", ROOT / "huggingface") for path in folder.glob("*.sbatch")]
+    done = subprocess.run(["shellcheck", "-x", *map(str, scripts)], capture_output=True, text=True, timeout=60)
+    assert len(scripts) >= 3 and done.returncode == 0, done.stdout
