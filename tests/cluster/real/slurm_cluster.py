@@ -15,6 +15,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,8 @@ PACKAGES = (
     "openssh-server rsync"
 )
 _PROGRAMS = ("slurmctld", "slurmd", "slurmdbd", "sbatch", "munged", "mariadbd", "mariadb-install-db", "sshd", "rsync")
-_PATH = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
+# the python3 of a job is that of the tests
+_PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
 _STARTUP = 40.0  # seconds a daemon may take on a loaded machine
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL")
 GPUS = 4
