@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -30,6 +31,7 @@ from megatron.cluster.launchers import (
 from megatron.cluster.local import LocalJob, run_local
 from megatron.cluster.node import node_job, read_environment_files, with_library_on_path
 from megatron.cluster.outcome import await_end, outcome, record_end
+from megatron.cluster.slurm import Slurm, SlurmError, parse_fields
 from megatron.cluster.status import run_folder, stop_limits
 from megatron.errors import UserError
 from megatron.log import get_logger
@@ -263,18 +265,17 @@ def _log_kept_back(placement: Placement, job: MultiNodeJob, env: Mapping[str, st
 
 
 def _master_address(args: NeoXArgs, placement: Placement, env: Mapping[str, str]) -> str:
-    """An address of the first host that the others can use: as given, else its name, or, where only ssh knows that
-    name, its own IP."""
+    """An address of the first host that the others can use: as given, else its name, or, where only SLURM or ssh know
+    that name, the address that they have for it."""
     host = placement.hosts[0]
     name = host.rpartition("@")[2]
     given = env.get("MASTER_ADDR") or args.launcher.master_addr
     if given:
         return given
-    try:
-        socket.getaddrinfo(name, None)
-        return name
-    except OSError:
-        pass
+    for address in (name, *(_slurm_addresses(name) if placement.launcher == "slurm" else ())):
+        with contextlib.suppress(OSError):
+            socket.getaddrinfo(address, None)
+            return address
     if args.launcher.no_ssh_check:
         raise UserError(f"host {name} does not resolve here: set master_addr to the address of the first host")
     ask = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, "hostname", "-I"]
@@ -286,6 +287,16 @@ def _master_address(args: NeoXArgs, placement: Placement, env: Mapping[str, str]
             "set up key-based ssh, or set master_addr"
         )
     return addresses[0]
+
+
+def _slurm_addresses(node: str) -> list[str]:
+    """Where SLURM reaches a node; nothing when it does not say."""
+    try:
+        address = parse_fields(Slurm().run("scontrol", "--oneliner", "show", "node", node)).get("NodeAddr")
+    except SlurmError as error:
+        logger.warning(f"{error}")
+        return []
+    return [address] if address else []
 
 
 def _refuse_nested_start(env: Mapping[str, str]) -> None:

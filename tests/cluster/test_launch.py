@@ -271,6 +271,24 @@ def test_where_only_ssh_knows_the_first_host_it_is_asked(tmp_path: Path, monkeyp
         address(args(tmp_path, "no_ssh_check=true"), Placement({}, 2, "pdsh", ("other", "b")), {})
 
 
+def test_in_a_slurm_job_no_ssh_is_needed_for_the_address_of_the_first_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that only SLURM knows; `.invalid` never resolves."""
+    shown = "NodeName=n1.invalid Arch=x86_64 NodeAddr=127.0.0.5 NodeHostName=vm Version=22.05.8"
+    for tool, text in {
+        "scontrol": f'[ "$*" = "--oneliner show node n1.invalid" ] && echo "{shown}"',
+        "ssh": "false",
+    }.items():
+        (tmp_path / tool).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    run = args(tmp_path)
+    assert launching._master_address(run, Placement({}, 2, "slurm", ("n1.invalid", "n2.invalid")), {}) == "127.0.0.5"
+    with pytest.raises(UserError, match="n2.invalid does not resolve"):
+        launching._master_address(run, Placement({}, 2, "slurm", ("n2.invalid",)), {})
+
+
 def test_a_launcher_that_is_not_installed_is_named(tmp_path: Path) -> None:
     rc, _, text = start(tmp_path, PATH="/nonexistent")
     assert rc == 2 and "needs pdsh" in text
