@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from megatron.checksums import file_crc32
 from megatron.errors import UserError
 from megatron.files import from_json, read_json
 
+COMMIT_FILE = ".commit"  # in the root of a copy of the source that has no repository: the commit that it is
 HEADS = ("num_attention_heads", "num_kv_heads")
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
 _PACKAGES = ("torch", "deepspeed", "numpy", "transformers")
@@ -191,7 +193,10 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str | None:
-    """Commit of the running source, with `-dirty` when it was changed; None outside a repository."""
+    """Commit of the running source, with `-dirty` when it was changed; None outside a repository. A copy that was made
+    of a commit says in `COMMIT_FILE` of which, whatever repository its folder lies in."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return (Path(__file__).resolve().parents[2] / COMMIT_FILE).read_text(encoding="utf-8").strip() or None
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)

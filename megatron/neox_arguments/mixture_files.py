@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron.errors import UserError
@@ -17,6 +18,7 @@ from megatron.neox_arguments.yaml_files import read_config
 
 _SUFFIXES = (".yml", ".yaml", ".json")
 _SHIPPED = os.path.join("configs", "mixtures")
+_DEEPY = str(Path(__file__).resolve().parents[2])
 
 
 def read_named(entry: Entry, conf_dir: str | None = None) -> Entry:
@@ -37,7 +39,7 @@ def resolve(entry: Entry, conf_dir: str | None = None) -> Entry:
 
 
 def _read(name: str, where: str, conf_dir: str | None, below: tuple[str, ...]) -> Entry:
-    path = _find(name, where, conf_dir)
+    path = find_mixture(name, where, conf_dir)
     if os.path.realpath(path) in below:
         raise UserError(f"{where}: {name} leads back to itself")
     entries = read_config(path)
@@ -91,12 +93,17 @@ def fault_at(fault: MixtureFault, inside: Mapping[str, Any], where: str) -> str:
     return f"{inside.get(place, where)}: {dotted}: {fault}"
 
 
-def _find(name: str, where: str, conf_dir: str | None) -> str:
+def find_mixture(name: str, where: str, conf_dir: str | None) -> str:
     """The file of a mixture: next to the file that names it, in `mixtures` there, or among those that are shipped."""
     folder = os.path.dirname(where.rpartition(":")[0]) if ".y" in where or ".json" in where else ""
     folders = [folder, conf_dir or "", ""]
     tried = []
-    for folder in [*folders, *(os.path.join(folder, "mixtures") for folder in folders), _SHIPPED]:
+    for folder in [
+        *folders,
+        *(os.path.join(folder, "mixtures") for folder in folders),
+        _SHIPPED,
+        os.path.join(_DEEPY, _SHIPPED),
+    ]:
         for suffix in ("",) if name.endswith(_SUFFIXES) else _SUFFIXES:
             path = os.path.join(folder, name + suffix)
             if os.path.isfile(path):

@@ -1,0 +1,295 @@
+"""Submit a training job from this machine to the first cluster that has idle nodes for it.
+
+python slurm/submit.py -c configs/pythia/1B.yml run.yml -e my-run                the first idle cluster
+python slurm/submit.py -c run.yml -e my-run -x "train_iters=100 seed=2" -n       what would be done, and nothing more
+python slurm/submit.py -c run.yml -e my-run --cluster NAME --kind debug -- --nodes=2 --time=1:00:00
+
+The clusters are those whose profile (slurm/README.md) has an `ssh` alias of your own ssh config; on a machine of a
+cluster, that cluster takes jobs without ssh. The code is sent as it is at the last commit, once per commit: what a
+waiting job will run does not change. Relative paths in a config are relative to `folders.repo` of the profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import re
+import secrets
+import shlex
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.cluster.profile import ClusterProfile, list_profiles, sbatch_flags
+from megatron.cluster.slurm import SlurmError, parse_fields
+from megatron.convert.cli import flags_for
+from megatron.errors import UserError
+from megatron.jobs.clusters import DEFAULT_KIND, Candidate, Wanted, ask_all, choose, find_candidates
+from megatron.jobs.overrides import adapt
+from megatron.jobs.travel import CLUSTERS, Luggage, pack
+from megatron.jobs.tree import EXCLUDED, Tree, read_tree
+from megatron.log import configure, get_logger, result
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, check_trainable, derive
+from megatron.neox_arguments.problems import collector
+
+logger = get_logger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "pretrain_neox.sbatch"
+_NAME = re.compile(r"\w[\w.+-]*")
+
+
+def main(arguments: Sequence[str], env: Mapping[str, str], root: Path = ROOT) -> int:
+    """The command line: returns 0, or raises `UserError` and `SlurmError`."""
+    configure()
+    given, flags = _parse(arguments)
+    extra = [word for text in given.extra for word in shlex.split(text)]
+    if missing := [name for name in given.forward if not env.get(name)]:
+        raise UserError(f"--forward {missing[0]}: this variable is not set here")
+    NeoXArgs.from_files(given.config, extra)  # what is wrong with it is said before anybody is asked
+    wanted, profiles = Wanted.from_flags(flags), list_profiles(env)
+    candidates = find_candidates(profiles, env, given.cluster, given.ssh_config, given.kind, wanted)
+    asked = ask_all(candidates, wanted)
+    chosen = _choose(asked)
+    profile = chosen.profile
+    adapted = adapt(given.config, extra, profile, chosen.variables, others=profiles)
+    for change in adapted.changes:
+        result(f"on {profile.name}: {change}")
+    _check_config(given.config, [*extra, *adapted.overrides], chosen, wanted)
+    repo = profile.folder("repo", chosen.variables)
+    forwarded = {name: env[name] for name in given.forward}
+    job = Job(chosen, given.experiment, _flags(chosen, given.kind, flags), extra, forwarded)
+    if repo is None and chosen.head.alias is not None:
+        raise UserError(f"{profile.path}: folders.repo is missing: where the code goes on the cluster {profile.name}")
+    if repo is None:
+        plan = job.in_place(root, given.config, env)
+    else:
+        known = [profile, *(one for one in profiles if one.name != profile.name)]
+        plan = job.shipped(repo, _tree(root, given.allow_dirty, given.dry_run), given.config, known)
+    if given.dry_run:
+        result(f"in {plan.folder}: {plan.command_line}")
+        return 0
+    if plan.tree is not None and plan.luggage is not None:
+        _send(chosen, plan, plan.tree, plan.luggage)
+    _submit(chosen, plan)
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags, and what comes after `--`: flags for sbatch."""
+    own, flags = list(arguments), []
+    if "--" in own:
+        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
+    parser = flags_for(__doc__)
+    parser.usage = "%(prog)s -c CONFIG [CONFIG ...] -e EXPERIMENT [flags] [-- sbatch flags]"
+    add = parser.add_argument
+    add("-c", "--config", nargs="+", required=True, metavar="CONFIG", help="config files, merged from left to right")
+    add("-e", "--experiment", required=True, help="a name for the run: letters, digits, `.`, `_`, `+`, `-`")
+    add("-x", "--extra", action="append", default=[], metavar="'KEY=VALUE ...'", help="values over those of the files")
+    add("--cluster", metavar="NAME", help="take this one, idle or not (default: $DEEPY_CLUSTER, else the first idle)")
+    kinds = f"the profile's number of nodes for this kind of job (default: {DEFAULT_KIND}; one node where it has none)"
+    add("--kind", choices=("pretrain", "posttrain", "debug"), help=kinds)
+    add("-n", "--dry-run", action="store_true", help="print the choice and the command; send and submit nothing")
+    add("--allow-dirty", action="store_true", help="also send changes that are not committed, and keep them as a patch")
+    forward = "set this variable for the job as it is here, such as WANDB_API_KEY (default: none; may be repeated)"
+    add("--forward", action="append", default=[], metavar="VARIABLE", help=forward)
+    ssh = "ssh config to read instead of your own (default: $DEEPY_SSH_CONFIG)"
+    add("--ssh-config", metavar="FILE", default=os.environ.get("DEEPY_SSH_CONFIG"), help=ssh)
+    given = parser.parse_args(own)
+    if not _NAME.fullmatch(given.experiment):
+        parser.error(f"-e {given.experiment!r}: a name has letters, digits, `.`, `_`, `+` and `-` only")
+    return given, flags
+
+
+def _choose(asked: Sequence[Candidate]) -> Candidate:
+    """The cluster to take; prints the table of all, and warns when the job will wait."""
+    chosen: Candidate | None = None
+    try:
+        chosen = choose(asked)
+    finally:  # also where it raises: the table says why
+        width = max(len(one.profile.name) for one in asked)
+        for one in asked:
+            result(one.row(width, one is chosen))
+    if chosen.state != "idle":
+        what = f"{chosen.idle} of the {chosen.nodes} nodes that the job needs are idle"
+        logger.warning(f"{chosen.profile.name}: {what}{'' if len(asked) == 1 else ', as nowhere else'}; it will wait")
+    for one in asked:
+        if one.problem is not None:
+            logger.warning(f"{one.profile.name}: {one.problem}")
+    return chosen
+
+
+def _check_config(paths: Sequence[str], overrides: Sequence[str], chosen: Candidate, wanted: Wanted) -> None:
+    """Raise `UserError` for what the job would refuse after hours in the queue, as far as the config alone shows it."""
+    per_node = None if wanted.has_tasks else chosen.profile.gpus_per_node
+    with collector() as found:
+        args = NeoXArgs.from_files(paths, overrides, problems=found)
+        check_trainable(derive(args, Facts(chosen.nodes * per_node) if per_node else None, found), found)
+
+
+def _flags(chosen: Candidate, kind: str | None, flags: Sequence[str]) -> list[str]:
+    """The profile's flags for sbatch, then the user's, which win."""
+    profile = chosen.profile
+    own = sbatch_flags(profile, kind or (DEFAULT_KIND if DEFAULT_KIND in profile.nodes else None))
+    if profile.gpus_per_node is not None:
+        own.append(f"--gpus-per-node={profile.gpus_per_node}")
+    if logs := profile.folder("logs", chosen.variables):
+        own.append(f"--output={logs}/%x-%j.out")
+    return [*own, *flags]
+
+
+def _tree(root: Path, allow_dirty: bool, dry_run: bool) -> Tree:
+    try:
+        return read_tree(root, allow_dirty)
+    except UserError as problem:
+        if not dry_run:
+            raise
+        logger.warning(f"{problem}")
+        return read_tree(root, allow_dirty=True)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run on the head node, and what has to be there first. `folder`: where the job starts."""
+
+    folder: str
+    command: list[str]
+    exports: dict[str, str]
+    forwarded: dict[str, str]
+    home: str
+    tree: Tree | None = None
+    luggage: Luggage | None = None
+    submission: str = ""
+    logs: str | None = None
+
+    @property
+    def command_line(self) -> str:
+        """As in a shell, without the values of forwarded variables."""
+        assigned = [f"{name}={shlex.quote(value)}" for name, value in self.exports.items()]
+        return " ".join([*assigned, *(f"{name}=..." for name in self.forwarded), shlex.join(self.command)])
+
+
+@dataclass(frozen=True)
+class Job:
+    """One submission to a cluster: `flags` for sbatch, `extra` overrides of the config."""
+
+    chosen: Candidate
+    experiment: str
+    flags: list[str]
+    extra: list[str]
+    forwarded: dict[str, str] = field(repr=False)
+
+    def in_place(self, root: Path, configs: Sequence[str], env: Mapping[str, str]) -> Plan:
+        """From this machine and this folder, with the code as it lies here."""
+        exports = self._exports(str(root))
+        if env.get("DEEPY_CLUSTERS"):
+            exports["DEEPY_CLUSTERS"] = env["DEEPY_CLUSTERS"]
+        return Plan(os.getcwd(), self._command(str(root / SCRIPT), configs), exports, self.forwarded, str(root))
+
+    def shipped(self, repo: str, tree: Tree, configs: Sequence[str], profiles: Sequence[ClusterProfile]) -> Plan:
+        """From the tree at a commit in `repo` of the cluster."""
+        luggage = pack(configs, tree, profiles, to_here=self.chosen.head.alias is None)
+        home = f"{repo}/commits/{tree.name}"
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        submission = f"{repo}/submissions/{self.experiment}-{now}-{secrets.token_hex(2)}"
+        placed = [f"{home if in_tree else submission}/{name}" for in_tree, name in luggage.configs]
+        exports = self._exports(home)
+        if any(name.startswith(f"{CLUSTERS}/") for name in luggage.files):
+            exports["DEEPY_CLUSTERS"] = f"{submission}/{CLUSTERS}"
+        command = self._command(f"{home}/{SCRIPT}", placed)
+        return Plan(repo, command, exports, self.forwarded, home, tree, luggage, submission)
+
+    def _exports(self, home: str) -> dict[str, str]:
+        profile = self.chosen.profile
+        return {"DEEPY_HOME": home, "DEEPY_CLUSTER": profile.name, "DEEPY_EXPERIMENT": self.experiment}
+
+    def _command(self, script: str, configs: Sequence[str]) -> list[str]:
+        submit = shlex.split(self.chosen.profile.submit_command)
+        return [*submit, "--parsable", *self.flags, script, *configs, *self.extra]
+
+
+def _send(chosen: Candidate, plan: Plan, tree: Tree, luggage: Luggage) -> None:
+    """Bring the tree, unless it is there, and the files of this submission to the cluster."""
+    head, home = chosen.head, shlex.quote(plan.home)
+    answer = head.run(
+        f"""set -eu
+mkdir -p {shlex.quote(plan.folder)}/commits {shlex.quote(plan.folder)}/submissions
+find {shlex.quote(plan.folder)}/commits -maxdepth 1 -name '.incoming-*' -mtime +1 -exec rm -rf {{}} +
+if [ -d {home} ]; then echo there; else mktemp -d {shlex.quote(plan.folder)}/commits/.incoming-XXXXXX; fi
+"""
+    ).strip()
+    with tempfile.TemporaryDirectory(prefix="deepy-") as name:
+        if answer != "there":
+            folder = Path(name, "tree")
+            folder.mkdir()
+            tree.write(folder)
+            logger.info(f"sending the code at {tree.commit} to {chosen.profile.name}:{plan.home}")
+            head.send(folder, answer, *(f"--exclude={one}" for one in EXCLUDED))
+            # Whole or not at all; somebody else may have been faster.
+            head.run(f"mv -T {shlex.quote(answer)} {home} || {{ [ -d {home} ] && rm -rf {shlex.quote(answer)}; }}")
+        if luggage.files:
+            folder = Path(name, "submission")
+            folder.mkdir()
+            luggage.write(folder)
+            head.send(folder, plan.submission)
+
+
+def _submit(chosen: Candidate, plan: Plan) -> None:
+    """Submit, and print the number of the job and how to watch it."""
+    lines = ["set -eu", f"cd {shlex.quote(plan.folder)}"]
+    if plan.tree is not None:
+        lines.append(_PREPARE.format(home=shlex.quote(plan.home)))
+    output = next((flag for flag in plan.command if flag.startswith("--output=/")), None)
+    if output is not None:
+        lines.append(f"mkdir -p {shlex.quote(os.path.dirname(output.removeprefix('--output=')))}")
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in {**plan.exports, **plan.forwarded}.items()]
+    lines += [f"job=$({shlex.join(plan.command)} </dev/null)", 'job=$(echo "$job" | tail -n 1)', 'echo "$job"']
+    lines.append('scontrol --oneliner show job "${job%%;*}" </dev/null 2>/dev/null || true')
+    answer = chosen.head.run("\n".join(lines) + "\n", seconds=120.0)
+    notes, job, fields = _read_answer(answer)
+    for note in notes:
+        logger.warning(f"{chosen.profile.name}: {note}")
+    if not job:
+        raise SlurmError(
+            f"{plan.command[0]} on {chosen.profile.name} answered {answer!r} instead of the number of a job"
+        )
+    result(f"submitted job {job} to {chosen.profile.name}")
+    state, log = f"squeue --jobs={job}", f"tail -F {shlex.quote(fields.get('StdOut', ''))}"
+    if chosen.head.alias is not None:
+        state = f'bash -lc "{state}"'
+    result(f"  state: {_typed_here(chosen, state)}")
+    if "StdOut" in fields:
+        result(f"  log:   {_typed_here(chosen, log)}")
+
+
+# The environment and the compiled parts are those of the folder of the clusters' checkouts.
+_PREPARE = """home={home}
+if [ ! -e "$home/.venv" ]; then
+    if [ -e .venv ]; then ln -s ../../.venv "$home/.venv"
+    else echo "note: no environment in $PWD/.venv or $home/.venv; the job takes the python3 that it finds"; fi
+fi
+builders=megatron/data/index_builders
+for source in "$home/$builders"/*.cpp; do
+    name=$(basename "$source" .cpp)
+    if cmp -s "$source" "$builders/$name.cpp"; then
+        cp -n "$builders/_$name".*.so "$home/$builders/" 2>/dev/null || true
+    fi
+done"""
+
+
+def _read_answer(answer: str) -> tuple[list[str], str, dict[str, str]]:
+    """(notes, number of the job, fields of `scontrol show job`) from what `_submit`'s script prints."""
+    lines = answer.splitlines()
+    notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
+    job = next((line.partition(";")[0] for line in lines if re.fullmatch(r"\d+(;.*)?", line)), "")
+    shown = next((line for line in lines if line.startswith("JobId=")), "")
+    return notes, job, parse_fields(shown) if shown else {}
+
+
+def _typed_here(chosen: Candidate, command: str) -> str:
+    """A command of the head node as the user types it on this machine."""
+    config = ["-F", chosen.head.ssh_config] if chosen.head.ssh_config else []
+    return command if chosen.head.alias is None else shlex.join(["ssh", *config, chosen.head.alias, command])
