@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from rich.console import Group
 from rich.live import Live
+from rich.text import Text
 
 from megatron.cluster.profile import find_profile
 from megatron.cluster.slurm import Slurm
@@ -143,9 +145,9 @@ def _watch(selection: Selection, slurm: Slurm, seconds: float, as_json: bool) ->
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             view = look(selection, slurm, _host())
-            table = make_table(view.rows, console.width, plain=False)
             ended = f"every {seconds:g} s, Ctrl-C ends; {len(view.rows)} runs"
-            table.caption = "; ".join([time.strftime("%H:%M:%S"), ended, *view.notes])
+            notes = Text("; ".join([time.strftime("%H:%M:%S"), ended, *view.notes]))
+            table = Group(make_table(view.rows, console.width, plain=False), notes)
             live.update(table, refresh=True)
             time.sleep(seconds)
 

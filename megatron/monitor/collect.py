@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -15,7 +16,7 @@ from megatron.cluster.profile import ClusterProfile
 from megatron.cluster.slurm import Slurm, SlurmError
 from megatron.errors import UserError
 from megatron.monitor.folder import RunFolder, find_folders, read_folder
-from megatron.monitor.rows import Context, Row, is_shown, make_rows
+from megatron.monitor.rows import RECENT_SECONDS, Context, Row, is_shown, make_rows
 from megatron.monitor.slurm_jobs import Job, read_jobs
 
 _DAYS, _ALL_DAYS = 1, 30  # for which ended jobs are asked for
@@ -70,24 +71,35 @@ def look(selection: Selection, slurm: Slurm, host: str) -> View:
     """Everything about the selected runs and jobs, now."""
     notes: list[str] = []
     now = time.time()
-    runs = [read_folder(path) for path in find_folders(selection.folders or selection.roots)]
-    # Of what is named, the jobs may be somebody else's, and others of the same run may follow.
-    ids = {job for run in runs for job in run.job_ids if selection.folders or set(run.job_ids) & set(selection.ids)}
-    rows = _rows(selection, runs, ids | set(selection.ids), slurm, host, notes)
+    folders = find_folders(selection.folders or selection.roots)
     if selection.ids:
-        rows = [row for row in rows if _is_asked_for(row, selection.ids)]
-        more = {job for row in rows for job in row.job_ids} - ids
-        if more - set(selection.ids):  # of a run that only the log of its job names
-            rows = [
-                row
-                for row in _rows(selection, runs, ids | more | set(selection.ids), slurm, host, notes)
-                if _is_asked_for(row, selection.ids)
-            ]
-    elif selection.folders:
+        rows = _rows_of_jobs(selection, folders, slurm, host, notes)
+    else:
+        # Of thousands of runs most are over, and their rows are not shown.
+        brief = 0.0 if selection.everything or selection.folders else now - RECENT_SECONDS
+        runs = [read_folder(path, brief) for path in folders]
+        # Of what is named, the jobs may be somebody else's.
+        ids = {job for run in runs for job in run.job_ids} if selection.folders else set()
+        rows = _rows(selection, runs, ids, slurm, host, notes)
+    if selection.folders and not selection.ids:
         rows = [row for row in rows if row.run_folder is not None]
-    elif not selection.everything:
+    elif not selection.everything and not selection.ids:
         rows = [row for row in rows if is_shown(row, now)]
     return View(now, rows, list(dict.fromkeys(notes)))
+
+
+def _rows_of_jobs(selection: Selection, folders: list[Path], slurm: Slurm, host: str, notes: list[str]) -> list[Row]:
+    """The rows of the jobs `selection.ids`, with the jobs of the same runs that follow them."""
+    asked = set(selection.ids)
+    found = [run.path for path in folders if asked & set((run := read_folder(path, math.inf)).job_ids)]
+    runs = [read_folder(path) for path in found]
+    ids = asked | {job for run in runs for job in run.job_ids}
+    while True:
+        rows = [row for row in _rows(selection, runs, ids, slurm, host, notes) if _is_asked_for(row, selection.ids)]
+        more = {job.partition("_")[0] for row in rows for job in row.job_ids}
+        if more <= ids:
+            return rows
+        ids |= more  # of a run that only the log of its job names
 
 
 def _rows(

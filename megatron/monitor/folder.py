@@ -80,8 +80,8 @@ def whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def read_folder(path: Path) -> RunFolder:
-    """Everything about the run in `path`."""
+def read_folder(path: Path, brief_before: float = 0.0) -> RunFolder:
+    """Everything about the run in `path`; without its metrics when it is done, or silent since `brief_before`."""
     damage: list[str] = []
     status = _read(path / "status.json", damage)
     written = None
@@ -93,7 +93,8 @@ def read_folder(path: Path) -> RunFolder:
     chain = _read(path / "chain.json", damage)
     links = chain.get("links")
     started = number(status.get("started")) or 0.0
-    lines, scores = _read_metrics(path / "metrics.jsonl", started, damage)
+    is_over = status.get("exit_code") == 0 or (number(status.get("heartbeat")) or brief_before) < brief_before
+    lines, scores = ((), {}) if brief_before and is_over else _read_metrics(path / "metrics.jsonl", started, damage)
     return RunFolder(
         path,
         status,

@@ -207,7 +207,7 @@ def _of_running(evidence: Evidence) -> tuple[str, list[Problem]]:
     quiet = evidence.now - log.modified if log is not None else 0.0
     if crash is not None and quiet > CLOCK_SECONDS:
         problems.append(Problem(crash.kind, f"SLURM says RUNNING, but its log ends with: {crash.text}"))
-    elif log is not None and quiet > STALE_SECONDS and not log.evaluates:
+    elif log is not None and quiet > STALE_SECONDS and not log.evaluates and _trains(job, log):
         problems.append(Problem("stale", f"its log is {minutes(quiet)} old"))
     if run is not None and run.status:
         known = run.status.get("job_id")
@@ -215,12 +215,17 @@ def _of_running(evidence: Evidence) -> tuple[str, list[Problem]]:
         of = "an earlier start" if str(known) == job.raw_id else f"job {known}" if known else "an earlier run"
         text = f"status.json is that of {of}: job {job.job_id} has not written yet{began}"
         problems.append(Problem("older_status", text))
-    state = "running" if run is None and (log is None or log.save is None) else "starting"  # perhaps no training
+    state = "starting" if run is not None or _trains(job, log) else "running"
     if crash is not None and problems:
         state = "failed"
     elif log is not None and (log.iteration is not None or log.evaluates):
         state = "evaluation" if log.evaluates else "training"
     return state, problems
+
+
+def _trains(job: Job, log: JobLog | None) -> bool:
+    """Whether a job of which no run is known is a training, and not something else that SLURM runs."""
+    return job.name.startswith("neox-training") or (log is not None and (log.save or log.iteration) is not None)
 
 
 def _of_status(evidence: Evidence) -> tuple[str, list[Problem]]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +14,7 @@ from megatron.monitor.judge import minutes
 from megatron.monitor.rows import Row
 
 _PIPE_WIDTH = 4000  # columns of a pipe: nothing is cut off or folded there
+_PROBLEM_WIDTH = 130  # columns of a terminal from which on problems have a column of their own
 _STYLES = {"training": "green", "done": "green", "evaluation": "cyan", "checkpoint": "cyan", "failed": "red"}
 _STYLES |= {"pending": "yellow", "starting": "yellow", "stopped": "yellow"}
 _BAR = 8
@@ -22,12 +22,12 @@ _BAR = 8
 
 @dataclass(frozen=True)
 class Column:
-    """`width`: columns of the terminal from which on it is shown; `ratio`: its part of what is left, 0: as needed."""
+    """`width`: columns of the terminal from which on it is shown; `limit`: its own columns at most, 0 for any."""
 
     title: str
     text: Callable[[Row], str]
     width: int = 0
-    ratio: int = 0
+    limit: int = 0
     right: bool = False
 
 
@@ -39,6 +39,10 @@ def _iteration(row: Row) -> str:
     share = min(row.iteration / row.train_iters, 1.0)
     done = int(share * _BAR)
     return f"{row.iteration}/{row.train_iters} {'#' * done}{'.' * (_BAR - done)} {share:.0%}"
+
+
+def _name(row: Row) -> str:
+    return row.experiment or row.job_name or ""
 
 
 def _scores(row: Row) -> str:
@@ -70,49 +74,54 @@ def _job(row: Row) -> str:
 COLUMNS = (
     Column("job", _job),
     Column("state", lambda row: row.state),
-    Column("experiment", lambda row: row.experiment or row.job_name or "", ratio=2),
+    Column("experiment", _name, limit=36),
     Column("iteration", _iteration),
     Column("loss", lambda row: _number(row.loss, ".4f"), right=True),
     Column("tokens/s", lambda row: _number(row.tokens_per_second, ",.0f"), 120, right=True),
-    Column("MFU", lambda row: _number(row.mfu, ".1%"), 140, right=True),
+    Column("MFU", lambda row: _number(row.mfu, ".1%"), 120, right=True),
     Column("ETA", lambda row: "" if row.eta_seconds is None else minutes(row.eta_seconds), 100, right=True),
     Column("seen", lambda row: "" if row.heartbeat_age is None else minutes(row.heartbeat_age), 100, right=True),
-    Column("scores", _scores, 160, ratio=2),
-    Column("problem", _problem, ratio=3),
+    Column("scores", _scores, 150, limit=40),
+    Column("problem", _problem, _PROBLEM_WIDTH),
 )
 
 
 def make_console() -> Console:
-    """Stdout: in colour and folded to its width on a terminal, plain and unfolded elsewhere."""
-    if sys.stdout.isatty():
-        return Console(highlight=False)
-    return Console(width=_PIPE_WIDTH, highlight=False, no_color=True, soft_wrap=True)
+    """Stdout as a terminal."""
+    return Console(highlight=False)
 
 
-def make_table(rows: Sequence[Row], width: int, plain: bool) -> Table:
-    """The rows in as many columns as `width` has room for; all of them when `plain`."""
-    table = Table(box=None if plain else box.SIMPLE_HEAD, expand=not plain, pad_edge=False)
+def make_table(rows: Sequence[Row], width: int, plain: bool) -> RenderableType:
+    """The rows in as many columns as `width` has room for; all of them when `plain`.
+
+    In a narrow terminal problems follow the table, since a narrow column cannot be read.
+    """
+    table = Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=False)
     columns = [one for one in COLUMNS if plain or width >= one.width]
+    room = max(8, width - 54 - 11 * (len(columns) - 5))  # next to those of the narrowest table and further ones
     for one in columns:
-        # Where there is little room, the problem is folded rather than cut off.
-        narrow = not one.ratio and not plain
+        folded = one.title == "problem" and not plain
         table.add_column(
             one.title,
             justify="right" if one.right else "left",
-            ratio=one.ratio or None if not plain else None,
-            no_wrap=plain or (narrow and width >= 80),
-            overflow="fold",
+            ratio=1 if folded else None,
+            max_width=None if plain or not one.limit else min(one.limit, room),
+            no_wrap=not folded,
+            overflow="fold" if folded else "ellipsis",
         )
     for row in rows:
         style = _STYLES.get(row.state, "")
         cells = [Text(" ".join(one.text(row).split()), style=style if one.title == "state" else "") for one in columns]
         table.add_row(*cells)
-    return table
+    if plain or width >= _PROBLEM_WIDTH:
+        return table
+    below = [Text(f"{_job(row)} {_name(row)[:40]}: {text}") for row in rows if (text := _problem(row))]
+    return Group(table, *below)
 
 
-def plain_lines(table: Table) -> list[str]:
+def plain_lines(table: RenderableType) -> list[str]:
     """A table as lines without padding at their ends."""
-    console = Console(width=_PIPE_WIDTH, highlight=False, no_color=True, file=None)
+    console = Console(width=_PIPE_WIDTH, highlight=False, no_color=True)
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron.cluster.slurm import Slurm, SlurmError, count_gpus, parse_rows
+from megatron.monitor.slurm_jobs import ENDED
 
 _DOWN = ("down", "drain", "fail", "maint", "reboot", "unk", "powered", "powering", "inval", "no_respond", "future")
 
@@ -81,6 +82,8 @@ def read_cluster(slurm: Slurm, user: str) -> ClusterUse:
     by_partition: dict[str, dict[str, Share]] = defaultdict(lambda: defaultdict(Share))
     jobs = []
     for row in slurm.queue():
+        if row["state"] in ENDED:
+            continue
         nodes, gpus = int(row["nodes"]) if row["nodes"].isdigit() else 0, count_gpus(row["tres"])
         waits = row["state"] == "PENDING"
         (pending if waits else running)[row["user"]].add(nodes, gpus, 1)
