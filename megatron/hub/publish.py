@@ -1,0 +1,318 @@
+"""One checkpoint of a run to the Hub: converted, checked, uploaded, verified. Each part that is done is not repeated.
+
+    <owner>/<model>            revision global_step<N>; the last step of the run is `main` too
+    <owner>/neox-ckpt-<model>  the raw checkpoint, revision global_step<N>
+
+`main` exists from the first checkpoint on, with a card. What was converted is known by `deepy.json` in the folder, what
+was uploaded by the hashes that the Hub lists; so a publication that was killed resumes when it is started again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from megatron.checkpoint.find import Checkpoint
+from megatron.checkpoint.neox_run import with_counters
+from megatron.files import read_json, write_atomically
+from megatron.hub.card import CARD, CardContext, early_card, raw_card, write_card
+from megatron.hub.names import Names, raw_repo
+from megatron.hub.private import share_value
+from megatron.hub.push import MAIN, push_folder
+from megatron.hub.raw import is_raw_complete, stage_raw
+from megatron.hub.record import Published, Record, fingerprint, hash_files
+from megatron.hub.retry import Retry
+from megatron.hub.run_facts import RunFacts, Scores, parse_scores, read_facts
+from megatron.log import get_logger, result
+
+logger = get_logger(__name__)
+
+SCORES = "eval_results.json"
+RANDOM_DELAY = 12 * 3600.0  # seconds: the longest of `--upload-delay random`
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to publish; the flags of `huggingface/upload_checkpoint.py` by their names.
+
+    Attributes:
+        delay: seconds to wait before the first upload; None: a random time of at most `RANDOM_DELAY`.
+        model, raw: whether to publish the Hugging Face folder, and the raw checkpoint.
+        skip_complete: leave what the Hub has completely as it is, without converting anything.
+        tasks: of lm-evaluation-harness, to evaluate the Hugging Face folder; () evaluates nothing.
+        delete_local: remove the converted folder when the Hub has all of it.
+    """
+
+    private: bool = True
+    retry: Retry = field(default_factory=Retry)
+    delay: float | None = 0.0
+    model: bool = True
+    raw: bool = True
+    skip_complete: bool = False
+    tasks: tuple[str, ...] = ()
+    task_include_path: str | None = None
+    eval_batch_size: str = "8"
+    delete_local: bool = False
+    tokenizer: str | None = None
+    architecture: str | None = None
+    precision: str = "auto"
+    base_model: str | None = None
+    config_files: tuple[str, ...] = ()
+
+    @property
+    def conversion(self) -> dict[str, str]:
+        """What decides the content of the converted folder."""
+        chosen = {"tokenizer": self.tokenizer, "architecture": self.architecture, "precision": self.precision}
+        named = {**chosen, "config_files": " ".join(Path(path).name for path in self.config_files)}
+        return {name: Path(value).name if name == "tokenizer" else value for name, value in named.items() if value}
+
+
+class Publication:
+    """What happens to one checkpoint.
+
+    Args:
+        experiment: name of the run.
+        owner: user or organization on the Hub.
+        output: folder in which `<model>/global_step<N>` is made.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, experiment: str, owner: str, names: Names, output: Path, options: Options
+    ) -> None:
+        self.checkpoint = with_counters(checkpoint) if checkpoint.by_neox else checkpoint
+        self.experiment, self.options = experiment, options
+        model = names.model(experiment)
+        self.repo, self.raw_repo = f"{owner}/{model}", raw_repo(owner, model)
+        self.revision = checkpoint.path.name
+        self.folder = output / model / self.revision
+        self.raw_folder = output / model / "raw" / self.revision
+        self._waited = False
+
+    @cached_property
+    def facts(self) -> RunFacts:
+        """Of the checkpoint and its run."""
+        from megatron.convert.settings import read_neox_config  # imports torch, which a dry run can do without
+
+        by_neox = self.checkpoint.by_neox
+        return read_facts(
+            self.checkpoint, read_neox_config(self.checkpoint, self.options.config_files) if by_neox else None
+        )
+
+    @cached_property
+    def source(self) -> str:
+        return fingerprint(self.checkpoint)
+
+    @property
+    def plan(self) -> list[str]:
+        """What would be done, in words."""
+        also = f" and {MAIN}" if self.facts.is_final else ""
+        lines = [f"{self.checkpoint.path}: step {self.facts.step} of {self.facts.train_iters or 'an unknown number'}"]
+        if self.options.model:
+            lines += [f"  convert to {self.folder}", f"  upload to {self.repo}, revision {self.revision}{also}"]
+        if self.options.raw:
+            lines.append(f"  upload the raw checkpoint to {self.raw_repo}, revision {self.revision}")
+        if self.options.model and self.options.tasks:
+            lines.append(f"  evaluate {', '.join(self.options.tasks)} on {self.folder}")
+        if self.options.model and self.options.delete_local:
+            lines.append(f"  delete {self.folder}, once the Hub has all of it")
+        return lines
+
+    def is_complete(self) -> bool:
+        """Whether the Hub has everything of this checkpoint; nothing large is read or downloaded."""
+        return (not self.options.model or self._is_model_complete()) and (
+            not self.options.raw or self._is_raw_complete()
+        )
+
+    def run(self) -> None:
+        """Publish what is not there yet. Raises `UserError` and `MachineError`."""
+        skip = self.options.skip_complete
+        if self.options.model:
+            if skip and self._is_model_complete():
+                logger.info(f"{self.repo} ({self.revision}) is complete, nothing is done")
+            else:
+                self._publish_model()
+        if self.options.raw:
+            self._publish_raw()
+
+    # -- the Hugging Face folder --------------------------------------------------------------------
+
+    def _is_model_complete(self) -> bool:
+        there = Published(self.repo, self.options.retry)
+        branches = [self.revision, *([MAIN] if self.facts.is_final else [])]
+        return all(
+            there.is_complete(branch, self.source, self.options.conversion, self.options.tasks) for branch in branches
+        )
+
+    def _publish_model(self) -> None:
+        Published(self.repo, self.options.retry).check_experiment(self.experiment)
+        self._convert()
+        self._complete_folder()
+        self._push_model()
+        if self.options.tasks and self._evaluate():
+            self._complete_folder()
+            self._push_model()
+        if self.options.delete_local:  # push_folder has compared every hash
+            shutil.rmtree(self.folder)
+            logger.info(f"deleted {self.folder}: the Hub has all of it")
+
+    def _convert(self) -> None:
+        """Make the Hugging Face folder, unless it was made from this checkpoint before."""
+        from megatron.convert.hf.export_hf import export  # torch takes seconds to import
+
+        known = Record.read(self.folder)
+        if known is not None and known.fits(self.source, self.options.conversion):
+            logger.info(f"{self.folder} was converted before")
+            return
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="deepy-") as scratch:
+            done = export(
+                self.checkpoint.path,
+                self.folder,
+                config_files=[*self.options.config_files, *self._tokenizer_config(Path(scratch))],
+                architecture=self.options.architecture,
+                precision=self.options.precision,
+                overwrite=True,
+            )
+        difference = f"{done.largest_difference:.1e}"  # it was compared
+        Record(self.experiment, self.source, self.options.conversion, difference).write(self.folder)
+        logger.info(f"converted to {self.folder} ({done.architecture}); largest logit difference {difference}")
+
+    def _tokenizer_config(self, scratch: Path) -> list[str]:
+        """A config file that names the tokenizer of `--tokenizer`, if there is one."""
+        if self.options.tokenizer is None:
+            return []
+        path = Path(self.options.tokenizer)
+        named = str(path.resolve()) if path.exists() else self.options.tokenizer
+        config = scratch / "tokenizer.json"
+        config.write_text(json.dumps({"tokenizer_type": "HFTokenizer", "vocab_file": named}), encoding="utf-8")
+        return [str(config)]
+
+    def _complete_folder(self) -> None:
+        """Write the card and the hashes."""
+        known = Record.read(self.folder)
+        assert known is not None  # `_convert` wrote it
+        difference = None if known.largest_difference is None else float(known.largest_difference)
+        write_card(self.folder, self.facts, self._context(difference), self._own_scores())
+        replace(known, tasks=self._evaluated_tasks(), files=hash_files(self.folder)).write(self.folder)
+
+    def _context(self, difference: float | None = None) -> CardContext:
+        raw = self.raw_repo if self.options.raw else None
+        return CardContext(self.repo, raw, self.experiment, self.revision, self.options.base_model, difference)
+
+    def _push_model(self) -> None:
+        self._wait()
+        if not self.facts.is_final:
+            self._push_cards(self.repo, early_card(self._context(), self.facts))
+        self._push(self.folder, self.repo, self.revision)
+        if self.facts.is_final:
+            self._push(self.folder, self.repo, None)
+
+    def _push_cards(self, repo: str, card: str) -> None:
+        """Make `main` with a card, unless it has one."""
+        if CARD in Published(repo, self.options.retry).list_files():
+            return
+        with tempfile.TemporaryDirectory(prefix="deepy-") as scratch:
+            folder = Path(scratch, "card")
+            folder.mkdir()
+            write_atomically(folder / CARD, card)
+            Record(self.experiment).write(folder)
+            self._push(folder, repo, None)
+
+    def _push(self, folder: Path, repo: str, revision: str | None) -> None:
+        result(push_folder(folder, repo, revision=revision, private=self.options.private, retry=self.options.retry))
+
+    def _wait(self) -> None:
+        """Before the first upload."""
+        if self._waited:
+            return
+        self._waited = True
+        delay = self.options.delay
+        seconds = random.uniform(0, RANDOM_DELAY) if delay is None else delay
+        if seconds:
+            until = time.strftime("%d %b %H:%M:%S", time.localtime(time.time() + seconds))
+            logger.info(f"waiting {seconds:.0f} s before the upload, until {until}")
+            time.sleep(seconds)
+
+    # -- evaluation ---------------------------------------------------------------------------------
+
+    def _evaluated_tasks(self) -> tuple[str, ...]:
+        path = self.folder / SCORES
+        return tuple(read_json(path).get("tasks", ())) if path.is_file() else ()
+
+    def _own_scores(self) -> Scores | None:
+        path = self.folder / SCORES
+        return parse_scores(path) if path.is_file() else None
+
+    def _evaluate(self) -> bool:
+        """Run lm-evaluation-harness on the folder; whether it has new results. A failure is a warning."""
+        if not set(self.options.tasks) - set(self._evaluated_tasks()):
+            return False
+        with tempfile.TemporaryDirectory(prefix="deepy-") as scratch:
+            command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={self.folder}"]
+            command += ["--tasks", ",".join(self.options.tasks), "--batch_size", self.options.eval_batch_size]
+            command += ["--output_path", scratch]
+            if self.options.task_include_path:
+                command += ["--include_path", self.options.task_include_path]
+            logger.info(f"evaluating {', '.join(self.options.tasks)} on {self.folder}")
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False)
+            found = sorted(Path(scratch).rglob("*.json"))
+            if done.returncode != 0 or not found or not parse_scores(found[-1]):
+                logger.warning(
+                    f"the evaluation of {self.revision} failed (exit code {done.returncode}); the model is published "
+                    "without its results"
+                )
+                return False
+            self._keep_scores(found[-1])
+        return True
+
+    def _keep_scores(self, path: Path) -> None:
+        """The results in the folder, without what the harness adds about machine and user."""
+        content = read_json(path)
+        kept = {key: content[key] for key in ("results", "groups", "n-shot", "versions", "n-samples") if key in content}
+        kept["tasks"] = list(self.options.tasks)
+        write_atomically(self.folder / SCORES, json.dumps(share_value(kept), indent=1) + "\n")
+
+    # -- the raw checkpoint -------------------------------------------------------------------------
+
+    def _is_raw_complete(self) -> bool:
+        stage_raw(self.checkpoint, self.raw_folder)
+        complete = is_raw_complete(self.raw_folder, Published(self.raw_repo, self.options.retry), self.revision)
+        self._drop_stage()
+        return complete
+
+    def _publish_raw(self) -> None:
+        there = Published(self.raw_repo, self.options.retry)
+        there.check_experiment(self.experiment)
+        stage_raw(self.checkpoint, self.raw_folder)
+        if self.options.skip_complete and is_raw_complete(self.raw_folder, there, self.revision):
+            logger.info(f"{self.raw_repo} ({self.revision}) is complete, nothing is done")
+        else:
+            self._wait()
+            self._push_cards(self.raw_repo, raw_card(self._context()))
+            self._push(self.raw_folder, self.raw_repo, self.revision)
+        self._drop_stage()
+
+    def _drop_stage(self) -> None:
+        """Links and small texts: made again when they are needed."""
+        shutil.rmtree(self.raw_folder, ignore_errors=True)
+        for folder in (self.raw_folder.parent, self.raw_folder.parent.parent):
+            with suppress(OSError):  # it holds something
+                folder.rmdir()
+
+
+def check_experiments(names: Names, experiment: str, base: Path) -> None:
+    """Raise `UserError` when another run in the folder `base` would get the names of `experiment`."""
+    others: Sequence[str] = ()
+    if base.is_dir():
+        others = sorted(path.name for path in base.iterdir() if any(path.glob("global_step*")))
+    names.check(experiment, others)

@@ -1,0 +1,157 @@
+"""What a run left next to its checkpoints that others want to know: configuration, losses, data, scores. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.find import Checkpoint
+from megatron.errors import UserError
+from megatron.files import read_json
+from megatron.log import get_logger
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.mixtures import weight_phases
+
+logger = get_logger(__name__)
+
+TRAIN, VALID = "train/lm_loss", "validation/lm_loss"
+Scores = Mapping[str, Mapping[str, float]]
+"""Metrics by task."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A set of token files: `name` without its folders, `weights` in each phase, `tokens` None where not recorded."""
+
+    name: str
+    weights: tuple[float, ...]
+    tokens: int | None
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A checkpoint's place in its run.
+
+    Attributes:
+        step, train_iters: optimizer steps, and how many the run has (None: unknown).
+        config: flat keys, all of them where the checkpoint has its resolved configuration.
+        changed: those that differ from the default.
+        tokens: trained on so far; None: unknown.
+        losses: by metric (`TRAIN`, `VALID`) and step, up to `step`.
+        scores: of tasks, and the step they were measured at; the newest up to `step`.
+    """
+
+    step: int
+    train_iters: int | None
+    config: Mapping[str, Any]
+    changed: Mapping[str, Any]
+    tokens: int | None
+    git: str | None
+    versions: Mapping[str, str]
+    losses: Mapping[str, Mapping[int, float]]
+    sources: tuple[Source, ...]
+    scores: Scores = field(default_factory=dict)
+    scored_at: int | None = None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether this is the last checkpoint of the run."""
+        return self.step == self.train_iters
+
+
+def read_facts(checkpoint: Checkpoint, stored: NeoXArgs | None) -> RunFacts:
+    """Of a checkpoint and its run folder. `stored`: the configuration that a GPT-NeoX folder keeps, if any."""
+    manifest = checkpoint.manifest
+    config = dict(manifest.config) or ({} if stored is None else stored.to_dict())
+    standard = NeoXArgs.from_saved({}).to_dict()
+    train_iters = config.get("train_iters")
+    length = config.get("seq_length")
+    folder = checkpoint.path.parent
+    scores, scored_at = _read_scores(folder / "eval_results", manifest.step)
+    return RunFacts(
+        step=manifest.step,
+        train_iters=train_iters if isinstance(train_iters, int) else None,
+        config=config,
+        changed={key: value for key, value in config.items() if key not in standard or value != standard[key]},
+        tokens=manifest.consumed * length if manifest.consumed and isinstance(length, int) else None,
+        git=manifest.git or config.get("git_hash"),
+        versions=manifest.versions,
+        losses=read_losses(folder / "metrics.jsonl", manifest.step),
+        sources=_read_sources(config),
+        scores=scores,
+        scored_at=scored_at,
+    )
+
+
+def read_losses(path: Path, until: int) -> dict[str, dict[int, float]]:
+    """Losses of `metrics.jsonl` up to a step; of a step that was trained twice the later one. {} without a file."""
+    found: dict[str, dict[int, float]] = {TRAIN: {}, VALID: {}}
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return {}
+    for line in lines:
+        try:
+            metrics = json.loads(line)
+        except ValueError:  # the last line of a run that was killed
+            continue
+        step = metrics.get("step") if isinstance(metrics, dict) else None
+        for name, values in found.items():
+            value = metrics.get(name) if isinstance(step, int) and 0 < step <= until else None
+            if isinstance(value, float | int) and math.isfinite(value):
+                values[step] = float(value)
+    return {name: dict(sorted(values.items())) for name, values in found.items() if values}
+
+
+def _read_sources(config: Mapping[str, Any]) -> tuple[Source, ...]:
+    paths = config.get("train_data_paths") or ([config["data_path"]] if config.get("data_path") else [])
+    phases = weight_phases(config.get("train_data_weights")) or [(0, (1.0,) * len(paths))]
+    names = config.get("train_data_names") or [Path(str(path)).name for path in paths]
+    sources = []
+    for index, path in enumerate(paths):
+        weights = [inner[index] / sum(inner) for _, inner in phases if len(inner) == len(paths) and sum(inner)]
+        sources.append(Source(Path(str(names[index])).name, tuple(weights), _count_tokens(str(path))))
+    return tuple(sources)
+
+
+def _count_tokens(prefix: str) -> int | None:
+    """As the manifest next to the token files says."""
+    try:
+        tokens = read_json(Path(f"{prefix}.manifest.json")).get("tokens")
+    except (OSError, UserError):
+        return None
+    return tokens if isinstance(tokens, int) else None
+
+
+def _read_scores(folder: Path, until: int) -> tuple[Scores, int | None]:
+    """The newest results in `folder` up to a step."""
+    found = {
+        int(match[1]): path for path in folder.glob("*.json") if (match := re.match(r"iteration_(\d+)\.j", path.name))
+    }
+    for step in sorted((step for step in found if step <= until), reverse=True):
+        if scores := parse_scores(found[step]):
+            return scores, step
+    return {}, None
+
+
+def parse_scores(path: Path) -> Scores:
+    """Metrics by task and group in a file of results of lm-evaluation-harness; {} for a file that cannot be read."""
+    try:
+        content = read_json(path)
+    except (OSError, UserError) as error:
+        logger.warning(f"no scores: {error}")
+        return {}
+    scores: dict[str, dict[str, float]] = {}
+    for group in ("results", "groups"):
+        tasks = content.get(group)
+        for task, values in tasks.items() if isinstance(tasks, dict) else ():
+            for name, value in values.items():
+                metric, _, chosen = name.partition(",")  # `acc,none`: the metric and the filter of answers
+                if isinstance(value, float | int) and chosen:
+                    scores.setdefault(task, {})[metric + (f" ({chosen})" if chosen != "none" else "")] = float(value)
+    return scores

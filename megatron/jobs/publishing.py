@@ -1,0 +1,337 @@
+"""Publish every checkpoint of a run, the newest first: as SLURM jobs, or without SLURM one after the other.
+
+huggingface/batch_submit_checkpoints.sh my-run my-org --upload-delay random
+huggingface/batch_submit_checkpoints.sh checkpoints/my-run --dry-run
+
+A job is named convert_<run>, and starts when the one before has ended. What the Hub has completely is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint import layout
+from megatron.checkpoint.find import Checkpoint, Listing, find_checkpoint, list_checkpoints
+from megatron.cluster.profile import ClusterProfile, find_profile, sbatch_flags
+from megatron.cluster.slurm import Slurm
+from megatron.errors import DeepyError, MachineError, UserError, nearest, run_cli
+from megatron.hub.names import read_names
+from megatron.hub.publish import Options, Publication, check_experiments
+from megatron.hub.push import check_hub
+from megatron.hub.retry import Retry
+from megatron.log import ProgressBar, configure, get_logger, result
+
+logger = get_logger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ROOT / "huggingface" / "names"
+JOB = ROOT / "slurm" / "run_on_compute.sbatch"
+UPLOAD = ROOT / "huggingface" / "upload_checkpoint.py"
+CONVERTED = "hf_checkpoints"  # in the folder of checkpoints
+TASKS = "lambada_openai,piqa,hellaswag,arc_easy"
+YOU = "<you>"  # the owner in a dry run, which does not ask the Hub who is logged in
+STAGGER = 30.0  # seconds between the uploads of jobs that get a delay
+
+
+def publish_one(arguments: Sequence[str], environment: Mapping[str, str], description: str | None) -> int:
+    """`upload_checkpoint.py`: publish one checkpoint."""
+    flags, _ = _flags(description, "upload_checkpoint.py")
+    flags.add_argument("experiment", metavar="EXPERIMENT_OR_FOLDER", help="a run's name or folder, or a checkpoint")
+    flags.add_argument("step", nargs="?", metavar="STEP", help="of the checkpoint; default: the latest")
+    flags.add_argument("org", nargs="?", metavar="ORG", help="owner on the Hub; default: you")
+    flags.add_argument("--dry-run", action="store_true", help="print what would be uploaded where; needs no network")
+    given = flags.parse_intermixed_args(arguments)
+    if given.step is not None and not given.step.isdigit() and given.org is None:
+        given.step, given.org = None, given.step
+    if given.step is not None and not given.step.isdigit():
+        raise UserError(f"STEP: {given.step!r} is no step of a checkpoint")
+    configure()
+    run = _Run(given, environment)
+    checkpoint = run.find(None if given.step is None else int(given.step))
+    one = run.publication(checkpoint)
+    if given.dry_run:
+        result("\n".join(one.plan))
+    else:
+        one.run()
+    return 0
+
+
+def main() -> int:
+    """`batch_submit_checkpoints.sh`."""
+    return publish_all(sys.argv[1:], os.environ)
+
+
+def publish_all(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Publish every checkpoint of an experiment, the newest first."""
+    flags, shared = _flags(__doc__, "batch_submit_checkpoints.sh")
+    flags.add_argument("experiment", metavar="EXPERIMENT_OR_FOLDER", help="a run's name or folder")
+    flags.add_argument("org", nargs="?", metavar="ORG", help="owner on the Hub; default: you")
+    flags.add_argument("--no-singleton", action="store_true", help="let the jobs run at the same time")
+    flags.add_argument(
+        "--delay-between-jobs", type=_seconds, default=0.0, metavar="SECONDS", help="wait between submissions (0)"
+    )
+    flags.add_argument(
+        "--sbatch", default="", metavar="FLAGS", help='further flags of sbatch: "--time=2:00:00 --mem=64G"'
+    )
+    flags.add_argument("--dry-run", action="store_true", help="print the jobs; needs no network")
+    given = flags.parse_intermixed_args(arguments)
+    given.skip_if_exists = True
+    configure()
+    run = _Run(given, environment)
+    listing = run.listing
+    for name, problem in listing.incomplete.items():
+        logger.warning(f"{listing.root / name} is left out: {problem}")
+    if not listing.steps:
+        raise UserError(f"{listing.root}: nothing to publish: {listing.describe()}")
+    waiting = [listing.checkpoints[step] for step in sorted(listing.steps, reverse=True)]
+    if not given.dry_run:
+        waiting = _leave_out_published(run, waiting)
+    if run.has_slurm:
+        _submit(run, waiting, _as_arguments(shared, given))
+    elif given.dry_run:
+        result("\n".join(line for checkpoint in waiting for line in run.publication(checkpoint).plan))
+    else:
+        _publish_in_turn(run, waiting)
+    return 0
+
+
+def _leave_out_published(run: _Run, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Those that the Hub does not have completely."""
+    waiting = []
+    for checkpoint in checkpoints:
+        if run.publication(checkpoint).is_complete():
+            result(f"{checkpoint.path.name}: published already")
+        else:
+            waiting.append(checkpoint)
+    return waiting
+
+
+def _submit(run: _Run, checkpoints: Sequence[Checkpoint], options: Sequence[str]) -> None:
+    """A job for each checkpoint, in this order."""
+    given, slurm = run.given, Slurm(env=run.environment)
+    name, delay = f"convert_{run.experiment}", given.upload_delay
+    for count, checkpoint in enumerate(checkpoints):
+        if count and given.delay_between_jobs and not given.dry_run:
+            time.sleep(given.delay_between_jobs)
+        later = [f"--upload-delay={delay + count * STAGGER:g}"] if delay else []
+        command = [sys.executable, str(UPLOAD), str(run.root), str(checkpoint.manifest.step)]
+        command += [] if run.owner == YOU else [run.owner]
+        job = [*run.job_flags(name), str(JOB), *command, *options, *later]
+        if given.dry_run:
+            result(shlex.join([run.profile.submit_command, *job]))
+        else:
+            submitted = slurm.submit(*job, command=run.profile.submit_command)
+            result(f"{checkpoint.path.name}: job {submitted}")
+    if not given.dry_run and checkpoints:
+        logger.info(f"{len(checkpoints)} jobs, named {name}; squeue --name={name} shows them")
+
+
+def _publish_in_turn(run: _Run, checkpoints: Sequence[Checkpoint]) -> None:
+    """Here, one after the other; one that fails does not keep the others back."""
+    failed: dict[str, DeepyError] = {}
+    with ProgressBar(f"publishing {run.experiment}", len(checkpoints), "checkpoints", ends=True) as bar:
+        for checkpoint in checkpoints:
+            try:
+                run.publication(checkpoint).run()
+            except DeepyError as error:
+                failed[checkpoint.path.name] = error
+                logger.warning(f"{checkpoint.path.name} was not published: {error}")
+            bar(1)
+    if failed:
+        kind = MachineError if any(isinstance(error, MachineError) for error in failed.values()) else UserError
+        raise kind(f"not published: {', '.join(failed)}, see above. The same command resumes.")
+
+
+class _Run:
+    """The run that the command line names: its folder, its name, and who will own it."""
+
+    def __init__(self, given: argparse.Namespace, environment: Mapping[str, str]) -> None:
+        self.given, self.environment = given, environment
+        self.profile: ClusterProfile = find_profile(environment, given.cluster)
+        self.options = _options(given)
+        self.names = read_names(given.names, NAMES)
+        folder = self._find_folder()
+        self.step = layout.step_of(folder.name)
+        self.root = folder.parent if self.step is not None else folder
+        self.experiment = self.root.name
+        check_experiments(self.names, self.experiment, self.root.parent)
+        self.output = Path(given.output_dir or self.base / CONVERTED).absolute()
+        self.owner = self._find_owner()
+
+    @property
+    def base(self) -> Path:
+        """Where checkpoints lie: the flag, else DEEPY_CHECKPOINTS, else the cluster profile's, else this folder."""
+        named = self.given.checkpoints_base_dir or self.environment.get("DEEPY_CHECKPOINTS")
+        return Path(named or self.profile.folder("checkpoints", self.environment) or ".").absolute()
+
+    @property
+    def has_slurm(self) -> bool:
+        return shutil.which(self.profile.submit_command, path=self.environment.get("PATH")) is not None
+
+    @property
+    def listing(self) -> Listing:
+        """All checkpoints of the run, GPT-NeoX's too."""
+        return list_checkpoints(self.root, neox=True)
+
+    def find(self, step: int | None) -> Checkpoint:
+        """The checkpoint of a step; None: that which was named, or the latest."""
+        if self.step is not None and step not in (None, self.step):
+            raise UserError(f"{self.given.experiment} is a checkpoint, but STEP is {step}")
+        return find_checkpoint(self.root, self.step if step is None else step, key="EXPERIMENT_OR_FOLDER")
+
+    def publication(self, checkpoint: Checkpoint) -> Publication:
+        return Publication(checkpoint, self.experiment, self.owner, self.names, self.output, self.options)
+
+    def job_flags(self, name: str) -> list[str]:
+        """Those of sbatch; of two flags with one name the later, which is the user's, wins."""
+        logs = Path(self.profile.folder("logs", self.environment) or ".").absolute()
+        if not self.given.dry_run:
+            logs.mkdir(parents=True, exist_ok=True)
+        flags = [f"--job-name={name}", f"--output={logs}/%x-%j.out", "--nodes=1", "--ntasks=1"]
+        flags += [] if self.given.no_singleton else ["--dependency=singleton"]
+        flags += [] if self.options.tasks else ["--gpus=0"]  # a conversion computes on the CPU
+        flags += [f"--export=ALL,DEEPY_CLUSTER={self.given.cluster}"] if self.given.cluster else []
+        return [*flags, *sbatch_flags(self.profile), *shlex.split(self.given.sbatch)]
+
+    def _find_folder(self) -> Path:
+        name = self.given.experiment
+        for path in (self.base / name, Path(name)):
+            if path.is_dir():
+                return path.resolve()
+        there = [path.name for path in sorted(self.base.iterdir()) if path.is_dir()] if self.base.is_dir() else []
+        raise UserError(
+            f"{name}: no such folder, neither in {self.base} (--checkpoints-base-dir) nor here.{nearest(name, there)}"
+        )
+
+    def _find_owner(self) -> str:
+        if self.given.org:
+            return str(self.given.org)
+        return YOU if self.given.dry_run else check_hub("model", self.options.retry).partition("/")[0]
+
+
+def _options(given: argparse.Namespace) -> Options:
+    if given.upload_neox_only and given.skip_neox_upload:
+        raise UserError("--upload-neox-only and --skip-neox-upload leave nothing to upload")
+    return Options(
+        private=not given.public,
+        retry=Retry(given.max_retries, given.retry_min_wait, given.retry_max_wait),
+        delay=given.upload_delay,
+        model=not given.upload_neox_only,
+        raw=not given.skip_neox_upload,
+        skip_complete=given.skip_if_exists,
+        tasks=tuple(task for task in given.eval_tasks.split(",") if task) if given.eval else (),
+        task_include_path=given.task_include_path,
+        eval_batch_size=given.eval_batch_size,
+        delete_local=given.delete_local,
+        tokenizer=given.tokenizer,
+        architecture=given.architecture,
+        precision=given.precision,
+        base_model=given.base_model,
+        config_files=tuple(given.config_file),
+    )
+
+
+def _flags(description: str | None, program: str) -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
+    """The flags that both commands have; second: those that a job is passed."""
+    from megatron.convert.cli import add_precision
+
+    flags = argparse.ArgumentParser(
+        program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    first = len(flags._actions)
+    flags.add_argument(
+        "--upload-delay",
+        type=_delay,
+        default=0.0,
+        metavar="SECONDS|random",
+        help="wait before the first upload (0); random: up to 12 hours",
+    )
+    flags.add_argument("--max-retries", type=int, default=20, help="of a call that the Hub refuses for now (20)")
+    flags.add_argument("--retry-min-wait", type=_seconds, default=120.0, metavar="SECONDS", help="before a retry (120)")
+    flags.add_argument("--retry-max-wait", type=_seconds, default=3600.0, metavar="SECONDS", help="likewise (3600)")
+    flags.add_argument("--upload-neox-only", action="store_true", help="upload the raw checkpoint alone")
+    flags.add_argument("--skip-neox-upload", action="store_true", help="do not upload the raw checkpoint")
+    flags.add_argument(
+        "--skip-if-exists", action="store_true", help="do nothing where the Hub has all files, judged by their hashes"
+    )
+    flags.add_argument("--eval", action="store_true", help="evaluate the converted model, after it was uploaded")
+    flags.add_argument("--skip-eval", dest="eval", action="store_false", default=False, help="do not (the default)")
+    flags.add_argument("--eval-tasks", default=TASKS, metavar="TASK,TASK", help=f"of lm-evaluation-harness ({TASKS})")
+    flags.add_argument("--task-include-path", type=_path, metavar="FOLDER", help="with tasks of your own")
+    flags.add_argument("--eval-batch-size", default="8", metavar="N", help="8; auto: as many as fit")
+    flags.add_argument(
+        "--checkpoints-base-dir",
+        type=_path,
+        metavar="FOLDER",
+        help="with the experiments; default: DEEPY_CHECKPOINTS, else the cluster profile's folder, else this one",
+    )
+    flags.add_argument(
+        "--output-dir", type=_path, metavar="FOLDER", help=f"for converted models ({CONVERTED} among the experiments)"
+    )
+    flags.add_argument("--delete-local", action="store_true", help="delete the converted model once the Hub has it all")
+    flags.add_argument("--public", action="store_true", help="new repositories are public; default: private")
+    flags.add_argument("--tokenizer", type=_path, metavar="PATH", help="a Hugging Face tokenizer to publish with it")
+    flags.add_argument(
+        "--names", type=_path, metavar="FILE", help=f"rules for names: a file, or one of {_known_names()}"
+    )
+    flags.add_argument("--base-model", metavar="ID", help="what training began from, for the card")
+    flags.add_argument("--architecture", help="neox, llama, ...; default: the first that can express the model")
+    flags.add_argument("--config_file", nargs="+", type=_path, default=(), metavar="YAML", help="of a GPT-NeoX folder")
+    add_precision(flags, auto="as trained")
+    flags.add_argument("--cluster", metavar="NAME", help="cluster profile (slurm/README.md)")
+    return flags, flags._actions[first:]
+
+
+def _known_names() -> str:
+    return ", ".join(sorted(path.stem for path in NAMES.glob("*.yml")))
+
+
+def _as_arguments(actions: Sequence[argparse.Action], given: argparse.Namespace) -> list[str]:
+    """The flags again, as they were given: those that differ from their default; without the delay, which each job
+    has of its own unless it is random."""
+    found: list[str] = []
+    for action in actions:
+        name, value = action.option_strings[-1], getattr(given, action.dest)
+        if action.dest == "upload_delay":
+            found += [f"{name}=random"] if value is None else []
+        elif value != action.default and (action.nargs != 0 or value == action.const):
+            found += _written(name, action, value)
+    return found
+
+
+def _written(name: str, action: argparse.Action, value: Any) -> list[str]:
+    if action.nargs == 0:
+        return [name]
+    return [name, *map(str, value)] if isinstance(value, list | tuple) else [f"{name}={value}"]
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return seconds
+
+
+def _delay(text: str) -> float | None:
+    """Seconds; None for `random`."""
+    return None if text == "random" else _seconds(text)
+
+
+def _path(text: str) -> str:
+    """An existing path as absolute, since a job may start elsewhere; anything else as it is."""
+    return str(Path(text).absolute()) if Path(text).exists() or "/" in text and text.startswith(".") else text
+
+
+if __name__ == "__main__":
+    run_cli(main)
