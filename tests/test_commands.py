@@ -41,7 +41,7 @@ BENCH = "{} --help", "minutes of measuring"
 # a regular expression for commands -> what is run instead ({}: the command), and why
 INSTEAD = {
     r"make .*": MAKE,
-    r"source \.venv/bin/activate": MAKE,
+    r"source \.venv/bin/activate|bash setup_uv_env\.sh": MAKE,
     r"python prepare_data\.py stdlib( -d \S+)?": PREPARE,
     r"python deepy\.py train\.py configs/pythia/70M\.yml .*": PLANNED,
     r"srun --ntasks-per-node=1( torchrun .*)?|srun python -u train\.py CONFIG\.\.\.": CLUSTER,
