@@ -26,6 +26,7 @@ from megatron.cluster.launchers import (
     command_environment,
     expand_nodelist,
     find_launcher,
+    job_port,
     select_exports,
 )
 from megatron.cluster.local import LocalJob, run_local
@@ -234,7 +235,6 @@ def _multi_node_job(
     log_folder = _log_folder(args)
     extra = read_environment_files()
     exports, secret = select_exports(with_library_on_path(env), extra)
-    given = launcher.master_port if args.is_set("master_port") else int(env.get("MASTER_PORT", launcher.master_port))
     return MultiNodeJob(
         resources=placement.resources,
         user_script=user_script,
@@ -243,7 +243,7 @@ def _multi_node_job(
         python=sys.executable,
         folder=os.getcwd(),
         master_addr=address,
-        master_port=given,
+        master_port=_master_port(args, placement, env),
         exports=exports,
         secrets={name: extra[name] for name in secret if name in extra},
         log_folder=str(log_folder) if log_folder else None,
@@ -287,6 +287,13 @@ def _master_address(args: NeoXArgs, placement: Placement, env: Mapping[str, str]
             "set up key-based ssh, or set master_addr"
         )
     return addresses[0]
+
+
+def _master_port(args: NeoXArgs, placement: Placement, env: Mapping[str, str]) -> int:
+    job = env.get("SLURM_JOB_ID", "")
+    if args.is_set("master_port") or not (env.get("MASTER_PORT") or (placement.launcher == "slurm" and job.isdigit())):
+        return args.launcher.master_port
+    return int(env.get("MASTER_PORT") or job_port(job))
 
 
 def _slurm_addresses(node: str) -> list[str]:

@@ -192,6 +192,11 @@ def command_environment(launcher: str, job: MultiNodeJob, env: Mapping[str, str]
     return result
 
 
+def job_port(job: str) -> int:
+    """The rendezvous port of the SLURM job of that number: jobs may share a node, as the tasks of an array do."""
+    return 29500 + int(job) % 1000
+
+
 _NODE_ITEM = re.compile(r"(?:[\w.-]+|\[[\d,-]+\])+")  # one item of a node list: a name with lists of numbers in it
 _NODE_PART = re.compile(r"[\w.-]+|\[[\d,-]+\]")
 _NODE_RANGE = re.compile(r"(\d+)(?:-(\d+))?")

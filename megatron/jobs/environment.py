@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.cluster.launchers import expand_nodelist
+from megatron.cluster.launchers import expand_nodelist, job_port
 from megatron.cluster.profile import VARIABLE, ClusterProfile, find_profile, profile_folders, sbatch_flags
 from megatron.cluster.slurm import Slurm, SlurmError
 from megatron.errors import UserError, run_cli
@@ -126,7 +126,7 @@ def training_lines(profile: ClusterProfile, env: Mapping[str, str], slurm: Slurm
     values = {"SLURM_NTASKS": total, "SLURM_NPROCS": total, "SLURM_NTASKS_PER_NODE": ranks.per_node}
     values |= {"SLURM_TASKS_PER_NODE": f"{ranks.per_node}(x{ranks.nodes})"}
     values |= {"SLURM_GPUS_PER_NODE": ranks.gpus} if ranks.gpus and "SLURM_GPUS_PER_NODE" not in env else {}
-    values |= {"MASTER_PORT": 29500 + int(job) % 1000} if not env.get("MASTER_PORT") else {}  # jobs may share a node
+    values |= {"MASTER_PORT": job_port(job)} if not env.get("MASTER_PORT") else {}
     for name, value in values.items():
         yield _export(name, str(value))
     nodes = env.get("SLURM_JOB_NODELIST", "")

@@ -232,6 +232,17 @@ def test_launchers_that_start_every_rank_themselves(tmp_path: Path, launcher: st
     assert list(tmp_path.glob(".deepy-resolved*")) == []  # the shared copy is gone again
 
 
+def test_jobs_of_slurm_that_share_a_node_have_ports_of_their_own(tmp_path: Path) -> None:
+    def port(launcher: str, *overrides: str, **env: str) -> int:
+        placement = Placement({}, 2, launcher, ("a", "b"))
+        return launching._multi_node_job("x.py", args(tmp_path, *overrides), placement, env, "FILE", "a").master_port
+
+    assert [port("slurm", SLURM_JOB_ID=job) for job in ("4007", "4008")] == [29507, 29508]
+    assert port("slurm", SLURM_JOB_ID="4007", MASTER_PORT="7000") == 7000
+    assert port("slurm", "master_port=6000", SLURM_JOB_ID="4007", MASTER_PORT="7000") == 6000
+    assert port("slurm") == port("pdsh", SLURM_JOB_ID="4007") == 29500
+
+
 def test_the_run_s_own_account_replaces_a_flattened_exit_code(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     status = {"state": "failed", "step": 5, "reason": "nan", "exit_code": 4}

@@ -38,16 +38,6 @@ def test_a_job_of_the_high_partition_requeues_one_of_the_low(slurm: Cluster, tmp
     slurm.run("scancel", low)
 
 
-def test_a_node_that_dies_fails_its_job_and_comes_back(slurm: Cluster, tmp_path: Path) -> None:
-    job = slurm.submit("--no-requeue", "-w", "a4", "-o", f"{tmp_path}/out", "--wrap", "sleep 600 & srun sleep 601")
-    slurm.wait(job, "RUNNING")
-    assert slurm.ranks(job).keys() == {0}
-    slurm.kill_node("a4")
-    slurm.wait(job, "NODE_FAIL")
-    slurm.start_node("a4")
-    assert not slurm.ranks(job)
-
-
 def test_ssh_reaches_each_head(two_clusters: TwoClusters) -> None:
     ssh = ["ssh", "-F", str(two_clusters.ssh_config)]
     for alias, nodes in {"head-first": 4, "head-second": 2}.items():
