@@ -181,7 +181,11 @@ def _response(error: BaseException) -> Any:
 
 
 def _status(error: BaseException) -> int | None:
-    return getattr(_response(error), "status_code", None)
+    """Of the answer that the error is about. Xet's store names it in a text only; 401 there is a token of an hour."""
+    if (response := _response(error)) is not None:
+        return getattr(response, "status_code", None)
+    found = next((m for each in _chain(error) if (m := re.search(r"HTTP status \w+ error \((\d{3})", str(each)))), None)
+    return None if found is None or found[1] == "401" else int(found[1])
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from hashlib import sha256
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from megatron.errors import MachineError, UserError
 from megatron.hub import push
 from megatron.hub.push import check_hub, push_folder, verify_remote
-from megatron.hub.retry import Retry, redact
+from megatron.hub.retry import Retry, is_transient, redact
 from tests.hub.upload_server import TOKEN, UploadHub
 
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(120)]
@@ -159,3 +160,49 @@ def test_secrets_are_not_shown(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_short")
     shown = redact(f"a hf_short b hf_{'x' * 34} Bearer {'y' * 20} https://me:pass@host/a?X-Amz-Signature=0f1e d")
     assert shown == "a hf_*** b hf_*** Bearer *** https://***@host/a?*** d"
+
+
+def test_what_has_arrived_is_not_sent_again(hub, folder, waits, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    large = {f"model-{n}.safetensors": bytes([n]) * 200_000 for n in range(4)}
+    for name, value in large.items():
+        (folder / name).write_bytes(value)
+    broken = sha256(large["model-2.safetensors"]).hexdigest()
+    hub.fail(f"PUT /_lfs/{broken}", how="cut", bytes=50_000, times=6)  # as often as the client tries
+    with pytest.raises(MachineError, match="after 0 retries"):
+        push_folder(folder, REPO, retry=Retry(max_retries=0))
+    assert hub.models[REPO].commits == 0 and len(hub.large) == 3
+    before, cut = hub.sent_large(), hub.sent[f"/_lfs/{broken}"]
+    assert before == 3 * 200_000 + cut and 6 * 50_000 <= cut < 6 * 200_000
+    push_folder(folder, REPO, retry=SOON)
+    assert hub.sent_large() - before == 200_000
+    assert hub.models[REPO].branches["main"] == content(folder) and hub.models[REPO].commits == 1
+
+
+def test_hundreds_of_files_are_few_commits(hub, folder, xet):
+    for n in range(300):
+        (folder / f"layer_{n:03}.json").write_text(f"[{n}]")
+    push_folder(folder, REPO)
+    assert hub.models[REPO].branches["main"] == content(folder) and hub.models[REPO].commits <= 2
+    requests = len(hub.log)
+    push_folder(folder, REPO)
+    assert hub.models[REPO].commits <= 2 and len(hub.log) - requests <= 12
+
+
+def test_tokens_and_signatures_are_in_no_message(hub, folder, waits, monkeypatch, caplog):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    (folder / "model.safetensors").write_bytes(b"a" * 1000)
+    hub.fail("PUT /_lfs/", status=500, times=7)
+    hub.fail("/commit/", status=403, error=f"{TOKEN} may not write")
+    with caplog.at_level("DEBUG", "deepy"), pytest.raises(UserError) as refused:
+        push_folder(folder, REPO, retry=SOON)
+    text = f"{caplog.text}{refused.value}"
+    assert hub.count("X-Amz-Signature=0123") >= 8 and "/_lfs/" in text and "Forbidden" in text
+    assert "0123456789abcdef" not in text and TOKEN not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "transient"), [("client error (403 Forbidden)", False), ("server error (503 S", True)]
+)
+def test_the_status_in_an_error_of_xet_decides(text, transient):
+    assert is_transient(ConnectionError(f"Request error: HTTP status {text}, domain: https://cas/v1/x")) == transient

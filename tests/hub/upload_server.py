@@ -29,7 +29,7 @@ _PIECE = 1 << 14  # bytes of a body that are read at once
 class Fault:
     """What happens to the next `times` requests whose `METHOD path` holds `match`.
 
-    `how`: `answer` with `status` and `headers` instead of doing it; `cut` the connection once `bytes` of the body have
+    `how`: `answer` with `status` and `headers` and the text `error` instead of doing it; `cut` the connection once `bytes` of the body have
     come; do it but `lose` the answer; be `slow`: read the body at `bytes` per second.
     """
 
@@ -37,6 +37,7 @@ class Fault:
     how: Literal["answer", "cut", "lose", "slow"] = "answer"
     times: int = 1
     status: int = 503
+    error: str = "injected"
     headers: Mapping[str, str] = field(default_factory=dict)
     bytes: int = 0
 
@@ -97,6 +98,7 @@ class UploadHub(LocalHub):
 def _handler(hub: UploadHub) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = -1  # an answer goes in one piece: two wait for each other, 40 ms
 
         def handle_request(self) -> None:
             fault = hub.take_fault(f"{self.command} {self.path}")
@@ -108,7 +110,7 @@ def _handler(hub: UploadHub) -> type[BaseHTTPRequestHandler]:
                 speed = fault.bytes if fault is not None and fault.how == "slow" else None
                 body = self.read(speed=speed)
                 if fault is not None and fault.how == "answer":
-                    answer = Answer(fault.status, {"error": "injected"}, dict(fault.headers))
+                    answer = Answer(fault.status, {"error": fault.error}, dict(fault.headers))
                 else:
                     answer = hub.answer(self.command, self.path, self.headers.get("Authorization"), body)
                 if fault is not None and fault.how == "lose":
