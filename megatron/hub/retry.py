@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from megatron.errors import DeepyError, MachineError, UserError
 from megatron.log import get_logger
+from megatron.secrets import hide_secrets
 
 T = TypeVar("T")
 
@@ -141,23 +142,15 @@ def first_line(error: BaseException) -> str:
 
 
 def redact(text: str) -> str:
-    """`text` without tokens, passwords in addresses and the signatures in addresses of a store."""
+    """`text` without the token in use, whatever it looks like, and without other secrets."""
     from huggingface_hub import get_token
 
     token = get_token()
-    for pattern, shown in (
-        (re.escape(token) if token else r"(?!)", "hf_***"),
-        (r"\bhf_[A-Za-z0-9]{20,}", "hf_***"),
-        (r"(?i)\b(bearer|basic) [\w.~+/=-]{8,}", r"\1 ***"),
-        (r"(\w://)[^/\s@]+@", r"\1***@"),
-        (r"(https?://[^\s'\"?]+)\?[^\s'\"]+", r"\1?***"),
-    ):
-        text = re.sub(pattern, shown, text)
-    return text
+    return hide_secrets(text.replace(token, "***") if token else text)
 
 
 def hide_secrets_of_client() -> None:
-    """The client's own warnings name addresses with signatures: have them redacted too."""
+    """The client's own warnings quote addresses with signatures: have them redacted too."""
     for handler in logging.getLogger("huggingface_hub").handlers:
         if _redact_record not in handler.filters:
             handler.addFilter(_redact_record)

@@ -29,8 +29,8 @@ _PIECE = 1 << 14  # bytes of a body that are read at once
 class Fault:
     """What happens to the next `times` requests whose `METHOD path` holds `match`.
 
-    `how`: `answer` with `status` and `headers` and the text `error` instead of doing it; `cut` the connection once `bytes` of the body have
-    come; do it but `lose` the answer; be `slow`: read the body at `bytes` per second.
+    `how`: `answer` with `status`, `headers` and the text `error` instead of doing it; `cut` the connection once `bytes`
+    of the body have come; do it but `lose` the answer; be `slow`: read the body at `bytes` per second.
     """
 
     match: str
