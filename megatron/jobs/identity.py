@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.cluster.profile import ClusterProfile
-from megatron.neox_arguments.merge import FlatValues
 
 
-def experiment_of(merged: FlatValues, env: Mapping[str, str]) -> str | None:
+def experiment_of(config: Mapping[str, Any], env: Mapping[str, str]) -> str | None:
     """The name of the experiment: `DEEPY_EXPERIMENT` (`submit.py -e`), else the last part of `save`."""
-    save = merged.values.get("save")
+    save = config.get("save")
     return env.get("DEEPY_EXPERIMENT") or (Path(save).name if save else None) or None
 
 
@@ -24,13 +23,13 @@ def job_of(env: Mapping[str, str]) -> str | None:
 
 
 def tracker_values(
-    merged: FlatValues, profile: ClusterProfile, env: Mapping[str, str], first_job: str | None = None
+    config: Mapping[str, Any], profile: ClusterProfile, env: Mapping[str, str], first_job: str | None
 ) -> dict[str, Any]:
     """Name, group and tags for the trackers that the configuration turns on, where it does not set them itself.
 
     `first_job`: the number of the first job of the chain, so that all of its jobs have one name; None: this is it.
     """
-    experiment, job = experiment_of(merged, env), first_job or job_of(env)
+    experiment, job = experiment_of(config, env), first_job or job_of(env)
     if experiment is None:
         return {}
     name = "_".join(part for part in (experiment, profile.name, job) if part)
@@ -38,8 +37,8 @@ def tracker_values(
     words = (profile.provider, profile.name, profile.gpu, experiment, job_tag)
     tags = list(dict.fromkeys(word[:64] for word in words if word))  # W&B takes no longer ones
     values: dict[str, Any] = {}
-    if merged.values.get("use_wandb"):
+    if config.get("use_wandb"):
         values |= {"wandb_run_name": name, "wandb_group": f"{experiment}/{profile.name}", "wandb_tags": tags}
-    if merged.values.get("use_comet"):
+    if config.get("use_comet"):
         values |= {"comet_experiment_name": name, "comet_tags": tags}
-    return {key: value for key, value in values.items() if merged.values.get(key) is None}
+    return {key: value for key, value in values.items() if config.get(key) is None}

@@ -25,6 +25,7 @@ from pathlib import Path
 from megatron.cluster.profile import ClusterProfile, list_profiles, sbatch_flags
 from megatron.cluster.slurm import SlurmError, parse_fields
 from megatron.convert.cli import flags_for
+from megatron.data.order.sources import named_paths
 from megatron.errors import UserError
 from megatron.jobs.clusters import DEFAULT_KIND, Candidate, Wanted, ask_all, choose, find_candidates
 from megatron.jobs.overrides import adapt
@@ -58,8 +59,9 @@ def main(arguments: Sequence[str], env: Mapping[str, str], root: Path = ROOT) ->
     adapted = adapt(given.config, extra, profile, chosen.variables, others=profiles)
     for change in adapted.changes:
         result(f"on {profile.name}: {change}")
-    _check_config(given.config, [*extra, *adapted.overrides], chosen, wanted)
+    args = _check_config(given.config, [*extra, *adapted.overrides], chosen, wanted)
     repo = profile.folder("repo", chosen.variables)
+    _check_paths(args, chosen, repo or os.getcwd(), given.dry_run)
     forwarded = {name: env[name] for name in given.forward}
     job = Job(chosen, given.experiment, _flags(chosen, given.kind, flags), extra, forwarded)
     if repo is None and chosen.head.alias is not None:
@@ -122,12 +124,35 @@ def _choose(asked: Sequence[Candidate]) -> Candidate:
     return chosen
 
 
-def _check_config(paths: Sequence[str], overrides: Sequence[str], chosen: Candidate, wanted: Wanted) -> None:
+def _check_config(paths: Sequence[str], overrides: Sequence[str], chosen: Candidate, wanted: Wanted) -> NeoXArgs:
     """Raise `UserError` for what the job would refuse after hours in the queue, as far as the config alone shows it."""
     per_node = None if wanted.has_tasks else chosen.profile.gpus_per_node
     with collector() as found:
         args = NeoXArgs.from_files(paths, overrides, problems=found)
-        check_trainable(derive(args, Facts(chosen.nodes * per_node) if per_node else None, found), found)
+        args = derive(args, Facts(chosen.nodes * per_node) if per_node else None, found)
+        check_trainable(args, found)
+    return args
+
+
+def _check_paths(args: NeoXArgs, chosen: Candidate, folder: str, dry_run: bool) -> None:
+    """Raise `UserError` (a dry run: warn) for data and tokenizer files that the head node does not see either."""
+    profile, tokenizer = chosen.profile, args.tokenizer
+    named = [*named_paths(args.data, ["train"]), tokenizer.vocab_file, tokenizer.merge_file]
+    paths = [os.path.join(folder, path) for path in dict.fromkeys(named) if path]
+    seen = [
+        path for path in paths if not any(f"{path}/".startswith(f"{p.rstrip('/')}/") for p in profile.only_on_nodes)
+    ]
+    lines = [f"[ -e {p} ] || [ -e {p}.bin ] || echo {p}" for p in map(shlex.quote, seen)]
+    missing = chosen.head.run("\n".join([*lines, ":"])).splitlines()
+    if missing:
+        prefix = os.path.dirname(missing[0])
+        problem = UserError(
+            f"{', '.join(missing)}: not there on the head node of {profile.name}. Copy it there, or, if only compute"
+            f" nodes see it, write `only_on_nodes: [{prefix}]` into {profile.path}"
+        )
+        if not dry_run:
+            raise problem
+        logger.warning(f"{problem}")
 
 
 def _flags(chosen: Candidate, kind: str | None, flags: Sequence[str]) -> list[str]:

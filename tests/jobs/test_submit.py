@@ -53,7 +53,7 @@ seq_length: 8
 max_position_embeddings: 8
 train_micro_batch_size_per_gpu: 4
 train_iters: 10
-data_path: /far/data/x
+data_path: {data}/x
 """
 
 
@@ -82,7 +82,10 @@ class Site:
         for name, value in self.env.items():
             monkeypatch.setenv(name, value)
         (self.root / "configs").mkdir(parents=True)
-        (self.root / "configs/base.yml").write_text(CONFIG)
+        (folder / "data").mkdir()
+        (folder / "data/x.bin").touch()
+        self.text = CONFIG.format(data=folder / "data")
+        (self.root / "configs/base.yml").write_text(self.text)
         (self.root / "pretrain_neox.sbatch").write_text("#!/bin/bash\n")
         self.git("init", "-q")
         self.commit()
@@ -247,10 +250,10 @@ def test_what_is_run_on_the_head(site, capsys):
 
 
 def test_a_dry_run_shows_the_command_and_leaves_nothing(site, capsys):
-    host = site.cluster("free", 1, IDLE, grad_accumulation_multiplier=2, remap={"/far": "/near"})
+    host = site.cluster("free", 1, IDLE, grad_accumulation_multiplier=2, remap={str(site.folder / "data"): "/near"})
     site.submit("-n", "--forward", "PATH")
     out = capsys.readouterr().out
-    assert "on free: data_path: /far/data/x -> /near/data/x" in out
+    assert f"on free: data_path: {site.folder}/data/x -> /near/x" in out
     assert "on free: train_micro_batch_size_per_gpu: 4 -> 2" in out
     assert "on free: gradient_accumulation_steps: not set -> 2" in out
     line = next(line for line in out.splitlines() if " sbatch " in line)
@@ -323,19 +326,21 @@ def test_configs_that_are_not_in_the_commit_travel_with_what_they_name(site, tmp
     host = site.cluster("free", 1, IDLE)
     outside = tmp_path / "mine"
     (outside / "runs/mixtures").mkdir(parents=True)
-    (outside / "base.yml").write_text(CONFIG.replace("data_path: /far/data/x\n", ""))
+    (outside / "base.yml").write_text(site.text.partition("data_path")[0])
     (outside / "runs/run.yml").write_text("extends: ../base.yml\nmixture: web\nplugins: [mine.py]\n")
-    (outside / "runs/mixtures/web.yml").write_text("mixture:\n  sources: {a: /x}\n  weights: {a: 1}\n")
+    (outside / "runs/mixtures/web.yml").write_text(
+        "mixture:\n  sources: {a: %s}\n  weights: {a: 1}\n" % (site.folder / "data/x")
+    )
     (outside / "runs/mine.py").write_text("")
     site.submit(config=str(outside / "runs/run.yml"))
     (folder,) = (host / "my deepy/submissions").iterdir()
     names = {path.relative_to(folder / "configs").as_posix() for path in (folder / "configs").rglob("*.*")}
     assert names == {"base.yml", "runs/run.yml", "runs/mixtures/web.yml", "runs/mine.py"}
     assert f"{folder}/configs/runs/run.yml" in site.calls("sbatch")[0]
-    (outside / "runs/run.yml").write_text(f"extends: {outside}/base.yml\ndata_path: x\n")
+    (outside / "runs/run.yml").write_text(f"extends: {outside}/base.yml\ndata_path: {site.folder}/data/x\n")
     with pytest.raises(UserError, match=rf"run\.yml:1: extends: {outside}/base\.yml"):
         site.submit(config=str(outside / "runs/run.yml"))
-    (site.root / "configs/new.yml").write_text(CONFIG)  # in the repository, and git does not know it
+    (site.root / "configs/new.yml").write_text(site.text)  # in the repository, and git does not know it
     site.submit(config=str(site.root / "configs/new.yml"))
     assert re.search(r"submissions/exp1-\S+/configs/new\.yml", site.calls("sbatch")[-1])
 
@@ -371,6 +376,20 @@ def test_bad_input_is_refused_before_anything_is_sent(site, arguments, match):
     with pytest.raises(UserError, match=match):
         site.submit(*arguments)
     assert not site.calls("rsync") and not site.calls("sbatch")
+
+
+def test_data_that_the_head_node_does_not_see(site, capsys):
+    site.cluster("free", 1, IDLE)
+    extra = ["-x", f"data_path={site.folder}/data/y vocab_file=tok.json"]
+    with pytest.raises(UserError) as error:
+        site.submit(*extra)
+    for word in (f"{site.folder}/data/y", "my deepy/tok.json", "only_on_nodes", "free.yml"):
+        assert word in str(error.value)
+    assert not site.calls("sbatch")
+    site.submit(*extra, "-n")
+    assert f"{site.folder}/data/y" in capsys.readouterr().err
+    site.cluster("free", 1, None, only_on_nodes=[str(site.folder)])
+    site.submit(*extra)
 
 
 def test_sbatch_s_refusal_is_shown(site):
