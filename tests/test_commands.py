@@ -47,6 +47,10 @@ INSTEAD = {
     r"srun --ntasks-per-node=1( torchrun .*)?|srun python -u train\.py CONFIG\.\.\.": CLUSTER,
     r"(?s)srun --cpus-per-task=32 .*|.* --input /data/shards --output-prefix /data/corpus": CLUSTER,
     r"sbatch .*": (NOTHING, "SLURM; tests/cluster runs the scripts"),
+    r"python slurm/submit\.py .*": (
+        "python slurm/submit.py --help",
+        "ssh to clusters; tests/jobs/test_submit.py submits",
+    ),
     r"python -m megatron\.jobs\.environment --cluster NAME": ("{words[0]} {words[1]} {words[2]}", "a name"),
     r"python -m megatron\.neox_arguments\.docs": DOCS,
     r"python tools/bench/\w+\.py": BENCH,
