@@ -272,10 +272,8 @@ def _master_address(args: NeoXArgs, placement: Placement, env: Mapping[str, str]
     given = env.get("MASTER_ADDR") or args.launcher.master_addr
     if given:
         return given
-    for address in (name, *(_slurm_addresses(name) if placement.launcher == "slurm" else ())):
-        with contextlib.suppress(OSError):
-            socket.getaddrinfo(address, None)
-            return address
+    if (address := node_address(name, in_slurm=placement.launcher == "slurm")) is not None:
+        return address
     if args.launcher.no_ssh_check:
         raise UserError(f"host {name} does not resolve here: set master_addr to the address of the first host")
     ask = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, "hostname", "-I"]
@@ -294,6 +292,15 @@ def _master_port(args: NeoXArgs, placement: Placement, env: Mapping[str, str]) -
     if args.is_set("master_port") or not (env.get("MASTER_PORT") or (placement.launcher == "slurm" and job.isdigit())):
         return args.launcher.master_port
     return int(env.get("MASTER_PORT") or job_port(job))
+
+
+def node_address(node: str, *, in_slurm: bool) -> str | None:
+    """The name of a node where it resolves, else SLURM's address for it where that does, else None."""
+    for address in (node, *(_slurm_addresses(node) if in_slurm else ())):
+        with contextlib.suppress(OSError):
+            socket.getaddrinfo(address, None)
+            return address
+    return None
 
 
 def _slurm_addresses(node: str) -> list[str]:

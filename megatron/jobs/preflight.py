@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron.cluster.launch import node_address
 from megatron.cluster.launchers import expand_nodelist
 from megatron.cluster.profile import ClusterProfile, Preflight
-from megatron.cluster.slurm import Slurm
 from megatron.errors import LostRankError, UserError, run_cli
 from megatron.log import get_logger
 
@@ -159,7 +159,7 @@ def _numbers(version: str) -> list[int]:
 
 def _run(hosts: Sequence[str], env: Mapping[str, str], seconds: float) -> str:
     """The output of a process on each of `hosts`. Raises for one that failed."""
-    address = env.get("MASTER_ADDR") or Slurm(env=env).address(hosts[0])
+    address = env.get("MASTER_ADDR") or node_address(hosts[0], in_slurm=True) or hosts[0]
     port = int(env.get("MASTER_PORT") or 29500) + 1000  # the run's own is still free when it starts
     command = ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}"]
     command += ["--kill-on-bad-exit=1", "--export=ALL", sys.executable, "-u", "-m", "megatron.jobs.preflight"]

@@ -21,9 +21,11 @@ from megatron.cluster.command_line import parse_launcher_command_line
 from megatron.cluster.devices import end_of_job
 from megatron.cluster.launchers import expand_nodelist
 from megatron.cluster.local import JobEnd, LocalJob, run_local
+from megatron.cluster.profile import find_profile
 from megatron.cluster.slurm import Slurm, SlurmError
 from megatron.cluster.status import StatusFile, run_folder, slurm_job
-from megatron.errors import StopRequested, UserError, run_cli
+from megatron.errors import LostRankError, StopRequested, UserError, run_cli
+from megatron.jobs import preflight
 from megatron.jobs.chain import MOST_FAILURES, MOST_LINKS, REQUEUE, STOP, Chain, Decision, Standing, decide, standing_of
 from megatron.jobs.next_job import await_steps, can_requeue, environment_for_next, persist, requeue, resubmit
 from megatron.log import get_logger
@@ -194,16 +196,20 @@ def run(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     """Train with these arguments of the job; returns the exit code of the run."""
     line = parse_launcher_command_line([str(HOME / "train.py"), *arguments])
     slurm = Slurm()
-    job = None
-    if "SLURM_JOB_ID" in env and not (line.dry_run or line.prepare or line.explain):
+    job, trains = None, "SLURM_JOB_ID" in env and not (line.dry_run or line.prepare or line.explain)
+    if trains:
         job = _job(NeoXArgs.from_files(line.paths, line.overrides), arguments, env, slurm)
     chain = job.begin() if job else None
     if job and chain and (code := _refuse(chain, job)) is not None:
         return code
     count = chain.links[-1].count - 1 if chain else 0
     try:
+        if trains:
+            preflight.check(find_profile(env), env)
         end = _train(arguments, {**with_end_time(env, slurm), "SLURM_JOB_CHAIN_COUNT": str(count)})
-    except StopRequested as error:  # before the run had begun
+    except (StopRequested, UserError, LostRankError) as error:  # before the run had begun
+        if not isinstance(error, StopRequested):
+            logger.error(f"error: {error}")
         end = JobEnd(error.exit_code, str(error))
     for number in STOP_SIGNALS:  # SLURM sends one when it requeues the job; the commands that follow inherit that
         signal.signal(number, signal.SIG_IGN)
