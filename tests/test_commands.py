@@ -138,7 +138,12 @@ LINKS = {
 def folder(tmp_path_factory: pytest.TempPathFactory, warm_python: WarmPython) -> Path:
     """Where all commands of README have been run, with the files that the guides need besides."""
     place = tmp_path_factory.mktemp("commands")
-    for name in ("tools", "huggingface", "slurm", *(path.name for path in ROOT.glob("*.py") if path.name != "setup.py")):
+    for name in (
+        "tools",
+        "huggingface",
+        "slurm",
+        *(path.name for path in ROOT.glob("*.py") if path.name != "setup.py"),
+    ):
         (place / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "configs", place / "configs")
     _shrink(place / "configs/tiny.yml")
