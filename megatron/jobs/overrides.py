@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron.cluster.profile import ClusterProfile, list_profiles
 from megatron.jobs.batch_rule import split_micro_batches
-from megatron.jobs.chain import Chain
 from megatron.jobs.identity import tracker_values
 from megatron.jobs.remap import remap_values, rules_for
 from megatron.log import get_logger
@@ -60,17 +58,19 @@ def adapt(
 
 
 def job_overrides(
-    paths: Sequence[str], overrides: Sequence[str], profile: ClusterProfile, env: Mapping[str, str]
+    paths: Sequence[str],
+    overrides: Sequence[str],
+    profile: ClusterProfile,
+    env: Mapping[str, str],
+    *,
+    first_job: str | None = None,
 ) -> list[str]:
     """What a job adds to the user's overrides: `adapt`, with a line in its log on each change, and names and tags for
-    trackers, which have the number of the first job of the chain in the run folder."""
+    trackers. `first_job`: the number of the first job of its chain; None: this is the first."""
     adapted = adapt(paths, overrides, profile, env)
     for change in adapted.changes:
         logger.info(f"on {profile.name}: {change}")
-    settled = {**adapted.merged.values, **adapted.values}
-    folder = settled.get("save") or settled.get("log_dir")
-    first = Chain.read(Path(folder)).first_job if folder else None
-    adapted.values.update(tracker_values(settled, profile, env, first))
+    adapted.values.update(tracker_values({**adapted.merged.values, **adapted.values}, profile, env, first_job))
     return adapted.overrides
 
 

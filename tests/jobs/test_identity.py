@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from megatron.cluster.profile import ClusterProfile
-from megatron.jobs.chain import Chain
 from megatron.jobs.overrides import job_overrides
 from megatron.neox_arguments import NeoXArgs
 
@@ -13,11 +12,11 @@ ENV = {"SLURM_JOB_ID": "71", "DEEPY_EXPERIMENT": "exp1"}
 TAGS = ("site", "big", "GH200", "exp1", "job_71")
 
 
-def identity(tmp_path, text="use_wandb: true\n", env=ENV):
+def identity(tmp_path, text="use_wandb: true\n", env=ENV, first_job=None):
     path = tmp_path / "config.yml"
     path.write_text(f"num_layers: 2\n{text}")
     profile = ClusterProfile("big", tmp_path / "big.yml", provider="site", gpu="GH200")
-    return NeoXArgs.from_files([str(path)], job_overrides([str(path)], [], profile, env)).logging
+    return NeoXArgs.from_files([str(path)], job_overrides([str(path)], [], profile, env, first_job=first_job)).logging
 
 
 def test_wandb(tmp_path):
@@ -33,11 +32,7 @@ def test_comet(tmp_path):
 
 
 def test_all_jobs_of_a_chain_have_the_name_of_the_first(tmp_path):
-    text = f"use_wandb: true\nsave: {tmp_path}/run\n"
-    first = Chain().begin("71", 0, 1.0, "n1", 0)
-    first.end(ended=2.0, code=3, next="99").begin("99", 0, 3.0, "n2", 5).write(tmp_path / "run")
-    later = identity(tmp_path, text, ENV | {"SLURM_JOB_ID": "99"})
-    assert (later.wandb_run_name, later.wandb_tags) == ("exp1_big_71", TAGS)
+    assert identity(tmp_path, env=ENV | {"SLURM_JOB_ID": "99"}, first_job="71") == identity(tmp_path)
 
 
 @pytest.mark.parametrize(
