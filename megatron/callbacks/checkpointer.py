@@ -177,9 +177,8 @@ class Checkpointer(Callback):
     def _delete_old(self, trainer: Trainer) -> None:
         options = trainer.args.checkpoint
         if trainer.state.rank == 0:
-            for step in apply_retention(
-                self.root, options.keep_last_n_checkpoints, options.extra_save_iters, self.good
-            ):
+            kept = {*(options.extra_save_iters or ()), *trainer.held_checkpoints}
+            for step in apply_retention(self.root, options.keep_last_n_checkpoints, kept, self.good):
                 logger.info(f"deleted the checkpoint of iteration {step} (keep_last_n_checkpoints)")
 
 

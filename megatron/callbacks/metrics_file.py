@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import time
 from pathlib import Path
 
@@ -29,6 +30,8 @@ class MetricsFile(Tracker):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self._once = Once(logger)
+        if _is_torn(path):
+            self._file.write("\n")
 
     @classmethod
     def build(cls, context: RunContext) -> MetricsFile | None:
@@ -43,6 +46,18 @@ class MetricsFile(Tracker):
         except OSError as error:  # a full disk: metrics are no reason to end a run
             self._once.warning(f"{self._file.name} cannot be written: {error}")
 
+    def holds(self, metrics: dict[str, float], step: int) -> bool:
+        """Whether a line of this step has one of the metrics. Reads the file."""
+        start = f'{{"step": {step}, '
+        with open(self._file.name, encoding="utf-8") as lines:
+            return any(line.startswith(start) and any(f'"{name}":' in line for name in metrics) for line in lines)
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._file.close()
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether who wrote the file before was killed inside its last line."""
+    with path.open("rb") as file:
+        return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"

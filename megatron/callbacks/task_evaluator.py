@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
 from megatron.checkpoint.rng import random_state, restore_random_state
+from megatron.cluster.evaluation_jobs import FOLDER
 from megatron.inference.evaluation_team import evaluation_team
 from megatron.inference.exported_text import as_exported
 from megatron.inference.inputs import batch_size
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 SPLIT = "eval_tasks"
-FOLDER = "eval_results"
 
 
 @CALLBACKS.register(
@@ -67,7 +67,7 @@ class TaskEvaluator(Callback):
     @classmethod
     def build(cls, context: RunContext) -> TaskEvaluator | None:
         interval = context.args.training.eval_interval
-        return cls(context, interval) if interval > 0 else None
+        return cls(context, interval) if interval > 0 and context.args.generation.eval_jobs is None else None
 
     def _load(self) -> None:
         """Now, so that an unknown name does not end a run that has trained for a while."""

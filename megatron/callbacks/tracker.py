@@ -18,6 +18,14 @@ class Tracker(Callback):
     def write(self, metrics: dict[str, float], step: int) -> None:
         """Store the metrics of a step."""
 
+    def write_late(self, metrics: dict[str, float], step: int) -> None:
+        """Store the metrics of a step that later ones may have followed."""
+        self.write(metrics, step)
+
+    def holds(self, metrics: dict[str, float], step: int) -> bool:
+        """Whether these metrics of a step are stored already, where that can be seen."""
+        return False
+
     def close(self) -> None:
         """Release what was opened."""
 

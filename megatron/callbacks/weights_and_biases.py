@@ -10,6 +10,8 @@ from megatron.callbacks.tracker import Tracker
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 
+LATE_STEP = "evaluated_iteration"
+
 
 @CALLBACKS.register(
     "wandb",
@@ -31,11 +33,14 @@ class WeightsAndBiases(Tracker):
     `WANDB_MODE=offline` works as everywhere; `wandb_host` is passed only when set, so that WANDB_BASE_URL works too.
     """
 
+    _late_row = -1
+
     def __init__(self, args: NeoXArgs, directory: str | None, rank: int) -> None:
         try:
             import wandb
         except ImportError as error:
             raise UserError("use_wandb is set: pip install -r requirements/requirements-wandb.txt") from error
+        self._late_names: set[str] = set()
         log = args.logging
         group, name = log.wandb_group, log.wandb_run_name
         if log.wandb_init_all_ranks:
@@ -67,6 +72,16 @@ class WeightsAndBiases(Tracker):
 
     def write(self, metrics: dict[str, float], step: int) -> None:
         self._run.log(metrics, step=step)
+
+    def write_late(self, metrics: dict[str, float], step: int) -> None:
+        """W&B takes no step that is past, and a metric once a step: these have a row and an axis of their own."""
+        if self._late_row < 0:
+            self._run.define_metric(LATE_STEP, hidden=True)
+        for name in metrics.keys() - self._late_names:
+            self._run.define_metric(name, step_metric=LATE_STEP)
+        self._late_names |= metrics.keys()
+        self._late_row = max(self._run.step, self._late_row + 1)
+        self._run.log({**metrics, LATE_STEP: step}, step=self._late_row)
 
     def close(self) -> None:
         self._run.finish()

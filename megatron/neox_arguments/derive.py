@@ -87,6 +87,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_train.evaluation, fills=("do_train", "do_valid", "do_test", "text_gen_type")),
     Rule(rules_output.profiling),
     Rule(rules_output.object_store),
+    Rule(rules_output.evaluation_jobs),
     Rule(rules_data.registered_names),
     Rule(check_callbacks),
 )

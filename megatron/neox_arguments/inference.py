@@ -12,8 +12,9 @@ from megatron.neox_arguments.overrides import COMMAND_LINE, PYTHON_CALL
 _OF_TRAINING = ("data", "optimizer", "schedule", "training", "checkpoint", "deepspeed")
 _KEPT = {"precision", "fp16", "bf16", "seed", "train_micro_batch_size_per_gpu"}
 _KEPT |= {"load", "iteration", "checkpoint_checksums", "allow_config_changes"}
-# The number of ranks was the training job's, a single token cannot be split, and the run's folder is not ours to write.
-_OTHERS = {"global_num_gpus", "sequence_parallel", "log_dir"}
+# The number of ranks was the training job's, a single token cannot be split, the run's folder is not ours to write,
+# and its jobs are the run's to submit.
+_OTHERS = {"global_num_gpus", "sequence_parallel", "log_dir", "eval_jobs"}
 DEFAULT_BATCH = 8
 _BY_CALL = (COMMAND_LINE, PYTHON_CALL)
 

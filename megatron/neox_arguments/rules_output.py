@@ -23,6 +23,20 @@ def profiling(draft: Draft) -> None:
             draft.report(name, f"has no folder to write to; set {folders[-1] if name != 'profile' else folders[0]}")
 
 
+def evaluation_jobs(draft: Draft) -> None:
+    """eval_jobs has something to evaluate, and a place to find it."""
+    if draft["eval_jobs"] is None:
+        return
+    for name, why in (("eval_tasks", "what to evaluate"), ("save", "checkpoints to evaluate")):
+        if not draft[name]:
+            draft.report("eval_jobs", f"{name} is not set, so it does not know {why}; set {name}")
+    if draft["eval_jobs_most"] < 1:
+        draft.report("eval_jobs_most", f"is {draft['eval_jobs_most']}; at least 1 (eval_jobs: null switches them off)")
+    for flag in draft["eval_jobs_sbatch"] or ():
+        if not flag.startswith("-"):
+            draft.report("eval_jobs_sbatch", f"{flag!r} is no flag; write [--partition=low, --time=1:00:00]")
+
+
 def object_store(draft: Draft) -> None:
     """s3_path names a bucket, and there is something to copy to it."""
     path, part = draft["s3_path"], draft["s3_chunk_size"]

@@ -261,6 +261,19 @@ class GenerationConfig:
     eval_batch_size: int | None = key(
         None, "Texts that a copy of the model scores at a time. Default: train_micro_batch_size_per_gpu.", new=True
     )
+    eval_jobs: Literal["slurm", "local"] | None = key(
+        None,
+        "Evaluate eval_tasks on new checkpoints in jobs of their own, not in the run: slurm submits them with sbatch, "
+        "local starts processes of this machine, one at a time. Checkpoints are eval_interval steps apart or more; the "
+        "last one is always evaluated.",
+        new=True,
+    )
+    eval_jobs_sbatch: tuple[str, ...] | None = key(
+        None, "Flags of sbatch for eval_jobs: [--partition=low, --time=1:00:00].", new=True
+    )
+    eval_jobs_most: int = key(
+        4, "Checkpoints whose eval_jobs wait or run at most: while there are so many, new ones are left out.", new=True
+    )
     eval_results_prefix: str = key("", "Start of the name of eval.py's result file.", path=True)
 
     # known, not available

@@ -34,6 +34,7 @@ class Trainer:
         stop_reason: why the loop will end after this step; None to continue. See `request_stop`.
         stop_code: exit code that it then has: 0 when that is the plan, 3 when somebody asked for it.
         save_blocked_by: why no checkpoint may be written now, set by a callback; None when one may.
+        held_checkpoints: steps whose checkpoints a callback still needs: they are not deleted.
         metrics: what callbacks add to the next log, by name: numbers, or 0-dim tensors that nobody changes afterwards.
             They are read once per log; on an accelerator one step later, so that no step waits for the device.
     """
@@ -59,6 +60,7 @@ class Trainer:
         self.stop_code = 0
         self.saved_step: int | None = None
         self.save_blocked_by: str | None = None
+        self.held_checkpoints: set[int] = set()
         self.metrics: dict[str, float | Tensor] = {}
 
     @property

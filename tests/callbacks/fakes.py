@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,3 +109,27 @@ class Log(Callback):
 
     def saved(self, trainer: Trainer, path: str) -> None:
         self.saved_.append(trainer.step)
+
+
+def wandb_rows(record: Path) -> list[dict[str, Any]]:
+    """The rows of history in W&B's file of an offline run: records in blocks of 32 KiB, headers of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, at, whole, rows = record.read_bytes(), 7, b"", []
+    while at + 7 <= len(content):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        whole += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # complete; 2 and 3 are parts of what 4 ends
+            one = wandb_internal_pb2.Record.FromString(whole)
+            if one.WhichOneof("record_type") == "history":
+                items = {
+                    "/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in one.history.item
+                }
+                rows.append(items)
+            whole = b""
+    return rows

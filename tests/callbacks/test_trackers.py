@@ -20,7 +20,7 @@ from megatron.callbacks.tracker import Tracker
 from megatron.callbacks.weights_and_biases import WeightsAndBiases
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
-from tests.callbacks.fakes import args_of, out, trainer_of
+from tests.callbacks.fakes import args_of, out, trainer_of, wandb_rows
 
 pytestmark = pytest.mark.cpu
 
@@ -182,3 +182,36 @@ def test_comet_without_a_key_is_a_sentence(monkeypatch, tmp_path):
     monkeypatch.delenv("COMET_API_KEY", raising=False)
     with pytest.raises(UserError, match="use_comet: .*API key.*COMET_START_ONLINE=0"):
         Comet(args_of(), None)
+
+
+def test_wandb_has_late_results_at_their_own_step_and_loses_none(monkeypatch, tmp_path):
+    """Offline, read back: two results of one metric between two logs, both of steps that are past."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tracker = WeightsAndBiases(args_of(), str(tmp_path), 0)
+    tracker.write({"train/lm_loss": 3.0}, 10)
+    tracker.write({"train/lm_loss": 2.0}, 20)
+    tracker.write_late({"eval_tasks/a_acc": 0.25}, 5)
+    tracker.write_late({"eval_tasks/a_acc": 0.5}, 10)
+    tracker.write({"train/lm_loss": 1.0}, 30)
+    tracker.write_late({"eval_tasks/a_acc": 0.75}, 20)
+    tracker.close()
+    (record,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    rows = wandb_rows(record)
+    assert [(row["_step"], row["train/lm_loss"]) for row in rows if "train/lm_loss" in row] == [
+        (10, 3.0),
+        (20, 2.0),
+        (30, 1.0),
+    ]
+    scores = [(row["evaluated_iteration"], row["eval_tasks/a_acc"]) for row in rows if "eval_tasks/a_acc" in row]
+    assert scores == [(5, 0.25), (10, 0.5), (20, 0.75)]
+
+
+def test_a_line_that_was_cut_off_does_not_spoil_the_next(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "time": 2.0, "eval_tasks/a": 1.0}\n{"step": 2, "ti')
+    tracker = MetricsFile(path)
+    assert tracker.holds({"eval_tasks/a": 1.0}, 1) and not tracker.holds({"eval_tasks/a": 1.0}, 2)
+    assert not tracker.holds({"eval_tasks/b": 1.0}, 1)
+    tracker.write_late({"eval_tasks/a": 3.0}, 2)
+    assert json.loads(path.read_text().splitlines()[-1])["eval_tasks/a"] == 3.0

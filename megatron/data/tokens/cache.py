@@ -108,7 +108,7 @@ class IndexCache:
         if not _writable(self.folder):
             return None, True, self._in_memory(build)
         built = False
-        with hold_lock(self.folder / f"{entry.name}.lock", entry.is_dir, str(entry)) as held:
+        with hold_lock(self.folder / f"{entry.name}.lock", entry.is_dir, f"to build {entry}") as held:
             if held:
                 _remove_abandoned(entry)
             if not _is_published(entry):

@@ -26,7 +26,7 @@ _POLL = 0.02
 
 @contextmanager
 def hold_lock(path: Path, done: Callable[[], bool], what: str) -> Iterator[bool]:
-    """Hold the lock file at `path`, or wait until `done()`; `what` is named while waiting.
+    """Hold the lock file at `path`, or wait until `done()`; `what` ("to build x") is said while waiting.
 
     Yields True when this process holds the lock, False when another was done first or when no lock can be made here
     (then every process does the work). The file is removed once `done()`.
@@ -66,7 +66,7 @@ def _wait(acquire: Callable[[], bool], done: Callable[[], bool], what: str) -> b
         waited = time.monotonic() - start
         if not announced and waited > 5:
             announced = True
-            LOGGER.info(f"waiting for another process to build {what}")
+            LOGGER.info(f"waiting for another process {what}")
         time.sleep(_POLL if waited < 5 else 0.5)
     return True
 
