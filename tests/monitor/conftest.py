@@ -19,7 +19,7 @@ NAN = [out(), out(), *(out(math.nan, math.nan, skipped=True) for _ in range(3))]
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`ended`, `running` (7 of 10 steps), `nan` (5 steps, the last 3 NaN) of job 4007, with their logs `NAME.out`."""
-    folder = tmp_path_factory.mktemp("monitored")
+    folder = tmp_path_factory.mktemp("monitored") / "checkpoints"
     before = os.environ.get("SLURM_JOB_ID")
     os.environ["SLURM_JOB_ID"] = "4007"
     try:
