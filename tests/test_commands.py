@@ -46,6 +46,11 @@ INSTEAD = {
     r"python deepy\.py train\.py configs/pythia/70M\.yml .*": PLANNED,
     r"srun --ntasks-per-node=1( torchrun .*)?|srun python -u train\.py CONFIG\.\.\.": CLUSTER,
     r"(?s)srun --cpus-per-task=32 .*|.* --input /data/shards --output-prefix /data/corpus": CLUSTER,
+    r"python slurm/monitor\.py (--wait-iterations|--cluster|--usage).*|bash tools/cluster/.*": (
+        "python slurm/monitor.py --help",
+        "SLURM; tests/monitor and tests/cluster/real type them",
+    ),
+    r"python slurm/monitor\.py runs/small --json": ("mkdir -p runs/small && {}", "a run folder"),
     r"sbatch .*": (NOTHING, "SLURM; tests/cluster runs the scripts"),
     r"python slurm/submit\.py .*": (
         "python slurm/submit.py --help",

@@ -70,8 +70,11 @@ def test_stale(typed: Callable[..., list[str]]) -> None:
     assert [re.fullmatch(r"STALE \(\d{9,} sec\): (\d+)", line)[1] for line in lines] == ["4004"]
 
 
-def test_progress(typed: Callable[..., list[str]]) -> None:
-    assert typed("exp=") == [f"{job} | ended | 7/10 (70%) | loss=2.000000E+00" for job in ("4001", "4002", "4004")]
+def test_progress(typed: Callable[..., list[str]], tmp_path: Path) -> None:
+    with (tmp_path / "logs/neox-training-4004.out").open("a") as file:
+        file.write(" validation results at iteration 7 | lm_loss value: 3.0 |\n")
+    (tmp_path / "logs/neox-training-4002.out").write_text("it starts\n")
+    assert typed("exp=") == [f"{job} | ended | 7/10 (70%) | loss=2.000000E+00" for job in ("4001", "4004")]
 
 
 def test_an_evaluation(typed: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
