@@ -189,6 +189,9 @@ def launch(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[
             stop_signal=launcher.stop_signal,
             stopped_code=launcher.stopped_code,
             failure_line=launcher.failure_line,
+            failure_signal=launcher.failure_signal,
+            settle=launcher.settle,
+            grace=launcher.grace,
             **stop_limits(args.values()),
         )
         code = run_local(whole).code

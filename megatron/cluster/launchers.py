@@ -155,6 +155,11 @@ class Launcher:
     stopped_code: int | None = None
     failure_line: re.Pattern[bytes] | None = None
     """What it prints about a host that failed while it waits for the others."""
+    failure_signal: int | None = None
+    """What then makes it stop waiting, `settle` seconds later; None: `stop_signal`."""
+    settle: float = 1.0
+    grace: float = 4.0
+    """Seconds that it may take after that."""
 
 
 LAUNCHERS: dict[str, Launcher] = {
@@ -167,7 +172,15 @@ LAUNCHERS: dict[str, Launcher] = {
     ),
     # Both kill the ranks at SIGTERM, but pass SIGUSR1 on to them.
     "openmpi": Launcher("mpirun", openmpi_command, signal.SIGUSR1),
-    "slurm": Launcher("srun", slurm_command, signal.SIGUSR1),
+    # Ends the other ranks after a failure, but waits for ever for a node whose slurmstepd is gone; at SIGTERM it gives
+    # that node up after KillWait of slurm.conf, 30 s by default.
+    "slurm": Launcher(
+        *("srun", slurm_command, signal.SIGUSR1),
+        failure_line=re.compile(rb"^srun: error: \S+: tasks? \S+: Exited with exit code (\d+)"),
+        failure_signal=signal.SIGTERM,
+        settle=30.0,
+        grace=90.0,
+    ),
     "mvapich": Launcher("mpirun", mpich_command),
     "mpich": Launcher("mpirun", mpich_command),
 }

@@ -53,6 +53,8 @@ class LocalJob:
     it reaches the ranks as it came."""
     stopped_code: int | None = None
     """The exit code, besides 3, with which another launcher answers `stop_signal`."""
+    failure_signal: int | None = None
+    """What ends another launcher that keeps waiting `settle` seconds after a failure; None: `stop_signal`."""
     failure_line: re.Pattern[bytes] | None = None
     """A line in which another launcher reports a failure although it keeps waiting; group 1 is the exit code."""
     noted_line: re.Pattern[bytes] | None = None
@@ -269,7 +271,7 @@ def _escalate(run: _Run) -> None:
         run.terminated = now
         if _code(run.failures[0]) == LostRankError.exit_code:
             _dump_stacks(run)
-        _send(run, run.job.stop_signal or signal.SIGTERM)
+        _send(run, run.job.failure_signal or run.job.stop_signal or signal.SIGTERM)
     elif run.terminated is not None and not run.killed and now - run.terminated >= run.job.grace:
         _kill_all(run)
 

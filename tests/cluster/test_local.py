@@ -36,9 +36,10 @@ envs = [rank_environment(os.environ, rank=r, local_rank=r, world_size=n, local_w
                          master_port=1, cores=4, gpus=0) for r in range(n)]
 logs = Path(given["logs"]) if given["logs"] else None
 other = {}
-if given["pdsh"]:
-    pdsh = find_launcher("pdsh")
-    other = {k: getattr(pdsh, k) for k in ("stop_signal", "stopped_code", "failure_line")} | {"name": "pdsh"}
+if given["launcher"]:
+    launcher = find_launcher(given["launcher"])
+    names = ("stop_signal", "stopped_code", "failure_line", "failure_signal")
+    other = {name: getattr(launcher, name) for name in names} | {"name": launcher.tool}
 sys.exit(run_local(LocalJob([sys.executable, "-u", given["script"]], envs, log_folder=logs, settle=0.5, grace=1.5,
                             launcher_fd=given["fd"], patience=given["patience"],
                             sign_of_life=Path("alive"), **other)).code)
@@ -51,9 +52,9 @@ class Job:
     def __init__(self, folder: Path, code: str, ranks: int, logs: Path | None = None, **popen: object) -> None:
         script = folder / "ranks.py"
         script.write_text("import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + code)
-        fd, pdsh = popen.pop("launcher_fd", None), popen.pop("pdsh", False)
+        fd, launcher = popen.pop("launcher_fd", None), popen.pop("launcher", None)
         given = {"ranks": ranks, "script": str(script), "logs": str(logs) if logs else None}
-        given |= {"fd": fd, "pdsh": pdsh, "patience": popen.pop("patience", 60.0)}
+        given |= {"fd": fd, "launcher": launcher, "patience": popen.pop("patience", 60.0)}
         env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         env["PYTHONPATH"] = str(ROOT)
         options = {
@@ -278,19 +279,34 @@ def test_a_remote_agent_ends_with_its_connection(tmp_path: Path) -> None:
     assert job.finish(timeout=5)[0] == 3
 
 
-def test_a_failure_that_another_launcher_only_reports_ends_it_and_names_the_code(tmp_path: Path) -> None:
-    code = (
-        "print('pdsh@h: b: ssh exited with exit code 4', file=sys.stderr)\nsignal.signal(2, lambda *_: sys.exit(1))\n"
-    )
-    job = Job(tmp_path, code + "time.sleep(60)", ranks=1, pdsh=True)
+@pytest.mark.parametrize(
+    ("launcher", "line", "number"),
+    [
+        ("pdsh", "pdsh@h: b: ssh exited with exit code 4", signal.SIGINT),
+        ("slurm", "srun: error: a[1-2]: tasks 0,3: Exited with exit code 4", signal.SIGTERM),
+    ],
+)
+def test_a_failure_that_another_launcher_only_reports_ends_it_and_names_the_code(
+    tmp_path: Path, launcher: str, line: str, number: int
+) -> None:
+    code = f"print({line!r}, file=sys.stderr)\nsignal.signal({number}, lambda *_: sys.exit(1))\ntime.sleep(60)"
+    job = Job(tmp_path, code, ranks=1, launcher=launcher)
     rc, _, err = job.finish()
-    assert rc == 4 and job.seconds < 10 and "pdsh failed: exit code 4" in err
+    tool = "srun" if launcher == "slurm" else launcher
+    assert rc == 4 and job.seconds < 10 and f"{tool} failed: exit code 4" in err
+
+
+def test_ranks_that_stopped_are_no_failure_that_srun_reports(tmp_path: Path) -> None:
+    """SLURM's own signal before the time limit reaches the ranks only; some still save when others have ended."""
+    code = "print('srun: error: a2: tasks 2-3: Exited with exit code 3', file=sys.stderr)\ntime.sleep(2.5)\nsys.exit(3)"
+    rc, _, err = Job(tmp_path, code, ranks=1, launcher="slurm").finish()
+    assert rc == 3 and "failed" not in err
 
 
 def test_another_launcher_s_way_to_say_stopped_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "up").mkdir()
     code = f"signal.signal(2, lambda *_: sys.exit(1))\nopen({str(tmp_path)!r} + '/up/0', 'w').close()\ntime.sleep(60)"
-    job = Job(tmp_path, code, ranks=1, pdsh=True)
+    job = Job(tmp_path, code, ranks=1, launcher="pdsh")
     job.wait_for(tmp_path / "up", 1)
     job.process.send_signal(signal.SIGTERM)
     rc, _, err = job.finish()
