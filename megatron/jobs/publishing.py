@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = ROOT / "huggingface" / "names"
 JOB = ROOT / "slurm" / "run_on_compute.sbatch"
 UPLOAD = ROOT / "huggingface" / "upload_checkpoint.py"
-CONVERTED = "hf_checkpoints"  # in the folder of checkpoints
+CONVERTED = "hf_checkpoints"  # next to the run
 TASKS = "lambada_openai,piqa,hellaswag,arc_easy"
 YOU = "<you>"  # the owner in a dry run, which does not ask the Hub who is logged in
 STAGGER = 30.0  # seconds between the uploads of jobs that get a delay
@@ -163,7 +163,7 @@ class _Run:
         self.root = folder.parent if self.step is not None else folder
         self.experiment = self.root.name
         check_experiments(self.names, self.experiment, self.root.parent)
-        self.output = Path(given.output_dir or self.base / CONVERTED).absolute()
+        self.output = Path(given.output_dir or self.root.parent / CONVERTED).absolute()
         self.owner = self._find_owner()
 
     @property
@@ -274,7 +274,7 @@ def _flags(description: str | None, program: str) -> tuple[argparse.ArgumentPars
         help="with the experiments; default: DEEPY_CHECKPOINTS, else the cluster profile's folder, else this one",
     )
     flags.add_argument(
-        "--output-dir", type=_path, metavar="FOLDER", help=f"for converted models ({CONVERTED} among the experiments)"
+        "--output-dir", type=_path, metavar="FOLDER", help=f"for converted models ({CONVERTED} next to the run)"
     )
     flags.add_argument("--delete-local", action="store_true", help="delete the converted model once the Hub has it all")
     flags.add_argument("--public", action="store_true", help="new repositories are public; default: private")
