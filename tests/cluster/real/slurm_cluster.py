@@ -338,6 +338,7 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMo
     def start_now(self, job: str, timeout: float = 30.0) -> None:
         """Start a requeued job without the two minutes that SLURM lets it wait."""
         self.wait(job, "PENDING", timeout=timeout)
+        time.sleep(2.0)  # slurmd refuses a start in the second in which it ended the last one ("credential revoked")
         deadline = time.monotonic() + timeout
         while self.job(job)["JobState"] == "PENDING":
             assert time.monotonic() < deadline, self.explain(self.job(job))
