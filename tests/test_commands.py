@@ -58,6 +58,7 @@ INSTEAD = {
     ),
     r"python -m megatron\.jobs\.environment --cluster NAME": ("{words[0]} {words[1]} {words[2]}", "a name"),
     r"python -m megatron\.neox_arguments\.docs": DOCS,
+    r"python tools/ckpts/upload\.py .*": ("{words[0]} {words[1]} --help", "the Hub; tests/hub/test_push.py has one"),
     r"python tools/bench/\w+\.py": BENCH,
     r"python tools/bench/train_step\.py --shape long .*": BENCH,
     r"(?s)(HF_HUB_OFFLINE=1 )?python prepare_hf_dataset\.py --dataset (owner|Salesforce|HuggingFaceTB)/.*": NETWORK,

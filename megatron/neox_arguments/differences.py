@@ -474,6 +474,14 @@ DIFFERENCES: tuple[Difference, ...] = (
         "Runs and checkpoints",
     ),
     Difference(
+        "uploads to the Hugging Face Hub",
+        "public repositories, a commit per file (the SLURM fork: success is that the tokenizer loads)",
+        "private unless --public is given, few commits; what arrived is not sent again; success is that the Hub's "
+        "hashes are those of the files",
+        never,
+        "Runs and checkpoints",
+    ),
+    Difference(
         "profile, memory_profiling",
         "need a GPU, tensorboard_dir and memory_profiling_path; steps are counted from the last start; rank 0's memory",
         "a trace of every rank, on a CPU too; steps are those of the run; a snapshot of every rank's memory, also when "

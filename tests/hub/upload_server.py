@@ -55,6 +55,7 @@ class UploadHub(LocalHub):
         self.large: dict[str, bytes] = self._hub.large
         self.log: list[str] = []
         self.sent: Counter[str] = Counter()
+        self.is_slow = False  # since a request that a fault slows down has begun
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
         super().__init__(_handler(self))
@@ -108,6 +109,7 @@ def _handler(hub: UploadHub) -> type[BaseHTTPRequestHandler]:
                 self.cut()
             else:
                 speed = fault.bytes if fault is not None and fault.how == "slow" else None
+                hub.is_slow = hub.is_slow or speed is not None
                 body = self.read(speed=speed)
                 if fault is not None and fault.how == "answer":
                     answer = Answer(fault.status, {"error": fault.error}, dict(fault.headers))
