@@ -187,9 +187,8 @@ def _export(name: str, value: str) -> str:
 
 
 def node_states(slurm: Slurm) -> str:
-    """`14 allocated, 3 idle, 1 drained`: all nodes of the cluster, each counted once."""
-    rows = {tuple(line.split()) for line in slurm.run("sinfo", "-h", "-N", "-o", "%N %T").splitlines() if line.strip()}
-    states = Counter(state.rstrip("*~#!%$@^-+") for _, state in rows)
+    """`14 allocated, 3 idle, 1 down+drain`: all nodes of the cluster, each counted once."""
+    states = Counter({row["node"]: row["state"] for row in slurm.nodes()}.values())
     return ", ".join(f"{count} {state}" for state, count in sorted(states.items(), key=lambda one: (-one[1], one[0])))
 
 

@@ -22,8 +22,9 @@ from pathlib import Path
 from megatron.cluster.launch import node_address
 from megatron.cluster.launchers import expand_nodelist
 from megatron.cluster.profile import ClusterProfile, Preflight
-from megatron.errors import LostRankError, UserError, run_cli
+from megatron.errors import LostRankError, StopRequested, UserError, run_cli
 from megatron.log import get_logger
+from megatron.signals import STOP_SIGNALS
 
 logger = get_logger(__name__)
 
@@ -34,6 +35,7 @@ _REPEATS = 5
 _BYTES = {"nccl": 256 * 2**20, "gloo": 16 * 2**20}
 _TCP = "Socket"  # NCCL's name for it
 _MARK = "preflight: "
+_STOPPED = {128 + number for number in STOP_SIGNALS}
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,8 @@ def _run(hosts: Sequence[str], env: Mapping[str, str], seconds: float) -> str:
     except BaseException:
         _end(process)
         raise
+    if process.returncode in _STOPPED:  # SLURM sends the signal of the time limit to the ranks, which these are
+        raise StopRequested("a signal ended the pre-flight; is the time limit of the job near?")
     if process.returncode != 0:
         raise _failure(output, hosts, f"srun ended with code {process.returncode}")
     return output

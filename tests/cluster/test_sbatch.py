@@ -33,13 +33,20 @@ data_path: tokens
 
 @pytest.fixture
 def submit(tmp_path: Path) -> Submit:
-    """`submit(SCRIPT, ARGUMENT...)` from a folder with run.yml that is not Deepy's; `scontrol` knows the script."""
+    """`submit(SCRIPT, ARGUMENT...)` from a folder with run.yml that is not Deepy's; `scontrol` knows the script.
+
+    Deepy is a folder without a .venv, so that the python3 on PATH is used.
+    """
+    deepy = tmp_path / "dee py"
+    deepy.mkdir()
+    for name in ("megatron", "slurm", "deepy.py", "train.py", "pretrain_neox.sbatch", "run_on_compute.sbatch"):
+        (deepy / name).symlink_to(ROOT / name)
     folder, copy = tmp_path / "my runs", tmp_path / "spool/slurm_script"
     for name in ("bin", "spool", "my runs", "clusters", "home"):
         (tmp_path / name).mkdir()
     (folder / "run.yml").write_text(CONFIG)
     (tmp_path / "clusters/here.yml").write_text("environment: {PROFILE_WAS_READ: 'yes'}\n")
-    answer = f'echo "JobId=4007"; echo "   Command=$TEST_SCRIPT run.yml x.sbatch"; echo "   WorkDir={folder}"\n'
+    answer = f'echo "JobId=4007"; echo "   Command=$TEST_SCRIPT run.yml /a/x.sbatch"; echo "   WorkDir={folder}"\n'
     python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
     for name, text in {"srun": SRUN, "python3": python, "scontrol": f"#!/bin/sh\n{answer}"}.items():
         (tmp_path / "bin" / name).write_text(text)
@@ -51,7 +58,7 @@ def submit(tmp_path: Path) -> Submit:
         slurm = {"SLURM_JOB_ID": "4007", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
         slurm |= {"SLURM_GPUS_ON_NODE": "2", "SLURM_TASKS_PER_NODE": "8", "SLURM_SUBMIT_DIR": str(folder)}
         ours |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "HOME": str(tmp_path / "home")}
-        ours |= {"DEEPY_CLUSTERS": str(tmp_path / "clusters"), "TEST_SCRIPT": str(ROOT / script)}
+        ours |= {"DEEPY_CLUSTERS": str(tmp_path / "clusters"), "TEST_SCRIPT": str(deepy / script)}
         command = ["bash", str(copy), *argv]
         return subprocess.run(command, env=ours | slurm | env, cwd=folder, capture_output=True, text=True, timeout=60)
 
@@ -70,9 +77,9 @@ def test_deepy_is_found(submit: Submit, tmp_path: Path) -> None:
     """Where the script was, where it is submitted from, in DEEPY_HOME; else it is an error."""
     lost = {"TEST_SCRIPT": f"{tmp_path}/copied.sbatch"}
     script = "pretrain_neox.sbatch"
-    done = submit(script, "none.yml", **lost, SLURM_SUBMIT_DIR=str(ROOT))
+    done = submit(script, "none.yml", **lost, SLURM_SUBMIT_DIR=str(tmp_path / "dee py"))
     assert done.returncode == 2 and "none.yml" in done.stderr  # so Deepy was found
-    done = submit(script, "none.yml", **lost, DEEPY_HOME=str(ROOT))
+    done = submit(script, "none.yml", **lost, DEEPY_HOME=str(tmp_path / "dee py"))
     assert done.returncode == 2 and "none.yml" in done.stderr
     done = submit(script, "none.yml", **lost)
     assert done.returncode == 2 and "DEEPY_HOME" in done.stderr and str(tmp_path) in done.stderr
@@ -85,6 +92,12 @@ def test_what_is_missing_is_reported(submit: Submit, tmp_path: Path) -> None:
     (tmp_path / "clusters/here.yml").write_text("enviroment: {A: 1}\n")
     done = submit("pretrain_neox.sbatch", "run.yml", DEEPY_CLUSTER="here")
     assert done.returncode == 2 and "here.yml:1:" in done.stderr and done.stdout == ""
+
+
+def test_a_python_without_what_deepy_needs(submit: Submit, tmp_path: Path) -> None:
+    (tmp_path / "bin/python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
+    done = submit("pretrain_neox.sbatch", "run.yml")
+    assert done.returncode == 2 and "setup_uv_env.sh" in done.stderr
 
 
 def test_any_command_on_a_node(submit: Submit, tmp_path: Path) -> None:

@@ -171,7 +171,14 @@ def test_ranks_without_a_single_answer_are_refused() -> None:
     assert ranks_of(EXCLUSIVE | {"SLURM_GPUS_PER_NODE": "0"}, has_four).per_node == 1  # asked for
 
 
-SINFO = "p1 idle\np2 allocated\np2 allocated\np3 mixed-\np4 down*\np5 idle\n"  # p2 is in two partitions
+# What `sinfo --Node` printed for five nodes, of which two are in two partitions.
+SINFO = "".join(
+    f"{node}\x1f{partition}\x1f{state}\x1fgpu:4\x1fgpu:0\x1f\n"
+    for node, partition, state in [
+        *(("p1", "main*", "idle"), ("p2", "main*", "allocated"), ("p2", "low", "allocated"), ("p3", "low", "mixed")),
+        *(("p4", "main*", "down+not_responding"), ("p5", "main*", "idle"), ("p5", "low", "idle")),
+    ]
+)
 
 
 def test_lines_of_a_training_job(tmp_path: Path, commands: Commands, caplog: pytest.LogCaptureFixture) -> None:
@@ -191,7 +198,7 @@ def test_lines_of_a_training_job(tmp_path: Path, commands: Commands, caplog: pyt
 
 
 def test_states_of_the_nodes_count_each_once(commands: Commands) -> None:
-    assert node_states(commands(sinfo=SINFO)) == "2 idle, 1 allocated, 1 down, 1 mixed"
+    assert node_states(commands(sinfo=SINFO)) == "2 idle, 1 allocated, 1 down+not_responding, 1 mixed"
 
 
 def test_the_log_is_linked_into_the_folder_of_logs(tmp_path: Path, commands: Commands) -> None:

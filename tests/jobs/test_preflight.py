@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cluster.profile import ClusterProfile, Preflight
-from megatron.errors import LostRankError, UserError
+from megatron.errors import LostRankError, StopRequested, UserError
 from megatron.jobs.preflight import Findings, check, judge, measure, networks_of, table, version_text
 from tests.distributed import run_distributed
 
@@ -146,6 +146,8 @@ def test_failures_are_explained(path: Path) -> None:
     with pytest.raises(LostRankError, match=r"(?s)within 0\.5 s.*NCCL INFO still"):
         check(profile_of(WANTED), srun(path, script), seconds=0.5)
     assert (path / "ended").exists()
+    with pytest.raises(StopRequested):  # the signal before the time limit reached the processes
+        check(profile_of(WANTED), srun(path, "echo 'srun: error: n1: task 0: Terminated'; exit 143"))
     with pytest.raises(UserError, match="srun"):
         check(profile_of(WANTED), JOB | {"PATH": "/nowhere"})
 
