@@ -118,9 +118,9 @@ def choose(asked: Sequence[Candidate]) -> Candidate:
     `SlurmError` when there is none."""
     answering = [candidate for candidate in asked if candidate.problem is None]
     if not answering:
-        raise SlurmError(
-            "no cluster can be reached:\n  " + "\n  ".join(f"{one.profile.name}: {one.problem}" for one in asked)
-        )
+        problems = "".join(f"\n  {one.profile.name}: {one.problem}" for one in asked)
+        advice = "A cluster is reached by the `ssh` alias in its profile (slurm/README.md)"
+        raise SlurmError(f"no cluster can be reached:{problems}\n{advice}")
     large = [candidate for candidate in answering if not candidate.too_small]
     if not large:
         shown = ", ".join(f"{one.profile.name} {one.profile.max_nodes} (asked for {one.nodes})" for one in answering)

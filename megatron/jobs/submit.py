@@ -35,6 +35,7 @@ from megatron.log import configure, get_logger, result
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
 from megatron.neox_arguments.problems import collector
+from megatron.secrets import find_secrets
 
 logger = get_logger(__name__)
 
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str], env: Mapping[str, str], root: Path = ROOT) ->
     extra = [word for text in given.extra for word in shlex.split(text)]
     if missing := [name for name in given.forward if not env.get(name)]:
         raise UserError(f"--forward {missing[0]}: this variable is not set here")
+    for secret in find_secrets("\n".join(flags)):
+        raise UserError(f"{secret.refusal('the flags for sbatch')} --forward sends a variable that is set here")
     NeoXArgs.from_files(given.config, extra)  # what is wrong with it is said before anybody is asked
     wanted, profiles = Wanted.from_flags(flags), list_profiles(env)
     candidates = find_candidates(profiles, env, given.cluster, given.ssh_config, given.kind, wanted)

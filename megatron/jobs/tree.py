@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron.checkpoint.manifest import COMMIT_FILE
 from megatron.errors import UserError
+from megatron.secrets import find_secrets
 
 PATCH_FILE = "uncommitted.patch"
 # Not part of the code, should somebody have them in the repository; matched at the root only.
@@ -73,6 +74,9 @@ def read_tree(root: Path, allow_dirty: bool = False) -> Tree:
         _git(root, "add", "--update", ".", env=env)
         changed_tree = _git(root, "write-tree", env=env)
     patch = _git(root, "diff", "--binary", commit, changed_tree) + "\n"
+    added = "\n".join(line for line in patch.splitlines() if line.startswith("+"))
+    for secret in find_secrets(added):
+        raise UserError(f"{root}: a change that is not committed holds {secret.kind}: {secret.instead}")
     digest = hashlib.sha256(patch.encode("utf-8", "surrogateescape")).hexdigest()[:12]
     return Tree(root, f"{commit}-{digest}", f"{commit}-dirty", changed_tree, patch)
 

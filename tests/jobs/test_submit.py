@@ -362,6 +362,17 @@ def test_a_forwarded_secret_is_in_no_command_and_no_file(site, monkeypatch, caps
         site.submit("--forward", "NO_SUCH")
 
 
+def test_a_secret_in_flags_or_in_a_change_is_refused_without_being_shown(site):
+    site.cluster("free", 1, IDLE)
+    with pytest.raises(UserError, match="--forward") as error:
+        site.submit("--", f"--export=ALL,HF_TOKEN={SECRET}")
+    assert SECRET not in str(error.value)
+    (site.root / "pretrain_neox.sbatch").write_text(f"#!/bin/bash\nexport HF_TOKEN={SECRET}\n")
+    with pytest.raises(UserError, match="HF_TOKEN") as error:
+        site.submit("--allow-dirty")
+    assert SECRET not in str(error.value) and not site.calls("sbatch") and not site.calls("rsync")
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
