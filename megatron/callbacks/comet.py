@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
 from megatron.callbacks.tracker import Tracker
+from megatron.cluster.tracker_id import tracker_id
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 
@@ -18,7 +19,7 @@ from megatron.neox_arguments import NeoXArgs
     keys=("comet_workspace", "comet_project", "comet_experiment_name", "comet_tags", "comet_others"),
 )
 class Comet(Tracker):
-    """Writes metrics and the configuration to Comet, one experiment per start (rank 0).
+    """Writes metrics and the configuration to Comet, one experiment per run folder (rank 0).
 
     Comet's own variables work as everywhere: `COMET_API_KEY`, and `COMET_START_ONLINE=0` writes a file into `comet/` of
     the run folder, which `comet upload` sends later.
@@ -36,6 +37,7 @@ class Comet(Tracker):
             self._experiment = comet_ml.start(
                 workspace=log.comet_workspace,
                 project=log.comet_project,
+                experiment_key=tracker_id(directory, "comet", "COMET_EXPERIMENT_KEY"),
                 experiment_config=comet_ml.ExperimentConfig(
                     # Only what the run logs: no copy of the console, nothing caught from torch or TensorBoard.
                     auto_output_logging=False,

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
 from megatron.callbacks.tracker import Tracker
 from megatron.errors import UserError
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from megatron.training.trainer import Trainer
+
 
 @CALLBACKS.register("tensorboard", phase="report", idle={"tensorboard_dir": None})
 class TensorBoard(Tracker):
-    """Writes metrics for TensorBoard into `tensorboard_dir` (rank 0)."""
+    """Writes metrics for TensorBoard into `tensorboard_dir` (rank 0): a file per start, which it shows as one run.
+
+    Of steps that are trained again after a restart it shows the new ones only.
+    """
+
+    _writer: SummaryWriter | None = None
 
     def __init__(self, directory: str) -> None:
         try:
@@ -19,15 +32,22 @@ class TensorBoard(Tracker):
             raise UserError(
                 "tensorboard_dir is set: pip install -r requirements/requirements-tensorboard.txt"
             ) from error
-        self._writer = SummaryWriter(log_dir=directory)
+        self._open_writer = partial(SummaryWriter, log_dir=directory)
 
     @classmethod
     def build(cls, context: RunContext) -> TensorBoard | None:
         return cls(context.args.logging.tensorboard_dir) if context.state.rank == 0 else None
 
+    def loaded(self, trainer: Trainer) -> None:
+        if trainer.step:
+            self._writer = self._open_writer(purge_step=trainer.step + 1)
+
     def write(self, metrics: dict[str, float], step: int) -> None:
+        if self._writer is None:
+            self._writer = self._open_writer()
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()

@@ -7,8 +7,12 @@ from pathlib import Path
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
 from megatron.callbacks.tracker import Tracker
+from megatron.cluster.tracker_id import tracker_id
 from megatron.errors import UserError
+from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
+
+logger = get_logger(__name__)
 
 LATE_STEP = "evaluated_iteration"
 
@@ -28,9 +32,10 @@ LATE_STEP = "evaluated_iteration"
     ),
 )
 class WeightsAndBiases(Tracker):
-    """Writes metrics to Weights & Biases: one run per job, or with `wandb_init_all_ranks` one per rank in a group.
+    """Writes metrics to Weights & Biases: one run per run folder, or with `wandb_init_all_ranks` one a rank in a group.
 
     `WANDB_MODE=offline` works as everywhere; `wandb_host` is passed only when set, so that WANDB_BASE_URL works too.
+    Steps that are trained again after a restart are not sent again: W&B takes steps in ascending order only.
     """
 
     _late_row = -1
@@ -48,6 +53,8 @@ class WeightsAndBiases(Tracker):
         host = {"base_url": log.wandb_host} if args.is_set("wandb_host") else {}
         if directory is not None:
             Path(directory).mkdir(parents=True, exist_ok=True)
+        of_rank = f"wandb-{rank}" if log.wandb_init_all_ranks else "wandb"
+        run_id = tracker_id(Path(directory) if directory else None, of_rank, "WANDB_RUN_ID")
         try:
             self._run = wandb.init(
                 project=log.wandb_project,
@@ -57,11 +64,15 @@ class WeightsAndBiases(Tracker):
                 entity=log.wandb_team,
                 config=args.to_dict(),
                 dir=directory,
+                id=run_id,
                 resume="allow",
                 settings=wandb.Settings(**host),
             )
         except (wandb.errors.Error, ValueError) as error:  # no key, a wrong one, no way to the server; a tag too long
             raise UserError(f"use_wandb: {error} (WANDB_MODE=offline needs neither a key nor a network)") from error
+        self._first_step = self._run.step  # 0 for a new run
+        if self._first_step:
+            logger.info(f"W&B has steps before {self._first_step} of this run; those trained again are not sent")
 
     @classmethod
     def build(cls, context: RunContext) -> WeightsAndBiases | None:
@@ -71,7 +82,8 @@ class WeightsAndBiases(Tracker):
         return cls(args, str(context.folder) if context.folder else None, rank)
 
     def write(self, metrics: dict[str, float], step: int) -> None:
-        self._run.log(metrics, step=step)
+        if step >= self._first_step:
+            self._run.log(metrics, step=step)
 
     def write_late(self, metrics: dict[str, float], step: int) -> None:
         """W&B takes no step that is past, and a metric once a step: these have a row and an axis of their own."""

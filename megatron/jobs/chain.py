@@ -156,7 +156,9 @@ class Chain:
         if last is None or not self.continues(job_id, restart):
             return Chain((*self.links, Link(job_id, restart, before + 1, now, nodes=nodes, step=step)))
         links, in_a_row = self.links, self.in_a_row
-        if last.ended is None:  # nothing of it was left: SLURM requeued the job after preemption or a lost node
+        if (
+            last.next is None
+        ):  # its end was not noted, or not what follows: SLURM requeued it, preempted or without a node
             in_a_row = 0 if step > last.step else in_a_row
             last = replace(last, step=step, reason=last.reason or Standing.REQUEUED.value, next=REQUEUE)
             links = (*links[:-1], last)

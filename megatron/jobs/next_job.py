@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from megatron.cluster.slurm import Slurm, SlurmError
 from megatron.files import write_atomically
+from megatron.jobs.chain import Standing, standing_of
 from megatron.log import get_logger
 
 logger = get_logger(__name__)
@@ -58,19 +59,27 @@ def persist(call: Callable[[], T], waits: Sequence[float] = _WAITS) -> T:
     return call()
 
 
-def await_steps(slurm: Slurm, job: str, seconds: float = 600.0) -> None:
-    """Wait until no rank of the job runs: a requeue would kill it while it saves. Gives up after `seconds`."""
+def await_ranks(slurm: Slurm, job: str, restart: int, seconds: float = 600.0) -> dict[str, str]:
+    """SLURM's fields of the job when none of its ranks run any more: a requeue would kill one that saves.
+
+    Gives up waiting after `seconds`, and when SLURM has requeued the job, restarted `restart` times when it began.
+    """
     deadline, said = time.monotonic() + seconds, False
-    while time.monotonic() < deadline:
+    while True:
+        fields = persist(lambda: slurm.job(job))
+        if standing_of(fields, restart) is Standing.REQUEUED:
+            return fields
         listed = persist(lambda: slurm.run("squeue", "--steps", "--noheader", "--jobs", job, "--format=%i"))
         running = [step for step in listed.split() if step.rpartition(".")[2].isdigit()]
         if not running:
-            return
+            return fields
+        if time.monotonic() > deadline:
+            logger.warning(f"ranks of job {job} still run after {seconds:g} s; SLURM ends them")
+            return fields
         if not said:
             logger.info(f"waiting for the end of {', '.join(running)}, whose ranks may still save")
             said = True
         time.sleep(1.0)
-    logger.warning(f"ranks of job {job} still run after {seconds:g} s; SLURM ends them")
 
 
 def can_requeue(job: Mapping[str, str]) -> bool:

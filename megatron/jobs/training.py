@@ -27,7 +27,7 @@ from megatron.cluster.status import StatusFile, run_folder, slurm_job
 from megatron.errors import LostRankError, StopRequested, UserError, run_cli
 from megatron.jobs import preflight
 from megatron.jobs.chain import MOST_FAILURES, MOST_LINKS, REQUEUE, STOP, Chain, Decision, Standing, decide, standing_of
-from megatron.jobs.next_job import await_steps, can_requeue, environment_for_next, persist, requeue, resubmit
+from megatron.jobs.next_job import await_ranks, can_requeue, environment_for_next, persist, requeue, resubmit
 from megatron.log import get_logger
 from megatron.mpu.topology import tasks_per_node
 from megatron.neox_arguments import NeoXArgs
@@ -73,11 +73,15 @@ class Job:
 
     def end(self, chain: Chain, end: JobEnd) -> None:
         """Decide whether another job follows, note that, and see to it. The last line of the log says what happens."""
-        link = chain.links[-1]
+        link, step, code = chain.links[-1], self.step, end.code
+        status = StatusFile(self.folder).read(since=link.started) or {}
+        said = status.get("reason")
+        node = None if code in (0, StopRequested.exit_code) else failed_node(end.noted, str(said), self.env)
+        chain = chain.end(ended=time.time(), code=code, step=step, failed_node=node, reason=said)
+        chain.write(self.folder)  # now: SLURM may be about to end this process
         fields, standing = self._ask()
-        step, status = self.step, StatusFile(self.folder).read(since=link.started) or {}
         decision = decide(
-            end.code,
+            code,
             standing,
             progressed=step > link.step,
             in_a_row=chain.in_a_row,
@@ -85,28 +89,24 @@ class Job:
             most=self.most,
             most_failures=self.most_failures,
             stop_asked=(self.folder / STOP).exists(),
-            said=status.get("reason"),
+            said=said,
         )
-        reason = str(status.get("reason"))
-        node = None if end.code in (0, StopRequested.exit_code) else failed_node(end.noted, reason, self.env)
-        facts = {"ended": time.time(), "code": end.code, "step": step, "failed_node": node, "reason": decision.reason}
-        chain = Chain(chain.links, decision.in_a_row, chain.excluded).end(**facts)
+        chain = Chain(chain.links, decision.in_a_row, chain.excluded).end(reason=decision.reason)
         if node is not None:
             logger.info(f"chain: the rank that failed ran on node {node}")
         if standing is Standing.REQUEUED:
             chain.end(next=REQUEUE).write(self.folder)
-            logger.info(f"chain: link {link.count}: SLURM has requeued job {self.id}; code {end.code}")
+            logger.info(f"chain: link {link.count} ended with code {code}; SLURM has requeued job {self.id}")
         elif decision.goes_on:
             self._continue(chain, fields, decision)
         else:
             chain.write(self.folder)
-            logger.info(f"chain: no further job after link {link.count}, code {end.code}: {decision.reason}")
+            logger.info(f"chain: no further job after link {link.count}, code {code}: {decision.reason}")
 
     def _ask(self) -> tuple[dict[str, str], Standing]:
         """SLURM's fields of this job, when none of its ranks run any more, and what they mean."""
         try:
-            await_steps(self.slurm, self.id)
-            fields = persist(lambda: self.slurm.job(self.id))
+            fields = await_ranks(self.slurm, self.id, self.restart)
             return fields, standing_of(fields, self.restart)
         except SlurmError as error:
             logger.error(f"{error}")

@@ -86,17 +86,35 @@ def test_who_tracks_what(monkeypatch, tmp_path):
     assert kinds({}, 0, None) == []
 
 
+def test_tensorboard_shows_steps_that_are_trained_again_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, value in ((0, 1.0), (2, 2.0)):  # killed after step 4, resumed from the checkpoint of step 2
+        tracker = TensorBoard(str(tmp_path))
+        tracker.loaded(SimpleNamespace(step=first))
+        for step in range(first + 1, 5):
+            tracker.write({"x": value}, step)
+        tracker.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("x")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+
+
 class FakeWandb:
     """Remembers how it was called."""
 
-    def __init__(self):
-        self.given = {}
+    def __init__(self, step=0):
+        self.given, self.step, self.logged = {}, step, []
 
     def Settings(self, **settings):
         return settings
 
     def init(self, **given):
         self.given = given
+        return self
+
+    def log(self, metrics, step):
+        self.logged.append(step)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +140,36 @@ def test_wandb_keys_reach_wandb(monkeypatch, keys, rank, expected):
     assert fake.given["config"]["git_hash"] == "abc" and fake.given["config"]["hidden_size"] == args.model.hidden_size
 
 
+def test_one_run_folder_is_one_run_of_wandb(monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+
+    def id_of(folder, rank=0, **keys):
+        fake = FakeWandb()
+        monkeypatch.setitem(sys.modules, "wandb", fake)
+        WeightsAndBiases(args_of(**keys), folder and str(folder), rank)
+        assert fake.given["resume"] == "allow"
+        return fake.given["id"]
+
+    first = id_of(tmp_path / "a")
+    assert first and id_of(tmp_path / "a") == first and id_of(tmp_path / "b") not in (first, None)
+    ranks = [id_of(tmp_path / "a", rank, wandb_init_all_ranks=True) for rank in (0, 1, 0, 1)]
+    assert ranks[:2] == ranks[2:] and len({*ranks, first}) == 3
+    assert id_of(None) is None
+    (tmp_path / "a/trackers/wandb").write_text("\0 not an id\n")
+    assert id_of(tmp_path / "a") not in (first, None)
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    assert id_of(tmp_path / "a") is None
+
+
+def test_steps_that_wandb_has_are_not_sent_again(monkeypatch, tmp_path):
+    fake = FakeWandb(step=10)  # of a run that logged up to 9
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    tracker = WeightsAndBiases(args_of(), str(tmp_path), 0)
+    for step in (8, 9, 10, 11):
+        tracker.write({"x": 1.0}, step)
+    assert fake.logged == [10, 11]
+
+
 @pytest.mark.slow
 def test_wandb_without_a_key_is_a_sentence(monkeypatch, tmp_path):
     for name, value in {"WANDB_MODE": "online", "HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc")}.items():
@@ -143,6 +191,7 @@ def test_wandb_works_offline(monkeypatch, tmp_path):
     tracker.write({"train/lm_loss": 2.5}, 3)
     tracker.close()
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert run.name.endswith((tmp_path / "trackers/wandb").read_text().strip())
     (record,) = run.glob("run-*.wandb")
     wanted = (b"train/lm_loss", b"hidden_size", b"mine", b"my-tag")
     deadline = time.monotonic() + 60  # W&B's own process writes the file, and may come to it late
@@ -161,6 +210,7 @@ def test_comet_works_offline(monkeypatch, tmp_path):
     tracker.write({"train/lm_loss": 1.5}, 4)
     tracker.close()
     (path,) = (tmp_path / "comet").glob("*.zip")
+    assert path.name.startswith((tmp_path / "trackers/comet").read_text().strip())
     with zipfile.ZipFile(path) as archive:
         about = json.loads(archive.read("experiment.json"))
         messages = [json.loads(line) for line in archive.read("messages.json").splitlines()]

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.cluster.slurm import Slurm, SlurmError, parse_fields
 from megatron.jobs import next_job
-from megatron.jobs.next_job import await_steps, environment_for_next, flags_of, persist, requeue, resubmit
+from megatron.jobs.next_job import await_ranks, environment_for_next, flags_of, persist, requeue, resubmit
 
 pytestmark = pytest.mark.cpu
 
@@ -98,9 +98,12 @@ def test_a_controller_that_is_restarted_is_waited_for(slept: list[float]) -> Non
 
 
 def test_ranks_that_still_run_are_waited_for(slept: list[float]) -> None:
-    slurm = Recorded(squeue=["7.batch\n7.extern\n7.0\n", "7.batch\n7.0\n", "7.batch\n7.extern\n"])
-    await_steps(slurm, "7")
-    assert len(slurm.asked) == 3 and len(slept) == 2
+    slurm = Recorded(scontrol=[SHOWN], squeue=["7.batch\n7.extern\n7.0\n", "7.batch\n7.0\n", "7.batch\n7.extern\n"])
+    assert await_ranks(slurm, "7", 0)["JobId"] == "5012"
+    assert len(slept) == 2
+    requeued = Recorded(scontrol=[SHOWN, SHOWN.replace("Restarts=0", "Restarts=1")], squeue=["7.0"])
+    assert await_ranks(requeued, "7", 0)["Restarts"] == "1"  # of a node that is gone SLURM still lists them
+    assert len(slept) == 3
 
 
 def test_a_requeued_job_is_pending_before_its_nodes_are_excluded() -> None:
