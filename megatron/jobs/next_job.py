@@ -45,15 +45,21 @@ _FLAGS = {
 }
 # SLURM sets these in a job; in the environment of sbatch they would be the wishes for the next one, or be kept in it.
 _OF_THIS_JOB = re.compile(r"(SLURM|SLURMD|PMI|PMIX)_|(CUDA|ROCR|HIP)_VISIBLE_DEVICES$|GPU_DEVICE_ORDINAL$")
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JOB_CHAIN_COUNT")
 _OF_THIS_JOB_TOO = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def persist(call: Callable[[], T], waits: Sequence[float] = _WAITS) -> T:
-    """What `call` returns, tried again after each of `waits` (seconds) while it raises `SlurmError`."""
+    """What `call` returns, tried again after each of `waits` (seconds) while SLURM fails or does not answer.
+
+    Raises `SlurmError`, at once where the command does not exist.
+    """
     for wait in waits:
         try:
             return call()
         except SlurmError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise
             logger.warning(f"{error}; trying again in {wait:g} s")
             time.sleep(wait)
     return call()
@@ -99,7 +105,7 @@ def requeue(slurm: Slurm, job: str, fields: Mapping[str, str], exclude: Sequence
 
 
 def resubmit(
-    slurm: Slurm,
+    env: Mapping[str, str],
     fields: Mapping[str, str],
     arguments: Sequence[str],
     folder: Path,
@@ -108,22 +114,23 @@ def resubmit(
 ) -> str:
     """Submit this job's script again, to start when this job has ended; returns the number of the new job.
 
-    The script is SLURM's copy of it, kept in `folder`: the user's file may have changed. Raises `SlurmError`.
+    `env`: of this job, with what the next one is to have besides. The script is SLURM's copy of it, kept in `folder`:
+    the user's file may have changed. Raises `SlurmError`.
     """
-    job = fields["JobId"]
+    job, slurm = fields["JobId"], Slurm(env=environment_for_next(env))
     script = folder / SCRIPT
     write_atomically(script, slurm.run("scontrol", "write", "batch_script", job, "-"))
-    flags = [*flags_of(fields, exclude), f"--dependency=afterany:{job}"]
+    flags = [*flags_of(fields, env, exclude), f"--dependency=afterany:{job}"]
     return slurm.submit(*flags, str(script.absolute()), *arguments, command=command)
 
 
-def flags_of(fields: Mapping[str, str], exclude: Sequence[str] = ()) -> list[str]:
-    """The flags for sbatch that give a job like the one with these fields of `scontrol show job`."""
+def flags_of(fields: Mapping[str, str], env: Mapping[str, str], exclude: Sequence[str] = ()) -> list[str]:
+    """The flags for sbatch that give a job like the one with these fields of `scontrol show job`, and environment."""
     given = {flag: fields.get(name, "") for name, flag in _FLAGS.items()}
-    tasks_per_node = fields.get("NtasksPerN:B:S:C", "").partition(":")[0]
-    given["ntasks-per-node"] = tasks_per_node
-    if tasks_per_node not in _UNSET:
-        given["ntasks"] = ""  # follows, and a list of nodes may have made it larger
+    # The job's number of ranks (jobs/environment.py), which SLURM does not know where it follows from the GPUs.
+    given["ntasks-per-node"] = env.get("SLURM_NTASKS_PER_NODE") or fields.get("NtasksPerN:B:S:C", "").partition(":")[0]
+    if given["ntasks-per-node"] not in _UNSET:
+        given["ntasks"] = ""
     given |= _gpus(fields)
     given["exclude"] = ",".join([*_exclusions(fields), *exclude])
     # The number of the job in the names of its logs is that of the next one there.
@@ -134,17 +141,20 @@ def flags_of(fields: Mapping[str, str], exclude: Sequence[str] = ()) -> list[str
     flags = [f"--{flag}={value}" for flag, value in given.items() if value not in _UNSET]
     if fields.get("OverSubscribe") == "NO":
         flags.append("--exclusive")
+    if not can_requeue(fields):
+        flags.append("--no-requeue")
+    if env.get("SLURM_GPUS_PER_NODE") == "0":  # not the same as no word about GPUs
+        flags.append("--gpus-per-node=0")
     return [*flags, "--open-mode=append"]
 
 
-def environment_for_next(env: Mapping[str, str], **more: str) -> dict[str, str]:
+def environment_for_next(env: Mapping[str, str]) -> dict[str, str]:
     """The environment in which to submit the next job: ours without what belongs to this job."""
-    kept = {
+    return {
         name: value
         for name, value in env.items()
-        if name in ("SLURM_CONF", "SLURM_CLUSTERS") or not (_OF_THIS_JOB.match(name) or name in _OF_THIS_JOB_TOO)
+        if name in _KEPT or not (_OF_THIS_JOB.match(name) or name in _OF_THIS_JOB_TOO)
     }
-    return {**kept, **more}
 
 
 def _exclusions(fields: Mapping[str, str]) -> list[str]:

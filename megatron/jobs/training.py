@@ -24,10 +24,11 @@ from megatron.cluster.local import JobEnd, LocalJob, run_local
 from megatron.cluster.profile import find_profile
 from megatron.cluster.slurm import Slurm, SlurmError
 from megatron.cluster.status import StatusFile, run_folder, slurm_job
-from megatron.errors import LostRankError, StopRequested, UserError, run_cli
+from megatron.errors import DeepyError, StopRequested, UserError, run_cli
 from megatron.jobs import preflight
 from megatron.jobs.chain import MOST_FAILURES, MOST_LINKS, REQUEUE, STOP, Chain, Decision, Standing, decide, standing_of
-from megatron.jobs.next_job import await_ranks, can_requeue, environment_for_next, persist, requeue, resubmit
+from megatron.jobs.next_job import await_ranks, can_requeue, persist, requeue, resubmit
+from megatron.jobs.overrides import adapt, job_overrides
 from megatron.log import get_logger
 from megatron.mpu.topology import tasks_per_node
 from megatron.neox_arguments import NeoXArgs
@@ -75,7 +76,7 @@ class Job:
         """Decide whether another job follows, note that, and see to it. The last line of the log says what happens."""
         link, step, code = chain.links[-1], self.step, end.code
         status = StatusFile(self.folder).read(since=link.started) or {}
-        said = status.get("reason")
+        said = (status.get("reason") or end.reason or "")[:200] or None
         node = None if code in (0, StopRequested.exit_code) else failed_node(end.noted, str(said), self.env)
         chain = chain.end(ended=time.time(), code=code, step=step, failed_node=node, reason=said)
         chain.write(self.folder)  # now: SLURM may be about to end this process
@@ -114,7 +115,9 @@ class Job:
 
     def _continue(self, chain: Chain, fields: Mapping[str, str], decision: Decision) -> None:
         """Requeue this job, or where that is not allowed submit its successor."""
-        link, exclude = chain.links[-1], chain.failing_nodes()
+        link, wanted = chain.links[-1], fields.get("ReqNodeList", "(null)")
+        # A job that names its nodes would wait for ever without one of them.
+        exclude = chain.failing_nodes() if wanted == "(null)" else ()
         chain = Chain(chain.links, chain.in_a_row, (*chain.excluded, *exclude))
         text = f"chain: link {link.count} of at most {self.most} ended with code {link.code} ({decision.reason})"
         text += f"; without {', '.join(exclude)} from now on" if exclude else ""
@@ -131,10 +134,9 @@ class Job:
         try:
             if not fields:
                 raise failed or SlurmError("nothing is known about this job")
-            env = environment_for_next(self.env, SLURM_JOB_CHAIN_COUNT=str(link.count), DEEPY_HOME=str(HOME))
-            slurm = Slurm(env=env)
+            env = {**self.env, "SLURM_JOB_CHAIN_COUNT": str(link.count), "DEEPY_HOME": str(HOME)}
             arguments = (self.arguments, self.folder, exclude, self.submit_command)
-            successor = persist(lambda: resubmit(slurm, fields, *arguments))
+            successor = persist(lambda: resubmit(env, fields, *arguments))
             chain.end(next=successor).write(self.folder)
             logger.info(f"{text}: job {successor} follows when this one has ended")
         except (SlurmError, OSError) as error:
@@ -195,30 +197,36 @@ def finished(chain: Chain, folder: Path) -> bool:
 def run(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     """Train with these arguments of the job; returns the exit code of the run."""
     line = parse_launcher_command_line([str(HOME / "train.py"), *arguments])
-    slurm = Slurm()
-    job, trains = None, "SLURM_JOB_ID" in env and not (line.dry_run or line.prepare or line.explain)
-    if trains:
-        job = _job(NeoXArgs.from_files(line.paths, line.overrides), arguments, env, slurm)
-    chain = job.begin() if job else None
-    if job and chain and (code := _refuse(chain, job)) is not None:
+    profile, slurm = find_profile(env), Slurm()
+    if "SLURM_JOB_ID" not in env or line.dry_run or line.prepare or line.explain:
+        return _train([*arguments, *job_overrides(line.paths, line.overrides, profile, env)], env).code
+    adapted = adapt(line.paths, line.overrides, profile, env).overrides
+    job = _job(
+        NeoXArgs.from_files(line.paths, [*line.overrides, *adapted]), arguments, env, slurm, profile.submit_command
+    )
+    chain = job.begin() if job else Chain()
+    if job and (code := _refuse(chain, job)) is not None:
         return code
-    count = chain.links[-1].count - 1 if chain else 0
+    count = chain.last.count - 1 if chain.last else 0
     try:
-        if trains:
-            preflight.check(find_profile(env), env)
-        end = _train(arguments, {**with_end_time(env, slurm), "SLURM_JOB_CHAIN_COUNT": str(count)})
-    except (StopRequested, UserError, LostRankError) as error:  # before the run had begun
+        preflight.check(profile, env)
+        adapted = job_overrides(line.paths, line.overrides, profile, env, first_job=chain.first_job)
+        env = {**with_end_time(env, slurm), "SLURM_JOB_CHAIN_COUNT": str(count)}
+        end = _train([*arguments, *adapted], env)
+    except DeepyError as error:  # before the run had begun
         if not isinstance(error, StopRequested):
             logger.error(f"error: {error}")
         end = JobEnd(error.exit_code, str(error))
     for number in STOP_SIGNALS:  # SLURM sends one when it requeues the job; the commands that follow inherit that
         signal.signal(number, signal.SIG_IGN)
-    if job and chain:
+    if job:
         job.end(chain, end)
     return end.code
 
 
-def _job(args: NeoXArgs, arguments: Sequence[str], env: Mapping[str, str], slurm: Slurm) -> Job | None:
+def _job(
+    args: NeoXArgs, arguments: Sequence[str], env: Mapping[str, str], slurm: Slurm, submit_command: str
+) -> Job | None:
     """This job as a link; None when it is to stay the only one, or when its run saves nothing that could continue."""
     most = _number(env, "MAX_JOB_CHAINS", MOST_LINKS)
     if most == 0:
@@ -228,8 +236,8 @@ def _job(args: NeoXArgs, arguments: Sequence[str], env: Mapping[str, str], slurm
         logger.info("chain: `save` is not set, so no job follows this one")
         return None
     failures = max(1, _number(env, "MAX_JOB_FAILURES", MOST_FAILURES))
-    about = slurm_job()
-    return Job(env["SLURM_JOB_ID"], about["restart"], folder, save, slurm, arguments, env, most, failures)
+    restart = slurm_job()["restart"]
+    return Job(env["SLURM_JOB_ID"], restart, folder, save, slurm, arguments, env, most, failures, submit_command)
 
 
 def _refuse(chain: Chain, job: Job) -> int | None:

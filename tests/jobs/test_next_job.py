@@ -26,17 +26,13 @@ SHOWN = (
 
 
 def test_the_flags_of_a_job_are_those_of_its_successor() -> None:
-    flags = flags_of(parse_fields(SHOWN), ["a1"])
+    flags = flags_of(parse_fields(SHOWN), {}, ["a1"])
     assert sorted(flags) == sorted(
         [
             *("--job-name=neox-training", "--nodes=2", "--cpus-per-task=2", "--time=1-00:00:00", "--partition=main"),
             *("--comment=mine", "--chdir=/home/me", "--ntasks-per-node=4", "--gpus-per-node=gh200:4"),
-            *(
-                "--exclude=a[7-8],a1",
-                "--output=/home/me/logs/neox-training-%j.out",
-                "--exclusive",
-                "--open-mode=append",
-            ),
+            *("--exclude=a[7-8],a1", "--output=/home/me/logs/neox-training-%j.out", "--exclusive"),
+            *("--open-mode=append", "--no-requeue"),
         ]
     )
 
@@ -54,15 +50,23 @@ def test_the_flags_of_a_job_are_those_of_its_successor() -> None:
     ],
 )
 def test_flags_that_other_jobs_have(fields: str, expected: list[str]) -> None:
-    assert sorted(flags_of(parse_fields(fields))) == sorted([*expected, "--open-mode=append"])
+    assert sorted(flags_of(parse_fields(f"{fields} Requeue=1"), {})) == sorted([*expected, "--open-mode=append"])
+
+
+def test_the_ranks_of_a_job_are_those_of_its_environment() -> None:
+    """One rank per GPU, and none: SLURM itself says one task a node."""
+    shown = parse_fields("NumNodes=2 NumTasks=2 TresPerNode=gres:gpu:4 Requeue=1")
+    assert {"--ntasks-per-node=4", "--gpus-per-node=4"} < {*flags_of(shown, {"SLURM_NTASKS_PER_NODE": "4"})}
+    cpu = flags_of(parse_fields("NumTasks=2 Requeue=1"), {"SLURM_NTASKS_PER_NODE": "1", "SLURM_GPUS_PER_NODE": "0"})
+    assert sorted(cpu) == ["--gpus-per-node=0", "--ntasks-per-node=1", "--open-mode=append"]
 
 
 def test_nothing_of_this_job_reaches_the_environment_of_the_next() -> None:
     ours = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURMD_NODENAME": "a1", "CUDA_VISIBLE_DEVICES": "0"}
     ours |= {"MASTER_ADDR": "a1", "MASTER_PORT": "29501", "SLURM_JOB_END_TIME": "9"}
     users = {"HOME": "/home/me", "SLURM_CONF": "/etc/slurm.conf", "MAX_JOB_CHAINS": "9", "DEEPY_CLUSTER": "x"}
-    found = environment_for_next({**ours, **users}, SLURM_JOB_CHAIN_COUNT="3")
-    assert found == {**users, "SLURM_JOB_CHAIN_COUNT": "3"}
+    users |= {"SLURM_JOB_CHAIN_COUNT": "3"}
+    assert environment_for_next({**ours, **users}) == users
 
 
 class Recorded(Slurm):
@@ -118,9 +122,12 @@ def test_a_requeued_job_is_pending_before_its_nodes_are_excluded() -> None:
     assert slurm.asked == [("scontrol", "requeue", "5012")]
 
 
-def test_a_successor_has_slurms_copy_of_the_script_and_waits_for_this_job(tmp_path: Path) -> None:
+def test_a_successor_has_slurms_copy_of_the_script_and_waits_for_this_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slurm = Recorded(scontrol=["#!/bin/sh\n"], sbatch=["5013;main\n"])
-    assert resubmit(slurm, parse_fields(SHOWN), ["run.yml", "name=a b"], tmp_path, []) == "5013"
+    monkeypatch.setattr(next_job, "Slurm", lambda env: slurm)
+    assert resubmit({}, parse_fields(SHOWN), ["run.yml", "name=a b"], tmp_path, []) == "5013"
     assert (tmp_path / "chain.sbatch").read_text() == "#!/bin/sh\n"
     submitted = slurm.asked[-1]
     assert submitted[:2] == ("sbatch", "--parsable") and "--dependency=afterany:5012" in submitted
