@@ -33,7 +33,7 @@ def count_gpus(env: Mapping[str, str]) -> int:
 
 
 def end_of_job(env: Mapping[str, str] = os.environ) -> float | None:
-    """When the scheduler ends the job, in seconds since the epoch; None when it does not say (SLURM before 22.05)."""
+    """When the scheduler ends the job, in seconds since the epoch; None when it does not say (SLURM 22.05)."""
     end = env.get("SLURM_JOB_END_TIME", "")
     return float(end) if end.isdigit() else None
 
