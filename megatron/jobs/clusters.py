@@ -65,8 +65,9 @@ class Candidate:
     def row(self, width: int, selected: bool) -> str:
         """One line of the table."""
         why = f" (at most {self.profile.max_nodes} nodes a job)" if self.too_small else ""
-        count = f"{self.idle} of {self.nodes}" if 0 < self.idle < self.nodes else str(self.idle)
-        row = f"{self.profile.name:<{width}}  {count} {self.state}{why}"
+        if 0 < self.idle < self.nodes:
+            why = f" ({self.nodes} needed){why}"
+        row = f"{self.profile.name:<{width}}  {self.idle} {self.state}{why}"
         return f"{row}  <-- SELECTED" if selected else row
 
 
@@ -80,7 +81,8 @@ def find_candidates(
 ) -> list[Candidate]:
     """The clusters that may take the job, the preferred first: the one of that `name` (else of `DEEPY_CLUSTER`), else
     all with an `ssh` alias and the one whose machine this is. Raises `UserError`."""
-    here = find_profile({key: value for key, value in env.items() if key != "DEEPY_CLUSTER"})
+    # As inside of the job: `generic` where no profile recognises this machine.
+    here = find_profile({**{key: value for key, value in env.items() if key != "DEEPY_CLUSTER"}, "SLURM_JOB_ID": ""})
     if forced := name or env.get("DEEPY_CLUSTER"):
         chosen = [load_profile(forced, env)]
     else:

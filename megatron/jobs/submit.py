@@ -52,7 +52,10 @@ def main(arguments: Sequence[str], env: Mapping[str, str], root: Path = ROOT) ->
     if missing := [name for name in given.forward if not env.get(name)]:
         raise UserError(f"--forward {missing[0]}: this variable is not set here")
     for secret in find_secrets("\n".join(flags)):
-        raise UserError(f"{secret.refusal('the flags for sbatch')} --forward sends a variable that is set here")
+        raise UserError(
+            f"the flags for sbatch hold {secret.kind}, and everybody on the machine can see a command line; --forward"
+            " sends a variable that is set here"
+        )
     NeoXArgs.from_files(given.config, extra)  # what is wrong with it is said before anybody is asked
     wanted, profiles = Wanted.from_flags(flags), list_profiles(env)
     candidates = find_candidates(profiles, env, given.cluster, given.ssh_config, given.kind, wanted)

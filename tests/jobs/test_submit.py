@@ -161,7 +161,7 @@ def test_the_first_with_enough_idle_nodes_is_taken(site, capsys):
     assert rows == [
         "down 0 unreachable",
         "full 0 busy",
-        "small 1 of 2 busy",
+        "small 1 busy (2 needed)",
         "free 4 idle <-- SELECTED",
         "later 4 idle",
     ]
@@ -187,7 +187,7 @@ def test_none_idle_is_a_warning_and_the_first_that_answers(site, capsys):
     site.cluster("small", 3, "1|idle|up|main*|n1\n", nodes={"pretrain": 8})
     site.submit("-n")
     printed = capsys.readouterr()
-    assert table(printed.out) == ["down 0 unreachable", "full 0 busy <-- SELECTED", "small 1 of 8 busy"]
+    assert table(printed.out) == ["down 0 unreachable", "full 0 busy <-- SELECTED", "small 1 busy (8 needed)"]
     assert "full: 0 of the 1 nodes" in printed.err
 
 
@@ -420,6 +420,9 @@ def test_a_cluster_without_ssh_gets_the_job_from_here(site, monkeypatch, capsys,
     assert site.calls("sbatch") == [f"sbatch --parsable {site.root}/pretrain_neox.sbatch {site.config}"]
     cwd, *variables = (site.folder / "home/job").read_text().splitlines()
     assert cwd == str(tmp_path) and "DEEPY_CLUSTER=here" in variables
+    (site.clusters / "here.yml").unlink()
+    site.submit()  # no profile is for this machine
+    assert "DEEPY_CLUSTER=generic" in (site.folder / "home/job").read_text()
 
 
 def test_the_command_line_as_a_user_types_it(site, tmp_path):
