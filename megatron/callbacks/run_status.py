@@ -2,8 +2,8 @@
 
     <folder>/resolved.yml    every key with its resolved value, and what differs from GPT-NeoX
     <folder>/status.json     {"version", "state", "step", "train_iters", "heartbeat", "reason", "exit_code",
-                              "stop_seconds", "pid", "host", "started", "start_step", "activity", "experiment",
-                              "job_id", "restart"}
+                              "stop_seconds", "pid", "host", "started", "start_step", "first_step", "activity",
+                              "experiment", "job_id", "restart"}
     <folder>/metrics.jsonl   one object per log and evaluation (callbacks/metrics_file)
     <folder>/logs/           output of the ranks (written by the launcher)
 

@@ -49,7 +49,7 @@ def record_end(run_folder: Path, since: float, end: JobEnd) -> None:
         return  # the run has said why itself
     state = "ended" if end.code == StopRequested.exit_code else "failed"
     # Of a job that was killed while starting, the file knows nothing yet.
-    fresh = {"started": since, "start_step": None, **slurm_job()} if own is None else {}
+    fresh = {"started": since, "start_step": None, "first_step": None, **slurm_job()} if own is None else {}
     file.update(status, **fresh, state=state, exit_code=end.code, reason=end.reason)
 
 

@@ -52,6 +52,7 @@ class StatusFile:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "status.json"
         self._started = time.time()
+        self._first_step: int | None = None
         self._once = Once(logger)
 
     def write(
@@ -72,6 +73,12 @@ class StatusFile:
             start_step: where this start of the run began; None as long as nothing is loaded.
             activity: what it is doing (`Progress.activity`).
         """
+        job = slurm_job()
+        if self._first_step is None:  # a job that SLURM restarts keeps where it began
+            before = self.read() or {}
+            same = job["job_id"] is not None and before.get("job_id") == job["job_id"]
+            self._first_step = before.get("first_step") if same else None
+            self._first_step = start_step if self._first_step is None else self._first_step
         status = {
             "version": STATUS_VERSION,
             "state": state,
@@ -85,9 +92,10 @@ class StatusFile:
             "host": socket.gethostname(),
             "started": self._started,
             "start_step": start_step,
+            "first_step": self._first_step,
             "activity": activity,
             "experiment": os.environ.get("DEEPY_EXPERIMENT") or None,
-            **slurm_job(),
+            **job,
         }
         self._replace(status)
         return status

@@ -154,7 +154,7 @@ def _row(run: RunFolder | None, job: Job | None, logs: Mapping[str, JobLog], con
         state=verdict.state,
         iteration=iteration,
         train_iters=total,
-        start_iteration=whole(status.get("start_step")) if evidence.own_status else None,
+        start_iteration=_first_step(status) if evidence.own_status else None,
         loss=number(last.get("train/lm_loss")) if run is not None else (log.loss if log is not None else None),
         tokens_per_second=number(last.get("runtime/tokens_per_sec")),
         mfu=number(last.get("runtime/model_flops_utilization")),
@@ -167,6 +167,12 @@ def _row(run: RunFolder | None, job: Job | None, logs: Mapping[str, JobLog], con
         action=verdict.action,
         action_reason=verdict.reason,
     )
+
+
+def _first_step(status: Mapping[str, Any]) -> int | None:
+    """Where the job began, once its present start has loaded what it trains."""
+    first, start = whole(status.get("first_step")), whole(status.get("start_step"))
+    return start if first is None or start is None else first
 
 
 def _job_ids(run: RunFolder | None, job: Job | None) -> tuple[str, ...]:

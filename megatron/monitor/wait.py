@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from megatron.errors import UserError
 from megatron.monitor.judge import CLOCK_SECONDS
 from megatron.monitor.rows import Row
+from megatron.monitor.slurm_jobs import ENDED as ENDED_STATES
 
 REACHED, FAILED, ENDED, NEVER_STARTS, TIMED_OUT = 0, 1, 3, 4, 124
-# A run that failed may be started again by its job, which takes a while to say so.
-SETTLE_SECONDS = 30.0
+# A run that failed may be started again: by its job, which takes a while to say so, or by SLURM.
+SETTLE_SECONDS, SETTLE_SECONDS_OF_SLURM = 30.0, 5.0
 _NEVER = ("dependency_never_satisfied", "cannot_start", "held")
 _BAD = ("nan", "crashed", "out_of_memory", "stale", "lost", "repeated_failures")
 
@@ -32,7 +33,7 @@ class Waiting:
 
     Attributes:
         wanted: iterations to be trained.
-        settle: seconds for which an end must stand, since another start may follow.
+        settle: seconds for which an end must stand while its job runs, since another start may follow.
     """
 
     wanted: int
@@ -66,7 +67,7 @@ class Waiting:
             return None
         if self._ended is None:
             self._ended = now
-        if row.action == "wait" or (self._may_follow(row) and now - self._ended < self.settle):
+        if row.action == "wait" or now - self._ended < self._settle(row):
             return None
         bad = row.state == "failed" or kinds & set(_BAD) or row.action == "escalate"
         reason = f"{_name(row)} has trained {trained} of {self.wanted} iterations: {row.state}, {row.action_reason}"
@@ -77,9 +78,11 @@ class Waiting:
             return 0  # nothing that this job has written
         return row.iteration - self.first
 
-    def _may_follow(self, row: Row) -> bool:
-        """Whether another start may come: the job is still in SLURM's queue, or was a moment ago."""
-        return row.job_state is not None and row.action in ("retry", "fix") and row.job_state != "CANCELLED"
+    def _settle(self, row: Row) -> float:
+        """Seconds for which this end must stand."""
+        if row.job_state is None or row.job_state == "CANCELLED" or row.action not in ("retry", "fix"):
+            return 0.0
+        return min(self.settle, SETTLE_SECONDS_OF_SLURM) if row.job_state in ENDED_STATES else self.settle
 
 
 def await_iterations(

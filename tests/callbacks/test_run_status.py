@@ -85,6 +85,24 @@ def test_it_says_of_which_job_the_run_is_and_what_takes_long(tmp_path, monkeypat
     assert (status(tmp_path)["start_step"], status(tmp_path)["state"]) == (5, "failed")
 
 
+def test_a_job_that_is_restarted_keeps_where_it_began(tmp_path, monkeypatch):
+    def start(step):
+        StatusFile(tmp_path).write("starting", 0, 10)
+        trainer = trainer_of([RunStatus(tmp_path)], train_iters=step + 1)
+        trainer.step = step
+        trainer.run()
+        return status(tmp_path)["start_step"], status(tmp_path)["first_step"]
+
+    monkeypatch.setenv("SLURM_JOB_ID", "4007")
+    assert start(3) == (3, 3)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert start(5) == (5, 3)
+    monkeypatch.setenv("SLURM_JOB_ID", "4008")
+    assert start(6) == (6, 6)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert start(7) == (7, 7) and start(8) == (8, 8)
+
+
 def test_status_is_not_written_at_every_step(tmp_path):
     peeks = Peeks(tmp_path)
     trainer_of([RunStatus(tmp_path), peeks], train_iters=3).run()

@@ -70,5 +70,7 @@ def change(folder: Path, *, age: float = 0.0, written: float | None = None, **fi
     file = StatusFile(folder)
     status = json.loads(file.path.read_text())
     now = time.time()
+    if "start_step" in fields:
+        fields = {"first_step": fields["start_step"], **fields}
     file.update(status, **{"heartbeat": now - age, **fields})
     os.utime(file.path, (now, now - (age if written is None else written)))

@@ -51,10 +51,15 @@ def test_a_restart_counts_from_where_the_job_began_first(place: Folders) -> None
     waiting = Waiting(9)
     assert check(waiting, row_of(folder, JOB)) is None  # 7
     assert check(waiting, row_of(folder, replace(JOB, state="PENDING", reason="BeginTime", restarts=1))) is None
+    late = Waiting(9)
     change(folder, start_step=6, step=7, restart=1)
     assert check(waiting, row_of(folder, replace(JOB, restarts=1))) is None
     change(folder, start_step=6, step=9, restart=1)
     assert check(waiting, row_of(folder, replace(JOB, restarts=1))) == 0
+    # One who comes later knows it from the file.
+    assert check(late, row_of(folder, replace(JOB, restarts=1))) is None
+    change(folder, start_step=6, first_step=0, step=9, restart=1)
+    assert check(late, row_of(folder, replace(JOB, restarts=1))) == 0
 
 
 def test_a_failure_counts_once_no_other_start_follows(place: Folders) -> None:
@@ -69,7 +74,8 @@ def test_a_failure_counts_once_no_other_start_follows(place: Folders) -> None:
     change(folder, restart=1, **failed)
     job = replace(JOB, state="FAILED", exit_code="5:0", restarts=1)
     assert check(waiting, row_of(folder, job), now=140) is None
-    assert check(waiting, row_of(folder, job), now=171) == 1
+    assert check(waiting, row_of(folder, job), now=144) is None
+    assert check(waiting, row_of(folder, job), now=146) == 1
 
 
 @pytest.mark.parametrize(
