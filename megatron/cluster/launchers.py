@@ -201,8 +201,19 @@ def command_environment(launcher: str, job: MultiNodeJob, env: Mapping[str, str]
     if launcher == "pdsh":
         result["PDSH_RCMD_TYPE"] = env.get("PDSH_RCMD_TYPE", "ssh")
     if launcher == "slurm":
-        result.update({**_rendezvous(job), **job.exports, **job.secrets})
+        result = {**_cores_of_tasks(env), **result, **_rendezvous(job), **job.exports, **job.secrets}
     return result
+
+
+def _cores_of_tasks(env: Mapping[str, str]) -> dict[str, str]:
+    """The cores of each task of a SLURM job, for srun, which from 22.05 on does not read `sbatch --cpus-per-task`, and
+    for torch, of which each rank would else take all cores of its node."""
+    if each := env.get("SLURM_CPUS_PER_TASK"):
+        return {"SRUN_CPUS_PER_TASK": each, "OMP_NUM_THREADS": each}
+    on_node, tasks = env.get("SLURM_CPUS_ON_NODE", ""), env.get("SLURM_NTASKS_PER_NODE", "")
+    if not (on_node.isdigit() and tasks.isdigit() and int(tasks) > 0):
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, int(on_node) // int(tasks)))}
 
 
 def job_port(job: str) -> int:

@@ -106,6 +106,19 @@ def test_slurm_counts_the_filtered_slots_and_never_gets_the_filter_strings() -> 
     assert command_environment("slurm", job, {})["CUDA_VISIBLE_DEVICES"] == "0,2"
 
 
+def test_each_task_of_slurm_has_its_share_of_the_cores() -> None:
+    names = ("SRUN_CPUS_PER_TASK", "OMP_NUM_THREADS")
+    given = {"SLURM_CPUS_ON_NODE": "288", "SLURM_NTASKS_PER_NODE": "4"}
+    for env, expected in (
+        (given, [None, "72"]),
+        (given | {"SLURM_CPUS_PER_TASK": "16"}, ["16", "16"]),
+        (given | {"SLURM_CPUS_PER_TASK": "16", "OMP_NUM_THREADS": "1", "SRUN_CPUS_PER_TASK": "8"}, ["8", "1"]),
+    ):
+        ours = command_environment("slurm", JOB, env)
+        assert [ours.get(name) for name in names] == expected
+        assert set(command_environment("pdsh", JOB, env)) & set(names) == set(env) & set(names)
+
+
 def test_slurm_within_an_allocation_uses_all_its_tasks() -> None:
     job = dataclasses.replace(JOB, resources={}, in_allocation=8)
     assert build_command("slurm", job) == ["srun", "-n", "8", "--kill-on-bad-exit=1", "--export=ALL", *RANK]
