@@ -162,15 +162,24 @@ def _training(facts: RunFacts, curve: bool) -> str:
     steps = sorted({step for values in facts.losses.values() for step in values})
     if not steps:
         return ""
-    kept = [steps[round(index * (len(steps) - 1) / (_ROWS - 1))] for index in range(_ROWS)]
+    evaluated = sorted(facts.losses.get(VALID, {}))
+    kept = {steps[0], steps[-1], *_spread(evaluated, _ROWS // 2)}
+    kept |= set(_spread([step for step in steps if step not in kept], _ROWS - len(kept)))
     names = {TRAIN: "training loss", VALID: "validation loss"}
     shown = [name for name in names if facts.losses.get(name)]
     rows = []
-    for step in sorted(set(steps if len(steps) <= _ROWS else kept)):
+    for step in sorted(kept):
         values = [facts.losses[name].get(step) for name in shown]
         rows.append((f"{step:,}", *("" if value is None else f"{value:.4f}" for value in values)))
     picture = f"![loss by step]({CURVE})\n\n" if curve else ""
     return f"## Training\n\n{picture}{_table(('step', *(names[name] for name in shown)), rows)}"
+
+
+def _spread(steps: Sequence[int], count: int) -> list[int]:
+    """At most `count` of the steps, evenly spread."""
+    if len(steps) <= count:
+        return list(steps)
+    return [steps[round((index + 0.5) * len(steps) / count - 0.5)] for index in range(count)]
 
 
 def _data(facts: RunFacts) -> str:

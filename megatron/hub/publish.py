@@ -29,7 +29,7 @@ from megatron.hub.card import CARD, CardContext, early_card, raw_card, write_car
 from megatron.hub.names import Names, raw_repo
 from megatron.hub.private import share_value
 from megatron.hub.push import MAIN, push_folder
-from megatron.hub.raw import is_raw_complete, stage_raw
+from megatron.hub.raw import stage_raw
 from megatron.hub.record import Published, Record, fingerprint, hash_files
 from megatron.hub.retry import Retry
 from megatron.hub.run_facts import RunFacts, Scores, parse_scores, read_facts
@@ -142,7 +142,10 @@ class Publication:
             else:
                 self._publish_model()
         if self.options.raw:
-            self._publish_raw()
+            if skip and self._is_raw_complete():
+                logger.info(f"{self.raw_repo} ({self.revision}) is complete, nothing is done")
+            else:
+                self._publish_raw()
 
     # -- the Hugging Face folder --------------------------------------------------------------------
 
@@ -285,26 +288,16 @@ class Publication:
     # -- the raw checkpoint -------------------------------------------------------------------------
 
     def _is_raw_complete(self) -> bool:
-        stage_raw(self.checkpoint, self.raw_folder)
-        complete = is_raw_complete(self.raw_folder, Published(self.raw_repo, self.options.retry), self.revision)
-        self._drop_stage()
-        return complete
+        return Published(self.raw_repo, self.options.retry).is_complete(self.revision, self.source, {})
 
     def _publish_raw(self) -> None:
-        there = Published(self.raw_repo, self.options.retry)
-        there.check_experiment(self.experiment)
+        Published(self.raw_repo, self.options.retry).check_experiment(self.experiment)
         stage_raw(self.checkpoint, self.raw_folder)
-        if self.options.skip_complete and is_raw_complete(self.raw_folder, there, self.revision):
-            logger.info(f"{self.raw_repo} ({self.revision}) is complete, nothing is done")
-        else:
-            self._wait()
-            self._push_cards(self.raw_repo, raw_card(self._context()))
-            self._push(self.raw_folder, self.raw_repo, self.revision)
-        self._drop_stage()
-
-    def _drop_stage(self) -> None:
-        """Links and small texts: made again when they are needed."""
-        shutil.rmtree(self.raw_folder, ignore_errors=True)
+        Record(self.experiment, self.source, files=hash_files(self.raw_folder)).write(self.raw_folder)
+        self._wait()
+        self._push_cards(self.raw_repo, raw_card(self._context()))
+        self._push(self.raw_folder, self.raw_repo, self.revision)
+        shutil.rmtree(self.raw_folder)  # links and small texts; after a failure they serve to resume
         for folder in (self.raw_folder.parent, self.raw_folder.parent.parent):
             with suppress(OSError):  # it holds something
                 folder.rmdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from megatron.checkpoint.manifest import FileEntry
 from megatron.checksums import file_crc32
 from megatron.hub.private import share_value, share_yaml
 from megatron.hub.push import local_files
-from megatron.hub.record import Published
 from megatron.log import get_logger
 
 logger = get_logger(__name__)
@@ -53,23 +51,3 @@ def stage_raw(checkpoint: Checkpoint, folder: Path) -> Path:
     config = share_value(checkpoint.manifest.config)
     replace(checkpoint.manifest, config=config, files=entries).write(folder)
     return folder
-
-
-def is_raw_complete(folder: Path, there: Published, revision: str) -> bool:
-    """Whether a branch has the staged checkpoint: the same manifest and texts by hash, all other files by size.
-
-    The manifest has a checksum of every file, and a commit of the client brings all or none, so nothing large is read.
-    """
-    files = there.list_files(revision)
-    for name, path in local_files(folder).items():
-        entry = files.get(name)
-        if entry is None or entry.size != path.stat().st_size:
-            return False
-        if not path.is_symlink() and entry.lfs is None and entry.blob_id != _blob_sha1(path):
-            return False
-    return True
-
-
-def _blob_sha1(path: Path) -> str:
-    content = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
