@@ -210,7 +210,7 @@ def run(arguments: Sequence[str], env: Mapping[str, str]) -> int:
     count = chain.last.count - 1 if chain.last else 0
     try:
         preflight.check(profile, env)
-        adapted = job_overrides(line.paths, line.overrides, profile, env)
+        adapted = job_overrides(line.paths, line.overrides, profile, env, first_job=chain.first_job)
         env = {**with_end_time(env, slurm), "SLURM_JOB_CHAIN_COUNT": str(count)}
         end = _train([*arguments, *adapted], env)
     except DeepyError as error:  # before the run had begun

@@ -131,6 +131,13 @@ def test_a_job_that_may_not_be_requeued_has_a_successor(bed: Bed) -> None:
     assert bed.chain.links[-1].next == "78"
 
 
+def test_all_jobs_of_a_chain_have_one_name_in_trackers(bed: Bed, capfd: pytest.CaptureFixture[str]) -> None:
+    named = {"DEEPY_EXPERIMENT": "e", "DEEPY_CLUSTER": "generic"}
+    assert bed.run(3, "use_wandb=true", requeue=0, **named) == 3
+    assert bed.run(3, "use_wandb=true", SLURM_JOB_ID="78", **named) == 3
+    assert capfd.readouterr().out.count("wandb_run_name=e_generic_77") == 2
+
+
 @pytest.mark.parametrize("code", [0, 2, 4, 6])
 def test_no_job_follows_these_codes(bed: Bed, code: int) -> None:
     assert bed.run(code) == code
