@@ -11,8 +11,11 @@ import argparse
 import logging
 import random
 import re
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -58,9 +61,13 @@ class Retry:
         Raises `UserError` when the Hub refuses it, or a file cannot be read, and `MachineError` when it still fails
         after the last try.
         """
+        hide_secrets_of_client()
+        with _second_interrupt_kills(what):
+            return self._call(function, args, options, what)
+
+    def _call(self, function: Callable[..., T], args: tuple[Any, ...], options: dict[str, Any], what: str) -> T:
         from huggingface_hub import get_session
 
-        hide_secrets_of_client()
         for failures in range(1, self.max_retries + 2):
             try:
                 get_session().timeout = TIMEOUT  # the client has none; it makes a new session after some errors
@@ -81,11 +88,7 @@ class Retry:
             logger.warning(
                 f"{what}: {reason}. Waiting {_duration(seconds)}, then retry {failures} of {self.max_retries}"
             )
-            try:
-                time.sleep(seconds)
-            except KeyboardInterrupt:
-                logger.warning(f"{what}: stopped while waiting. {RESUMES}.")
-                raise
+            time.sleep(seconds)
         raise AssertionError("the last try returns or raises")
 
     def _seconds(self, failures: int, asked: float, status: int | None) -> float:
@@ -154,6 +157,28 @@ def hide_secrets_of_client() -> None:
     for handler in logging.getLogger("huggingface_hub").handlers:
         if _redact_record not in handler.filters:
             handler.addFilter(_redact_record)
+
+
+@contextmanager
+def _second_interrupt_kills(what: str) -> Iterator[None]:
+    """Ctrl-C ends a wait at once, but the client's threads finish the files that they send: a second one ends them too."""
+    own_thread = threading.current_thread() is threading.main_thread()
+    if not own_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        logger.warning(
+            f"{what}: stopping. {RESUMES}. Files that are being sent may be finished first; Ctrl-C ends that"
+        )
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _redact_record(record: logging.LogRecord) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from hashlib import sha256
 from types import SimpleNamespace
@@ -115,7 +116,7 @@ def test_a_refusal_is_not_tried_again(hub, folder, waits, status):
 
 def test_a_wait_says_what_and_how_long_and_ends_at_once(hub, folder, monkeypatch, caplog):
     def interrupt(_: float) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("megatron.hub.retry.time", SimpleNamespace(sleep=interrupt, time=time.time))
     monkeypatch.setattr("megatron.hub.retry.random", SimpleNamespace(uniform=lambda low, high: high))
@@ -125,6 +126,7 @@ def test_a_wait_says_what_and_how_long_and_ends_at_once(hub, folder, monkeypatch
     assert len(caplog.messages) == 2 and hub.count("repos/create") == 1
     assert all(fact in caplog.messages[0] for fact in (REPO, "503", "4 min 0 s", "retry 1 of 20"))
     assert "the same command" in caplog.messages[1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_new_repositories_are_private_and_old_ones_keep_their_visibility(hub, folder, caplog):
