@@ -49,7 +49,7 @@ class Retry:
     max_wait: float = 3600.0
 
     def __post_init__(self) -> None:
-        if self.max_retries < 0 or not 0 <= self.min_wait <= self.max_wait:
+        if self.max_retries < 0 or not 0 <= self.min_wait <= self.max_wait < 1e9:
             raise UserError(
                 "--max-retries must be at least 0, and --retry-min-wait between 0 and --retry-max-wait: "
                 f"{self.max_retries}, {self.min_wait:g} and {self.max_wait:g}"
@@ -161,7 +161,7 @@ def hide_secrets_of_client() -> None:
 
 @contextmanager
 def _second_interrupt_kills(what: str) -> Iterator[None]:
-    """Ctrl-C ends a wait at once, but the client's threads finish the files that they send: a second one ends them too."""
+    """Ctrl-C ends a wait at once, but the client's threads finish the files that they send: a second one ends those."""
     own_thread = threading.current_thread() is threading.main_thread()
     if not own_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -169,9 +169,7 @@ def _second_interrupt_kills(what: str) -> Iterator[None]:
 
     def stop(*_: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        logger.warning(
-            f"{what}: stopping. {RESUMES}. Files that are being sent may be finished first; Ctrl-C ends that"
-        )
+        logger.warning(f"{what}: stopping, when files on their way are sent; Ctrl-C again ends at once. {RESUMES}.")
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, stop)

@@ -26,7 +26,7 @@ from megatron.errors import DeepyError, MachineError, UserError, nearest, run_cl
 from megatron.hub.names import read_names
 from megatron.hub.publish import Options, Publication, check_experiments
 from megatron.hub.push import check_hub
-from megatron.hub.retry import Retry
+from megatron.hub.retry import retry_of
 from megatron.log import ProgressBar, configure, get_logger, result
 
 logger = get_logger(__name__)
@@ -222,7 +222,7 @@ def _options(given: argparse.Namespace) -> Options:
         raise UserError("--upload-neox-only and --skip-neox-upload leave nothing to upload")
     return Options(
         private=not given.public,
-        retry=Retry(given.max_retries, given.retry_min_wait, given.retry_max_wait),
+        retry=retry_of(given),
         delay=given.upload_delay,
         model=not given.upload_neox_only,
         raw=not given.skip_neox_upload,
@@ -241,7 +241,7 @@ def _options(given: argparse.Namespace) -> Options:
 
 def _flags(description: str | None, program: str) -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
     """The flags that both commands have; second: those that a job is passed."""
-    from megatron.convert.cli import add_precision
+    from megatron.convert.cli import add_precision, add_upload_flags
 
     flags = argparse.ArgumentParser(
         program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -254,9 +254,7 @@ def _flags(description: str | None, program: str) -> tuple[argparse.ArgumentPars
         metavar="SECONDS|random",
         help="wait before the first upload (0); random: up to 12 hours",
     )
-    flags.add_argument("--max-retries", type=int, default=20, help="of a call that the Hub refuses for now (20)")
-    flags.add_argument("--retry-min-wait", type=_seconds, default=120.0, metavar="SECONDS", help="before a retry (120)")
-    flags.add_argument("--retry-max-wait", type=_seconds, default=3600.0, metavar="SECONDS", help="likewise (3600)")
+    add_upload_flags(flags)
     flags.add_argument("--upload-neox-only", action="store_true", help="upload the raw checkpoint alone")
     flags.add_argument("--skip-neox-upload", action="store_true", help="do not upload the raw checkpoint")
     flags.add_argument(
@@ -277,7 +275,6 @@ def _flags(description: str | None, program: str) -> tuple[argparse.ArgumentPars
         "--output-dir", type=_path, metavar="FOLDER", help=f"for converted models ({CONVERTED} next to the run)"
     )
     flags.add_argument("--delete-local", action="store_true", help="delete the converted model once the Hub has it all")
-    flags.add_argument("--public", action="store_true", help="new repositories are public; default: private")
     flags.add_argument("--tokenizer", type=_path, metavar="PATH", help="a Hugging Face tokenizer to publish with it")
     flags.add_argument(
         "--names", type=_path, metavar="FILE", help=f"rules for names: a file, or one of {_known_names()}"

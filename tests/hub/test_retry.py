@@ -208,3 +208,9 @@ def test_tokens_and_signatures_are_in_no_message(hub, folder, waits, monkeypatch
 )
 def test_the_status_in_an_error_of_xet_decides(text, transient):
     assert is_transient(ConnectionError(f"Request error: HTTP status {text}, domain: https://cas/v1/x")) == transient
+
+
+@pytest.mark.parametrize("numbers", [(-1, 1, 2), (1, 3, 2), (1, -1, 2), (1, 1, float("inf")), (1, float("nan"), 2)])
+def test_numbers_that_cannot_be_are_refused(numbers):
+    with pytest.raises(UserError, match="--retry-min-wait"):
+        Retry(*numbers)
