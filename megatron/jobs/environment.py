@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -142,13 +144,34 @@ def training_lines(profile: ClusterProfile, env: Mapping[str, str], slurm: Slurm
 
 
 def nccl_lines(library: Path | None, what: str) -> Iterator[str]:
-    """Shell lines that have every program load this NCCL instead of another."""
+    """Shell lines that have every program load this NCCL; one that fails, where torch needs a newer one."""
     if library is None:
         logger.warning(f"no {_LIBRARY} was found ({what}): NCCL_LIBRARY and LD_PRELOAD are left as they are")
-        return
-    path = shlex.quote(str(library))
-    yield f"export NCCL_LIBRARY={path}"
-    yield f"export LD_PRELOAD={path}"
+    elif (problem := _torch_lacks(library)) is not None:
+        yield f"{{ echo {shlex.quote(f'error: {problem}')} >&2; (exit 2); }}"
+    else:
+        yield _export("NCCL_LIBRARY", str(library))
+        yield _export("LD_PRELOAD", str(library))
+
+
+def _torch_lacks(library: Path) -> str | None:
+    """Why torch cannot be imported with this NCCL; None when it can, and where there is no torch."""
+    command, env = [sys.executable, "-c", "import torch"], {**os.environ, "LD_PRELOAD": str(library)}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace", timeout=120)
+    except subprocess.TimeoutExpired:  # a slow file system; the run will tell
+        return None
+    return missing_symbol(done.stderr, str(library))
+
+
+def missing_symbol(output: str, library: str) -> str | None:
+    """What to do about an NCCL that is too old for torch, when a program has ended because of that."""
+    if (symbol := re.search(r"undefined symbol: (nccl\w+)", output)) is None:
+        return None
+    return (
+        f"the NCCL that is loaded ({library}) lacks {symbol[1]}, which this torch needs: load a newer module, or set "
+        "`nccl: wheel` in the profile of the cluster"
+    )
 
 
 def _wheel_library() -> Path | None:

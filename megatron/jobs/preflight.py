@@ -23,6 +23,7 @@ from megatron.cluster.launch import node_address
 from megatron.cluster.launchers import expand_nodelist
 from megatron.cluster.profile import ClusterProfile, Preflight
 from megatron.errors import LostRankError, StopRequested, UserError, run_cli
+from megatron.jobs.environment import missing_symbol
 from megatron.log import get_logger
 from megatron.signals import STOP_SIGNALS
 
@@ -202,11 +203,8 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 def _failure(output: str, hosts: Sequence[str], what: str) -> UserError | LostRankError:
     """What a failed measurement means."""
-    if symbol := re.search(r"undefined symbol: (nccl\w+)", output):
-        return UserError(
-            f"pre-flight: the NCCL that is loaded (LD_PRELOAD={os.environ.get('LD_PRELOAD', '')}) does not have "
-            f"{symbol[1]}, which this torch needs: load a newer module, or set `nccl: wheel` in the profile"
-        )
+    if (problem := missing_symbol(output, f"LD_PRELOAD={os.environ.get('LD_PRELOAD', '')}")) is not None:
+        return UserError(f"pre-flight: {problem}")
     if missing := re.search(r"NCCL WARN .*(?:network .* not found|initialize any NET plugin).*", output, re.IGNORECASE):
         return UserError(
             f"pre-flight: NCCL did not find its network: {missing[0].strip()}. Is the plug-in's module loaded, and "

@@ -16,6 +16,7 @@ from megatron.cluster.slurm import Slurm
 from megatron.errors import UserError
 from megatron.jobs.environment import (
     link_log,
+    nccl_lines,
     node_states,
     profile_lines,
     quote,
@@ -130,16 +131,29 @@ def test_the_nccl_of_the_module_and_of_the_wheel(tmp_path: Path, monkeypatch: py
     found = system_library({"LD_LIBRARY_PATH": paths, "NCCL_HOME": str(tmp_path / "module")})
     assert found == tmp_path / "module/lib/libnccl.so.2"
 
+    (tmp_path / "torch.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     names, env = ["NCCL_LIBRARY", "LD_PRELOAD"], {"HOME": str(tmp_path)}
     # LD_PRELOAD of an empty file is a warning of the loader, which the stand-in Python does not mind
     lines = list(profile_lines(profile_of(tmp_path, "nccl: system\n"), env))
-    got = variables_after(lines, names, LD_LIBRARY_PATH=paths)
+    got = variables_after(lines, names, LD_LIBRARY_PATH=paths, PYTHONPATH=str(tmp_path))
     assert got == dict.fromkeys(names, str(tmp_path / "other/libnccl.so.2"))
     monkeypatch.syspath_prepend(str(tmp_path / "v/site-packages"))
     lines = list(profile_lines(profile_of(tmp_path, "nccl: system\n"), env, "wheel"))  # --nccl wheel
     assert variables_after(lines, names) == dict.fromkeys(names, str(wheel))
     lines = list(profile_lines(profile_of(tmp_path, "gpu: H100\n"), env))
     assert variables_after(lines, names) == dict.fromkeys(names, "<unset>")
+
+
+def test_an_nccl_that_is_too_old_for_torch_ends_the_job_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "libnccl.so.2").touch()
+    fault = "/v/torch/lib/libtorch_cuda.so: undefined symbol: ncclCommShrink"
+    (tmp_path / "torch.py").write_text(f"raise ImportError({fault!r})\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    script = "set -eo pipefail\n" + "\n".join(nccl_lines(tmp_path / "libnccl.so.2", "")) + "\necho more"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2 and done.stdout == ""
+    assert all(part in done.stderr for part in ("libnccl.so.2", "ncclCommShrink", "nccl: wheel"))
 
 
 @pytest.mark.parametrize(
