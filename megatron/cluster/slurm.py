@@ -35,7 +35,14 @@ class Slurm:
         whole = [*self.prefix, shlex.join(command)] if self.prefix else list(command)
         try:
             done = subprocess.run(
-                whole, input=text, capture_output=True, text=True, timeout=self.seconds, env=self.env, check=False
+                whole,
+                input=text,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=self.seconds,
+                env=self.env,
+                check=False,
             )
         except subprocess.TimeoutExpired as error:
             raise SlurmError(f"`{shlex.join(whole)}` gave no answer within {self.seconds:g} s") from error

@@ -44,9 +44,11 @@ class Head:
 
     def send(self, source: Path, target: str, *options: str, seconds: float = 1800.0) -> None:
         """Put what is in the folder `source` into the folder `target` there. Raises `SlurmError`."""
-        remote = [] if self.alias is None else ["-e", shlex.join(self.ssh), "--protect-args"]
+        remote = [] if self.alias is None else ["-e", shlex.join(self.ssh)]
+        if remote and shlex.quote(target) != target:
+            remote.append("--protect-args")  # that of macOS does not know it
         place = target if self.alias is None else f"{self.alias}:{target}"
-        command = ["rsync", "-a", *remote, *options, "--", f"{source}/", f"{place}/"]
+        command = ["rsync", "-a", "--no-owner", "--no-group", *remote, *options, "--", f"{source}/", f"{place}/"]
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=False

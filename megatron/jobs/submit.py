@@ -12,6 +12,7 @@ waiting job will run does not change. Relative paths in a config are relative to
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import os
 import re
@@ -47,7 +48,7 @@ _NAME = re.compile(r"\w[\w.+-]*")
 def main(arguments: Sequence[str], env: Mapping[str, str], root: Path = ROOT) -> int:
     """The command line: returns 0, or raises `UserError` and `SlurmError`."""
     configure()
-    given, flags = _parse(arguments)
+    given, flags = _parse(arguments, env)
     extra = [word for text in given.extra for word in shlex.split(text)]
     if missing := [name for name in given.forward if not env.get(name)]:
         raise UserError(f"--forward {missing[0]}: this variable is not set here")
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str], env: Mapping[str, str], root: Path = ROOT) ->
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def _parse(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
     """The flags, and what comes after `--`: flags for sbatch."""
     own, flags = list(arguments), []
     if "--" in own:
@@ -105,7 +106,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     forward = "set this variable for the job as it is here, such as WANDB_API_KEY (default: none; may be repeated)"
     add("--forward", action="append", default=[], metavar="VARIABLE", help=forward)
     ssh = "ssh config to read instead of your own (default: $DEEPY_SSH_CONFIG)"
-    add("--ssh-config", metavar="FILE", default=os.environ.get("DEEPY_SSH_CONFIG"), help=ssh)
+    add("--ssh-config", metavar="FILE", default=env.get("DEEPY_SSH_CONFIG"), help=ssh)
     given = parser.parse_args(own)
     if not _NAME.fullmatch(given.experiment):
         parser.error(f"-e {given.experiment!r}: a name has letters, digits, `.`, `_`, `+` and `-` only")
@@ -277,16 +278,19 @@ def _submit(chosen: Candidate, plan: Plan) -> None:
     if output is not None:
         lines.append(f"mkdir -p {shlex.quote(os.path.dirname(output.removeprefix('--output=')))}")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in {**plan.exports, **plan.forwarded}.items()]
-    lines += [f"job=$({shlex.join(plan.command)} </dev/null)", 'job=$(echo "$job" | tail -n 1)', 'echo "$job"']
-    lines.append('scontrol --oneliner show job "${job%%;*}" </dev/null 2>/dev/null || true')
+    lines.append(f"{shlex.join(plan.command)} </dev/null")
     answer = chosen.head.run("\n".join(lines) + "\n", seconds=120.0)
-    notes, job, fields = _read_answer(answer)
-    for note in notes:
+    for note in re.findall(r"^note: (.*)$", answer, re.MULTILINE):
         logger.warning(f"{chosen.profile.name}: {note}")
-    if not job:
+    # A site's wrapper of sbatch may say more, or not know --parsable.
+    numbers = re.findall(r"^(?:Submitted batch job )?(\d+)(?:;.*)?$", answer, re.MULTILINE)
+    if not numbers:
         raise SlurmError(
             f"{plan.command[0]} on {chosen.profile.name} answered {answer!r} instead of the number of a job"
         )
+    job, fields = numbers[-1], {}
+    with contextlib.suppress(SlurmError):
+        fields = parse_fields(chosen.head.run(f"scontrol --oneliner show job {job} </dev/null"))
     result(f"submitted job {job} to {chosen.profile.name}")
     state, log = f"squeue --jobs={job}", f"tail -F {shlex.quote(fields.get('StdOut', ''))}"
     if chosen.head.alias is not None:
@@ -309,15 +313,6 @@ for source in "$home/$builders"/*.cpp; do
         cp -n "$builders/_$name".*.so "$home/$builders/" 2>/dev/null || true
     fi
 done"""
-
-
-def _read_answer(answer: str) -> tuple[list[str], str, dict[str, str]]:
-    """(notes, number of the job, fields of `scontrol show job`) from what `_submit`'s script prints."""
-    lines = answer.splitlines()
-    notes = [line.removeprefix("note: ") for line in lines if line.startswith("note: ")]
-    job = next((line.partition(";")[0] for line in lines if re.fullmatch(r"\d+(;.*)?", line)), "")
-    shown = next((line for line in lines if line.startswith("JobId=")), "")
-    return notes, job, parse_fields(shown) if shown else {}
 
 
 def _typed_here(chosen: Candidate, command: str) -> str:

@@ -221,6 +221,17 @@ def test_more_nodes_than_a_cluster_gives_a_job(site, capsys):
         site.submit("-n", "--", "--nodes=5")
 
 
+def test_a_site_s_own_command_instead_of_sbatch(site, capsys):
+    site.cluster("free", 1, IDLE, submit_command="site_sbatch --check")
+    program(site.folder / "slurm-bin", "site_sbatch", 'echo "checked: 100 ok"\necho "Submitted batch job 4712"')
+    site.submit()
+    assert "submitted job 4712 to free" in capsys.readouterr().out
+    assert site.calls("site_sbatch")[0].startswith("site_sbatch --check --parsable ")
+    program(site.folder / "slurm-bin", "site_sbatch", "echo no")
+    with pytest.raises(SlurmError, match=r"site_sbatch on free answered 'no"):
+        site.submit()
+
+
 def test_what_is_run_on_the_head(site, capsys):
     keys = {"partition": "main", "account": "a1", "gpus_per_node": 4, "nodes": {"debug": 2}, "exclude_nodes": ["n1"]}
     keys["folders"] = {"repo": "${HOME}/my deepy", "logs": "${HOME}/logs"}
@@ -269,12 +280,23 @@ def test_the_tree_is_that_of_the_commit_and_sent_once(site, capsys):
     site.git("add", ".gitignore")
     site.git("commit", "-q", "-m", "y")
     first = site.git("rev-parse", "HEAD")
+    builders = "megatron/data/index_builders"
+    for folder, same in ((site.root, "1"), (host / "my deepy", "2")):
+        (folder / builders).mkdir(parents=True)
+        (folder / builders / "a.cpp").write_text("the same")
+        (folder / builders / "b.cpp").write_text(same)
+    for name in ("_a.x.so", "_b.x.so"):
+        (host / "my deepy" / builders / name).write_text("compiled")
+    site.git("add", builders)
+    site.git("commit", "-q", "-m", "z")
+    first = site.git("rev-parse", "HEAD")
     (host / "my deepy/.venv/bin").mkdir(parents=True)
     site.submit()
     trees = host / "my deepy/commits"
     assert sorted(path.name for path in trees.iterdir()) == [first]
     files = {path.relative_to(trees / first).as_posix() for path in (trees / first).rglob("*") if path.is_file()}
-    assert files == {".commit", ".gitignore", "configs/base.yml", "pretrain_neox.sbatch"}
+    own = {f"{builders}/{name}" for name in ("a.cpp", "b.cpp", "_a.x.so")}  # what was compiled from the same source
+    assert files == {".commit", ".gitignore", "configs/base.yml", "pretrain_neox.sbatch"} | own
     assert (trees / first / ".commit").read_text().strip() == first and (trees / first / ".venv/bin").is_dir()
     sent = len(site.calls("rsync"))
     site.submit()
