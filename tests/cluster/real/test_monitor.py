@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -142,7 +143,7 @@ def test_waiting_for_iterations_survives_a_requeue(slurm: Cluster, submit: Calla
         finally:
             waiting.kill()
     assert waiting.returncode == 0, out + err
-    assert f"job {job} has trained 6 iterations" in out
+    assert re.fullmatch(rf"job {job} has trained [678] iterations .*\n", out)
     assert look(slurm, tmp_path, job)[job]["restarts"] == 1
 
 
