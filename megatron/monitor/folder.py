@@ -64,9 +64,11 @@ class RunFolder:
 
     @property
     def job_ids(self) -> list[str]:
-        """SLURM's jobs of this run, oldest first."""
+        """SLURM's jobs of this run, oldest first, with one that is to follow."""
         ids = [str(link["job_id"]) for link in self.links if link.get("job_id")]
-        return list(dict.fromkeys([*ids, str(self.status["job_id"])] if self.status.get("job_id") else ids))
+        ids += [str(self.status["job_id"])] if self.status.get("job_id") else []
+        following = str(self.links[-1].get("next")) if self.links else ""
+        return list(dict.fromkeys([*ids, *([following] if following.isdigit() else [])]))
 
 
 def number(value: Any) -> float | None:

@@ -220,9 +220,10 @@ def test_a_run_that_slurm_starts_again_is_waited_for(place: Place) -> None:
     row = row_of(folder, replace(RUNNING, state="TIMEOUT"))
     assert row.action == "wait" and "4011" in row.action_reason
     follower = replace(RUNNING, job_id="4011", raw_id="4011", state="PENDING", reason="Priority")
-    chain(folder, {"job_id": "4007", "started": 1.0, "next": "4011"}, {"job_id": "4011", "started": 2.0, "next": None})
     row = row_of(folder, replace(RUNNING, state="TIMEOUT"), follower)
-    assert (row.job_id, row.job_ids, row.restarts, row.action) == ("4011", ("4007", "4011"), 1, "wait")
+    assert (row.job_id, row.job_ids, row.state, row.action) == ("4011", ("4007", "4011"), "pending", "wait")
+    chain(folder, {"job_id": "4007", "started": 1.0, "next": "4011"}, {"job_id": "4011", "started": 2.0, "next": None})
+    assert row_of(folder, replace(RUNNING, state="TIMEOUT"), follower).restarts == 1
 
 
 def test_repeated_failures_are_for_a_person(place: Place) -> None:
@@ -266,6 +267,8 @@ def test_runs_without_slurm(place: Place) -> None:
 def test_a_run_that_was_stopped_on_request(place: Place) -> None:
     row = row_of(place("ended", state="ended", exit_code=3, step=6, reason="StopRequested: SIGTERM"))
     assert (row.state, kinds(row), row.action) == ("stopped", ["stopped"], "retry")
+    row = row_of(Path(row.run_folder), replace(RUNNING, state="CANCELLED"))  # by a person, who knows
+    assert (row.state, kinds(row), row.action) == ("stopped", ["cancelled"], None)
 
 
 @pytest.mark.parametrize(
