@@ -276,7 +276,7 @@ def _of_written_end(evidence: Evidence, in_slurm: bool) -> tuple[str, list[Probl
     if job is not None and job.state in ("OUT_OF_MEMORY", "NODE_FAIL", "PREEMPTED", "TIMEOUT", "CANCELLED"):
         kind = _BY_STATE[job.state]
         reason = f"SLURM ended it ({job.state}); {reason}"
-    if in_slurm and kind != "stopped" and (evidence.heartbeat_age or 0.0) > CLOCK_SECONDS:
+    if in_slurm and kind != "stopped":
         reason = f"SLURM says RUNNING, but the run has failed: {reason}"
     return state, [Problem(kind, reason)]
 

@@ -158,7 +158,7 @@ def _row(run: RunFolder | None, job: Job | None, logs: Mapping[str, JobLog], con
         loss=number(last.get("train/lm_loss")) if run is not None else (log.loss if log is not None else None),
         tokens_per_second=number(last.get("runtime/tokens_per_sec")),
         mfu=number(last.get("runtime/model_flops_utilization")),
-        eta_seconds=_eta(run, iteration, total) if verdict.state in LIVE and run is not None else None,
+        eta_seconds=_eta(run, iteration, total) if run is not None and verdict.state in LIVE[1:] else None,
         heartbeat=number(status.get("heartbeat")),
         heartbeat_age=evidence.heartbeat_age,
         activity=activity if isinstance(activity, str) else None,
