@@ -442,7 +442,17 @@ def test_a_cluster_without_ssh_gets_the_job_from_here(site, monkeypatch, capsys,
     assert site.calls("sbatch") == [f"sbatch --parsable {site.root}/pretrain_neox.sbatch {site.config}"]
     cwd, *variables = (site.folder / "home/job").read_text().splitlines()
     assert cwd == str(tmp_path) and "DEEPY_CLUSTER=here" in variables
-    (site.clusters / "here.yml").unlink()
+    (site.clusters / "here.yml").rename(tmp_path / "one.yml")
+    site.submit("--cluster", str(tmp_path / "one.yml"))
+    assert f"DEEPY_CLUSTER={tmp_path}/one.yml" in (site.folder / "home/job").read_text()
+    (tmp_path / "two.yml").write_text(yaml.safe_dump({"folders": {"repo": str(tmp_path / "repo")}}))
+    site.submit("--cluster", str(tmp_path / "two.yml"))
+    tree = tmp_path / "repo/commits" / site.git("rev-parse", "HEAD")
+    assert site.calls("sbatch")[-1] == f"sbatch --parsable {tree}/pretrain_neox.sbatch {tree}/configs/base.yml"
+    assert (tree / ".commit").is_file() and list((tmp_path / "repo/submissions").glob("*/clusters/two.yml"))
+    (tmp_path / "two.yml").write_text(yaml.safe_dump({"folders": {"repo": "repo"}}))
+    with pytest.raises(UserError, match=r"two\.yml: folders\.repo: repo"):
+        site.submit("--cluster", str(tmp_path / "two.yml"))
     site.submit()  # no profile is for this machine
     assert "DEEPY_CLUSTER=generic" in (site.folder / "home/job").read_text()
 
