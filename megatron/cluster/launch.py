@@ -189,15 +189,18 @@ def launch(user_script: str, args: NeoXArgs, placement: Placement, env: Mapping[
             stop_signal=launcher.stop_signal,
             stopped_code=launcher.stopped_code,
             failure_line=launcher.failure_line,
+            noted_line=launcher.noted_line,
             failure_signal=launcher.failure_signal,
             settle=launcher.settle,
             grace=launcher.grace,
             **stop_limits(args.values()),
         )
-        code = run_local(whole).code
-    if code > 128 and not launcher.waits and folder:
-        return await_end(code, folder, started)
-    return outcome(code, folder, started)
+        end = run_local(whole)
+    if end.noted:
+        end = end._replace(reason=f"{end.reason}; {end.noted[0]}")
+    if end.code > 128 and not launcher.waits and folder:
+        return await_end(end.code, folder, started)
+    return outcome(end.code, folder, started, end if launcher.waits else None)
 
 
 def _log_folder(args: NeoXArgs) -> Path | None:

@@ -142,6 +142,10 @@ def slurm_command(job: MultiNodeJob) -> list[str]:
     return [*command, "--kill-on-bad-exit=1", "--export=ALL", *_rank_command(job)]
 
 
+# `srun: error: node3: task 5: Killed`, `srun: error: node[1-2]: tasks 0-7: Exited with exit code 5`
+SRUN_TASK_LINE = re.compile(rb"^srun: error: \S+: tasks? \S+: ")
+
+
 @dataclass(frozen=True)
 class Launcher:
     """One launcher: its program, its command line, and how it behaves when a job is to end (all measured)."""
@@ -155,6 +159,8 @@ class Launcher:
     stopped_code: int | None = None
     failure_line: re.Pattern[bytes] | None = None
     """What it prints about a host that failed while it waits for the others."""
+    noted_line: re.Pattern[bytes] | None = None
+    """What it prints about a rank that failed: the reason in `status.json` of a run that could not write its own."""
     failure_signal: int | None = None
     """What then makes it stop waiting, `settle` seconds later; None: `stop_signal`."""
     settle: float = 1.0
@@ -177,6 +183,7 @@ LAUNCHERS: dict[str, Launcher] = {
     "slurm": Launcher(
         *("srun", slurm_command, signal.SIGUSR1),
         failure_line=re.compile(rb"^srun: error: \S+: tasks? \S+: Exited with exit code (\d+)"),
+        noted_line=SRUN_TASK_LINE,
         failure_signal=signal.SIGTERM,
         settle=30.0,
         grace=90.0,

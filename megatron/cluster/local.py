@@ -413,8 +413,11 @@ def _code(rank: _Rank) -> int:
 
 
 def exit_code(code: int) -> int:
-    """A rank's return code in terms of the table: a signal is a lost rank, a number of its own is 1."""
-    if code < 0:
+    """A rank's return code in terms of the table: a signal is a lost rank, a number of its own is 1.
+
+    Other launchers and shells write signal N as 128 + N.
+    """
+    if code < 0 or code - 128 in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
         return LostRankError.exit_code
     return code if code in _TABLE else 1
 

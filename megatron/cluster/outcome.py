@@ -14,10 +14,11 @@ from megatron.log import get_logger
 logger = get_logger(__name__)
 
 
-def outcome(code: int, run_folder: Path | None, since: float) -> int:
+def outcome(code: int, run_folder: Path | None, since: float, end: JobEnd | None = None) -> int:
     """The exit code of a job that another launcher ended with `code`: the run's own, if it wrote one.
 
-    mpirun, srun and torchrun turn most failures into 1; `status.json` keeps the code of the table.
+    mpirun, srun and torchrun turn most failures into 1; `status.json` keeps the code of the table. `end` is what is
+    written there when rank 0 was killed before it could write its own; None: ranks may still run.
     """
     status = StatusFile(run_folder).read(since) if run_folder else None
     if code == 0 or status is None:
@@ -29,6 +30,8 @@ def outcome(code: int, run_folder: Path | None, since: float) -> int:
         )
         return exit_code(own)
     logger.error(f"{run_folder}/status.json: last heartbeat at step {status.get('step')} ({status.get('state')})")
+    if end is not None and run_folder is not None:
+        record_end(run_folder, since, end)
     return code
 
 

@@ -19,7 +19,7 @@ from megatron import log
 from megatron.checkpoint.find import list_checkpoints
 from megatron.cluster.command_line import parse_launcher_command_line
 from megatron.cluster.devices import end_of_job
-from megatron.cluster.launchers import expand_nodelist
+from megatron.cluster.launchers import SRUN_TASK_LINE, expand_nodelist
 from megatron.cluster.local import JobEnd, LocalJob, run_local
 from megatron.cluster.profile import find_profile
 from megatron.cluster.slurm import Slurm, SlurmError
@@ -37,8 +37,6 @@ from megatron.signals import STOP_SIGNALS, raise_stop_requests
 logger = get_logger(__name__)
 
 HOME = Path(__file__).resolve().parents[2]
-# `srun: error: node3: task 5: Killed`, `srun: error: node[1-2]: tasks 0-7: Exited with exit code 5`
-_TASK_LINE = re.compile(rb"^srun: error: \S+: tasks? \S+: ")
 _NAMED_RANK = re.compile(r"\bno progress for \d+ s: rank (\d+) of \d+ does not ")  # training/watchdog.py
 
 
@@ -258,7 +256,7 @@ def _refuse(chain: Chain, job: Job) -> int | None:
 
 def _train(arguments: Sequence[str], env: Mapping[str, str]) -> JobEnd:
     command = [sys.executable, "-u", str(HOME / "deepy.py"), str(HOME / "train.py"), *arguments, "launcher=slurm"]
-    return run_local(LocalJob(command, [env], name="deepy.py", noted_line=_TASK_LINE))
+    return run_local(LocalJob(command, [env], name="deepy.py", noted_line=SRUN_TASK_LINE))
 
 
 def main() -> int:

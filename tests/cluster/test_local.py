@@ -408,3 +408,4 @@ def test_rank_environment_respects_what_the_user_set() -> None:
 
 def test_exit_code_table() -> None:
     assert [exit_code(code) for code in (0, 1, 2, 3, 4, 5, 6, 7, 255, -9, -11)] == [0, 1, 2, 3, 4, 5, 6, 1, 1, 5, 5]
+    assert [exit_code(128 + number) for number in (9, 15, 11)] == [5, 5, 5]  # as srun and shells put it

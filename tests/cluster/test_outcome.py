@@ -42,6 +42,15 @@ def test_without_an_account_of_this_job_the_launcher_s_code_stands(tmp_path: Pat
     assert StatusFile(tmp_path).read() is None
 
 
+def test_when_rank_0_was_killed_the_launcher_s_account_is_kept(tmp_path: Path) -> None:
+    since = write(tmp_path, state="running", step=3, reason=None, exit_code=None)
+    end = JobEnd(5, "srun failed: exit code 137")
+    assert outcome(5, tmp_path, since) == 5 and status(tmp_path)[0] == "running"  # its ranks may still run
+    assert outcome(5, tmp_path, since, end) == 5 and status(tmp_path) == ("failed", 3, 5, end.reason)
+    since = write(tmp_path, state="failed", step=7, reason="NumericsError: nan", exit_code=4)
+    assert outcome(5, tmp_path, since, end) == 4 and status(tmp_path) == ("failed", 7, 4, "NumericsError: nan")
+
+
 def test_a_stopped_run_is_waited_for_until_it_says_how_it_ended(tmp_path: Path) -> None:
     since = write(tmp_path, state="saving", step=3)
     end = threading.Timer(1.0, lambda: write(tmp_path, state="ended", step=3, reason="stopped", exit_code=3))
