@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, is_dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from megatron.errors import UserError, nearest
 from megatron.neox_arguments.keys import Entry
@@ -268,12 +268,12 @@ def _typed(value: Any, wanted: Any, name: str, lines: Mapping[str, str]) -> Any:
             raise UserError(f"{where}: {value!r} is not one of {', '.join(inner)}")
         return value
     if is_dataclass(wanted) and isinstance(value, dict):
-        hints = get_type_hints(wanted)
+        kind, hints = cast(Any, wanted), get_type_hints(wanted)
         for key in value:
             if key not in hints:
                 raise UserError(f"{lines[f'{name}.{key}']}: {name} has no key {key}.{nearest(str(key), list(hints))}")
         given = {key: one for key, one in value.items() if one is not None}
-        return wanted(**{key: _typed(one, hints[key], f"{name}.{key}", lines) for key, one in given.items()})
+        return kind(**{key: _typed(one, hints[key], f"{name}.{key}", lines) for key, one in given.items()})
     if origin is tuple and isinstance(value, (list, str)):
         items = [value] if isinstance(value, str) else value
         return tuple(_typed(item, inner[0], name, lines) for item in items)

@@ -125,7 +125,7 @@ def training_lines(profile: ClusterProfile, env: Mapping[str, str], slurm: Slurm
     job, ranks = env["SLURM_JOB_ID"], ranks_of(env, profile)
     total = ranks.nodes * ranks.per_node
     # srun reads these: --exclusive brings GPUs to a job, but to its steps only where they ask
-    values = {"SLURM_NTASKS": total, "SLURM_NPROCS": total, "SLURM_NTASKS_PER_NODE": ranks.per_node}
+    values: dict[str, object] = {"SLURM_NTASKS": total, "SLURM_NPROCS": total, "SLURM_NTASKS_PER_NODE": ranks.per_node}
     values |= {"SLURM_TASKS_PER_NODE": f"{ranks.per_node}(x{ranks.nodes})"}
     values |= {"SLURM_GPUS_PER_NODE": ranks.gpus} if ranks.gpus and "SLURM_GPUS_PER_NODE" not in env else {}
     values |= {"MASTER_PORT": job_port(job)} if not env.get("MASTER_PORT") else {}

@@ -81,8 +81,11 @@ def test_deepy_is_found(submit: Submit, tmp_path: Path) -> None:
     assert done.returncode == 2 and "none.yml" in done.stderr  # so Deepy was found
     done = submit(script, "none.yml", **lost, DEEPY_HOME=str(tmp_path / "dee py"))
     assert done.returncode == 2 and "none.yml" in done.stderr
+    (tmp_path / "bin/scontrol").write_text("#!/bin/sh\nexit 1\n")  # no answer
+    done = submit(script, "none.yml", DEEPY_HOME=str(tmp_path / "dee py"))
+    assert done.returncode == 2 and "none.yml" in done.stderr
     done = submit(script, "none.yml", **lost)
-    assert done.returncode == 2 and "DEEPY_HOME" in done.stderr and str(tmp_path) in done.stderr
+    assert done.returncode == 2 and "DEEPY_HOME" in done.stderr and f"{tmp_path}/my runs" in done.stderr
 
 
 def test_what_is_missing_is_reported(submit: Submit, tmp_path: Path) -> None:
