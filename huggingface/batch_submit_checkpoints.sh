@@ -3,7 +3,7 @@
 #     huggingface/batch_submit_checkpoints.sh EXPERIMENT [ORG] [--help]
 set -euo pipefail
 
-root=$(cd "$(dirname "$0")/.." && pwd)
+root=$(cd "$(dirname "$(readlink -f "$0")")/.." && pwd)
 python=$(command -v python3)
 if [ -x "$root/.venv/bin/python" ]; then
     python=$root/.venv/bin/python

@@ -59,6 +59,10 @@ INSTEAD = {
     r"python -m megatron\.jobs\.environment --cluster NAME": ("{words[0]} {words[1]} {words[2]}", "a name"),
     r"python -m megatron\.neox_arguments\.docs": DOCS,
     r"python tools/ckpts/upload\.py .*": ("{words[0]} {words[1]} --help", "the Hub; tests/hub/test_push.py has one"),
+    r"(python huggingface/upload_checkpoint\.py|bash huggingface/batch_\w+\.sh) (my-run|EXP) .*": (
+        "{words[0]} {words[1]} checkpoints/tiny my-org --dry-run",
+        "the Hub; tests/hub/test_upload_checkpoint.py and tests/jobs/test_publishing.py have one",
+    ),
     r"python tools/bench/\w+\.py": BENCH,
     r"python tools/bench/train_step\.py --shape long .*": BENCH,
     r"(?s)(HF_HUB_OFFLINE=1 )?python prepare_hf_dataset\.py --dataset (owner|Salesforce|HuggingFaceTB)/.*": NETWORK,

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -50,6 +50,7 @@ class Options:
         model, raw: whether to publish the Hugging Face folder, and the raw checkpoint.
         skip_complete: leave what the Hub has completely as it is, without converting anything.
         tasks: of lm-evaluation-harness, to evaluate the Hugging Face folder; () evaluates nothing.
+        wandb: `project` and `entity` that the harness logs to; {} logs nowhere.
         delete_local: remove the converted folder when the Hub has all of it.
     """
 
@@ -62,6 +63,7 @@ class Options:
     tasks: tuple[str, ...] = ()
     task_include_path: str | None = None
     eval_batch_size: str = "8"
+    wandb: Mapping[str, str | None] = field(default_factory=dict)
     delete_local: bool = False
     tokenizer: str | None = None
     architecture: str | None = None
@@ -266,6 +268,9 @@ class Publication:
             command += ["--output_path", scratch]
             if self.options.task_include_path:
                 command += ["--include_path", self.options.task_include_path]
+            if self.options.wandb:
+                named = {**self.options.wandb, "name": f"{self.experiment}_{self.revision}"}
+                command += ["--wandb_args", ",".join(f"{key}={value}" for key, value in named.items() if value)]
             logger.info(f"evaluating {', '.join(self.options.tasks)} on {self.folder}")
             done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False)
             found = sorted(Path(scratch).rglob("*.json"))

@@ -230,6 +230,7 @@ def _options(given: argparse.Namespace) -> Options:
         tasks=tuple(task for task in given.eval_tasks.split(",") if task) if given.eval else (),
         task_include_path=given.task_include_path,
         eval_batch_size=given.eval_batch_size,
+        wandb={"project": given.wandb_project, "entity": given.wandb_entity} if given.wandb_project else {},
         delete_local=given.delete_local,
         tokenizer=given.tokenizer,
         architecture=given.architecture,
@@ -258,6 +259,9 @@ def _flags(description: str | None, program: str) -> tuple[argparse.ArgumentPars
     flags.add_argument("--upload-neox-only", action="store_true", help="upload the raw checkpoint alone")
     flags.add_argument("--skip-neox-upload", action="store_true", help="do not upload the raw checkpoint")
     flags.add_argument(
+        "--upload-neox", dest="skip_neox_upload", action="store_false", default=False, help="upload it (the default)"
+    )
+    flags.add_argument(
         "--skip-if-exists", action="store_true", help="do nothing where the Hub has all files, judged by their hashes"
     )
     flags.add_argument("--eval", action="store_true", help="evaluate the converted model, after it was uploaded")
@@ -265,6 +269,8 @@ def _flags(description: str | None, program: str) -> tuple[argparse.ArgumentPars
     flags.add_argument("--eval-tasks", default=TASKS, metavar="TASK,TASK", help=f"of lm-evaluation-harness ({TASKS})")
     flags.add_argument("--task-include-path", type=_path, metavar="FOLDER", help="with tasks of your own")
     flags.add_argument("--eval-batch-size", default="8", metavar="N", help="8; auto: as many as fit")
+    flags.add_argument("--wandb-project", metavar="NAME", help="log the evaluation to this project of W&B")
+    flags.add_argument("--wandb-entity", metavar="NAME", help="its team or user")
     flags.add_argument(
         "--checkpoints-base-dir",
         type=_path,
