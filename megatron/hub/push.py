@@ -10,12 +10,15 @@ import hashlib
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from megatron.errors import MachineError, UserError
 from megatron.hub.retry import RESUMES, Retry, first_line, retry_of
 from megatron.log import ProgressBar, get_logger
 from megatron.tokenizer.hub import require_hub
+
+if TYPE_CHECKING:
+    from huggingface_hub import RepoFile
 
 logger = get_logger(__name__)
 
@@ -138,29 +141,25 @@ def verify_remote(
 
     there = (retry or Retry()).call(listing, what=f"listing the files of {repo}")
     files = local_files(folder, allow)
-    wrong = []
-    with ProgressBar(
-        f"comparing {folder} with {repo}", sum(path.stat().st_size for path in files.values()), "B"
-    ) as bar:
-        for name, path in files.items():
-            entry, size = there.get(name), path.stat().st_size
-            if entry is None or entry.size != size:
-                wrong.append(name)
-            elif entry.lfs is not None:
-                if _hash(path, hashlib.sha256(), bar) != entry.lfs.sha256:
-                    wrong.append(name)
-            elif _hash(path, hashlib.sha1(b"blob %d\0" % size), bar) != entry.blob_id:
-                wrong.append(name)
-    return wrong
+    total = sum(path.stat().st_size for path in files.values())
+    with ProgressBar(f"comparing {folder} with {repo}", total, "B") as bar:
+        return [name for name, path in files.items() if not _is_same(path, there.get(name), bar)]
 
 
-def _hash(path: Path, digest: Any, report: Callable[[int], None]) -> str:
-    """Of the content of a file, after what `digest` has; read in pieces."""
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            report(len(chunk))
-    return digest.hexdigest()
+def _is_same(path: Path, entry: RepoFile | None, report: Callable[[int], None]) -> bool:
+    """Whether a file has the size and the hash of the Hub's; it is read in pieces, which are reported."""
+    try:
+        size = path.stat().st_size
+        if entry is None or entry.size != size:
+            return False
+        digest = hashlib.sha1(b"blob %d\0" % size) if entry.lfs is None else hashlib.sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+                report(len(chunk))
+    except FileNotFoundError:  # deleted meanwhile
+        return False
+    return digest.hexdigest() == (entry.blob_id if entry.lfs is None else entry.lfs.sha256)
 
 
 def local_files(folder: Path, allow: Sequence[str] | None = None) -> dict[str, Path]:

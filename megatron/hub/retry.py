@@ -12,6 +12,7 @@ import logging
 import random
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -61,7 +62,7 @@ class Retry:
         Raises `UserError` when the Hub refuses it, or a file cannot be read, and `MachineError` when it still fails
         after the last try.
         """
-        hide_secrets_of_client()
+        prepare_client()
         with _second_interrupt_kills(what):
             return self._call(function, args, options, what)
 
@@ -152,8 +153,11 @@ def redact(text: str) -> str:
     return hide_secrets(text.replace(token, "***") if token else text)
 
 
-def hide_secrets_of_client() -> None:
-    """The client's own warnings quote addresses with signatures: have them redacted too."""
+def prepare_client() -> None:
+    """Redact the client's own warnings, which quote addresses with signatures; have it log how far a folder is where it
+    draws no bar."""
+    if not sys.stderr.isatty():
+        logging.getLogger("huggingface_hub._upload_pipeline").setLevel(logging.INFO)  # two lines a minute
     for handler in logging.getLogger("huggingface_hub").handlers:
         if _redact_record not in handler.filters:
             handler.addFilter(_redact_record)
