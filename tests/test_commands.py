@@ -72,6 +72,10 @@ INSTEAD = {
         "python deepy.py eval.py -d configs run.yml --eval_tasks my_tasks/ one_more.yml --dry-run",
         "step 1000; tests/inference/test_cli.py evaluates tasks in files",
     ),
+    r"python -m megatron\.jobs\.evaluation .*": (
+        "python -m megatron.jobs.evaluation --help",
+        "eval_tasks; tests/callbacks/test_evaluation_jobs.py evaluates",
+    ),
     r"torchrun --nproc_per_node 4 generate\.py .*": (
         "torchrun --nproc_per_node 1 {words[3]} run.yml",
         "train.py has four ranks",

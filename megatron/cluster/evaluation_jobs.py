@@ -38,9 +38,10 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "slurm" / "evaluate.sbatch"
 SUBMITTED, RECORDED, FAILED, SKIPPED = "submitted", "recorded", "failed", "skipped"
 
-# Of the training job, and not of one that it submits: rank variables, and what SLURM set for it.
+# Of the training job, and not of one that it submits: rank variables, what SLURM set for it, the process that W&B left
+# the address of in our environment.
 _OF_THIS_JOB = re.compile(
-    r"(SLURM|SLURMD|PMI|PMIX|OMPI|TORCHELASTIC)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|DS_ACCELERATOR$"
+    r"(SLURM|SLURMD|PMI|PMIX|OMPI|TORCHELASTIC)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|DS_ACCELERATOR$|WANDB_SERVICE$"
 )
 _DEVICES = re.compile(r"(CUDA|ROCR|HIP)_VISIBLE_DEVICES$|GPU_DEVICE_ORDINAL$")
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")

@@ -25,7 +25,7 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.lock import is_held
 from megatron.cluster.evaluation_jobs import FAILED, ROOT, SUBMITTED, Evaluation, Evaluations, environment_of_evaluation
 from megatron.data.tokens.cache_lock import hold_lock
-from megatron.errors import DeepyError, StopRequested, UserError, run_cli
+from megatron.errors import StopRequested, UserError, run_cli
 from megatron.log import get_logger
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
@@ -126,8 +126,8 @@ def _trackers(config: Path, folder: Path) -> list[Tracker]:
     context = RunContext(args, ParallelState.single("cpu"), 0, folder)
     try:
         return [one for one in build_callbacks(context, Tracker) if isinstance(one, Tracker)]
-    except DeepyError as error:
-        logger.warning(f"only metrics.jsonl gets the results now: {error}")
+    except Exception as error:  # of a tracker's package and its server
+        logger.warning(f"only metrics.jsonl gets the results now: {type(error).__name__}: {error}")
         return [MetricsFile(folder / "metrics.jsonl")]
 
 

@@ -24,7 +24,7 @@ from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.callback import Callback
-from tests.callbacks.fakes import args_of, trainer_of
+from tests.callbacks.fakes import args_of, trainer_of, wandb_rows
 from tests.inference.local_tasks import write_task
 
 pytestmark = pytest.mark.cpu
@@ -245,11 +245,12 @@ def test_the_environment_of_a_job_that_is_submitted() -> None:
         "SLURM_CONF": "/c",
         "SBATCH_ACCOUNT": "lab",
         "LOCAL_RANK": "1",
+        "WANDB_SERVICE": "/tmp/socket",
         "CUDA_VISIBLE_DEVICES": "3",
     }
     of_slurm = environment_of_evaluation({**env, "HF_TOKEN": "t"}, of_slurm=True)
     assert {"SLURM_CONF", "SBATCH_ACCOUNT", "HF_TOKEN"} <= of_slurm.keys()
-    assert not {"SLURM_NTASKS", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"} & of_slurm.keys()
+    assert not {"SLURM_NTASKS", "LOCAL_RANK", "WANDB_SERVICE", "CUDA_VISIBLE_DEVICES"} & of_slurm.keys()
     assert environment_of_evaluation(env, of_slurm=False)["CUDA_VISIBLE_DEVICES"] == "3"
 
 
@@ -276,6 +277,7 @@ RUN = {
     "eval_tasks_path": ["tasks"],
     "keep_last_n_checkpoints": 1,
     "tensorboard_dir": "tb",
+    "use_wandb": True,
 }
 
 
@@ -291,6 +293,7 @@ def test_a_real_run_is_evaluated_beside_and_after_it_with_the_scores_of_eval(tmp
     (tmp_path / "run.yml").write_text(yaml.safe_dump(RUN))
     drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in drop} | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     command = [sys.executable, str(ROOT / "deepy.py")]
     done = subprocess.run(
         [*command, str(ROOT / "train.py"), "run.yml"],
@@ -317,6 +320,8 @@ def test_a_real_run_is_evaluated_beside_and_after_it_with_the_scores_of_eval(tmp
     events = EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert {event.step: event.value for event in events.Scalars(name)} == pytest.approx(found)
+    rows = [row for record in run.glob("wandb/offline-run-*/run-*.wandb") for row in wandb_rows(record)]
+    assert {row["evaluated_iteration"]: row[name] for row in rows if name in row} == found
     asked = [
         *command,
         str(ROOT / "eval.py"),
@@ -324,6 +329,7 @@ def test_a_real_run_is_evaluated_beside_and_after_it_with_the_scores_of_eval(tmp
         "iteration=4",
         "eval_results_prefix=by_hand",
         "tensorboard_dir=null",
+        "use_wandb=false",
     ]
     done = subprocess.run(asked, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
