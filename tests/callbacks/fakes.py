@@ -122,6 +122,8 @@ def wandb_rows(record: Path) -> list[dict[str, Any]]:
             at += left
             continue
         size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        if at + 7 + size > len(content):
+            break  # it is being written
         whole += content[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # complete; 2 and 3 are parts of what 4 ends

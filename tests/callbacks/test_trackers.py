@@ -247,7 +247,10 @@ def test_wandb_has_late_results_at_their_own_step_and_loses_none(monkeypatch, tm
     tracker.write_late({"eval_tasks/a_acc": 0.75}, 20)
     tracker.close()
     (record,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    rows = wandb_rows(record)
+    deadline = time.monotonic() + 60  # W&B's own process writes the file, and may come to it late
+    while len(rows := wandb_rows(record)) < 5:
+        assert time.monotonic() < deadline, rows
+        time.sleep(0.1)
     assert [(row["_step"], row["train/lm_loss"]) for row in rows if "train/lm_loss" in row] == [
         (10, 3.0),
         (20, 2.0),
