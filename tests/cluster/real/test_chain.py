@@ -37,21 +37,24 @@ keep_last_n_checkpoints: 2
 plugins: [faults.py]
 callbacks: {{slow_steps: true}}
 """
-# Steps of a quarter second, so that a fault meets a run that trains; and ranks that fail when they start.
+# Steps of a quarter second, so that a fault meets a run that trains.
 FAULTS = """\
-import os, sys, time
+import os, time
 from megatron.callbacks import CALLBACKS
 from megatron.training.callback import Callback
-
-if os.path.exists("fail") and "SLURM_STEP_ID" in os.environ:
-    sys.stderr.write("a fault of the test\\n")
-    os._exit(1)
 
 @CALLBACKS.register("slow_steps", phase="measure")
 class SlowSteps(Callback):
     def before_step(self, trainer):
         if os.path.exists("slow"):
             time.sleep(0.25)
+"""
+# Ranks that fail before they have imported anything.
+FAILING_RANKS = """\
+import os
+if "SLURM_STEP_ID" in os.environ:
+    os.write(2, b"a fault of the test\\n")
+    os._exit(1)
 """
 RESOURCES = ("--ntasks-per-node=1", "--gpus-per-node=0", "--exclusive", "--time=10")
 
@@ -69,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def submit(cluster: Cluster, folder: Path, *flags: str, config: str = "log_interval=1") -> str:
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables = {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     return cluster.submit(*RESOURCES, *flags, SCRIPT, "run.yml", config, folder=folder, **variables)
 
 
@@ -152,7 +155,7 @@ def restart(slurm: Cluster, job: str, folder: Path, number: int, log: Path) -> N
 
 def test_a_crash_loop_ends_after_three_jobs_and_leaves_the_node(slurm: Cluster, folder: Path) -> None:
     """A job that may not be requeued has successors with its flags."""
-    (folder / "fail").touch()
+    (folder / "sitecustomize.py").write_text(FAILING_RANKS)
     first = submit(slurm, folder, "--no-requeue", "--nodes=1", "--exclude=a2,a3")
     second = await_link(folder, 1, folder / f"neox-training-{first}.out", "next")["next"]
     third = await_link(folder, 2, folder / f"neox-training-{second}.out", "next")["next"]
