@@ -68,12 +68,13 @@ def persist(call: Callable[[], T], waits: Sequence[float] = _WAITS) -> T:
 def await_ranks(slurm: Slurm, job: str, restart: int, seconds: float = 600.0) -> dict[str, str]:
     """SLURM's fields of the job when none of its ranks run any more: a requeue would kill one that saves.
 
-    Gives up waiting after `seconds`, and when SLURM has requeued the job, restarted `restart` times when it began.
+    Gives up waiting after `seconds`, and when SLURM has requeued the job, restarted `restart` times when it began, or
+    ends it at its time limit: then only its `KillWait` is left, and a requeue does not shorten that.
     """
     deadline, said = time.monotonic() + seconds, False
     while True:
         fields = persist(lambda: slurm.job(job))
-        if standing_of(fields, restart) is Standing.REQUEUED:
+        if standing_of(fields, restart) in (Standing.REQUEUED, Standing.TIME_LIMIT):
             return fields
         listed = persist(lambda: slurm.run("squeue", "--steps", "--noheader", "--jobs", job, "--format=%i"))
         running = [step for step in listed.split() if step.rpartition(".")[2].isdigit()]

@@ -6,12 +6,14 @@ whether another job follows (`chain.py`). Outside of a SLURM job it only trains.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from megatron.cluster.local import JobEnd, LocalJob, run_local
 from megatron.cluster.profile import find_profile
 from megatron.cluster.slurm import Slurm, SlurmError
 from megatron.cluster.status import StatusFile, run_folder, slurm_job
-from megatron.errors import DeepyError, StopRequested, UserError, run_cli
+from megatron.errors import DeepyError, LostRankError, StopRequested, UserError, run_cli
 from megatron.jobs import preflight
 from megatron.jobs.chain import MOST_FAILURES, MOST_LINKS, REQUEUE, STOP, Chain, Decision, Standing, decide, standing_of
 from megatron.jobs.next_job import await_ranks, can_requeue, persist, requeue, resubmit
@@ -210,7 +212,8 @@ def run(arguments: Sequence[str], env: Mapping[str, str]) -> int:
         preflight.check(profile, env)
         adapted = job_overrides(line.paths, line.overrides, profile, env, first_job=chain.first_job)
         env = {**with_end_time(env, slurm), "SLURM_JOB_CHAIN_COUNT": str(count)}
-        end = _train([*arguments, *adapted], env)
+        with _guard(job, chain, env):
+            end = _train([*arguments, *adapted], env)
     except DeepyError as error:  # before the run had begun
         if not isinstance(error, StopRequested):
             logger.error(f"error: {error}")
@@ -236,6 +239,32 @@ def _job(
     failures = max(1, _number(env, "MAX_JOB_FAILURES", MOST_FAILURES))
     restart = slurm_job()["restart"]
     return Job(env["SLURM_JOB_ID"], restart, folder, save, slurm, arguments, env, most, failures, submit_command)
+
+
+@contextlib.contextmanager
+def _guard(job: Job | None, chain: Chain, env: Mapping[str, str]) -> Iterator[None]:
+    """While the run lasts: when SLURM ends it at its time limit, because it hangs or saves for too long, another job
+    follows all the same. SLURM leaves the seconds of `KillWait` for that."""
+    until, over = end_of_job(env), threading.Event()
+    if job is None or until is None:
+        yield
+        return
+
+    def watch() -> None:
+        over.wait(max(0.0, until - time.time()))
+        while not over.wait(1.0):  # SLURM looks at limits every half minute, and may grant minutes
+            with contextlib.suppress(SlurmError):
+                if standing_of(job.slurm.job(job.id), job.restart) is Standing.TIME_LIMIT:
+                    job.end(chain, JobEnd(LostRankError.exit_code, "SLURM ends the run at its time limit"))
+                    return
+
+    thread = threading.Thread(target=watch, name="time-limit", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _refuse(chain: Chain, job: Job) -> int | None:

@@ -34,7 +34,10 @@ save: run
 # Answers with the text in a file of its name, and notes how it was called.
 TOOL = """#!/bin/sh
 printf '%s' "$(basename "$0")" >> "{0}/calls"; printf ' %s' "$@" >> "{0}/calls"; echo >> "{0}/calls"
-case "$*" in *"show job"*) cat "{0}/job"; exit;; esac
+case "$*" in
+*"show job"*) cat "{0}/job"; exit;;
+requeue*) sed -i 's/Restarts=0/Restarts=1/' "{0}/job";;
+esac
 test ! -f "{0}/$(basename "$0")" || cat "{0}/$(basename "$0")"
 """
 RUN = """
@@ -44,10 +47,14 @@ with open("seen.json", "w") as file:
     json.dump(dict(os.environ), file)
 if os.path.exists("says"):
     sys.stderr.write(open("says").read())
+if os.path.exists("waits_for"):
+    import time
+    while open("waits_for").read() not in open("calls").read():
+        time.sleep(0.05)
 sys.exit(int(open("code").read()))
 """
 JOB = (
-    "JobId=77 JobName=neox-training JobState={state} Reason=None Requeue={requeue} Restarts={restarts} "
+    "JobId=77 JobName=neox-training JobState={state} Reason={reason} Requeue={requeue} Restarts={restarts} "
     "EndTime=2026-11-29T10:00:00 PreemptTime=None TimeLimit=01:00:00 ExcNodeList=(null) NumNodes=2"
 )
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_TASKS_PER_NODE": "2(x2)"}
@@ -71,13 +78,13 @@ class Bed:
         monkeypatch.chdir(folder)
 
     def run(self, code: int, *arguments: str, requeue: int = 1, state: str = "RUNNING", restarts: int = 0,
-            now: int | None = None, **variables: str) -> int:  # fmt: skip
+            now: int | None = None, reason: str = "None", **variables: str) -> int:  # fmt: skip
         """`restarts`: of the job when it begins, `now`: when it ends."""
         (self.folder / "calls").write_text("")
         (self.folder / "seen.json").unlink(missing_ok=True)
         (self.folder / "code").write_text(str(code))
         shown = restarts if now is None else now
-        (self.folder / "job").write_text(JOB.format(state=state, requeue=requeue, restarts=shown) + "\n")
+        (self.folder / "job").write_text(JOB.format(state=state, requeue=requeue, restarts=shown, reason=reason) + "\n")
         self._patch.setenv("SLURM_RESTART_COUNT", str(restarts))
         env = {**os.environ, **SLURM, **variables}
         return training.run(["run.yml", *arguments], env)
@@ -138,6 +145,14 @@ def test_all_jobs_of_a_chain_have_one_name_in_trackers(bed: Bed, capfd: pytest.C
     assert capfd.readouterr().out.count("wandb_run_name=e_generic_77") == 2
 
 
+def test_a_run_that_outlives_its_time_limit_is_requeued_before_slurm_kills_it(bed: Bed) -> None:
+    (bed.folder / "waits_for").write_text("scontrol requeue 77")
+    at_limit = {"state": "COMPLETING", "reason": "TimeLimit", "SLURM_JOB_END_TIME": str(int(time.time()))}
+    assert bed.run(5, **at_limit) == 5
+    assert bed.calls == ["scontrol requeue 77"]
+    assert (bed.chain.links[-1].code, bed.chain.links[-1].next) == (5, "requeue")
+
+
 @pytest.mark.parametrize("code", [0, 2, 4, 6])
 def test_no_job_follows_these_codes(bed: Bed, code: int) -> None:
     assert bed.run(code) == code
@@ -169,7 +184,7 @@ def test_a_stop_file_ends_the_chain(bed: Bed) -> None:
 def test_without_a_chain_a_job_only_trains(bed: Bed, variables: dict[str, str]) -> None:
     env = {name: value for name, value in {**SLURM, **variables}.items() if value}
     (bed.folder / "code").write_text("3")
-    (bed.folder / "job").write_text(JOB.format(state="RUNNING", requeue=1, restarts=0))
+    (bed.folder / "job").write_text(JOB.format(state="RUNNING", requeue=1, restarts=0, reason="None"))
     assert training.run(["run.yml"], {**os.environ, **env}) == 3
     assert not (bed.folder / "run").exists()
 
