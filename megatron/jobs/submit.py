@@ -42,7 +42,7 @@ def main(arguments: Sequence[str], env: Mapping[str, str], root: Path = ROOT) ->
     """The command line: returns 0, or raises `UserError` and `SlurmError`."""
     configure()
     given, flags = _parse(arguments, env)
-    extra = [word for text in given.extra for word in shlex.split(text)]
+    extra = [word for text in given.extra for word in _words(text)]
     if missing := [name for name in given.forward if not env.get(name)]:
         raise UserError(f"--forward {missing[0]}: this variable is not set here")
     for secret in find_secrets("\n".join(flags)):
@@ -106,6 +106,14 @@ def _parse(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[argparse.N
     if not _NAME.fullmatch(given.experiment):
         parser.error(f"-e {given.experiment!r}: a name has letters, digits, `.`, `_`, `+` and `-` only")
     return given, flags
+
+
+def _words(text: str) -> list[str]:
+    """The words of `-x`, as a shell would split them."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"-x {text!r}: {error}") from error
 
 
 def _choose(asked: Sequence[Candidate]) -> Candidate:

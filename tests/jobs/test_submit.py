@@ -400,6 +400,7 @@ def test_a_secret_in_flags_or_in_a_change_is_refused_without_being_shown(site):
     [
         (["-x", "hiden_size=4"], "hidden_size"),
         (["-x", "train_batch_size=7"], "7 is not a multiple of"),
+        (["-x", "save='a b"], "closing quotation"),
         (["--cluster", "fre"], "free"),
         (["--kind", "posttrain"], "posttrain"),
     ],
