@@ -51,7 +51,7 @@ INSTEAD = {
         "SLURM; tests/monitor and tests/cluster/real type them",
     ),
     r"python slurm/monitor\.py runs/small --json": ("mkdir -p runs/small && {}", "a run folder"),
-    r"(MAX_JOB_CHAINS=5 )?sbatch .*": (NOTHING, "SLURM; tests/cluster runs the scripts"),
+    r"(\w+=\S+ )?sbatch .*": (NOTHING, "SLURM; tests/cluster runs the scripts"),
     r"python slurm/submit\.py .*": (
         "python slurm/submit.py --help",
         "ssh to clusters; tests/jobs/test_submit.py submits",
