@@ -205,7 +205,8 @@ def _print_usage(given: argparse.Namespace, slurm: Slurm, me: str) -> int:
         found["cluster"] = use.to_json()
         lines += cluster_lines(use)
     if given.usage is not None:
-        start, end = [*given.usage, *("now-30days", "now")[len(given.usage) :]]
+        dates: list[str] = given.usage
+        start, end = [*dates, *("now-30days", "now")[len(dates) :]]
         usage = read_usage(slurm, user, start, end)
         found["usage"] = usage.to_json()
         lines += [*([""] if lines else []), *usage_lines(usage)]

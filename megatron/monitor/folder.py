@@ -41,6 +41,7 @@ class RunFolder:
         written: when it was last replaced, by the clock of the file system (seconds since 1970).
         lines: the training lines at the end of `metrics.jsonl` that belong to this start of the run, oldest first.
         scores: of evaluations, by name.
+        evaluations: iteration -> state of its evaluation by a job of its own (`eval_results/jobs.json`).
         links: the starts of the run's jobs, oldest first, from `chain.json`.
         in_a_row: how many of them, the last ones, failed or came no further, from there too.
         damage: what cannot be read, as `file: why`.
@@ -51,6 +52,7 @@ class RunFolder:
     written: float | None = None
     lines: tuple[Mapping[str, Any], ...] = ()
     scores: Mapping[str, Score] = field(default_factory=dict)
+    evaluations: Mapping[int, str] = field(default_factory=dict)
     links: tuple[Mapping[str, Any], ...] = ()
     in_a_row: int = 0
     damage: tuple[str, ...] = ()
@@ -65,10 +67,9 @@ class RunFolder:
     @property
     def job_ids(self) -> list[str]:
         """SLURM's jobs of this run, oldest first, with one that is to follow."""
-        ids = [str(link["job_id"]) for link in self.links if link.get("job_id")]
-        ids += [str(self.status["job_id"])] if self.status.get("job_id") else []
-        following = str(self.links[-1].get("next")) if self.links else ""
-        return list(dict.fromkeys([*ids, *([following] if following.isdigit() else [])]))
+        named = [link.get("job_id") for link in self.links] + [self.status.get("job_id")]
+        named += [self.links[-1].get("next")] if self.links else []
+        return list(dict.fromkeys(str(one) for one in named if str(one).replace("_", "").isdigit()))
 
 
 def number(value: Any) -> float | None:
@@ -103,10 +104,16 @@ def read_folder(path: Path, brief_before: float = 0.0) -> RunFolder:
         written,
         lines,
         scores,
+        _evaluations(_read(path / "eval_results/jobs.json", damage).get("jobs")),
         tuple(link for link in links if isinstance(link, dict)) if isinstance(links, list) else (),
         whole(chain.get("in_a_row")) or 0,
         tuple(damage),
     )
+
+
+def _evaluations(jobs: Any) -> dict[int, str]:
+    entries = jobs.items() if isinstance(jobs, dict) else ()
+    return {int(step): str(one.get("state")) for step, one in entries if step.isdigit() and isinstance(one, dict)}
 
 
 def _read(path: Path, damage: list[str]) -> dict[str, Any]:
@@ -147,13 +154,15 @@ def _read_metrics(
         size *= 8
     entries = list(_parse(whole_lines, damage))
     training = [one for one in entries if "train/lm_loss" in one]
-    scores = {
-        name: Score(value, whole(one.get("step")))
-        for one in entries
-        if "train/lm_loss" not in one
-        for name, entry in one.items()
-        if "/" in name and (value := number(entry)) is not None
-    }
+    scores: dict[str, Score] = {}
+    for one in entries:
+        step = whole(one.get("step"))
+        for name, entry in one.items() if "train/lm_loss" not in one else ():
+            known = scores.get(name)
+            # An evaluation by a job of its own comes later than others of its step.
+            newer = known is None or (step or 0) >= (known.iteration or 0)
+            if "/" in name and newer and (value := number(entry)) is not None:
+                scores[name] = Score(value, step)
     return tuple(one for one in training if (number(one.get("time")) or 0.0) >= started), scores
 
 

@@ -56,6 +56,7 @@ def read_log(path: Path) -> JobLog | None:
     after = tail[since:].splitlines()[-_LINES:]
     errors = [line.strip() for line in after if _ERROR.match(line)]
     named = [line for line in errors if "Traceback" not in line]
+    error = (named or errors)[-1:]
     step = steps[-1] if steps else None
     return JobLog(
         path,
@@ -64,7 +65,7 @@ def read_log(path: Path) -> JobLog | None:
         int(step[1]) if step else None,
         int(step[2]) if step else None,
         float(step[3]) if step and re.fullmatch(r"[\d.]+(E[+-]?\d+)?", step[3]) else None,
-        (named or errors or [None])[-1],
+        error[0] if error else None,
         next((line.strip() for line in after if OUT_OF_MEMORY.search(line)), None),
         any("Running evaluation harness" in line for line in after),
     )

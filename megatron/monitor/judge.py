@@ -38,6 +38,7 @@ ACTIONS = {
     "stopped": RETRY,
     "lost": RETRY,
     "cancelled": None,
+    "evaluation_failed": WAIT,
     "skipped_steps": WAIT,
     "older_status": WAIT,
     "clock": WAIT,
@@ -155,6 +156,9 @@ def judge(evidence: Evidence) -> Verdict:
         state, problems = "unknown", []
     if run is not None:
         problems += [Problem("damaged_file", text) for text in run.damage]
+        failed = [str(step) for step, one in sorted(run.evaluations.items()) if one == "failed"]
+        if failed:
+            problems.append(Problem("evaluation_failed", f"evaluations that failed: iterations {', '.join(failed)}"))
         if run.in_a_row >= REPEATED and state not in ("done", "training", "evaluation", "checkpoint"):
             text = f"{run.in_a_row} starts in a row failed or came no further"
             problems.append(Problem("repeated_failures", text))

@@ -47,6 +47,7 @@ class Row:
     heartbeat: float | None
     heartbeat_age: float | None
     activity: str | None
+    evaluating: tuple[int, ...]
     scores: Mapping[str, Score]
     problems: tuple[Problem, ...]
     action: str | None
@@ -162,6 +163,7 @@ def _row(run: RunFolder | None, job: Job | None, logs: Mapping[str, JobLog], con
         heartbeat=number(status.get("heartbeat")),
         heartbeat_age=evidence.heartbeat_age,
         activity=activity if isinstance(activity, str) else None,
+        evaluating=_evaluating(run, activity, iteration),
         scores=run.scores if run is not None else {},
         problems=verdict.problems,
         action=verdict.action,
@@ -179,6 +181,12 @@ def _job_ids(run: RunFolder | None, job: Job | None) -> tuple[str, ...]:
     """SLURM_JOB_ID of all jobs of the run, as far as they are known, and the present one as users write it."""
     known = run.job_ids if run is not None else []
     return tuple(dict.fromkeys([*known, job.raw_id, job.job_id] if job is not None else known))
+
+
+def _evaluating(run: RunFolder | None, activity: object, iteration: int | None) -> tuple[int, ...]:
+    """The iterations that are being evaluated: by the run itself, and by jobs whose results are not recorded yet."""
+    steps = {step for step, one in run.evaluations.items() if one == "submitted"} if run is not None else set()
+    return tuple(sorted(steps | ({iteration} if activity == "evaluation" and iteration is not None else set())))
 
 
 def _restarts(run: RunFolder | None, job: Job | None) -> int:

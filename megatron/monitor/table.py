@@ -47,7 +47,8 @@ def _name(row: Row) -> str:
 
 def _scores(row: Row) -> str:
     shown = [f"{name.removesuffix('/lm_loss')} {score.value:.4g}" for name, score in row.scores.items() if _tells(name)]
-    return ", ".join(shown[-3:])
+    running = [f"evaluating {', '.join(map(str, row.evaluating))}"] if row.evaluating else []
+    return ", ".join([*running, *shown[-3:]])
 
 
 def _tells(name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.table import Table
+from rich.text import Text
 
 from megatron.monitor.table import plain_lines
 from megatron.monitor.usage import ClusterUse, Pool, Share, Usage
@@ -79,10 +80,10 @@ def usage_lines(usage: Usage) -> list[str]:
             *(_table(["", title, "GPU hours", "GPU days", "of all"], rows) if rows else [f"no {title} has any"]),
         ]
     if usage.user in usage.users:
-        hours, place = usage.users[usage.user], list(usage.users).index(usage.user) + 1
+        mine, place = usage.users[usage.user], list(usage.users).index(usage.user) + 1
         lines += [
             "",
-            f"{usage.user}: {hours:,.0f} GPU hours ({hours / 24:,.1f} days), place {place} of {len(usage.users)}",
+            f"{usage.user}: {mine:,.0f} GPU hours ({mine / 24:,.1f} days), place {place} of {len(usage.users)}",
         ]
     reported = usage.utilization.get("reported", 0.0)
     if reported:
@@ -104,5 +105,5 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]
         numeric = number > 0 and all(str(row[number])[:1].isdigit() and "/" not in str(row[number]) for row in rows)
         table.add_column(title, justify="right" if numeric else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(*(Text(str(one)) for one in row))
     return plain_lines(table)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.cluster.evaluation_jobs import Evaluation, Evaluations
 from megatron.cluster.status import StatusFile
 from megatron.errors import LostRankError, MachineError, NumericsError, UserError
-from megatron.monitor.folder import read_folder
+from megatron.monitor.folder import Score, read_folder
 from megatron.monitor.rows import Context, Row, make_rows
 from megatron.monitor.slurm_jobs import Job
 from tests.monitor.runs import change
@@ -280,15 +281,31 @@ def test_a_run_that_was_stopped_on_request(place: Place) -> None:
         ("metrics.jsonl", "\0" * 3000 + "\n", True),
         ("metrics.jsonl", '{"step": "x", "time": null, "train/lm_loss": "y", "train/nan": "z"}\n[]\n7\n', True),
         ("chain.json", '{"links": {"job_id": 3}, "in_a_row": "many"}', False),
+        ("eval_results/jobs.json", '{"jobs": {"x": 3, "4": [], "5": {"state": []}}}', False),
+        ("eval_results/jobs.json", "{", True),
         ("chain.json", '{"links": [7, {"job_id": null}]', True),
     ],
 )
 def test_damaged_files_are_a_row_with_a_problem(place: Place, name: str, content: str, damaged: bool) -> None:
     folder = place("running", age=2)
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text(content)
     row = row_of(folder)
-    assert any(one.kind == "damaged_file" and name in one.text for one in row.problems) == damaged
+    assert any(one.kind == "damaged_file" and Path(name).name in one.text for one in row.problems) == damaged
     json.dumps(row.to_json(), allow_nan=False)
+
+
+def test_evaluations_by_the_run_and_by_jobs_of_their_own(place: Place) -> None:
+    folder = place("running", age=2, activity="evaluation")
+    (folder / "eval_results").mkdir()
+    with Evaluations(folder).change() as jobs:
+        jobs |= {2: Evaluation("recorded"), 4: Evaluation("submitted", "4008"), 3: Evaluation("failed", "4006")}
+    with (folder / "metrics.jsonl").open("a") as file:  # that of the fifth came first
+        file.writelines(json.dumps({"step": step, "eval_tasks/acc": step / 10}) + "\n" for step in (5, 2))
+    row = row_of(folder, RUNNING)
+    assert (row.state, row.evaluating) == ("evaluation", (4, 7))
+    assert row.scores["eval_tasks/acc"] == Score(0.5, 5)
+    assert (kinds(row), row.action) == (["evaluation_failed"], "wait") and "iterations 3" in row.action_reason
 
 
 def test_a_line_that_is_being_written_is_not_damage(place: Place) -> None:

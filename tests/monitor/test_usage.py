@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron.cluster.slurm import Slurm
+from megatron.monitor.cli import main
 from megatron.monitor.usage import Share, read_cluster, read_usage
+from megatron.monitor.usage_text import cluster_lines
 from tests.monitor.slurm_texts import install
 
 pytestmark = pytest.mark.cpu
@@ -83,3 +85,12 @@ def test_the_commands_that_users_of_neox_type(slurm: Slurm, tmp_path: Path) -> N
     both = json.loads(typed(f"{sys.executable} {ROOT}/slurm/monitor.py --cluster --usage --json", tmp_path))
     assert both["cluster"]["running"]["me"] == {"nodes": 2, "gpus": 8, "jobs": 1}
     assert both["usage"]["users"] == {"you": 3000.0, "me": 1010.0}
+
+
+def test_names_that_look_like_markup(slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job may be called anything."""
+    text = (Path(__file__).parent / "slurm/squeue.txt").read_text().replace(";held;", ";[bold]x[/y];")
+    install(tmp_path / "bin", {"squeue": text})
+    assert "[bold]x[/y]" in "\n".join(cluster_lines(read_cluster(slurm, "me")))
+    assert main(["--user", "me"], {}) == 0
+    assert "[bold]x[/y]" in capsys.readouterr().out
