@@ -121,13 +121,11 @@ def is_transient(error: BaseException) -> bool:
 
 def asked_wait(error: BaseException) -> float:
     """Seconds that the Hub wants to pass before the next call; 0 when it does not say."""
-    from huggingface_hub.utils import parse_ratelimit_headers
-
     response = _response(error)
     if response is None:
         return 0.0
-    limit = parse_ratelimit_headers(response.headers)
-    waits = [float(limit.reset_in_seconds)] if limit is not None and limit.remaining == 0 else []
+    limit = re.search(r"\br=0\b.*?\bt=(\d+)", response.headers.get("ratelimit", ""))  # "api";r=0;t=55
+    waits = [] if limit is None else [float(limit[1])]
     after = response.headers.get("Retry-After", "").strip()
     if after.isdigit():
         waits.append(float(after))
@@ -140,9 +138,10 @@ def asked_wait(error: BaseException) -> float:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a client says, without the full stop and without secrets."""
-    lines = [line for line in redact(str(error)).splitlines() if line.strip()]
-    return lines[0].strip().rstrip(".:") if lines else type(error).__name__
+    """What an error of a client says, and the server behind it, without the full stop and without secrets."""
+    texts = [str(error), *(text for each in _chain(error) if (text := getattr(each, "server_message", None)))]
+    lines = [next((line.strip().rstrip(".:") for line in text.splitlines() if line.strip()), "") for text in texts]
+    return redact(": ".join(dict.fromkeys(line for line in lines if line))) or type(error).__name__
 
 
 def redact(text: str) -> str:
@@ -217,7 +216,7 @@ def _advice(error: BaseException) -> str:
     """What to do about an error that stays."""
     return {
         401: "The token is wrong or missing: `hf auth login`, or set HF_TOKEN",
-        403: "The token may not do that: it needs the right to write to this repository",
+        403: "The token needs the right to write to this repository, and private storage has a limit",
         404: "There is no such repository or revision, or the token may not see it",
     }.get(_status(error) or 0, "Nothing local was changed") + "."
 

@@ -47,6 +47,7 @@ def test_a_command_that_exports_pushes_too(tmp_path):
         assert done.stdout.splitlines()[-1] == f"{hub.endpoint}/me/tiny-llama"
         made = {path.name: path.read_bytes() for path in (tmp_path / "tiny-llama").iterdir()}
         assert hub.models["me/tiny-llama"].branches["main"] == made and "model.safetensors" in made
+        assert hub.models["me/tiny-llama"].private
     # What would fail after the work fails before it.
     environment = {"HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1", "HF_HOME": str(tmp_path / "home")}
     done = run(environment, "tools/ckpts/convert_neox_to_hf.py", *flags[:3], tmp_path / "other", "--push-to-hub", "a/b")

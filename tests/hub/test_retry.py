@@ -201,6 +201,7 @@ def test_tokens_and_signatures_are_in_no_message(hub, folder, waits, monkeypatch
     text = f"{caplog.text}{refused.value}"
     assert hub.count("X-Amz-Signature=0123") >= 8 and "/_lfs/" in text and "Forbidden" in text
     assert "0123456789abcdef" not in text and TOKEN not in text
+    assert "may not write" in str(refused.value)  # what the Hub says
 
 
 @pytest.mark.parametrize(
