@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.monitor.folder import read_end
+from megatron.monitor.folder import number, read_end
 
 _BYTES = 256 * 1024
 _LINES = 100  # at the end
-_STARTS = re.compile(r"run .+ starts at iteration \d+ of .+, save: (.+)$", re.MULTILINE)
-_STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+).*?lm_loss:\s*([0-9.E+-]+|nan|inf)")
+_STARTS = re.compile(r"run .+ starts at iteration (\d+) of .+, save: (.+)$", re.MULTILINE)
+_STEP = re.compile(r"iteration\s+(\d+)/\s*(\d+).*?lm_loss:\s*([0-9.E+-]+|NAN|-?INF)\b")
 _ERROR = re.compile(r"^(?:\[rank \d+\] )?(?:Traceback \(most recent call last\)|error: |\w*(?:Error|Exception): )")
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|oom[-_ ]kill|OOM Killed", re.IGNORECASE)
 
@@ -23,7 +23,8 @@ class JobLog:
     Attributes:
         modified: when it was last written to (seconds since 1970).
         save: the run folder, as the run names it at its start.
-        iteration, total, loss: of the last training line, None without one.
+        start: the iteration where it starts.
+        iteration, total, loss: of the last training line of this start; None without one (loss: or not finite).
         error: the last line after it that names an error.
         out_of_memory: the line after it that says so.
         evaluates: whether an evaluation harness was started after it.
@@ -32,6 +33,7 @@ class JobLog:
     path: Path
     modified: float
     save: str | None = None
+    start: int | None = None
     iteration: int | None = None
     total: int | None = None
     loss: float | None = None
@@ -49,10 +51,12 @@ def read_log(path: Path) -> JobLog | None:
         tail = read_end(path, _BYTES)[0].decode(errors="replace")
     except OSError:
         return None
-    saved = _STARTS.findall(tail) or _STARTS.findall(head)
-    steps = list(_STEP.finditer(tail))
+    starts = list(_STARTS.finditer(tail))
+    said = starts[-1:] or list(_STARTS.finditer(head))[-1:]
+    save = said[0][2].strip() if said else "nothing is stored"
+    steps = list(_STEP.finditer(tail, starts[-1].end() if starts else 0))
     # A traceback of the start before does not count: logs of a job that SLURM restarts are continued.
-    since = max([match.end() for match in (*steps[-1:], *list(_STARTS.finditer(tail))[-1:])], default=0)
+    since = max([match.end() for match in (*steps[-1:], *starts[-1:])], default=0)
     after = tail[since:].splitlines()[-_LINES:]
     errors = [line.strip() for line in after if _ERROR.match(line)]
     named = [line for line in errors if "Traceback" not in line]
@@ -61,11 +65,19 @@ def read_log(path: Path) -> JobLog | None:
     return JobLog(
         path,
         modified,
-        saved[-1].strip() if saved and not saved[-1].startswith("nothing is stored") else None,
+        None if save == "nothing is stored" else save,
+        int(said[0][1]) if said else None,
         int(step[1]) if step else None,
         int(step[2]) if step else None,
-        float(step[3]) if step and re.fullmatch(r"[\d.]+(E[+-]?\d+)?", step[3]) else None,
+        number(_float(step[3])) if step else None,
         error[0] if error else None,
         next((line.strip() for line in after if OUT_OF_MEMORY.search(line)), None),
         any("Running evaluation harness" in line for line in after),
     )
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

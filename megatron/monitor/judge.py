@@ -213,6 +213,8 @@ def _of_running(evidence: Evidence) -> tuple[str, list[Problem]]:
         problems.append(Problem(crash.kind, f"SLURM says RUNNING, but its log ends with: {crash.text}"))
     elif log is not None and quiet > STALE_SECONDS and not log.evaluates and _trains(job, log):
         problems.append(Problem("stale", f"its log is {minutes(quiet)} old"))
+    if log is not None and log.iteration is not None and log.loss is None and run is None:
+        problems.append(Problem("nan", f"the loss in its log is not finite at iteration {log.iteration}"))
     if run is not None and run.status:
         known = run.status.get("job_id")
         began = "" if job.start is None else f", {minutes(max(0.0, evidence.now - job.start))} after its start"
@@ -229,7 +231,7 @@ def _of_running(evidence: Evidence) -> tuple[str, list[Problem]]:
 
 def _trains(job: Job, log: JobLog | None) -> bool:
     """Whether a job of which no run is known is a training, and not something else that SLURM runs."""
-    return job.name.startswith("neox-training") or (log is not None and (log.save or log.iteration) is not None)
+    return job.name.startswith("neox-training") or (log is not None and log.start is not None)
 
 
 def _of_status(evidence: Evidence) -> tuple[str, list[Problem]]:

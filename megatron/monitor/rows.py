@@ -131,8 +131,9 @@ def _row(run: RunFolder | None, job: Job | None, logs: Mapping[str, JobLog], con
     last: Mapping[str, Any] = run.lines[-1] if run is not None and run.lines else {}
     steps = [step for step in (whole(status.get("step")), whole(last.get("step"))) if step is not None]
     iteration, total = max(steps, default=None), whole(status.get("train_iters"))
-    if run is None and log is not None:
-        iteration, total = log.iteration, log.total
+    start = _first_step(status) if evidence.own_status else None
+    if run is None and log is not None:  # a run that stores nothing
+        iteration, total, start = log.iteration, log.total, None if log.iteration is None else log.start
     activity = status.get("activity") if verdict.state in LIVE and evidence.own_status else None
     if log is not None and log.evaluates and verdict.state == "evaluation":
         activity = "evaluation"
@@ -155,7 +156,7 @@ def _row(run: RunFolder | None, job: Job | None, logs: Mapping[str, JobLog], con
         state=verdict.state,
         iteration=iteration,
         train_iters=total,
-        start_iteration=_first_step(status) if evidence.own_status else None,
+        start_iteration=start,
         loss=number(last.get("train/lm_loss")) if run is not None else (log.loss if log is not None else None),
         tokens_per_second=number(last.get("runtime/tokens_per_sec")),
         mfu=number(last.get("runtime/model_flops_utilization")),

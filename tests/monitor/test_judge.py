@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -96,6 +97,24 @@ def test_a_traceback_at_the_end_of_the_log(place: Place) -> None:
     folder = place("running", "again", age=120)  # SLURM has started it again since
     text = folder.with_suffix(".out").read_text()
     assert kinds(row_of(folder, logged(folder, more=trace + text, age=110))) == []
+
+
+def test_a_run_without_a_folder_is_known_by_its_log(place: Place, tmp_path: Path) -> None:
+    log = place("running").with_suffix(".out")
+    text = log.read_text()
+    text = re.sub("save: .*", "save: nothing is stored", text).replace("starts at iteration 0", "starts at iteration 3")
+    log.write_text(text)
+    job = replace(RUNNING, output=str(log), name="mine")
+    row = row_of(None, job)
+    assert (row.state, row.iteration, row.train_iters, row.loss, row.start_iteration) == ("training", 7, 10, 2.0, 3)
+    assert row.run_folder is None and row.action == "wait"
+    log.write_text(re.sub("lm_loss: 2.0*E.00", "lm_loss: NAN", text))
+    row = row_of(None, job)
+    assert (row.loss, kinds(row), row.action) == (None, ["nan"], "escalate")
+    log.write_text(text + text.splitlines()[0])  # started again
+    assert (row_of(None, job).iteration, row_of(None, job).start_iteration) == (None, None)
+    os.utime(log, (0, time.time() - 700))
+    assert kinds(row_of(None, job)) == ["stale"]
 
 
 def test_out_of_memory_in_the_log(place: Place) -> None:
