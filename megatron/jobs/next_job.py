@@ -94,9 +94,13 @@ def can_requeue(job: Mapping[str, str]) -> bool:
     return job.get("Requeue", "0") == "1"
 
 
-def requeue(slurm: Slurm, job: str, fields: Mapping[str, str], exclude: Sequence[str]) -> None:
-    """Requeue this job, without the nodes in `exclude`. From then on SLURM ends our processes. Raises `SlurmError`."""
-    slurm.run("scontrol", "requeue", job)
+def requeue(slurm: Slurm, job: str, restart: int, fields: Mapping[str, str], exclude: Sequence[str]) -> None:
+    """Requeue this job, without the nodes in `exclude`. From then on SLURM ends our processes.
+
+    Called again after an answer of SLURM was lost, it does what is left: a job is requeued once. Raises `SlurmError`.
+    """
+    if standing_of(slurm.job(job), restart) is not Standing.REQUEUED:
+        slurm.run("scontrol", "requeue", job)
     if exclude:  # SLURM takes that for pending jobs only, which this one now is
         nodes = ",".join([*_exclusions(fields), *exclude])
         try:
@@ -116,9 +120,13 @@ def resubmit(
     """Submit this job's script again, to start when this job has ended; returns the number of the new job.
 
     `env`: of this job, with what the next one is to have besides. The script is SLURM's copy of it, kept in `folder`:
-    the user's file may have changed. Raises `SlurmError`.
+    the user's file may have changed. A job of the same name that waits for the end of this one is that job already: an
+    answer of SLURM may have been lost. Raises `SlurmError`.
     """
     job, slurm = fields["JobId"], Slurm(env=environment_for_next(env))
+    for row in slurm.queue("--me"):
+        if row["name"] == fields["JobName"] and re.search(rf"\bafterany:{job}\b", row["dependency"]):
+            return row["raw_id"]
     script = folder / SCRIPT
     write_atomically(script, slurm.run("scontrol", "write", "batch_script", job, "-"))
     flags = [*flags_of(fields, env, exclude), f"--dependency=afterany:{job}"]

@@ -126,7 +126,7 @@ class Job:
             chain.end(next=REQUEUE).write(self.folder)  # before: afterwards SLURM ends this process
             logger.info(f"{text}: job {self.id} is requeued")
             try:
-                persist(lambda: requeue(self.slurm, self.id, fields, exclude))
+                persist(lambda: requeue(self.slurm, self.id, self.restart, fields, exclude))
                 return
             except SlurmError as error:
                 failed = error

@@ -111,21 +111,34 @@ def test_ranks_that_still_run_are_waited_for(slept: list[float]) -> None:
 
 
 def test_a_requeued_job_is_pending_before_its_nodes_are_excluded() -> None:
-    slurm = Recorded()
-    requeue(slurm, "5012", parse_fields(SHOWN), ["a1"])
-    assert slurm.asked == [
-        ("scontrol", "requeue", "5012"),
-        ("scontrol", "update", "JobId=5012", "ExcNodeList=a[7-8],a1"),
-    ]
-    slurm = Recorded()
-    requeue(slurm, "5012", parse_fields(SHOWN), [])
-    assert slurm.asked == [("scontrol", "requeue", "5012")]
+    shown, again = ("scontrol", "--oneliner", "show", "job", "5012"), ("scontrol", "requeue", "5012")
+    slurm = Recorded(scontrol=[SHOWN, ""])
+    requeue(slurm, "5012", 0, parse_fields(SHOWN), ["a1"])
+    assert slurm.asked == [shown, again, ("scontrol", "update", "JobId=5012", "ExcNodeList=a[7-8],a1")]
+    slurm = Recorded(scontrol=[SHOWN, ""])
+    requeue(slurm, "5012", 0, parse_fields(SHOWN), [])
+    assert slurm.asked == [shown, again]
+
+
+def test_a_lost_answer_makes_no_second_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = SlurmError("gave no answer within 15 s")
+    slurm = Recorded(scontrol=[SHOWN, lost, SHOWN.replace("Restarts=0", "Restarts=1")])
+    persist(lambda: requeue(slurm, "5012", 0, parse_fields(SHOWN), []))
+    assert [command[1] for command in slurm.asked] == ["--oneliner", "requeue", "--oneliner"]
+    slurm = Recorded(sbatch=[lost])
+    rows = [[], [{"name": "evaluation", "dependency": "afterany:5012(unfulfilled)", "raw_id": "5013"}]]
+    rows += [[*rows[1], {"name": "neox-training", "dependency": "afterany:5012(unfulfilled)", "raw_id": "5014"}]]
+    slurm.__dict__["queue"] = lambda *arguments: rows.pop(0)
+    monkeypatch.setattr(next_job, "Slurm", lambda env: slurm)
+    assert persist(lambda: resubmit({}, parse_fields(SHOWN), [], tmp_path, [])) == "5014"
+    assert [command[0] for command in slurm.asked].count("sbatch") == 2
 
 
 def test_a_successor_has_slurms_copy_of_the_script_and_waits_for_this_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm = Recorded(scontrol=["#!/bin/sh\n"], sbatch=["5013;main\n"])
+    slurm.__dict__["queue"] = lambda *arguments: []
     monkeypatch.setattr(next_job, "Slurm", lambda env: slurm)
     assert resubmit({}, parse_fields(SHOWN), ["run.yml", "name=a b"], tmp_path, []) == "5013"
     assert (tmp_path / "chain.sbatch").read_text() == "#!/bin/sh\n"
