@@ -114,10 +114,14 @@ def test_the_idle_cluster_trains_the_commit(two_clusters: TwoClusters, site: Pat
     first: Cluster = two_clusters.first
     busy = two_clusters.second.submit("--nodes=2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 600")
     two_clusters.second.wait(busy, "RUNNING")
-    done = submit(site, two_clusters, "--", "--gpus-per-node=0", "--ntasks-per-node=1")
+    first.run("scontrol", "update", "nodename=a4", "state=drain", "reason=a test")
+    try:
+        done = submit(site, two_clusters, "--", "--gpus-per-node=0", "--ntasks-per-node=1")
+    finally:
+        first.run("scontrol", "update", "nodename=a4", "state=resume")
     job = submitted(done, "my-first")
     table = [re.sub(r"\s+", " ", line) for line in done.stdout.splitlines()[:3]]
-    assert table == ["my-down 0 unreachable", "my-second 0 busy", "my-first 4 idle <-- SELECTED"]
+    assert table == ["my-down 0 unreachable", "my-second 0 busy", "my-first 3 idle <-- SELECTED"]
     assert job in first.run("squeue", "-h", "-o", "%i").split()
     facts = first.wait(job, timeout=90)
     assert facts["JobState"] == "COMPLETED", first.explain(facts)
