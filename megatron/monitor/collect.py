@@ -110,7 +110,7 @@ def _rows(
     if has_slurm(slurm) and (ids or not selection.folders):
         try:
             days = _ALL_DAYS if selection.everything or ids else _DAYS
-            jobs, answered = read_jobs(slurm, selection.user, sorted(ids), days), True
+            jobs, answered = read_jobs(slurm, selection.user, sorted(ids), days, notes), True
         except SlurmError as error:
             notes.append(str(error))
     return make_rows(runs, jobs, Context(time.time(), host, psutil.pid_exists, answered, selection.logs))

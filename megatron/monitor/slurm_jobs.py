@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections.abc import Sequence
@@ -58,19 +57,23 @@ class Job:
         return [Path(place, name) for place in (*places, self.work_dir) if place for name in names]
 
 
-def read_jobs(slurm: Slurm, user: str | None, ids: Sequence[str] = (), days: int = 1) -> list[Job]:
+def read_jobs(slurm: Slurm, user: str | None, ids: Sequence[str], days: int, notes: list[str]) -> list[Job]:
     """The jobs of `user` (None: of all), or those of `ids` whosever they are; ended ones of the last `days`.
 
-    Raises `SlurmError` when SLURM does not answer. Accounting may be missing: then the controller's memory has to do.
+    Raises `SlurmError` when SLURM does not answer. Accounting may be missing: then the controller's memory has to do,
+    and an accounting that does not answer is one of the `notes`.
     """
     who = () if ids or user is None else (f"--user={user}",)
     jobs: dict[str, Job] = {}
-    with contextlib.suppress(SlurmError):
-        since = f"--starttime=now-{days}days"
-        which = (f"--jobs={','.join(ids)}", since) if ids else (since, *(who or ("--allusers",)))
+    since = f"--starttime=now-{days}days"
+    which = (f"--jobs={','.join(ids)}", since) if ids else (since, *(who or ("--allusers",)))
+    try:
         for row in slurm.accounting("--duplicates", *which):
             before = jobs.get(row["JobIDRaw"])
             jobs[row["JobIDRaw"]] = _accounted(row, 0 if before is None else before.restarts + 1)
+    except SlurmError as error:
+        if "accounting storage is disabled" not in str(error):
+            notes.append(str(error))
     for row in slurm.queue("--states=all", *who):
         if not ids or row["job_id"] in ids or row["raw_id"] in ids or row["job_id"].partition("_")[0] in ids:
             jobs[row["raw_id"]] = _queued(row, jobs.get(row["raw_id"]))

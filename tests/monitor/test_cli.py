@@ -143,8 +143,11 @@ def test_slurm_that_does_not_answer(slurm: Callable, place: Callable, capsys: py
 def test_slurm_without_accounting(slurm: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slurm()
     (tmp_path / "bin/sacct").write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2; exit 1\n")
-    runs = by_job(shown(capsys, "--all"))
-    assert runs["1046"]["action"] == "retry" and "1039" not in runs
+    found = shown(capsys, "--all")
+    assert by_job(found)["1046"]["action"] == "retry" and "1039" not in by_job(found) and found["notes"] == []
+    (tmp_path / "bin/sacct").write_text("#!/bin/sh\necho 'slurmdbd: Connection refused' >&2; exit 1\n")
+    found = shown(capsys, "--all")
+    assert "1046" in by_job(found) and "Connection refused" in found["notes"][0]
 
 
 def test_the_profile_s_folders(
