@@ -286,8 +286,8 @@ class Publication:
     def _keep_scores(self, path: Path) -> None:
         """The results in the folder, without what the harness adds about machine and user."""
         content = read_json(path)
-        kept = {key: content[key] for key in ("results", "groups", "n-shot", "versions", "n-samples") if key in content}
-        kept["tasks"] = list(self.options.tasks)
+        names = ("results", "groups", "n-shot", "versions", "n-samples")
+        kept = {"tasks": list(self.options.tasks), **{name: content[name] for name in names if name in content}}
         write_atomically(self.folder / SCORES, json.dumps(share_value(kept), indent=1) + "\n")
 
     # -- the raw checkpoint -------------------------------------------------------------------------

@@ -101,8 +101,10 @@ def read_losses(path: Path, until: int) -> dict[str, dict[int, float]]:
         except ValueError:  # the last line of a run that was killed
             continue
         step = metrics.get("step") if isinstance(metrics, dict) else None
+        if not isinstance(step, int) or not 0 < step <= until:
+            continue
         for name, values in found.items():
-            value = metrics.get(name) if isinstance(step, int) and 0 < step <= until else None
+            value = metrics.get(name)
             if isinstance(value, float | int) and math.isfinite(value):
                 values[step] = float(value)
     return {name: dict(sorted(values.items())) for name, values in found.items() if values}
@@ -110,12 +112,15 @@ def read_losses(path: Path, until: int) -> dict[str, dict[int, float]]:
 
 def _read_sources(config: Mapping[str, Any]) -> tuple[Source, ...]:
     paths = config.get("train_data_paths") or ([config["data_path"]] if config.get("data_path") else [])
-    phases = weight_phases(config.get("train_data_weights")) or [(0, (1.0,) * len(paths))]
+    given = config.get("train_data_weights")
+    if given is None and not config.get("weight_by_num_documents"):
+        given = [1.0] * len(paths)
+    phases = [inner for _, inner in weight_phases(given) or () if len(inner) == len(paths) and math.fsum(inner)]
     names = config.get("train_data_names") or [Path(str(path)).name for path in paths]
     sources = []
     for index, path in enumerate(paths):
-        weights = [inner[index] / sum(inner) for _, inner in phases if len(inner) == len(paths) and sum(inner)]
-        sources.append(Source(Path(str(names[index])).name, tuple(weights), _count_tokens(str(path))))
+        weights = tuple(inner[index] / math.fsum(inner) for inner in phases)
+        sources.append(Source(Path(str(names[index])).name, weights, _count_tokens(str(path))))
     return tuple(sources)
 
 
