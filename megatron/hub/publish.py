@@ -9,6 +9,7 @@ was uploaded by the hashes that the Hub lists; so a publication that was killed 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
@@ -22,8 +23,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from megatron.checkpoint import layout
 from megatron.checkpoint.find import Checkpoint
-from megatron.checkpoint.neox_run import with_counters
 from megatron.files import read_json, write_atomically
 from megatron.hub.card import CARD, CardContext, early_card, raw_card, write_card
 from megatron.hub.names import Names, raw_repo
@@ -74,9 +75,10 @@ class Options:
     @property
     def conversion(self) -> dict[str, str]:
         """What decides the content of the converted folder."""
-        chosen = {"tokenizer": self.tokenizer, "architecture": self.architecture, "precision": self.precision}
-        named = {**chosen, "config_files": " ".join(Path(path).name for path in self.config_files)}
-        return {name: Path(value).name if name == "tokenizer" else value for name, value in named.items() if value}
+        files = {"tokenizer": [self.tokenizer] if self.tokenizer else [], "config_files": self.config_files}
+        named = {name: " ".join(map(_identify, paths)) for name, paths in files.items()}
+        chosen = {"architecture": self.architecture, "precision": self.precision, **named}
+        return {name: value for name, value in chosen.items() if value}
 
 
 class Publication:
@@ -91,7 +93,7 @@ class Publication:
     def __init__(
         self, checkpoint: Checkpoint, experiment: str, owner: str, names: Names, output: Path, options: Options
     ) -> None:
-        self.checkpoint = with_counters(checkpoint) if checkpoint.by_neox else checkpoint
+        self.checkpoint = checkpoint
         self.experiment, self.options = experiment, options
         model = names.model(experiment)
         self.repo, self.raw_repo = f"{owner}/{model}", raw_repo(owner, model)
@@ -183,7 +185,7 @@ class Publication:
             done = export(
                 self.checkpoint.path,
                 self.folder,
-                config_files=[*self.options.config_files, *self._tokenizer_config(Path(scratch))],
+                config_files=self._config_files(Path(scratch)),
                 architecture=self.options.architecture,
                 precision=self.options.precision,
                 overwrite=True,
@@ -192,14 +194,19 @@ class Publication:
         Record(self.experiment, self.source, self.options.conversion, difference).write(self.folder)
         logger.info(f"converted to {self.folder} ({done.architecture}); largest logit difference {difference}")
 
-    def _tokenizer_config(self, scratch: Path) -> list[str]:
-        """A config file that names the tokenizer of `--tokenizer`, if there is one."""
+    def _config_files(self, scratch: Path) -> list[str]:
+        """The files of `--config_file`; with `--tokenizer` one that names it and extends them."""
+        files = list(self.options.config_files)
         if self.options.tokenizer is None:
-            return []
+            return files
+        if self.checkpoint.by_neox and not files:  # it has no other configuration, and files replace it
+            files = sorted(map(str, (self.checkpoint.path / layout.CONFIGS).glob("*.y*ml")))
         path = Path(self.options.tokenizer)
         named = str(path.resolve()) if path.exists() else self.options.tokenizer
         config = scratch / "tokenizer.json"
-        config.write_text(json.dumps({"tokenizer_type": "HFTokenizer", "vocab_file": named}), encoding="utf-8")
+        keys = {"extends": [str(Path(file).absolute()) for file in files]} if files else {}
+        text = json.dumps({**keys, "tokenizer_type": "HFTokenizer", "vocab_file": named})
+        config.write_text(text, encoding="utf-8")
         return [str(config)]
 
     def _complete_folder(self) -> None:
@@ -306,6 +313,17 @@ class Publication:
         for folder in (self.raw_folder.parent, self.raw_folder.parent.parent):
             with suppress(OSError):  # it holds something
                 folder.rmdir()
+
+
+def _identify(path: str) -> str:
+    """A file's or folder's name and a hash of what is in it; of an id on the Hub the id."""
+    place = Path(path)
+    if not place.exists():
+        return path
+    digest = hashlib.sha256()
+    for file in sorted(each for each in place.rglob("*") if each.is_file()) if place.is_dir() else [place]:
+        digest.update(file.name.encode() + file.read_bytes())
+    return f"{place.name}:{digest.hexdigest()[:16]}"
 
 
 def check_experiments(names: Names, experiment: str, base: Path) -> None:

@@ -70,7 +70,8 @@ def read_facts(checkpoint: Checkpoint, stored: NeoXArgs | None) -> RunFacts:
     config = dict(manifest.config) or ({} if stored is None else stored.to_dict())
     standard = NeoXArgs.from_saved({}).to_dict()
     train_iters = config.get("train_iters")
-    length = config.get("seq_length")
+    length, batch = config.get("seq_length"), config.get("train_batch_size")
+    samples = manifest.consumed or (manifest.step * batch if checkpoint.by_neox and isinstance(batch, int) else 0)
     folder = checkpoint.path.parent
     scores, scored_at = _read_scores(folder / "eval_results", manifest.step)
     return RunFacts(
@@ -78,7 +79,7 @@ def read_facts(checkpoint: Checkpoint, stored: NeoXArgs | None) -> RunFacts:
         train_iters=train_iters if isinstance(train_iters, int) else None,
         config=config,
         changed={key: value for key, value in config.items() if key not in standard or value != standard[key]},
-        tokens=manifest.consumed * length if manifest.consumed and isinstance(length, int) else None,
+        tokens=samples * length if samples and isinstance(length, int) else None,
         git=manifest.git or config.get("git_hash"),
         versions=manifest.versions,
         losses=read_losses(folder / "metrics.jsonl", manifest.step),

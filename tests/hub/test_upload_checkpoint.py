@@ -10,7 +10,9 @@ from safetensors.torch import load
 
 from megatron.errors import UserError
 from megatron.jobs.publishing import publish_one
-from tests.hub.published_run import PRIVATE, log_in, write_run
+from tests.checkpoint.neox_files import write_neox
+from tests.convert.helpers import NEOX, hugging_face, resolved
+from tests.hub.published_run import PRIVATE, log_in, write_run, write_tokenizer
 from tests.hub.upload_server import UploadHub
 
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(240)]
@@ -159,6 +161,37 @@ def test_an_evaluation_gets_into_the_card_and_a_failing_one_ends_nothing(tmp_pat
         upload(hub, *options, "--eval-tasks=piqa", "--skip-if-exists")
         upload(hub, *options, "--eval-tasks=piqa")  # its results are kept with the folder
     assert (tmp_path / "log").read_text() == f"broken {tmp_path}piqa {tmp_path}"
+
+
+def test_a_checkpoint_of_gpt_neox_with_another_form_of_its_tokenizer(tmp_path, monkeypatch, capsys):
+    """The flag's tokenizer has a chat template; when the template changes, the model is converted again."""
+    own, other = (write_tokenizer(tmp_path / name) for name in ("bobsname/own", "other"))
+    (other / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    keys = {**NEOX, "gpt_j_residual": True, "tokenizer_type": "HFTokenizer", "vocab_file": str(own / "tokenizer.json")}
+    folder = tmp_path / "old/global_step9"
+    write_neox(folder, hugging_face(resolved(**NEOX, gpt_j_residual=True), "neox")[1], keys)
+    (folder / "configs").mkdir()
+    config = {**keys, "train_iters": 9, "train_batch_size": 4, "hostfile": "/scratch/bobsname/hosts"}
+    (folder / "configs/run.yml").write_text(json.dumps(config))
+    given = [str(folder), "lab", "--tokenizer", str(other), "--skip-if-exists", "--retry-min-wait=0"]
+    with UploadHub() as hub:
+        environment = log_in(hub, tmp_path, monkeypatch)
+        publish_one(given, environment, None)
+        branches = hub.models["lab/old"].branches
+        assert branches["main"] == branches["global_step9"]
+        assert branches["main"]["chat_template.jinja"] == b"{{ messages[0].content }}"
+        card = branches["main"]["README.md"].decode()
+        assert "| tokens seen | 1,728 |" in card and "Step 9 of 9" in card  # 9 steps of 4 samples of 48 tokens
+        raw = hub.models["lab/neox-ckpt-old"].branches["global_step9"]
+        assert raw["layer_02-model_00-model_states.pt"] == (folder / "layer_02-model_00-model_states.pt").read_bytes()
+        published = [*texts(branches["main"]).values(), *texts(raw).values()]
+        assert not [text for text in published if "bobsname" in text]
+        commits = hub.models["lab/old"].commits
+        publish_one(given, environment, None)
+        assert hub.models["lab/old"].commits == commits
+        (other / "chat_template.jinja").write_text("{{ messages[1].content }}")
+        publish_one(given, environment, None)
+        assert hub.models["lab/old"].branches["main"]["chat_template.jinja"] == b"{{ messages[1].content }}"
 
 
 def test_a_dry_run_needs_no_network_and_writes_nothing(tmp_path, upload, capsys):
