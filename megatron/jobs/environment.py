@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron.cluster.launchers import expand_nodelist, job_port
 from megatron.cluster.profile import VARIABLE, ClusterProfile, find_profile, profile_folders, sbatch_flags
-from megatron.cluster.slurm import Slurm, SlurmError
+from megatron.cluster.slurm import Slurm, SlurmError, count_gpus
 from megatron.errors import UserError, run_cli
 from megatron.files import write_atomically
 from megatron.log import configure, get_logger, result
@@ -82,6 +82,40 @@ def _asked_tasks(env: Mapping[str, str], nodes: int) -> int | None:
     return int(total) // nodes
 
 
+_OF_A_STEP = ("SLURM_STEP", "SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_SRUN_COMM")
+
+
+def own_variables(env: Mapping[str, str], slurm: Slurm) -> dict[str, str | None]:
+    """Variables to set, or to unset (None), because they are not this job's own: sbatch hands on those of the job or
+    step in which somebody typed it, and SLURM then replaces only what this job asked for.
+
+    Without an answer from SLURM only what no batch script has is unset.
+    """
+    own: dict[str, str | None] = {name: None for name in env if name.startswith(_OF_A_STEP)}
+    try:
+        job = slurm.job(env["SLURM_JOB_ID"])
+    except SlurmError as error:
+        logger.warning(f"{error}")
+        return own
+    per_node, tasks = job.get("NtasksPerN:B:S:C", "").partition(":")[0], job.get("NumTasks", "")
+    cores = job.get("CPUs/Task", "")
+    if per_node in ("", "0", "*") and tasks == env.get("SLURM_JOB_NUM_NODES"):
+        tasks = "0"  # what SLURM says when nobody asked
+    asked = {
+        "SLURM_NTASKS_PER_NODE": per_node,
+        "SLURM_NTASKS": tasks,
+        "SLURM_CPUS_PER_TASK": "0" if cores == "1" else cores,
+        "SLURM_GPUS_PER_NODE": str(count_gpus(job.get("TresPerNode", ""))),
+        "SLURM_GPUS": str(count_gpus(job.get("TresPerJob", ""))),
+        "SLURM_RESTART_COUNT": job.get("Restarts", ""),
+    }
+    for name, value in asked.items():
+        there = env.get(name, "").rpartition(":")[2]  # of GPUs: `a100:4`
+        if there not in ("", value) and (name, there) != ("SLURM_GPUS_PER_NODE", "0"):  # SLURM keeps no record of a 0
+            own[name] = value if value.isdigit() and int(value) else None
+    return own
+
+
 # ---- lines of the shell
 
 
@@ -122,7 +156,10 @@ def training_lines(profile: ClusterProfile, env: Mapping[str, str], slurm: Slurm
     if "SLURM_JOB_ID" not in env:
         logger.info(f"cluster {profile.name} ({profile.path}); this is not a SLURM job")
         return
-    job, ranks = env["SLURM_JOB_ID"], ranks_of(env, profile)
+    job, own = env["SLURM_JOB_ID"], own_variables(env, slurm)
+    yield from (f"unset {name}" if value is None else _export(name, value) for name, value in own.items())
+    env = {name: value for name, value in {**env, **own}.items() if value is not None}
+    ranks = ranks_of(env, profile)
     total = ranks.nodes * ranks.per_node
     # srun reads these: --exclusive brings GPUs to a job, but to its steps only where they ask
     values: dict[str, object] = {"SLURM_NTASKS": total, "SLURM_NPROCS": total, "SLURM_NTASKS_PER_NODE": ranks.per_node}

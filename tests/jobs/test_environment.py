@@ -211,6 +211,41 @@ def test_lines_of_a_training_job(tmp_path: Path, commands: Commands, caplog: pyt
     assert list(training_lines(PLAIN, {}, Slurm())) == []  # by hand, outside of a job
 
 
+# Parts of what `scontrol --oneliner show job` printed for three jobs of two nodes.
+SHOWN = "JobId=30079 JobName=x Restarts=0 NumNodes=2-2 NumCPUs=16 NumTasks={} CPUs/Task={} NtasksPerN:B:S:C={}:0:*:* "
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (SHOWN.format(2, 1, 0), {"SLURM_NTASKS": "8", "SLURM_GPUS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "<unset>"}),
+        (
+            SHOWN.format(20, 2, 10) + "TresPerNode=gres:gpu:2",
+            {"SLURM_NTASKS": "20", "SLURM_GPUS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "2"},
+        ),
+        (SHOWN.format(6, 1, 0) + "TresPerJob=gres:gpu:8", {"SLURM_NTASKS": "6", "SLURM_GPUS": "8"}),
+    ],
+)
+def test_a_job_submitted_inside_of_another_has_none_of_its_numbers(
+    commands: Commands, shown: str, expected: dict[str, str]
+) -> None:
+    """As from the shell of `salloc` or `srun --pty`."""
+    outer = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_GPUS_PER_NODE": "a100:1", "SLURM_GPUS": "1"}
+    outer |= {
+        "SLURM_CPUS_PER_TASK": "16",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_CPU_BIND": "x",
+        "SLURM_RESTART_COUNT": "3",
+    }
+    lines = list(training_lines(PLAIN, EXCLUSIVE | outer, commands(scontrol=shown, sinfo=SINFO)))
+    expected = {
+        "SLURM_STEP_NUM_TASKS": "<unset>",
+        "SLURM_CPU_BIND": "<unset>",
+        "SLURM_RESTART_COUNT": "<unset>",
+    } | expected
+    assert variables_after(lines, list(expected), **outer) == expected
+
+
 def test_states_of_the_nodes_count_each_once(commands: Commands) -> None:
     assert node_states(commands(sinfo=SINFO)) == "2 idle, 1 allocated, 1 down+not_responding, 1 mixed"
 

@@ -1,4 +1,4 @@
-"""The test bed itself: jobs with GPUs and codes, preemption, a dead node, ssh heads, and an end that leaves nothing."""
+"""The test bed itself: jobs with GPUs and codes, ssh heads, and an end that leaves nothing."""
 
 from __future__ import annotations
 
@@ -25,17 +25,6 @@ def test_jobs_have_gpus_codes_and_accounting(slurm: Cluster, tmp_path: Path) -> 
     assert sorted((tmp_path / "out").read_text().split()) == ["a1:0,1", "a2:0,1"]
     (row,) = slurm.accounted(job, "AllocTRES")
     assert row["State"] == "FAILED" and row["ExitCode"] == "7:0" and "gres/gpu=4" in row["AllocTRES"]
-
-
-def test_a_job_of_the_high_partition_requeues_one_of_the_low(slurm: Cluster, tmp_path: Path) -> None:
-    low = slurm.submit("-p", "low", "--nodes=4", "--exclusive", "-o", f"{tmp_path}/low", "--wrap", "sleep 600")
-    slurm.wait(low, "RUNNING")
-    high = slurm.submit("-p", "high", "--nodes=4", "--exclusive", "-o", f"{tmp_path}/high", "--wrap", "true")
-    slurm.wait(high, "COMPLETED")
-    slurm.start_now(low)
-    assert slurm.wait(low, "RUNNING")["Restarts"] == "1"
-    assert slurm.accounted(low, every_run=True)[0]["State"] == "PREEMPTED"
-    slurm.run("scancel", low)
 
 
 def test_ssh_reaches_each_head(two_clusters: TwoClusters) -> None:

@@ -40,18 +40,23 @@ class Job:
         return read_tail(self.folder / f"neox-training-{self.id}.out", 1000)
 
 
-def submit(slurm: Cluster, folder: Path, *argv: str, flags: tuple[str, ...] = (), config: str = LONG) -> Job:
-    """`sbatch pretrain_neox.sbatch run.yml` from a folder of the user's, as the only job of its run."""
+def submit(slurm: Cluster, folder: Path, *inside: str, flags: tuple[str, ...] = (), config: str = LONG) -> Job:
+    """`sbatch pretrain_neox.sbatch run.yml` from a folder of the user's, as the only job of its run.
+
+    `inside`: a command in which sbatch is run.
+    """
     folder.mkdir(parents=True)
     make_folder(folder, CONFIG.replace("train_iters: 2\n", "") + config)
     script = str(ROOT / "pretrain_neox.sbatch")
-    job = slurm.submit(*flags, script, "run.yml", *argv, folder=folder, PYTHONPATH=str(ROOT), MAX_JOB_CHAINS="0")
-    return Job(job, folder)
+    command = (*inside, "sbatch", "--parsable", *flags, script, "run.yml")
+    return Job(slurm.run(*command, folder=folder, PYTHONPATH=str(ROOT), MAX_JOB_CHAINS="0").strip(), folder)
 
 
 def test_two_nodes_train_as_one_machine_does(slurm: Cluster, tmp_path: Path) -> None:
     short = "train_iters: 5\nsave: run\nlog_interval: 1\n"
-    job = submit(slurm, tmp_path / "job", flags=("--nodes=2", "--gpus-per-node=2"), config=short)
+    # from the shell of another job, whose variables sbatch hands on
+    inside = ("srun", "--quiet", "--ntasks=1", "--ntasks-per-node=1", "--gpus-per-node=1", "--cpus-per-task=2")
+    job = submit(slurm, tmp_path / "job", *inside, flags=("--nodes=2", "--gpus-per-node=2"), config=short)
     here = make_folder(tmp_path, CONFIG.replace("train_iters: 2\n", "") + short)
     alone = deepy(here, "num_gpus=1", "train_micro_batch_size_per_gpu=4")  # the same samples in a step
     assert alone.returncode == 0, alone.stderr
@@ -78,10 +83,10 @@ Jobs = dict[str, Job]
 
 @pytest.fixture(scope="module")
 def running(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    """Jobs of two ranks that train side by side until a test ends them, each on nodes of its own."""
+    """Jobs that train side by side until a test ends them, each on nodes of its own."""
     folder = tmp_path_factory.mktemp("running")
-    one = ("--nodes=1", "--gpus-per-node=2")
-    jobs = {name: submit(slurm, folder / name, flags=one) for name in ("hangs", "cancelled")}
+    jobs = {"hangs": submit(slurm, folder / "hangs", flags=("--nodes=1", "--gpus-per-node=2"))}
+    jobs["cancelled"] = submit(slurm, folder / "cancelled", flags=("--nodes=1", "--gpus-per-node=1"))
     jobs["loses_a_node"] = submit(slurm, folder / "node", flags=("--nodes=2", "--gpus-per-node=1", "--no-requeue"))
     deadline = time.monotonic() + 90
     for job in jobs.values():
