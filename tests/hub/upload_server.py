@@ -6,10 +6,10 @@ What is sent is checked by its hash and counted; faults are injected by `UploadH
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,11 +30,11 @@ class Fault:
     """What happens to the next `times` requests whose `METHOD path` holds `match`.
 
     `how`: `answer` with `status`, `headers` and the text `error` instead of doing it; `cut` the connection once `bytes`
-    of the body have come; do it but `lose` the answer; be `slow`: read the body at `bytes` per second.
+    of the body have come; do it but `lose` the answer; `hold` it, until the client has closed the connection.
     """
 
     match: str
-    how: Literal["answer", "cut", "lose", "slow"] = "answer"
+    how: Literal["answer", "cut", "lose", "hold"] = "answer"
     times: int = 1
     status: int = 503
     error: str = "injected"
@@ -55,7 +55,7 @@ class UploadHub(LocalHub):
         self.large: dict[str, bytes] = self._hub.large
         self.log: list[str] = []
         self.sent: Counter[str] = Counter()
-        self.is_slow = False  # since a request that a fault slows down has begun
+        self.active = self.held = 0  # requests that are being answered, and those of them that a fault holds
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
         super().__init__(_handler(self))
@@ -76,6 +76,11 @@ class UploadHub(LocalHub):
     def sent_large(self) -> int:
         """Bytes of large files that came, whether they were taken or not."""
         return sum(count for path, count in self.sent.items() if path.startswith("/_lfs/"))
+
+    def change(self, active: int = 0, held: int = 0) -> None:
+        """Count requests."""
+        with self._lock:
+            self.active, self.held = self.active + active, self.held + held
 
     def take_fault(self, request: str) -> Fault | None:
         """The fault of this request, counted."""
@@ -102,15 +107,23 @@ def _handler(hub: UploadHub) -> type[BaseHTTPRequestHandler]:
         wbufsize = -1  # an answer goes in one piece: two wait for each other, 40 ms
 
         def handle_request(self) -> None:
+            hub.change(active=1)
+            try:
+                self.do_request()
+            finally:
+                hub.change(active=-1)
+
+        def do_request(self) -> None:
             fault = hub.take_fault(f"{self.command} {self.path}")
             status = 0
             if fault is not None and fault.how == "cut":
                 self.read(until=fault.bytes)
                 self.cut()
+            elif fault is not None and fault.how == "hold":
+                self.hold()
+                self.cut()
             else:
-                speed = fault.bytes if fault is not None and fault.how == "slow" else None
-                hub.is_slow = hub.is_slow or speed is not None
-                body = self.read(speed=speed)
+                body = self.read()
                 if fault is not None and fault.how == "answer":
                     answer = Answer(fault.status, {"error": fault.error}, dict(fault.headers))
                 else:
@@ -123,14 +136,12 @@ def _handler(hub: UploadHub) -> type[BaseHTTPRequestHandler]:
 
         do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_request
 
-        def read(self, until: int | None = None, speed: int | None = None) -> bytes:
+        def read(self, until: int | None = None) -> bytes:
             """The body, or its first `until` bytes; counted as it comes."""
             content = bytearray()
             for piece in self.pieces():
                 content += piece
                 hub.sent[urlsplit(self.path).path] += len(piece)
-                if speed:
-                    time.sleep(len(piece) / speed)
                 if until is not None and len(content) >= until:
                     break
             return bytes(content)
@@ -148,6 +159,14 @@ def _handler(hub: UploadHub) -> type[BaseHTTPRequestHandler]:
                 while piece := self.rfile.read(min(left, _PIECE)):
                     left -= len(piece)
                     yield piece
+
+        def hold(self) -> None:
+            """Wait until the client is gone; what it sent stays unread."""
+            closed = select.poll()
+            closed.register(self.connection, select.POLLRDHUP)
+            hub.change(held=1)
+            closed.poll(60_000)
+            hub.change(held=-1)
 
         def cut(self) -> None:
             """Reset the connection."""

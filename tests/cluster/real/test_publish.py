@@ -55,10 +55,12 @@ def start(run: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
     )
 
 
-def wait_for(reached: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_for(reached: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+    """Until it is so, while `process` runs."""
     until = time.monotonic() + 100
     while not reached():
-        assert process.poll() is None and time.monotonic() < until, process.communicate()[0]
+        assert process is None or process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
         time.sleep(0.02)
 
 
@@ -83,10 +85,11 @@ def test_ten_checkpoints_arrive_through_faults_and_a_kill(tmp_path, environment,
         hub.fail("/commit/global_step6", how="cut")
         first = start(run, environment)
         wait_for(lambda: hub.count("models/lab/tiny/commit/global_step6") > 1, first)
-        hub.fail("PUT /_lfs/", how="slow", bytes=1000)
-        wait_for(lambda: hub.is_slow, first)
+        hub.fail("PUT /_lfs/", how="hold")
+        wait_for(lambda: hub.held, first)
         os.killpg(first.pid, signal.SIGKILL)
         said, _ = first.communicate()
+        wait_for(lambda: not hub.active)
 
         hub.fail("PUT /_lfs/", how="cut", bytes=1000)
         hub.fail("/commit/global_step2", status=503, times=2)
