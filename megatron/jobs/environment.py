@@ -82,6 +82,8 @@ def _asked_tasks(env: Mapping[str, str], nodes: int) -> int | None:
     return int(total) // nodes
 
 
+# --gpus-per-task, --gpu-bind: srun would show each rank one GPU, as number 0
+_HIDING = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK", "SLURM_TRES_BIND")
 _OF_A_STEP = ("SLURM_STEP", "SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_SRUN_COMM")
 
 
@@ -160,6 +162,9 @@ def training_lines(profile: ClusterProfile, env: Mapping[str, str], slurm: Slurm
     yield from (f"unset {name}" if value is None else _export(name, value) for name, value in own.items())
     env = {name: value for name, value in {**env, **own}.items() if value is not None}
     ranks = ranks_of(env, profile)
+    if hiding := [name for name in _HIDING if "gpu" in f"{name}={env.get(name, '')}".lower() and name in env]:
+        logger.info(f"without {', '.join(hiding)}: every rank sees all GPUs of its node and takes that of its number")
+        yield from (f"unset {name}" for name in hiding)
     total = ranks.nodes * ranks.per_node
     # srun reads these: --exclusive brings GPUs to a job, but to its steps only where they ask
     values: dict[str, object] = {"SLURM_NTASKS": total, "SLURM_NPROCS": total, "SLURM_NTASKS_PER_NODE": ranks.per_node}

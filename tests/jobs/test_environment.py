@@ -211,6 +211,16 @@ def test_lines_of_a_training_job(tmp_path: Path, commands: Commands, caplog: pyt
     assert list(training_lines(PLAIN, {}, Slurm())) == []  # by hand, outside of a job
 
 
+def test_every_rank_sees_the_gpus_of_its_node(commands: Commands) -> None:
+    """With `--gpus-per-task=1`, ranks other than the first of a node would find no GPU of their number."""
+    given = {"SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "single:1", "SLURM_NTASKS_PER_NODE": "4"}
+    given |= {"SLURM_TRES_PER_TASK": "cpu:2", "SLURM_TRES_BIND": "gres/gpu:closest"}
+    lines = list(training_lines(PLAIN, EXCLUSIVE | given, Slurm(env={"PATH": "/nowhere"})))
+    names = [*given, "SLURM_GPUS_PER_NODE"]
+    expected = dict.fromkeys(names, "<unset>") | {"SLURM_NTASKS_PER_NODE": "4", "SLURM_GPUS_PER_NODE": "4"}
+    assert variables_after(lines, names, **given) == expected | {"SLURM_TRES_PER_TASK": "cpu:2"}
+
+
 # Parts of what `scontrol --oneliner show job` printed for three jobs of two nodes.
 SHOWN = "JobId=30079 JobName=x Restarts=0 NumNodes=2-2 NumCPUs=16 NumTasks={} CPUs/Task={} NtasksPerN:B:S:C={}:0:*:* "
 

@@ -32,6 +32,7 @@ def test_ranks_follow_the_gpus_and_the_log_is_linked(slurm: Cluster, tmp_path: P
         ("--nodes=2",): {f"rank {rank} a{1 + rank // 4} 0,1,2,3" for rank in range(8)},
         ("--nodes=2", "--gpus-per-node=2"): {f"rank {rank} a{1 + rank // 2} 0,1" for rank in range(4)},
         ("--ntasks-per-node=3",): {f"rank {rank} a1 0,1,2,3" for rank in range(3)},
+        ("--gpus-per-task=1", "--ntasks-per-node=2"): {f"rank {rank} a1 0,1,2,3" for rank in range(2)},
         ("--gpus-per-node=0", "--ntasks-per-node=2"): {f"rank {rank} a1 None" for rank in range(2)},
     }
     for flags, ranks in expected.items():
