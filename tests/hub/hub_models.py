@@ -133,7 +133,7 @@ class Hub:
         return Answer(200, {})
 
     def _place(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        address = f"{self.endpoint}/_lfs/{wanted['oid']}?X-Amz-Signature=0123456789abcdef"
+        address = f"{self.endpoint}/_lfs/{wanted['oid']}?X-Amz-Signature={'0123456789abcdef'}"
         actions = {} if wanted["oid"] in self.large else {"actions": {"upload": {"href": address}}}
         return {"oid": wanted["oid"], "size": wanted["size"], **actions}
 

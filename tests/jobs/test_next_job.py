@@ -19,9 +19,9 @@ SHOWN = (
     "TimeMin=N/A EndTime=2026-11-29T23:36:58 PreemptTime=None Partition=main ReqNodeList=(null) ExcNodeList=a[7-8] "
     "NodeList=a[1-2] BatchHost=a1 NumNodes=2 NumCPUs=16 NumTasks=8 CPUs/Task=2 ReqB:S:C:T=0:0:*:* "
     "NtasksPerN:B:S:C=4:0:*:* MinCPUsNode=8 MinMemoryNode=0 MinTmpDiskNode=0 Features=(null) OverSubscribe=NO "
-    "Licenses=(null) Network=(null) Command=/home/me/deepy/pretrain_neox.sbatch run.yml name=a b WorkDir=/home/me "
-    "Comment=mine StdErr=/home/me/logs/neox-training-5012.out StdIn=/dev/null "
-    "StdOut=/home/me/logs/neox-training-5012.out Power= TresPerNode=gres:gpu:gh200:4"
+    "Licenses=(null) Network=(null) Command=/home/you/deepy/pretrain_neox.sbatch run.yml name=a b WorkDir=/home/you "
+    "Comment=mine StdErr=/home/you/logs/neox-training-5012.out StdIn=/dev/null "
+    "StdOut=/home/you/logs/neox-training-5012.out Power= TresPerNode=gres:gpu:gh200:4"
 )
 
 
@@ -30,8 +30,8 @@ def test_the_flags_of_a_job_are_those_of_its_successor() -> None:
     assert sorted(flags) == sorted(
         [
             *("--job-name=neox-training", "--nodes=2", "--cpus-per-task=2", "--time=1-00:00:00", "--partition=main"),
-            *("--comment=mine", "--chdir=/home/me", "--ntasks-per-node=4", "--gpus-per-node=gh200:4"),
-            *("--exclude=a[7-8],a1", "--output=/home/me/logs/neox-training-%j.out", "--exclusive"),
+            *("--comment=mine", "--chdir=/home/you", "--ntasks-per-node=4", "--gpus-per-node=gh200:4"),
+            *("--exclude=a[7-8],a1", "--output=/home/you/logs/neox-training-%j.out", "--exclusive"),
             *("--open-mode=append", "--no-requeue"),
         ]
     )
@@ -64,7 +64,7 @@ def test_the_ranks_of_a_job_are_those_of_its_environment() -> None:
 def test_nothing_of_this_job_reaches_the_environment_of_the_next() -> None:
     ours = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURMD_NODENAME": "a1", "CUDA_VISIBLE_DEVICES": "0"}
     ours |= {"MASTER_ADDR": "a1", "MASTER_PORT": "29501", "SLURM_JOB_END_TIME": "9"}
-    users = {"HOME": "/home/me", "SLURM_CONF": "/etc/slurm.conf", "MAX_JOB_CHAINS": "9", "DEEPY_CLUSTER": "x"}
+    users = {"HOME": "/home/you", "SLURM_CONF": "/etc/slurm.conf", "MAX_JOB_CHAINS": "9", "DEEPY_CLUSTER": "x"}
     users |= {"SLURM_JOB_CHAIN_COUNT": "3"}
     assert environment_for_next({**ours, **users}) == users
 

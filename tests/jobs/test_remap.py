@@ -14,7 +14,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.merge import merge
 
 BASE = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8}
-ENV = {"USER": "ada", "HOME": "/home/ada", "SCRATCH": "/scratch/ada"}
+ENV = {"USER": "ada", "HOME": "/users/ada", "SCRATCH": "/scratch/ada"}
 
 
 @pytest.fixture
