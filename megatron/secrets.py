@@ -54,7 +54,7 @@ _SHAPES = (
         _WANDB,
         re.compile(
             r"(?i:\bwandb[ _.-]?(?:login|api[_-]?key|key|token|host|team|entity|project))"
-            rf"(?:{_IS})?(?:\s+|\s*--\S+\s+)?(?P<secret>[0-9a-f]{{40}})\b"
+            rf"(?:{_IS})?(?:\s+|\s*--\S+\s+)?(?P<secret>[0-9a-f]{{40}}|\w{{86}})\b"
         ),
     ),
     _Shape("a Comet key", _COMET, re.compile(rf"(?i:\bcomet[_.-](?:api[_-]?)?key){_IS}{_VALUE}")),

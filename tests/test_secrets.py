@@ -38,6 +38,7 @@ SECRETS = {
 REFUSED = {
     f"wandb_team: {SECRETS['wandb']}": "WANDB_API_KEY",
     f"wandb_host: {SECRETS['wandb']}": "WANDB_API_KEY",
+    f"wandb_team: {(WORD * 3)[:86]}": "WANDB_API_KEY",
     f"wandb_api_key: {SECRETS['wandb']}": "WANDB_API_KEY",
     f"comet_others: {{note: wandb_v1_{WORD}}}": "WANDB_API_KEY",
     f"wandb_host: https://{LOGIN}wandb.example": "netrc",
