@@ -15,9 +15,12 @@ import psutil
 from megatron.cluster.profile import ClusterProfile
 from megatron.cluster.slurm import Slurm, SlurmError
 from megatron.errors import UserError
+from megatron.log import get_logger
 from megatron.monitor.folder import RunFolder, find_folders, read_folder
 from megatron.monitor.rows import RECENT_SECONDS, Context, Row, is_shown, make_rows
 from megatron.monitor.slurm_jobs import Job, read_jobs
+
+logger = get_logger(__name__)
 
 _DAYS, _ALL_DAYS = 1, 30  # for which ended jobs are asked for
 HERE = ("checkpoints", "runs")  # folders of runs, where the profile names none
@@ -56,9 +59,17 @@ def select(
             folders.append(Path(one))
         else:
             raise UserError(f"{one}: neither the number of a job nor a folder of a run")
-    found = [profile.folder(kind, env) for kind in ("checkpoints", "logs")]
-    roots = [Path(place) for place in found if place] or [Path(name) for name in HERE]
-    return Selection(tuple(ids), tuple(folders), user, everything, tuple(roots), found[1])
+    found = {kind: _folder(profile, kind, env) for kind in ("checkpoints", "logs")}
+    roots = [Path(place) for place in found.values() if place] or [Path(name) for name in HERE]
+    return Selection(tuple(ids), tuple(folders), user, everything, tuple(roots), found["logs"])
+
+
+def _folder(profile: ClusterProfile, kind: str, env: Mapping[str, str]) -> str | None:
+    try:
+        return profile.folder(kind, env)
+    except UserError as error:  # a variable of the site that is not set here; jobs can be shown without it
+        logger.warning(str(error))
+        return None
 
 
 def has_slurm(slurm: Slurm) -> bool:

@@ -156,8 +156,13 @@ def test_the_profile_s_folders(
     place("running", "site/runs/a", age=3, job_id=None)
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters/here.yml").write_text(f"folders: {{checkpoints: {tmp_path}/site, logs: {tmp_path}/logs}}\n")
-    assert main(["--json"], {"DEEPY_CLUSTERS": str(tmp_path / "clusters"), "DEEPY_CLUSTER": "here"}) == 0
+    env = {"DEEPY_CLUSTERS": str(tmp_path / "clusters"), "DEEPY_CLUSTER": "here"}
+    assert main(["--json"], env) == 0
     assert [run["experiment"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["a"]
+    (tmp_path / "clusters/here.yml").write_text("folders: {checkpoints: '${OF_THE_SITE}/x'}\n")
+    assert main(["--json", "site"], env) == 0  # what is named is shown without it
+    shown = capsys.readouterr()
+    assert [run["experiment"] for run in json.loads(shown.out)["runs"]] == ["a"] and "OF_THE_SITE" in shown.err
 
 
 def test_wrong_arguments(slurm: Callable) -> None:
