@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 from megatron.callbacks import CALLBACKS
@@ -10,6 +12,11 @@ from megatron.callbacks.tracker import Tracker
 from megatron.cluster.tracker_id import tracker_id
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
+
+
+def _new_folder(parent: Path) -> Path:
+    """A folder for this start: Comet names its archive by Python's random numbers, which the run's seed repeats."""
+    return parent / f"{time.strftime('%Y%m%d_%H%M%S')}_{os.getpid()}"
 
 
 @CALLBACKS.register(
@@ -21,8 +28,8 @@ from megatron.neox_arguments import NeoXArgs
 class Comet(Tracker):
     """Writes metrics and the configuration to Comet, one experiment per run folder (rank 0).
 
-    Comet's own variables work as everywhere: `COMET_API_KEY`, and `COMET_START_ONLINE=0` writes a file into `comet/` of
-    the run folder, which `comet upload` sends later.
+    Comet's own variables work as everywhere: `COMET_API_KEY`, and `COMET_START_ONLINE=0` writes a file for each
+    start into a folder in `comet/` of the run folder; `comet upload` sends them later.
     """
 
     def __init__(self, args: NeoXArgs, directory: Path | None) -> None:
@@ -32,7 +39,7 @@ class Comet(Tracker):
             raise UserError("use_comet is set: pip install -r requirements/requirements-comet.txt") from error
         log = args.logging
         if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)  # Comet makes its folder in it
+            (directory / "comet").mkdir(parents=True, exist_ok=True)  # Comet makes its folder in it
         try:
             self._experiment = comet_ml.start(
                 workspace=log.comet_workspace,
@@ -48,7 +55,7 @@ class Comet(Tracker):
                     log_git_metadata=False,
                     log_git_patch=False,
                     display_summary_level=0,
-                    offline_directory=None if directory is None else str(directory / "comet"),
+                    offline_directory=None if directory is None else str(_new_folder(directory / "comet")),
                     name=log.comet_experiment_name,
                     tags=list(log.comet_tags or ()) or None,
                 ),

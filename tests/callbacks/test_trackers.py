@@ -6,6 +6,7 @@ import json
 import sys
 import time
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -209,7 +210,7 @@ def test_comet_works_offline(monkeypatch, tmp_path):
     tracker.write({"train/lm_loss": 2.5}, 3)
     tracker.write({"train/lm_loss": 1.5}, 4)
     tracker.close()
-    (path,) = (tmp_path / "comet").glob("*.zip")
+    (path,) = (tmp_path / "comet").glob("*/*.zip")
     assert path.name.startswith((tmp_path / "trackers/comet").read_text().strip())
     with zipfile.ZipFile(path) as archive:
         about = json.loads(archive.read("experiment.json"))
@@ -225,6 +226,24 @@ def test_comet_works_offline(monkeypatch, tmp_path):
     assert (others["Name"], others["why"]) == ("mine", "a test")
     values = {one["param"]["paramName"]: one["param"]["paramValue"] for one in of["parameter_msg"] if "param" in one}
     assert values["hidden_size"] == 16
+
+
+def test_a_second_start_does_not_write_over_the_first_of_comet(monkeypatch, tmp_path):
+    """The archive's name is random, and the run's seed makes it the same."""
+    given = []
+    fake = SimpleNamespace(
+        ExperimentConfig=lambda **config: given.append(Path(config["offline_directory"])),
+        start=lambda **options: SimpleNamespace(log_parameters=lambda values: given.append(options["experiment_key"])),
+        exceptions=SimpleNamespace(CometException=ValueError),
+    )
+    monkeypatch.setitem(sys.modules, "comet_ml", fake)
+    monkeypatch.delenv("COMET_EXPERIMENT_KEY", raising=False)
+    for pid in (11, 12):
+        monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
+        Comet(args_of(), tmp_path)
+    first, key, second, same = given
+    assert first != second and first.parent == second.parent == tmp_path / "comet"
+    assert key == same and len(key) == 32
 
 
 def test_comet_without_a_key_is_a_sentence(monkeypatch, tmp_path):
