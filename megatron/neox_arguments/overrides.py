@@ -25,11 +25,13 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 def split_overrides(overrides: Overrides, problems: Problems) -> list[tuple[str, Any, str]]:
     """(key as written, value, where) of each override. Adds to `problems` what is none."""
-    is_call = isinstance(overrides, Mapping)
-    texts = [f"{key}={value!r}" for key, value in overrides.items()] if is_call else overrides
+    if isinstance(overrides, Mapping):
+        place, texts = PYTHON_CALL, [f"{key}={value!r}" for key, value in overrides.items()]
+    else:
+        place, texts = COMMAND_LINE, list(overrides)
     for text in texts:
         for secret in find_secrets(text):
-            raise UserError(secret.refusal(f"{PYTHON_CALL if is_call else COMMAND_LINE}: {text.partition('=')[0]}"))
+            raise UserError(secret.refusal(f"{place}: {text.partition('=')[0]}"))
     if isinstance(overrides, Mapping):
         return [(key, value, f"{PYTHON_CALL}: {key}={value!r}") for key, value in overrides.items()]
     found = []
