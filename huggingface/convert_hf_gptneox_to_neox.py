@@ -3,8 +3,8 @@
 python huggingface/convert_hf_gptneox_to_neox.py --hf-model X
 python huggingface/convert_hf_gptneox_to_neox.py --hf-model X --revision R --output-dir D --tp N --iteration I
 
-Without --output-dir the checkpoint is made in a folder of the model's name (after the last "/", without "sfm-"): below
-/projects/a5k/public/checkpoints/sf_model_organisms where that folder exists, as in the fork, else in checkpoints/.
+Without --output-dir the checkpoint is made in a folder of the model's name (after the last "/", without "sfm-"), in
+DEEPY_CHECKPOINTS, else in the cluster profile's folder of checkpoints (slurm/README.md), else in checkpoints/.
 
 The parameters get Transformer Engine's names, with --no-transformer-engine GPT-NeoX's own. Deepy loads both, at any
 layout. convert_hf_to_neox.py is the same for every family, with GPT-NeoX's names.
@@ -13,12 +13,14 @@ layout. convert_hf_to_neox.py is the same for every family, with GPT-NeoX's name
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.checkpoint.neox_names import NEOX, TRANSFORMER_ENGINE
+from megatron.cluster.profile import checkpoints_folder
 from megatron.convert.cli import add_import_flags, add_precision, default_output, flags_for, run_import
 from megatron.errors import run_cli
 
@@ -37,7 +39,7 @@ def main() -> int:
     )
     add_precision(flags, "--precision", "--dtype")
     given = flags.parse_args()
-    given.output_dir = given.output_dir or default_output(given.hf_model)
+    given.output_dir = given.output_dir or default_output(given.hf_model, checkpoints_folder(os.environ))
     names = TRANSFORMER_ENGINE if given.transformer_engine else NEOX
     run_import(given, precision=given.precision, names=names, families=("neox",))
     return 0

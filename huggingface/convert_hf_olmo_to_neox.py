@@ -8,11 +8,13 @@ The same as convert_hf_to_neox.py, which takes every family.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.cluster.profile import checkpoints_folder
 from megatron.convert.cli import add_import_flags, add_precision, default_output, flags_for, run_import
 from megatron.errors import run_cli
 
@@ -24,7 +26,7 @@ def main() -> int:
     flags.add_argument("--save-tokenizer", action="store_true", help="ignored, for GPT-NeoX's scripts: always copied")
     add_precision(flags, "--dtype", "--precision")
     given = flags.parse_args()
-    given.output_dir = given.output_dir or default_output(given.hf_model)
+    given.output_dir = given.output_dir or default_output(given.hf_model, checkpoints_folder(os.environ))
     run_import(given, precision=given.precision, families=("olmo2", "olmo3", "olmoe"))
     return 0
 

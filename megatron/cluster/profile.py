@@ -123,6 +123,11 @@ def sbatch_flags(profile: ClusterProfile, kind: str | None = None) -> list[str]:
     return [f"--{name}={value}" for name, value in given.items() if value]
 
 
+def checkpoints_folder(env: Mapping[str, str], cluster: str | None = None) -> str | None:
+    """Where checkpoints lie on this machine: DEEPY_CHECKPOINTS, else the folder of the profile; None without either."""
+    return env.get("DEEPY_CHECKPOINTS") or find_profile(env, cluster).folder("checkpoints", env)
+
+
 # ---- finding and reading
 
 

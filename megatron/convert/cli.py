@@ -21,10 +21,6 @@ PRECISIONS = {
 }
 
 
-# Where the fork's commands make checkpoints, on its own cluster.
-FORK_CHECKPOINTS = Path("/projects/a5k/public/checkpoints/sf_model_organisms")
-
-
 def flags_for(description: str | None) -> argparse.ArgumentParser:
     """A parser whose help is the command's own text."""
     return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -84,10 +80,9 @@ def add_import_flags(flags: argparse.ArgumentParser, model: str = "--hf-model", 
     add_safety(flags, "an existing iteration")
 
 
-def default_output(model: str) -> str:
+def default_output(model: str, base: str | None) -> str:
     """Where the fork's commands make the checkpoint of `model` (a folder or a Hub id) when no folder is named."""
-    base = FORK_CHECKPOINTS if FORK_CHECKPOINTS.is_dir() else Path("checkpoints")
-    return str(base / Path(model).name.removeprefix("sfm-"))
+    return str(Path(base or "checkpoints") / Path(model).name.removeprefix("sfm-"))
 
 
 def run_import(given: argparse.Namespace, **options: Any) -> None:

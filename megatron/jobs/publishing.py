@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.find import Checkpoint, Listing, find_checkpoint, list_checkpoints
-from megatron.cluster.profile import ClusterProfile, find_profile, sbatch_flags
+from megatron.cluster.profile import ClusterProfile, checkpoints_folder, find_profile, sbatch_flags
 from megatron.cluster.slurm import Slurm
 from megatron.errors import DeepyError, MachineError, UserError, nearest, run_cli
 from megatron.hub.names import read_names
@@ -169,8 +169,8 @@ class _Run:
     @property
     def base(self) -> Path:
         """Where checkpoints lie: the flag, else DEEPY_CHECKPOINTS, else the cluster profile's, else this folder."""
-        named = self.given.checkpoints_base_dir or self.environment.get("DEEPY_CHECKPOINTS")
-        return Path(named or self.profile.folder("checkpoints", self.environment) or ".").absolute()
+        named = self.given.checkpoints_base_dir or checkpoints_folder(self.environment, self.given.cluster)
+        return Path(named or ".").absolute()
 
     @property
     def has_slurm(self) -> bool:

@@ -191,3 +191,12 @@ def test_the_script_that_imports_a_model_finds_deepy_from_slurms_copy(tmp_path, 
     assert script == str(home / "huggingface/convert_hf_to_neox.py")
     assert arguments == ["--hf-model", "a/b-c", "--iteration", iteration, "--output-dir", "/ck/b-c", *more]
     assert subprocess.run(["bash", str(copy)], env=env, capture_output=True, timeout=60).returncode == 2
+
+
+def test_folders_and_flags_of_the_cluster_profile(tmp_path, environment, runs, capsys):
+    (tmp_path / "site.yml").write_text(f"folders: {{checkpoints: {runs}, logs: {tmp_path}/logs}}\npartition: gpu\n")
+    del environment["DEEPY_CHECKPOINTS"]
+    publish_all(["mine", "lab", "--dry-run", "--cluster=site"], {**environment, "DEEPY_CLUSTERS": str(tmp_path)})
+    first = shlex.split(capsys.readouterr().out.splitlines()[0])
+    flags = {"--partition=gpu", f"--output={tmp_path}/logs/%x-%j.out", "--export=ALL,DEEPY_CLUSTER=site", "--gpus=0"}
+    assert flags <= set(first) and "--cluster=site" in split(first[1:])[1]
