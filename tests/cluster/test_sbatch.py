@@ -20,6 +20,7 @@ echo "srun $*"
 echo "$MASTER_ADDR:$MASTER_PORT $PROFILE_WAS_READ $SLURM_GPUS_PER_NODE"
 exit 3
 """
+FILES = ("deepy.py", "train.py", "pretrain_neox.sbatch", "run_on_compute.sbatch")
 CONFIG = """
 num_layers: 2
 hidden_size: 16
@@ -39,7 +40,7 @@ def submit(tmp_path: Path) -> Submit:
     """
     deepy = tmp_path / "dee py"
     deepy.mkdir()
-    for name in ("megatron", "slurm", "deepy.py", "train.py", "pretrain_neox.sbatch", "run_on_compute.sbatch"):
+    for name in ("megatron", "slurm", "huggingface", *FILES):
         (deepy / name).symlink_to(ROOT / name)
     folder, copy = tmp_path / "my runs", tmp_path / "spool/slurm_script"
     for name in ("bin", "spool", "my runs", "clusters", "home"):
@@ -74,7 +75,7 @@ def test_a_job_starts_one_rank_per_gpu_and_keeps_the_code(submit: Submit) -> Non
 
 
 def test_deepy_is_found(submit: Submit, tmp_path: Path) -> None:
-    """Where the script was, where it is submitted from, in DEEPY_HOME; else it is an error."""
+    """Where the script was, in DEEPY_HOME, where it is submitted from; else it is an error."""
     lost = {"TEST_SCRIPT": f"{tmp_path}/copied.sbatch"}
     script = "pretrain_neox.sbatch"
     done = submit(script, "none.yml", **lost, SLURM_SUBMIT_DIR=str(tmp_path / "dee py"))
@@ -86,6 +87,42 @@ def test_deepy_is_found(submit: Submit, tmp_path: Path) -> None:
     assert done.returncode == 2 and "none.yml" in done.stderr
     done = submit(script, "none.yml", **lost)
     assert done.returncode == 2 and "DEEPY_HOME" in done.stderr and f"{tmp_path}/my runs" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "argv"),
+    [
+        ("pretrain_neox.sbatch", ["run.yml"]),
+        ("run_on_compute.sbatch", ["true"]),
+        ("slurm/evaluate.sbatch", ["run", "1"]),
+        ("huggingface/convert_hf_to_neox.sbatch", ["model"]),
+    ],
+)
+def test_where_several_clones_are_the_order_is_the_same_in_all_scripts(
+    submit: Submit, tmp_path: Path, script: str, argv: list[str]
+) -> None:
+    """A link that is submitted again has its script next to the checkpoints, and DEEPY_HOME names its tree."""
+    clones = {name: tmp_path / f"clone {name}" for name in ("script", "home", "submitted")}
+    for name, clone in clones.items():  # whose Python only says which clone it is of
+        for file in ("jobs/environment.py", "jobs/evaluation.py"):
+            (clone / "megatron" / file).parent.mkdir(parents=True, exist_ok=True)
+            (clone / "megatron" / file).write_text("")
+        for folder in ("slurm", "huggingface"):
+            (clone / folder).symlink_to(ROOT / folder)
+        (clone / ".venv/bin").mkdir(parents=True)
+        for python in ("python", "python3"):
+            (clone / ".venv/bin" / python).write_text(f'#!/bin/sh\ntouch "{tmp_path}/used {name}"\nexit 9\n')
+            (clone / ".venv/bin" / python).chmod(0o755)
+
+    def used(where: str) -> list[str]:
+        for old in tmp_path.glob("used *"):
+            old.unlink()
+        env = {"SLURM_SUBMIT_DIR": str(clones["submitted"]), "DEEPY_HOME": str(clones["home"])}
+        submit(script, *argv, **env, TEST_SCRIPT=where)
+        return [path.name for path in tmp_path.glob("used *")]
+
+    assert used(f"{tmp_path}/save/chain.sbatch") == ["used home"]
+    assert used(f"{clones['script']}/{script}") == ["used script"]  # an old DEEPY_HOME in the user's environment
 
 
 def test_what_is_missing_is_reported(submit: Submit, tmp_path: Path) -> None:
