@@ -9,4 +9,4 @@ if [ -x "$root/.venv/bin/python" ]; then
     python=$root/.venv/bin/python
 fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m megatron.jobs.publishing "$@"
+exec "$python" "$root/slurm/run_module.py" megatron.jobs.publishing "$@"

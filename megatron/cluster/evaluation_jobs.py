@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from megatron.cluster.launchers import RUN_MODULE
 from megatron.cluster.node import with_library_on_path
 from megatron.cluster.slurm import Slurm, SlurmError
 from megatron.data.tokens.cache_lock import hold_lock
@@ -146,7 +147,7 @@ class Submitter:
         return Slurm(env=env).submit(*ours, *self.flags, str(SCRIPT), *arguments)
 
     def _start(self, arguments: list[str], log: Path) -> str:
-        command = [sys.executable, "-u", "-m", "megatron.jobs.evaluation", "--in-turn", *arguments]
+        command = [sys.executable, "-u", str(RUN_MODULE), "megatron.jobs.evaluation", "--in-turn", *arguments]
         with log.open("ab") as file:
             process = subprocess.Popen(
                 command,

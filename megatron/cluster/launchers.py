@@ -17,11 +17,14 @@ import signal
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megatron.cluster.hostfile import Resources
 from megatron.errors import UserError, nearest
 from megatron.secrets import is_secret_variable
 
+RUN_MODULE = Path(__file__).resolve().parents[2] / "slurm" / "run_module.py"
+"""Starts a module of ours: `python -m` would take that of another clone in the folder it is started in."""
 _EXPORTED_PREFIXES = (
     *("NCCL", "UCX", "FI_", "MV2", "OMPI_MCA", "GLOO", "TP_", "TORCH", "PYTHON", "LD_LIBRARY", "OMP_"),
     *("CUDA_DEVICE", "CUDA_LAUNCH", "DS_", "DEEPY_", "HF_", "WANDB", "TRITON"),
@@ -93,7 +96,7 @@ def decode(word: str) -> object:
 def pdsh_command(job: MultiNodeJob) -> list[str]:
     """pdsh: one ssh per host; `%n` becomes the host's number. The config travels by value."""
     agent = [
-        *(_pdsh_word(job.python), "-u", "-m", "megatron.cluster.node"),
+        *(_pdsh_word(job.python), "-u", _pdsh_word(str(RUN_MODULE)), "megatron.cluster.node"),
         *("--node_rank=%n", f"--resources={encode(job.resources)}"),
         *(f"--master_addr={job.master_addr}", f"--master_port={job.master_port}"),
         f"--config={encode(job.config_text)}",

@@ -1,6 +1,7 @@
-"""The agent that pdsh starts on each host: starts this host's ranks, ends with the launcher.
+r"""The agent that pdsh starts on each host: starts this host's ranks, ends with the launcher.
 
-python -m megatron.cluster.node --node_rank=1 --resources=... --master_addr=... --master_port=... --config=... train.py
+python slurm/run_module.py megatron.cluster.node --node_rank=1 --resources=... --master_addr=... --master_port=... \
+    --config=... train.py
 """
 
 from __future__ import annotations

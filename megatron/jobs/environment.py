@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.cluster.launchers import expand_nodelist, job_port
+from megatron.cluster.launchers import RUN_MODULE, expand_nodelist, job_port
 from megatron.cluster.profile import VARIABLE, ClusterProfile, find_profile, profile_folders, sbatch_flags
 from megatron.cluster.slurm import Slurm, SlurmError, count_gpus
 from megatron.errors import UserError, run_cli
@@ -31,7 +31,6 @@ from megatron.log import configure, get_logger, result
 
 logger = get_logger(__name__)
 
-ROOT = Path(__file__).resolve().parents[2]
 _LIBRARY = "libnccl.so.2"
 _SYSTEM_FOLDERS = ("/usr/lib64", "/usr/local/lib", *(f"/usr/lib/{kind}-linux-gnu" for kind in ("x86_64", "aarch64")))
 
@@ -144,8 +143,8 @@ def profile_lines(profile: ClusterProfile, env: Mapping[str, str], nccl: str | N
     if chosen == "wheel":
         yield from nccl_lines(_wheel_library(), "the wheel's, next to torch")
     elif chosen == "system":  # where it is, only its module says
-        again = shlex.join([sys.executable, "-m", "megatron.jobs.environment", "--system-nccl"])
-        yield f'eval "$(cd {shlex.quote(str(ROOT))} && {again})"'
+        again = shlex.join([sys.executable, str(RUN_MODULE), "megatron.jobs.environment", "--system-nccl"])
+        yield f'eval "$({again})"'
 
 
 def training_lines(profile: ClusterProfile, env: Mapping[str, str], slurm: Slurm) -> Iterator[str]:

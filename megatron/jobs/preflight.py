@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.cluster.launch import node_address
-from megatron.cluster.launchers import expand_nodelist
+from megatron.cluster.launchers import RUN_MODULE, expand_nodelist
 from megatron.cluster.profile import ClusterProfile, Preflight
 from megatron.errors import LostRankError, StopRequested, UserError, run_cli
 from megatron.jobs.environment import missing_symbol
@@ -165,10 +165,10 @@ def _run(hosts: Sequence[str], env: Mapping[str, str], seconds: float) -> str:
     address = env.get("MASTER_ADDR") or node_address(hosts[0], in_slurm=True) or hosts[0]
     port = int(env.get("MASTER_PORT") or 29500) + 1000  # the run's own is still free when it starts
     command = ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}"]
-    command += ["--kill-on-bad-exit=1", "--export=ALL", sys.executable, "-u", "-m", "megatron.jobs.preflight"]
-    library = Path(__file__).resolve().parents[2]
+    command += ["--kill-on-bad-exit=1", "--export=ALL"]
+    command += [sys.executable, "-u", str(RUN_MODULE), "megatron.jobs.preflight"]
     variables = {**env, "MASTER_ADDR": address, "MASTER_PORT": str(port), "NCCL_DEBUG": "INFO"}
-    variables |= {"NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "PYTHONPATH": f"{library}:{env.get('PYTHONPATH', '')}"}
+    variables |= {"NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
     variables.pop("NCCL_DEBUG_FILE", None)
     logger.info(f"pre-flight: {shlex.join(command)}")
     try:

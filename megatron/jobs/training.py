@@ -1,4 +1,4 @@
-"""How a SLURM job trains: `python -m megatron.jobs.training CONFIG ... [key=value ...]`, in pretrain_neox.sbatch.
+"""How a SLURM job trains: what pretrain_neox.sbatch runs, with its arguments.
 
 It adapts the configuration to the cluster, checks the nodes, runs `deepy.py train.py` and decides by how that ended
 whether another job follows (`chain.py`). Outside of a SLURM job it only trains.

@@ -291,6 +291,8 @@ def test_a_real_run_is_evaluated_beside_and_after_it_with_the_scores_of_eval(tmp
         builder.finalize()
     write_task(tmp_path / "tasks", "local_choice")
     (tmp_path / "run.yml").write_text(yaml.safe_dump(RUN))
+    (tmp_path / "megatron").mkdir()  # of another clone, such as the one that the user switches from
+    (tmp_path / "megatron/__init__.py").write_text("raise SystemExit('another megatron was imported')\n")
     drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in drop} | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     env |= {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}

@@ -12,6 +12,7 @@ import pytest
 from megatron.cluster.hostfile import select
 from megatron.cluster.launchers import (
     LAUNCHERS,
+    RUN_MODULE,
     MultiNodeJob,
     command_environment,
     decode,
@@ -49,7 +50,7 @@ def test_pdsh_starts_one_agent_per_host_and_carries_the_config_by_value() -> Non
     head, agent = command[-1].split(" exec ")
     assert head == "export NCCL_DEBUG='INFO and more'; cd '/work/my code';"
     words = shlex.split(agent)
-    assert words[:5] == ["/opt/venv/bin/python", "-u", "-m", "megatron.cluster.node", "--node_rank=%n"]
+    assert words[:5] == ["/opt/venv/bin/python", "-u", str(RUN_MODULE), "megatron.cluster.node", "--node_rank=%n"]
     assert words[-1] == "train.py"
     options = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
     assert decode(options["config"]) == JOB.config_text

@@ -34,7 +34,7 @@ data_path: tokens
 
 @pytest.fixture
 def submit(tmp_path: Path) -> Submit:
-    """`submit(SCRIPT, ARGUMENT...)` from a folder with run.yml that is not Deepy's; `scontrol` knows the script.
+    """`submit(SCRIPT, ARGUMENT...)` from a folder with run.yml and another `megatron`; `scontrol` knows the script.
 
     Deepy is a folder without a .venv, so that the python3 on PATH is used.
     """
@@ -46,6 +46,8 @@ def submit(tmp_path: Path) -> Submit:
     for name in ("bin", "spool", "my runs", "clusters", "home"):
         (tmp_path / name).mkdir()
     (folder / "run.yml").write_text(CONFIG)
+    (folder / "megatron").mkdir()  # of another clone, such as the one that the user switches from
+    (folder / "megatron/__init__.py").write_text("raise SystemExit('another megatron was imported')\n")
     (tmp_path / "clusters/here.yml").write_text("environment: {PROFILE_WAS_READ: 'yes'}\n")
     answer = f'echo "JobId=4007"; echo "   Command=$TEST_SCRIPT run.yml /a/x.sbatch"; echo "   WorkDir={folder}"\n'
     python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'

@@ -152,6 +152,17 @@ def test_failures_are_explained(path: Path) -> None:
         check(profile_of(WANTED), JOB | {"PATH": "/nowhere"})
 
 
+def test_the_processes_run_this_deepy_in_the_folder_of_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fork/megatron", "stubs"):
+        (path / name).mkdir(parents=True)
+    (path / "fork/megatron/__init__.py").write_text("raise SystemExit('another megatron was imported')\n")
+    (path / "stubs/torch.py").write_text("raise SystemExit('torch is imported')\n")  # the first thing that it does
+    monkeypatch.chdir(path / "fork")
+    env = srun(path, 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
+    with pytest.raises(LostRankError, match="torch is imported"):
+        check(profile_of(WANTED), env | {"PYTHONPATH": str(path / "stubs")})
+
+
 def speed_of(rank: int, world_size: int) -> float:
     return measure("gloo", 2**20, repeats=2)
 

@@ -159,6 +159,8 @@ def test_a_run_without_a_complete_checkpoint_and_one_that_is_not_there(tmp_path,
 def test_the_script_works_from_any_folder_with_one_argument(tmp_path, environment, runs, place):
     command = ["bash", str(ROOT / "huggingface/batch_submit_checkpoints.sh"), "mine", "--dry-run"]
     env = {**os.environ, **environment, "PATH": f"{environment['PATH']}:{os.environ['PATH']}"}
+    (tmp_path / "megatron").mkdir(exist_ok=True)  # of another clone
+    (tmp_path / "megatron/__init__.py").write_text("raise SystemExit('another megatron was imported')\n")
     done = subprocess.run(command, cwd=tmp_path / place, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["sbatch"] * 3
