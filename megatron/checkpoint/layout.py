@@ -17,6 +17,7 @@ a dot are in the making or on their way out, and nobody reads them.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 FORMAT_VERSION = 1
 LATEST = "latest"
@@ -36,6 +37,12 @@ def step_of(folder: str) -> int | None:
     """The step in a folder's name; None when it is not a checkpoint's name."""
     match = _STEP.match(folder)
     return int(match.group(1)) if match else None
+
+
+def run_name(root: Path) -> str:
+    """What a run is called by its `save` folder: of one called `checkpoints` the name of the folder it is in."""
+    path = root.absolute()
+    return (path.parent.name if path.name == "checkpoints" else "") or path.name
 
 
 def temporary_folder(step: int) -> str:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -52,6 +52,7 @@ class Options:
         skip_complete: leave what the Hub has completely as it is, without converting anything.
         tasks: of lm-evaluation-harness, to evaluate the Hugging Face folder; () evaluates nothing.
         wandb: `project` and `entity` that the harness logs to; {} logs nowhere.
+        replace: another checkpoint that the Hub has in the place of this one.
         delete_local: remove the converted folder when the Hub has all of it.
     """
 
@@ -65,6 +66,7 @@ class Options:
     task_include_path: str | None = None
     eval_batch_size: str = "8"
     wandb: Mapping[str, str | None] = field(default_factory=dict)
+    replace: bool = False
     delete_local: bool = False
     tokenizer: str | None = None
     architecture: str | None = None
@@ -137,6 +139,20 @@ class Publication:
             not self.options.raw or self._is_raw_complete()
         )
 
+    def check(self) -> None:
+        """Raise `UserError` when the Hub has another run or checkpoint in the place of this one."""
+        for repo, wanted in ((self.repo, self.options.model), (self.raw_repo, self.options.raw)):
+            if wanted:
+                self._check(repo)
+
+    def _check(self, repo: str) -> None:
+        branches = () if self.options.replace else self._branches(repo)
+        Published(repo, self.options.retry).check(self.experiment, self.source, branches)
+
+    def _branches(self, repo: str) -> list[str]:
+        """Those of `repo` that this checkpoint becomes; main last."""
+        return [self.revision, *([MAIN] if self.facts.is_final and repo == self.repo else [])]
+
     def run(self) -> None:
         """Publish what is not there yet. Raises `UserError` and `MachineError`."""
         skip = self.options.skip_complete
@@ -155,13 +171,13 @@ class Publication:
 
     def _is_model_complete(self) -> bool:
         there = Published(self.repo, self.options.retry)
-        branches = [self.revision, *([MAIN] if self.facts.is_final else [])]
         return all(
-            there.is_complete(branch, self.source, self.options.conversion, self.options.tasks) for branch in branches
+            there.is_complete(branch, self.source, self.options.conversion, self.options.tasks)
+            for branch in self._branches(self.repo)
         )
 
     def _publish_model(self) -> None:
-        Published(self.repo, self.options.retry).check_experiment(self.experiment)
+        self._check(self.repo)
         self._convert()
         self._complete_folder()
         self._push_model()
@@ -303,7 +319,7 @@ class Publication:
         return Published(self.raw_repo, self.options.retry).is_complete(self.revision, self.source, {})
 
     def _publish_raw(self) -> None:
-        Published(self.raw_repo, self.options.retry).check_experiment(self.experiment)
+        self._check(self.raw_repo)
         stage_raw(self.checkpoint, self.raw_folder)
         Record(self.experiment, self.source, files=hash_files(self.raw_folder)).write(self.raw_folder)
         self._wait()
@@ -326,9 +342,8 @@ def _identify(path: str) -> str:
     return f"{place.name}:{digest.hexdigest()[:16]}"
 
 
-def check_experiments(names: Names, experiment: str, base: Path) -> None:
-    """Raise `UserError` when another run in the folder `base` would get the names of `experiment`."""
-    others: Sequence[str] = ()
-    if base.is_dir():
-        others = sorted(path.name for path in base.iterdir() if any(path.glob("global_step*")))
-    names.check(experiment, others)
+def check_experiments(names: Names, root: Path) -> None:
+    """Raise `UserError` when another run next to that in the folder `root` would get its names."""
+    experiment, base = layout.run_name(root), root.parent if layout.run_name(root) == root.name else root.parent.parent
+    folders = [folder for path in base.glob("*/") for folder in (path, path / "checkpoints")]
+    names.check(experiment, sorted({layout.run_name(each) for each in folders if any(each.glob("global_step*"))}))

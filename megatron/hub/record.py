@@ -141,14 +141,24 @@ class Published:
             return False
         return all(name in files and _is_same(files[name], expected) for name, expected in record.files.items())
 
-    def check_experiment(self, experiment: str) -> None:
-        """Raise `UserError` when another run is published in this repository."""
-        record = self.read_record(MAIN, self.list_files())
-        if record is not None and record.experiment != experiment:
+    def check(self, experiment: str, source: str, branches: Sequence[str]) -> None:
+        """Raise `UserError` when another run is in this repository, or another checkpoint than `source` on a branch.
+
+        `branches`: that are to be replaced; () replaces whatever checkpoints there are.
+        """
+        main = self.read_record(MAIN, self.list_files())
+        if main is not None and main.experiment != experiment:
             raise UserError(
-                f"{self.repo} holds the run {record.experiment!r}, not {experiment!r}; give one of them a name of its "
+                f"{self.repo} holds the run {main.experiment!r}, not {experiment!r}; give one of them a name of its "
                 "own (--names, documentation/publishing.md)"
             )
+        for branch in branches:
+            record = main if branch == MAIN else self.read_record(branch, self.list_files(branch))
+            if record is not None and record.source not in ("", source):
+                raise UserError(
+                    f"{self.repo} has another checkpoint as {branch}: of another run called {experiment!r} (then give "
+                    "one of them a name of its own, --names), or of this one as it was before (then give --replace)"
+                )
 
 
 def _is_same(entry: Any, expected: FileRecord) -> bool:

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint import layout
 from megatron.cluster.profile import ClusterProfile
 
 
 def experiment_of(config: Mapping[str, Any], env: Mapping[str, str]) -> str | None:
-    """The name of the experiment: `DEEPY_EXPERIMENT` (`submit.py -e`), else the last part of `save`."""
+    """The name of the experiment: `DEEPY_EXPERIMENT` (`submit.py -e`), else that of the folder `save`."""
     save = config.get("save")
-    return env.get("DEEPY_EXPERIMENT") or (Path(save).name if save else None) or None
+    return env.get("DEEPY_EXPERIMENT") or (layout.run_name(Path(save)) if save else None)
 
 
 def job_of(env: Mapping[str, str]) -> str | None:

@@ -104,12 +104,14 @@ def publish_all(arguments: Sequence[str], environment: Mapping[str, str]) -> int
 
 
 def _leave_out_published(run: _Run, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Those that the Hub does not have completely."""
+    """Those that the Hub does not have completely. Raises `UserError` where it has another checkpoint."""
     waiting = []
     for checkpoint in checkpoints:
-        if run.publication(checkpoint).is_complete():
+        one = run.publication(checkpoint)
+        if one.is_complete():
             result(f"{checkpoint.path.name}: published already")
         else:
+            one.check()
             waiting.append(checkpoint)
     return waiting
 
@@ -161,8 +163,8 @@ class _Run:
         folder = self._find_folder()
         self.step = layout.step_of(folder.name)
         self.root = folder.parent if self.step is not None else folder
-        self.experiment = self.root.name
-        check_experiments(self.names, self.experiment, self.root.parent)
+        self.experiment = layout.run_name(self.root)
+        check_experiments(self.names, self.root)
         self.output = Path(given.output_dir or self.root.parent / CONVERTED).absolute()
         self.owner = self._find_owner()
 
@@ -231,6 +233,7 @@ def _options(given: argparse.Namespace) -> Options:
         task_include_path=given.task_include_path,
         eval_batch_size=given.eval_batch_size,
         wandb={"project": given.wandb_project, "entity": given.wandb_entity} if given.wandb_project else {},
+        replace=given.replace,
         delete_local=given.delete_local,
         tokenizer=given.tokenizer,
         architecture=given.architecture,
@@ -263,6 +266,9 @@ def _flags(description: str | None, program: str) -> tuple[argparse.ArgumentPars
     )
     flags.add_argument(
         "--skip-if-exists", action="store_true", help="do nothing where the Hub has all files, judged by their hashes"
+    )
+    flags.add_argument(
+        "--replace", action="store_true", help="also where the Hub has another checkpoint under this name and step"
     )
     flags.add_argument("--eval", action="store_true", help="evaluate the converted model, after it was uploaded")
     flags.add_argument("--skip-eval", dest="eval", action="store_false", default=False, help="do not (the default)")

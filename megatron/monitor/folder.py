@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint import layout
 from megatron.errors import UserError
 from megatron.files import read_json
 
@@ -61,8 +62,7 @@ class RunFolder:
     def experiment(self) -> str:
         """The name that the run was started with, else that of its folder."""
         given = self.status.get("experiment")
-        path = self.path.absolute()
-        return given if isinstance(given, str) and given else (path.parent if path.name == "checkpoints" else path).name
+        return given if isinstance(given, str) and given else layout.run_name(self.path)
 
     @property
     def job_ids(self) -> list[str]:

@@ -54,6 +54,7 @@ def test_without_a_tracker_nothing_is_set(tmp_path):
     ("text", "env", "name"),
     [
         ("save: /x/runs/best/\n", {"SLURM_JOB_ID": "71"}, "best_big_71"),
+        ("save: /x/runs/best/checkpoints\n", {"SLURM_JOB_ID": "71"}, "best_big_71"),
         ("", {"SLURM_JOB_ID": "71"}, None),
         ("", {"DEEPY_EXPERIMENT": "e"}, "e_big"),
         ("", ENV | {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}, "exp1_big_70_3"),

@@ -23,12 +23,12 @@ STEPS = (9, 20, 100)
 RAW_ONLY = ("--upload-neox-only", "--retry-min-wait=0", "--retry-max-wait=0")
 
 
-def write_checkpoint(root, step):
+def write_checkpoint(root, step, text="state"):
     """A complete checkpoint of a model without parameters."""
     folder = root / layout.step_folder(step)
     folder.mkdir(parents=True)
     state = folder / layout.state_file(0)
-    state.write_bytes(b"state of step %d" % step)
+    state.write_text(f"{text} of step {step}")
     files = {state.name: FileEntry(state.stat().st_size, file_crc32(state))}
     config = {"train_iters": 100, "seq_length": 8, "num_layers": 1}
     sizes = {"tp": 1, "pp": 1, "dp": 1}
@@ -121,6 +121,38 @@ def test_a_dry_run_prints_commands_that_the_job_understands(tmp_path, environmen
     for fact in ("step 20 of 100", "lab/lab-mine, revision global_step20\n", "evaluate a, b", "delete"):
         assert fact in plan
     assert f"{runs}/hf_checkpoints/lab-mine/global_step20" in plan
+
+
+def test_runs_in_folders_called_checkpoints_have_the_names_of_the_folders_above(tmp_path, without_slurm, monkeypatch):
+    for run in ("a", "b"):
+        write_checkpoint(tmp_path / run / "checkpoints", 5, run)
+    with UploadHub() as hub:
+        log_in(hub, tmp_path, monkeypatch)
+        for run in ("a", "b"):
+            publish_one([str(tmp_path / run / "checkpoints"), "lab", *RAW_ONLY], without_slurm, None)
+        sent = {name: model.branches["global_step5"] for name, model in hub.models.items()}
+        states = {name: files[layout.state_file(0)] for name, files in sent.items()}
+        assert states == {f"lab/neox-ckpt-{run}": f"{run} of step 5".encode() for run in ("a", "b")}
+    (tmp_path / "names.yml").write_text("replace: {b: a}\n")
+    with pytest.raises(UserError, match="b and a would both be a"):
+        publish_one(
+            [str(tmp_path / "b/checkpoints"), "--dry-run", f"--names={tmp_path}/names.yml"], without_slurm, None
+        )
+
+
+@pytest.mark.parametrize("publish", [lambda *given: publish_one(*given, None), publish_all])
+def test_another_checkpoint_on_the_hub_is_replaced_only_when_asked(tmp_path, without_slurm, monkeypatch, publish):
+    for place in ("one", "two"):
+        write_checkpoint(tmp_path / place / "mine", 5, place)
+    with UploadHub() as hub:
+        log_in(hub, tmp_path, monkeypatch)
+        publish([str(tmp_path / "one/mine"), "lab", *RAW_ONLY], without_slurm)
+        model, state = hub.models["lab/neox-ckpt-mine"], layout.state_file(0)
+        with pytest.raises(UserError, match="lab/neox-ckpt-mine has another checkpoint as global_step5.*--replace"):
+            publish([str(tmp_path / "two/mine"), "lab", *RAW_ONLY], without_slurm)
+        assert model.branches["global_step5"][state] == b"one of step 5"
+        publish([str(tmp_path / "two/mine"), "lab", "--replace", *RAW_ONLY], without_slurm)
+        assert model.branches["global_step5"][state] == b"two of step 5"
 
 
 def test_pauses_between_submissions(tmp_path, environment, monkeypatch):
