@@ -73,6 +73,14 @@ class Slurm:
         """One row for each node and partition it is in, by `NODE_FIELDS`."""
         return self._table(("sinfo", "--Node"), NODE_FIELDS, *arguments)
 
+    def time_limit(self, partitions: str | None = None) -> float | None:
+        """The longest time in seconds that a job may ask for in all of these partitions (`a,b`; None: the default one);
+        None when there is no limit, or none is known. Raises `SlurmError`."""
+        chosen = [f"--partition={partitions}"] if partitions else []
+        rows = [row.split() for row in self.run("sinfo", "--noheader", "--format=%P %l", *chosen).splitlines()]
+        limits = [parse_time(row[1]) for row in rows if len(row) == 2 and (partitions or row[0].endswith("*"))]
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def _table(self, command: Sequence[str], fields: Mapping[str, str], *arguments: str) -> list[dict[str, str]]:
         # Without a size a field is as wide as its value.
         layout = ",".join(f"{field}:{_SEPARATOR}" for field in fields.values())
@@ -152,6 +160,18 @@ def parse_rows(text: str, names: Sequence[str], separator: str) -> list[dict[str
         if len(row) != len(names):
             raise SlurmError(f"SLURM answered {len(row)} fields instead of {len(names)}: {separator.join(row)[:200]!r}")
     return [dict(zip(names, (field.strip() for field in row))) for row in rows]
+
+
+def parse_time(text: str) -> float | None:
+    """A time of SLURM's (`30` minutes, `30:00`, `2:00:00`, `1-12`, `1-12:00:00`) in seconds; None without a limit."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+(?::\d+){0,2})", text.strip())
+    if found is None:  # infinite, UNLIMITED, n/a
+        return None
+    numbers = [int(part) for part in found[2].split(":")]
+    if found[1] is None and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    return (24 * int(found[1] or 0) + hours) * 3600.0 + minutes * 60.0 + seconds or None
 
 
 def count_gpus(text: str) -> int:

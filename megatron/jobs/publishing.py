@@ -15,16 +15,17 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.find import Checkpoint, Listing, find_checkpoint, list_checkpoints
 from megatron.cluster.profile import ClusterProfile, checkpoints_folder, find_profile, sbatch_flags
-from megatron.cluster.slurm import Slurm
+from megatron.cluster.slurm import Slurm, SlurmError, parse_time
 from megatron.errors import DeepyError, MachineError, UserError, nearest, run_cli
 from megatron.hub.names import read_names
-from megatron.hub.publish import Options, Publication, check_experiments
+from megatron.hub.publish import RANDOM_DELAY, Options, Publication, check_experiments
 from megatron.hub.push import check_hub
 from megatron.hub.retry import retry_of
 from megatron.log import ProgressBar, configure, get_logger, result
@@ -38,6 +39,7 @@ UPLOAD = ROOT / "huggingface" / "upload_checkpoint.py"
 CONVERTED = "hf_checkpoints"  # next to the run
 TASKS = "lambada_openai,piqa,hellaswag,arc_easy"
 YOU = "<you>"  # the owner in a dry run, which does not ask the Hub who is logged in
+WORK = 4 * 3600.0  # seconds that a job is given besides its delay and its retries
 STAGGER = 30.0  # seconds between the uploads of jobs that get a delay
 
 
@@ -120,13 +122,14 @@ def _submit(run: _Run, checkpoints: Sequence[Checkpoint], options: Sequence[str]
     """A job for each checkpoint, in this order."""
     given, slurm = run.given, Slurm(env=run.environment)
     name, delay = f"convert_{run.experiment}", given.upload_delay
+    flags = run.job_flags(name, len(checkpoints)) if checkpoints else []
     for count, checkpoint in enumerate(checkpoints):
         if count and given.delay_between_jobs and not given.dry_run:
             time.sleep(given.delay_between_jobs)
         later = [f"--upload-delay={delay + count * STAGGER:g}"] if delay else []
         command = [sys.executable, str(UPLOAD), str(run.root), str(checkpoint.manifest.step)]
         command += [] if run.owner == YOU else [run.owner]
-        job = [*run.job_flags(name), str(JOB), *command, *options, *later]
+        job = [*flags, str(JOB), *command, *options, *later]
         if given.dry_run:
             result(shlex.join([run.profile.submit_command, *job]))
         else:
@@ -192,8 +195,8 @@ class _Run:
     def publication(self, checkpoint: Checkpoint) -> Publication:
         return Publication(checkpoint, self.experiment, self.owner, self.names, self.output, self.options)
 
-    def job_flags(self, name: str) -> list[str]:
-        """Those of sbatch; of two flags with one name the later, which is the user's, wins."""
+    def job_flags(self, name: str, jobs: int) -> list[str]:
+        """Those of sbatch for so many jobs; of two flags with one name the later, which is the user's, wins."""
         logs = Path(self.profile.folder("logs", self.environment) or ".").absolute()
         if not self.given.dry_run:
             logs.mkdir(parents=True, exist_ok=True)
@@ -201,7 +204,30 @@ class _Run:
         flags += [] if self.given.no_singleton else ["--dependency=singleton"]
         flags += [] if self.options.tasks else ["--gpus=0"]  # a conversion computes on the CPU
         flags += [f"--export=ALL,DEEPY_CLUSTER={self.given.cluster}"] if self.given.cluster else []
-        return [*flags, *sbatch_flags(self.profile), *shlex.split(self.given.sbatch)]
+        users = shlex.split(self.given.sbatch)
+        return [*flags, *sbatch_flags(self.profile), *self._time_flag(jobs, users), *users]
+
+    def _time_flag(self, jobs: int, users: Sequence[str]) -> list[str]:
+        """Time for the longest delay, for retries and for the work, as far as profile and partition allow it."""
+        if self.environment.get("SBATCH_TIMELIMIT"):
+            return []
+        delay, retry = self.given.upload_delay, self.options.retry
+        longest = RANDOM_DELAY if delay is None else delay + (jobs - 1) * STAGGER if delay else 0.0
+        seconds = longest + retry.max_retries * retry.max_wait + WORK
+        chosen = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        default = self.profile.partition or self.environment.get("SBATCH_PARTITION")
+        chosen.add_argument("-p", "--partition", default=default)
+        limits = [parse_time(self.profile.time or "")]
+        with suppress(SlurmError):  # not known then
+            limits.append(Slurm(env=self.environment).time_limit(chosen.parse_known_args(users)[0].partition))
+        limit = min((each for each in limits if each is not None), default=seconds)
+        if limit < longest + WORK:
+            logger.warning(
+                f"jobs may run for {limit / 3600:.3g} hours here, but wait for up to {longest / 3600:.3g} and then "
+                "have to convert and upload: give a shorter --upload-delay, or another partition or time with --sbatch"
+            )
+        minutes, second = divmod(int(min(seconds, limit)), 60)
+        return [f"--time={minutes // 60}:{minutes % 60:02}:{second:02}"]
 
     def _find_folder(self) -> Path:
         name = self.given.experiment

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cluster.slurm import Slurm, SlurmError, count_gpus, parse_fields
+from megatron.cluster.slurm import Slurm, SlurmError, count_gpus, parse_fields, parse_time
 
 pytestmark = pytest.mark.cpu
 SHOWN = (
@@ -105,3 +105,33 @@ def test_what_fails_or_hangs_is_an_error(slurm: Slurm, monkeypatch: pytest.Monke
 )
 def test_gpus_in_slurm_s_texts(text: str, gpus: int) -> None:
     assert count_gpus(text) == gpus
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("30", 1800),
+        ("2:30", 150),
+        ("2:00:05", 7205),
+        ("1-12", 129600),
+        ("1-00:30", 88200),
+        ("7-00:00:00", 604800),
+        ("0", None),
+        ("infinite", None),
+        ("UNLIMITED", None),
+        ("n/a", None),
+    ],
+)
+def test_times_of_slurm(text: str, seconds: float | None) -> None:
+    assert parse_time(text) == seconds
+
+
+def test_the_limit_of_a_job_is_that_of_its_partitions(tmp_path: Path) -> None:
+    for given, printed, seconds in (
+        (None, "a 1:00\nb* 5:00\n", 300),
+        ("a,b", "a 1:00\nb* infinite\n", 60),
+        (None, "", None),
+    ):
+        (tmp_path / "sinfo").write_text(f"#!/bin/sh\nprintf '{printed}'\n")
+        (tmp_path / "sinfo").chmod(0o755)
+        assert Slurm(env={"PATH": str(tmp_path)}).time_limit(given) == seconds

@@ -87,7 +87,13 @@ def test_a_job_for_each_checkpoint_the_newest_first_one_at_a_time(tmp_path, envi
     assert [command[-1] for command in commands] == [f"--upload-delay={delay}" for delay in (60, 90, 120)]
     options = {"--upload-neox-only", "--max-retries=3", "--retry-min-wait=0.0", "--skip-if-exists"}
     assert all(options <= set(command) and "--skip-eval" not in command for command in commands)
-    flags = {"--parsable", "--job-name=convert_mine", "--dependency=singleton", f"--output={tmp_path}/%x-%j.out"}
+    flags = {
+        "--parsable",
+        "--time=4:02:00",
+        "--job-name=convert_mine",
+        "--dependency=singleton",
+        f"--output={tmp_path}/%x-%j.out",
+    }
     assert all(flags <= set(given) for given, _ in found)
     streams = capsys.readouterr()
     assert streams.out.splitlines() == [f"global_step{s}: job {n}" for s, n in ((100, 101), (20, 102), (9, 103))]
@@ -225,6 +231,47 @@ def test_the_script_that_imports_a_model_finds_deepy_from_slurms_copy(tmp_path, 
     assert script == str(home / "huggingface/convert_hf_to_neox.py")
     assert arguments == ["--hf-model", "a/b-c", "--iteration", iteration, "--output-dir", "/ck/b-c", *more]
     assert subprocess.run(["bash", str(copy)], env=env, capture_output=True, timeout=60).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "limits", "time"),
+    [
+        (["--upload-delay=random"], "big infinite", "36:00:00"),  # 12 hours, 20 retries, 4 hours
+        (["--upload-delay=random", "--max-retries=0"], "big n/a", "16:00:00"),
+        (["--upload-delay=1800"], "big 1-00:00:00", "24:00:00"),
+        (["--upload-delay=random", "--sbatch=-p small"], "small 8:00:00", "8:00:00"),
+        ([], "broken", "24:00:00"),
+    ],
+)
+def test_a_job_has_time_for_its_delay_and_retries(tmp_path, environment, capsys, options, limits, time):
+    """Of the partition's limit it asks for no more: such a job would never start."""
+    (tmp_path / "site.yml").write_text("partition: big\n")
+    program = tmp_path / "bin/sinfo"
+    program.write_text(f"#!/bin/bash\necho \"$*\" >> {tmp_path}/asked\nprintf '{limits}\\n'\n")
+    program.chmod(0o755)
+    publish_all(
+        ["mine", "lab", "--dry-run", "--cluster=site", *options], environment | {"DEEPY_CLUSTERS": str(tmp_path)}
+    )
+    streams = capsys.readouterr()
+    lines = [shlex.split(line) for line in streams.out.splitlines()]
+    assert [[flag for flag in line if flag.startswith("--time=")] for line in lines] == [[f"--time={time}"]] * 3
+    partition = "small" if "small" in limits else "big"
+    assert (tmp_path / "asked").read_text().splitlines() == [f"--noheader --format=%P %l --partition={partition}"]
+    assert ("--upload-delay" in streams.err) == (time == "8:00:00")
+
+
+def test_times_that_the_site_and_the_user_give(tmp_path, environment, capsys):
+    (tmp_path / "site.yml").write_text("time: '2:00:00'\n")
+    environment |= {"DEEPY_CLUSTERS": str(tmp_path)}
+    given = ["mine", "lab", "--dry-run", "--cluster=site"]
+    for more, env, times in (
+        ([], {}, ["2:00:00", "2:00:00"]),
+        (["--sbatch=--time=9:00:00"], {}, ["2:00:00", "2:00:00", "9:00:00"]),
+        ([], {"SBATCH_TIMELIMIT": "5"}, ["2:00:00"]),
+    ):
+        publish_all([*given, *more], environment | env)
+        first = shlex.split(capsys.readouterr().out.splitlines()[0])
+        assert [flag.removeprefix("--time=") for flag in first if flag.startswith("--time=")] == times
 
 
 def test_folders_and_flags_of_the_cluster_profile(tmp_path, environment, runs, capsys):
