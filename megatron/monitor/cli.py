@@ -42,7 +42,7 @@ Runs are looked for where the cluster profile (DEEPY_CLUSTER) has its checkpoint
 ./runs; jobs are asked from SLURM where it is installed. What has ended is shown when it ended badly within a day.
 
 Exit codes of --wait-iterations: 0 trained that far, 1 failed or hangs, 2 wrong input, 3 ended before without a
-failure, 4 can never start, 124 --timeout passed."""
+failure, 4 can never start, 6 SLURM gave no answer for two minutes from the beginning, 124 --timeout passed."""
 
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -157,7 +157,6 @@ def _wait(given: argparse.Namespace, selection: Selection, slurm: Slurm) -> int:
         raise UserError(
             "--wait-iterations N JOB: N from 1 on, and one job or run folder, as in: --wait-iterations 50 4007"
         )
-    said: list[str] = []
     last: list[Row] = []
 
     def look_once() -> tuple[list[Row], list[str]]:
@@ -165,20 +164,13 @@ def _wait(given: argparse.Namespace, selection: Selection, slurm: Slurm) -> int:
         last[:] = view.rows
         return view.rows, view.notes
 
-    def tell(row: Row) -> None:
-        place = "" if row.iteration is None or row.state == "pending" else f", iteration {row.iteration}"
-        line = f"{given.what[0]}: {row.state}" + (f" ({row.job_reason})" if row.state == "pending" else "")
-        if said[-1:] != [line]:
-            said.append(line)
-            logger.info(line + place)
-
     code, reason = await_iterations(
         look_once,
         given.what[0],
         Waiting(given.wait_iterations),
         timeout=given.timeout,
         interval=given.watch or _EVERY,
-        tell=tell,
+        tell=logger.info,
     )
     if given.json:
         runs = [row.to_json() for row in last]

@@ -6,6 +6,7 @@ Exit codes, besides 2 for wrong input:
 | 1   | it failed, or hangs |
 | 3   | it ended before, without a failure: done, stopped on request, or cancelled |
 | 4   | it can never start as it is |
+| 6   | SLURM could not be asked for two minutes, and nothing else knows the job |
 | 124 | `--timeout` passed |
 """
 
@@ -15,12 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megatron.errors import UserError
+from megatron.errors import MachineError, UserError
 from megatron.monitor.judge import CLOCK_SECONDS
 from megatron.monitor.rows import Row
 from megatron.monitor.slurm_jobs import ENDED as ENDED_STATES
 
-REACHED, FAILED, ENDED, NEVER_STARTS, TIMED_OUT = 0, 1, 3, 4, 124
+REACHED, FAILED, ENDED, NEVER_STARTS, UNREACHABLE, TIMED_OUT = 0, 1, 3, 4, MachineError.exit_code, 124
+REACH_SECONDS = 120.0  # for which SLURM may give no answer from the first look on: a controller is restarted in less
 # A run that failed may be started again: by its job, which takes a while to say so, or by SLURM.
 SETTLE_SECONDS, SETTLE_SECONDS_OF_SLURM = 30.0, 5.0
 _NEVER = ("dependency_never_satisfied", "cannot_start", "held")
@@ -92,25 +94,48 @@ def await_iterations(
     *,
     timeout: float | None,
     interval: float,
-    tell: Callable[[Row], None],
+    tell: Callable[[str], None],
+    reach: float = REACH_SECONDS,
 ) -> tuple[int, str]:
-    """Look every `interval` seconds until there is a code. `look` gives the rows, and what could not be asked."""
-    deadline = None if timeout is None else time.monotonic() + timeout
-    missing = 0.0
+    """Look every `interval` seconds until there is a code, and `tell` what is waited for whenever that changes.
+
+    `look` gives the rows, and what could not be asked; `reach`: seconds in which SLURM must have answered once.
+    """
+    began = time.monotonic()
+    deadline = None if timeout is None else began + timeout
+    missing, known = 0.0, False
+    told: dict[str, str] = {}  # what was said last of the job, and of each thing that could not be asked
+    tell(f"{what}: waiting until it has trained {waiting.wanted} iterations, a look every {interval:g} s")
     while True:
         rows, notes = look()
+        now = time.monotonic()
+        for note in notes:
+            if note not in told:
+                tell(f"{what}: SLURM could not be asked, trying again: {note}")
+        told = {**{key: line for key, line in told.items() if key == what}, **dict.fromkeys(notes, "")}
+        known = known or bool(rows)
         # A controller that does not answer, or does not know its newest job yet, is no answer.
-        if not rows and (notes or missing < min(CLOCK_SECONDS / 6, interval * 3)):
+        if not rows and notes:
+            if not known and now - began >= reach:
+                return UNREACHABLE, f"{what}: nothing is known of it: no answer of SLURM in {reach:g} s: {notes[0]}"
+        elif not rows and missing < min(CLOCK_SECONDS / 6, interval * 3):
             missing += interval
         else:
-            answer = waiting.check(rows, what, time.monotonic())
+            answer = waiting.check(rows, what, now)
             if answer is not None:
                 return answer
-            tell(rows[0])
-        if deadline is not None and time.monotonic() >= deadline:
+            state = f"{rows[0].state}" + (f" ({rows[0].job_reason})" if rows[0].state == "pending" else "")
+            if told.get(what) != state:
+                told[what] = state
+                tell(f"{what}: {state}{_place(rows[0])}")
+        if deadline is not None and now >= deadline:
             state = f"{rows[0].state}, iteration {rows[0].iteration}" if rows else "nothing is known"
             return TIMED_OUT, f"{what}: not within {timeout:g} s ({state}{'; ' + notes[0] if notes else ''})"
-        time.sleep(interval if deadline is None else max(0.0, min(interval, deadline - time.monotonic())))
+        time.sleep(interval if deadline is None else max(0.0, min(interval, deadline - now)))
+
+
+def _place(row: Row) -> str:
+    return "" if row.iteration is None or row.state == "pending" else f", iteration {row.iteration}"
 
 
 def _name(row: Row) -> str:

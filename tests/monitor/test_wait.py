@@ -122,18 +122,35 @@ def test_waiting(place: Folders) -> None:
     first = row_of(None, replace(JOB, state="PENDING", reason="Priority"))
     second = row_of(folder, JOB)
     change(folder, step=9)
-    told: list[Row] = []
+    told: list[str] = []
     options = {"timeout": None, "interval": 0.0, "tell": told.append}
     looks = views([first], [], [second], [row_of(folder, JOB)])
     # a look that finds nothing, as SLURM gives while it is restarted, is no answer
     code, reason = await_iterations(looks, "4007", Waiting(9), **{**options, "interval": 0.001})
-    assert (code, told) == (0, [first, second]) and "9 iterations" in reason
+    assert code == 0 and "9 iterations" in reason
+    lines = ["trained 9 iterations", "4007: pending (Priority)", "4007: training, iteration 7"]
+    assert len(told) == 3 and all(line in one for line, one in zip(lines, told))
     code, reason = await_iterations(lambda: ([second], []), "4007", Waiting(9), **{**options, "timeout": 0.0})
     assert code == 124 and "iteration 7" in reason
     with pytest.raises(UserError, match="4007: no such job"):
         await_iterations(lambda: ([], []), "4007", Waiting(9), **options)
     away = iter([([], ["no answer"])] * 3 + [([row_of(folder, JOB)], [])])
     assert await_iterations(lambda: next(away), "4007", Waiting(9), **options)[0] == 0
+
+
+def test_slurm_that_does_not_answer_is_told_once_and_waited_for_with_a_limit(place: Folders) -> None:
+    told: list[str] = []
+    options = {"timeout": None, "interval": 0.001, "tell": told.append}
+    code, reason = await_iterations(lambda: ([], ["no source"]), "4007", Waiting(9), reach=0.02, **options)
+    assert code == 6 and "no source" in reason
+    assert len(told) == 2 and told[1].endswith("no source")
+    # A job that was seen once is waited for, and what fails later is told again.
+    told.clear()
+    row = row_of(place("running", age=2), JOB)
+    looks = iter([([row], []), *[([], ["away"])] * 40, ([row], []), ([], ["away"]), ([row], [])])
+    with pytest.raises(StopIteration):
+        await_iterations(lambda: next(looks), "4007", Waiting(9), reach=0.02, **options)
+    assert [line.rpartition(" ")[2] for line in told[1:]] == ["7", "away", "away"]
 
 
 def test_the_command(place: Folders, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
