@@ -177,6 +177,8 @@ def _action(evidence: Evidence, state: str, problems: list[Problem]) -> tuple[st
         if worst.kind in _CONTINUED and (queued or following):
             by = "SLURM starts it again" if queued or following == "requeue" else f"job {following} continues it"
             return WAIT, f"{worst.text}; {by}"
+        if job is not None and _is_ending(evidence, worst.kind):
+            return WAIT, f"{worst.text}; SLURM has not ended job {job.job_id} yet"
         if worst.kind == "nan" and state == "training" and run is not None and not _is_bad_now(run):
             return WAIT, f"{worst.text}; the newest steps are finite"
         return action, worst.text
@@ -185,6 +187,16 @@ def _action(evidence: Evidence, state: str, problems: list[Problem]) -> tuple[st
     if state == "pending" and job is not None:
         return WAIT, f"waits for SLURM: {job.reason or 'no reason given'}"
     return (WAIT, "no problem found") if state != "unknown" else (None, "nothing is known of it")
+
+
+def _is_ending(evidence: Evidence, kind: str) -> bool:
+    """Whether only SLURM's next word will tell what the end of a run was: a cancelled job is COMPLETING at first, and
+    the script of one that was asked to stop may start it again."""
+    job, age = evidence.job, evidence.heartbeat_age
+    if job is None or job.has_ended:
+        return False
+    just_stopped = kind == "stopped" and evidence.own_status and age is not None and age < CLOCK_SECONDS
+    return job.state == "COMPLETING" or (just_stopped and job.state == "RUNNING")
 
 
 def _of_pending(evidence: Evidence) -> tuple[str, list[Problem]]:

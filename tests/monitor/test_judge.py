@@ -85,6 +85,26 @@ def test_a_run_that_failed_while_slurm_says_running(place: Place, error: Excepti
     assert str(error) in row.action_reason and row.job_state == "RUNNING"
 
 
+@pytest.mark.parametrize("state", ["COMPLETING", "RUNNING"])
+def test_what_stopped_a_moment_ago_is_not_to_be_submitted_again_before_slurm_says_why(place: Place, state: str) -> None:
+    fields = {"state": "failed", "exit_code": 3, "reason": "stopped by SIGTERM"}
+    row = row_of(place("running", age=3, **fields), replace(RUNNING, state=state))
+    assert (row.state, kinds(row), row.action) == ("stopped", ["stopped"], "wait")
+    row = row_of(place("running", "cancelled", age=3, **fields), replace(RUNNING, state="CANCELLED"))
+    assert (kinds(row), row.action) == (["cancelled"], None)
+    row = row_of(place("running", "preempted", age=3, **fields), replace(RUNNING, state="PREEMPTED"))
+    assert (kinds(row), row.action) == (["preempted"], "retry")
+    row = row_of(place("running", "hangs", age=120, **fields), RUNNING)
+    assert (kinds(row), row.action) == (["stopped"], "retry")
+
+
+def test_a_job_that_is_completing_without_a_word_of_its_run_waits(place: Place) -> None:
+    row = row_of(place("running", age=700), replace(RUNNING, state="COMPLETING"))
+    assert (kinds(row), row.action) == (["stale"], "wait")
+    log = logged(place("running", "crashed", age=120), more="RuntimeError: NCCL error\n", age=110)
+    assert row_of(place("running", "crashed2", age=120), replace(log, state="COMPLETING")).action == "wait"
+
+
 def test_a_traceback_at_the_end_of_the_log(place: Place) -> None:
     """The ranks hang in their exit: status.json says running, SLURM too."""
     trace = 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: no such thing\n'
