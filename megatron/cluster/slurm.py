@@ -62,8 +62,12 @@ class Slurm:
         return job
 
     def job(self, job: str) -> dict[str, str]:
-        """Fields of `scontrol show job`: JobState, Restarts, Requeue, Command, StdOut, ... Of an array, the first."""
-        return parse_fields(self.run("scontrol", "--oneliner", "show", "job", job).splitlines()[0])
+        """Fields of `scontrol show job`: JobState, Restarts, Requeue, Command, StdOut, ...
+
+        Of an array whose number is `job`, the task that has that number too, else the first.
+        """
+        rows = [parse_fields(line) for line in self.run("scontrol", "--oneliner", "show", "job", job).splitlines()]
+        return next((row for row in rows if row.get("JobId") == job), rows[0])
 
     def queue(self, *arguments: str) -> list[dict[str, str]]:
         """Jobs that wait or run, by `QUEUE_FIELDS`; `--states=all` adds those that ended minutes ago."""
@@ -93,6 +97,12 @@ class Slurm:
         layout = (f"--format={','.join(names)}", f"--delimiter={_SEPARATOR}")
         text = self.run("sacct", "--parsable2", "--noheader", "--allocations", *layout, *arguments)
         return parse_rows(text, names, _SEPARATOR)
+
+
+def own_name(fields: Mapping[str, str]) -> str:
+    """By what a command acts on the job with these fields alone: one task of an array has the number of all of it."""
+    task = fields.get("ArrayTaskId", "")
+    return f"{fields['ArrayJobId']}_{task}" if task.isdigit() and "ArrayJobId" in fields else fields["JobId"]
 
 
 _SEPARATOR = "\x1f"  # in no name of a job, unlike `|`

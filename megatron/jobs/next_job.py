@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.cluster.slurm import Slurm, SlurmError
+from megatron.cluster.slurm import Slurm, SlurmError, own_name
 from megatron.files import write_atomically
 from megatron.jobs.chain import Standing, standing_of
 from megatron.log import get_logger
@@ -76,7 +77,9 @@ def await_ranks(slurm: Slurm, job: str, restart: int, seconds: float = 600.0) ->
         fields = persist(lambda: slurm.job(job))
         if standing_of(fields, restart) in (Standing.REQUEUED, Standing.TIME_LIMIT):
             return fields
-        listed = persist(lambda: slurm.run("squeue", "--steps", "--noheader", "--jobs", job, "--format=%i"))
+        listed = persist(
+            partial(slurm.run, "squeue", "--steps", "--noheader", "--jobs", own_name(fields), "--format=%i")
+        )
         running = [step for step in listed.split() if step.rpartition(".")[2].isdigit()]
         if not running:
             return fields
@@ -99,12 +102,13 @@ def requeue(slurm: Slurm, job: str, restart: int, fields: Mapping[str, str], exc
 
     Called again after an answer of SLURM was lost, it does what is left: a job is requeued once. Raises `SlurmError`.
     """
-    if standing_of(slurm.job(job), restart) is not Standing.REQUEUED:
-        slurm.run("scontrol", "requeue", job)
+    now = slurm.job(job)
+    if standing_of(now, restart) is not Standing.REQUEUED:
+        slurm.run("scontrol", "requeue", own_name(now))
     if exclude:  # SLURM takes that for pending jobs only, which this one now is
         nodes = ",".join([*_exclusions(fields), *exclude])
         try:
-            slurm.run("scontrol", "update", f"JobId={job}", f"ExcNodeList={nodes}")
+            slurm.run("scontrol", "update", f"JobId={own_name(now)}", f"ExcNodeList={nodes}")
         except SlurmError as error:
             logger.warning(f"the next job may run on {', '.join(exclude)} again: {error}")
 
@@ -123,12 +127,12 @@ def resubmit(
     the user's file may have changed. A job of the same name that waits for the end of this one is that job already: an
     answer of SLURM may have been lost. Raises `SlurmError`.
     """
-    job, slurm = fields["JobId"], Slurm(env=environment_for_next(env))
+    job, slurm = own_name(fields), Slurm(env=environment_for_next(env))
     for row in slurm.queue("--me"):
         if row["name"] == fields["JobName"] and re.search(rf"\bafterany:{job}\b", row["dependency"]):
             return row["raw_id"]
     script = folder / SCRIPT
-    write_atomically(script, slurm.run("scontrol", "write", "batch_script", job, "-"))
+    write_atomically(script, slurm.run("scontrol", "write", "batch_script", fields["JobId"], "-"))
     flags = [*flags_of(fields, env, exclude), f"--dependency=afterany:{job}"]
     return slurm.submit(*flags, str(script.absolute()), *arguments, command=command)
 
@@ -148,6 +152,8 @@ def flags_of(fields: Mapping[str, str], env: Mapping[str, str], exclude: Sequenc
     if given["error"] == given["output"]:
         given["error"] = ""
     flags = [f"--{flag}={value}" for flag, value in given.items() if value not in _UNSET]
+    if fields.get("ArrayTaskId", "").isdigit():
+        flags.append(f"--array={fields['ArrayTaskId']}")
     if fields.get("OverSubscribe") == "NO":
         flags.append("--exclusive")
     if not can_requeue(fields):

@@ -120,6 +120,32 @@ def test_a_requeued_job_is_pending_before_its_nodes_are_excluded() -> None:
     assert slurm.asked == [shown, again]
 
 
+# `scontrol --oneliner show job 12` of an array of three: the last task has the number of the array.
+TASKS = "\n".join(
+    SHOWN.replace("JobId=5012", f"JobId={job} ArrayJobId=12 ArrayTaskId={task}") for job, task in ((13, 0), (12, 2))
+)
+
+
+def test_a_task_of_an_array_acts_on_itself_alone(
+    slept: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = Recorded(scontrol=[TASKS], squeue=["12_2.0\n12_2.batch\n", "12_2.batch\n"], sbatch=["20\n"])
+    fields = await_ranks(slurm, "12", 0)
+    assert fields["ArrayTaskId"] == "2" and len(slept) == 1
+    assert {command[4] for command in slurm.asked if command[0] == "squeue"} == {"12_2"}
+    requeue(slurm, "12", 0, fields, ["a1"])
+    assert slurm.asked[-2:] == [
+        ("scontrol", "requeue", "12_2"),
+        ("scontrol", "update", "JobId=12_2", "ExcNodeList=a[7-8],a1"),
+    ]
+    slurm.__dict__["queue"] = lambda *arguments: []
+    monkeypatch.setattr(next_job, "Slurm", lambda env: slurm)
+    assert resubmit({}, fields, [], tmp_path, []) == "20"
+    assert {"--array=2", "--dependency=afterany:12_2"} < {*slurm.asked[-1]}
+    first = parse_fields(TASKS.splitlines()[0])
+    assert "--array=0" in flags_of(first, {})
+
+
 def test_a_lost_answer_makes_no_second_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = SlurmError("gave no answer within 15 s")
     slurm = Recorded(scontrol=[SHOWN, lost, SHOWN.replace("Restarts=0", "Restarts=1")])
