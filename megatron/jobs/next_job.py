@@ -147,8 +147,9 @@ def flags_of(fields: Mapping[str, str], env: Mapping[str, str], exclude: Sequenc
     given |= _gpus(fields)
     given["exclude"] = ",".join([*_exclusions(fields), *exclude])
     # The number of the job in the names of its logs is that of the next one there.
+    number = re.compile(rf"(?<!\d){fields.get('JobId', '-')}(?!\d)(?=[^/]*$)")
     for name, flag in (("StdOut", "output"), ("StdErr", "error")):
-        given[flag] = fields.get(name, "").replace(fields.get("JobId", "\0"), "%j")
+        given[flag] = number.sub("%j", fields.get(name, ""))
     if given["error"] == given["output"]:
         given["error"] = ""
     flags = [f"--{flag}={value}" for flag, value in given.items() if value not in _UNSET]

@@ -38,6 +38,20 @@ def test_the_flags_of_a_job_are_those_of_its_successor() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/projects/2012/logs/neox-training-12.out", "/projects/2012/logs/neox-training-%j.out"),
+        ("/projects/12/logs/neox-training-12.out", "/projects/12/logs/neox-training-%j.out"),
+        ("/logs/run2012-12_2.out", "/logs/run2012-%j_2.out"),
+        ("/logs/v12.5_12.out", "/logs/v%j.5_%j.out"),
+        ("/logs/2012.out", "/logs/2012.out"),
+    ],
+)
+def test_the_number_of_the_job_is_replaced_in_the_name_of_its_log(path: str, expected: str) -> None:
+    assert f"--output={expected}" in flags_of(parse_fields(f"JobId=12 StdOut={path}"), {})
+
+
+@pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ("TresPerNode=gres/gpu:2 NumTasks=3", ["--gpus-per-node=2", "--ntasks=3"]),
