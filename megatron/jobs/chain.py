@@ -97,6 +97,10 @@ class Link:
     reason: str | None = None
     next: str | None = None
 
+    def follows(self, before: Link) -> bool:
+        """Whether this is a link of the same chain as the one that was noted before it."""
+        return self.count == before.count + 1 and self.job_id in (before.job_id, before.next)
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -127,23 +131,33 @@ class Chain:
             logger.warning(f"{path} cannot be used, so this job is the first of a new chain: {error}")
             return cls()
 
-    def write(self, folder: Path) -> None:
-        """Replace `chain.json`. A run does not end because that fails."""
+    def write(self, folder: Path) -> bool:
+        """Replace `chain.json`; returns whether that went well. A run does not end because it fails."""
         content = {"version": VERSION, **asdict(self)}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / CHAIN, json.dumps(content, indent=2) + "\n")
         except OSError as error:
             logger.warning(f"{folder / CHAIN} cannot be written: {error}")
+            return False
+        return True
 
     @property
     def last(self) -> Link | None:
         return self.links[-1] if self.links else None
 
     @property
+    def newest(self) -> tuple[Link, ...]:
+        """The links of the newest chain, as far as they are known: the first may have another `count` than 1."""
+        begin = len(self.links) - 1
+        while begin > 0 and self.links[begin].follows(self.links[begin - 1]):
+            begin -= 1
+        return self.links[max(begin, 0) :]
+
+    @property
     def first_job(self) -> str | None:
         """The number of the job that began the newest chain."""
-        return next((link.job_id for link in reversed(self.links) if link.count == 1), None)
+        return self.newest[0].job_id if self.links else None
 
     def continues(self, job_id: str, restart: int) -> bool:
         """Whether the job, restarted that often, is the next link of the newest chain."""
@@ -151,10 +165,15 @@ class Chain:
         return last is not None and (last.next == job_id or (last.job_id == job_id and restart > last.restart))
 
     def begin(self, job_id: str, restart: int, now: float, nodes: str, step: int, before: int = 0) -> Chain:
-        """This chain with a new link, or a new chain after it, before which there were `before` links of others."""
+        """This chain with a new link, or a new chain after it, before which there were `before` links of other jobs.
+
+        A job that was requeued and begins a chain had links too: `chain.json` does not survive, as on a disk of a node.
+        Each of them has failed when there is no checkpoint.
+        """
         last = self.last
         if last is None or not self.continues(job_id, restart):
-            return Chain((*self.links, Link(job_id, restart, before + 1, now, nodes=nodes, step=step)))
+            link = Link(job_id, restart, max(before, restart) + 1, now, nodes=nodes, step=step)
+            return Chain((*self.links, link), in_a_row=0 if step else restart)
         links, in_a_row = self.links, self.in_a_row
         if (
             last.next is None
@@ -171,8 +190,7 @@ class Chain:
 
     def failing_nodes(self) -> tuple[str, ...]:
         """Nodes that failed twice in the newest chain and are not excluded yet."""
-        first = max((i for i, link in enumerate(self.links) if link.count == 1), default=0)
-        failed = Counter(link.failed_node for link in self.links[first:] if link.failed_node)
+        failed = Counter(link.failed_node for link in self.newest if link.failed_node)
         return tuple(node for node, times in failed.items() if times > 1 and node not in self.excluded)
 
 

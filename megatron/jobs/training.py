@@ -28,7 +28,18 @@ from megatron.cluster.slurm import Slurm, SlurmError
 from megatron.cluster.status import StatusFile, run_folder, slurm_job
 from megatron.errors import DeepyError, LostRankError, StopRequested, UserError, run_cli
 from megatron.jobs import preflight
-from megatron.jobs.chain import MOST_FAILURES, MOST_LINKS, REQUEUE, STOP, Chain, Decision, Standing, decide, standing_of
+from megatron.jobs.chain import (
+    CHAIN,
+    MOST_FAILURES,
+    MOST_LINKS,
+    REQUEUE,
+    STOP,
+    Chain,
+    Decision,
+    Standing,
+    decide,
+    standing_of,
+)
 from megatron.jobs.next_job import await_ranks, can_requeue, persist, requeue, resubmit
 from megatron.jobs.overrides import adapt, job_overrides
 from megatron.log import get_logger
@@ -122,8 +133,12 @@ class Job:
         text = f"chain: link {link.count} of at most {self.most} ended with code {link.code} ({decision.reason})"
         text += f"; without {', '.join(exclude)} from now on" if exclude else ""
         failed: SlurmError | None = None
+        # Before a requeue, after which SLURM ends this process; and what cannot be counted might never end.
+        if not chain.end(next=REQUEUE).write(self.folder):
+            limits = "MAX_JOB_CHAINS and MAX_JOB_FAILURES cannot be kept"
+            logger.error(f"chain: no further job, because {self.folder / CHAIN} cannot be written, so that {limits}")
+            return
         if can_requeue(fields) or not fields:
-            chain.end(next=REQUEUE).write(self.folder)  # before: afterwards SLURM ends this process
             logger.info(f"{text}: job {self.id} is requeued")
             try:
                 persist(lambda: requeue(self.slurm, self.id, self.restart, fields, exclude))

@@ -113,6 +113,15 @@ def test_a_lost_chain_file_does_not_lose_the_count_of_a_successor() -> None:
     assert Chain().begin("13", 0, 1.0, "a1", 0, before=7).last.count == 8
 
 
+def test_a_chain_file_that_never_survives_does_not_make_a_chain_without_end() -> None:
+    """`save` on the disk of a node, a damaged file: SLURM's own count of requeues is left."""
+    lost = Chain().begin("12", 4, 1.0, "a1", 0, before=2)
+    assert (lost.last.count, lost.in_a_row, lost.first_job) == (5, 4, "12")
+    assert Chain().begin("12", 4, 1.0, "a1", 50).in_a_row == 0  # only the file was damaged
+    earlier = Chain().begin("9", 0, 1.0, "a1", 0).end(ended=2.0, code=0)
+    assert earlier.begin("12", 1, 3.0, "a1", 0).first_job == "12"  # count 2 after 1, and yet another chain
+
+
 def test_a_node_is_left_when_it_failed_twice_in_this_chain() -> None:
     def failed(count: int, node: str | None) -> Link:
         return Link("1", 0, count, 0.0, failed_node=node)

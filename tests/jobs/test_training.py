@@ -153,6 +153,24 @@ def test_a_run_that_outlives_its_time_limit_is_requeued_before_slurm_kills_it(be
     assert (bed.chain.links[-1].code, bed.chain.links[-1].next) == (5, "requeue")
 
 
+@pytest.mark.parametrize("requeue", [0, 1])
+def test_no_job_follows_that_could_not_be_counted(bed: Bed, requeue: int, caplog: pytest.LogCaptureFixture) -> None:
+    (bed.folder / "run/chain.json").mkdir(parents=True)  # so it cannot be replaced, by root either
+    assert bed.run(3, requeue=requeue) == 3
+    assert bed.calls == []
+    assert any("MAX_JOB_CHAINS" in one.message for one in caplog.records if one.levelname == "ERROR")
+
+
+@pytest.mark.parametrize(
+    "limits", [{"MAX_JOB_CHAINS": "3", "MAX_JOB_FAILURES": "9"}, {"MAX_JOB_CHAINS": "9", "MAX_JOB_FAILURES": "3"}]
+)
+def test_limits_hold_where_nothing_survives(bed: Bed, limits: dict[str, str]) -> None:
+    for restarts, expected in enumerate([["scontrol requeue 77"], ["scontrol requeue 77"], []]):
+        assert bed.run(5, restarts=restarts, **limits) == 5
+        assert bed.calls == expected
+        (bed.folder / "run/chain.json").unlink()  # the next link runs on another node
+
+
 @pytest.mark.parametrize("code", [0, 2, 4, 6])
 def test_no_job_follows_these_codes(bed: Bed, code: int) -> None:
     assert bed.run(code) == code
