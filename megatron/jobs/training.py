@@ -283,13 +283,17 @@ def _guard(job: Job | None, chain: Chain, env: Mapping[str, str]) -> Iterator[No
 
 
 def _refuse(chain: Chain, job: Job) -> int | None:
-    """The exit code of a job that has nothing to do: the run had finished, or SLURM requeued it too often."""
+    """The exit code of a job that has nothing to do: the run had finished, or SLURM requeued it too often, or although
+    the user wants no further link."""
     link, code, reason = chain.links[-1], None, ""
     if finished(chain, job.folder):
         code, reason = 0, "the run had finished before SLURM requeued the job"
     elif link.count > job.most:
         code = StopRequested.exit_code
         reason = f"this would be link {link.count} of at most {job.most} (MAX_JOB_CHAINS); submit again to continue"
+    elif link.count > 1 and (job.folder / STOP).exists():
+        code = StopRequested.exit_code
+        reason = f"the file {job.folder / STOP} asks for no further job: remove it and submit again to continue"
     if code is not None:
         chain.end(ended=time.time(), code=code, reason=reason).write(job.folder)
         logger.info(f"chain: {reason}")

@@ -198,6 +198,15 @@ def test_a_stop_file_ends_the_chain(bed: Bed) -> None:
     assert bed.run(3) == 3 and bed.calls == []
 
 
+def test_a_stop_file_ends_a_job_that_slurm_requeued(bed: Bed) -> None:
+    bed.run(3, state="COMPLETING", now=1)  # preempted
+    (bed.folder / "run/STOP").touch()
+    assert bed.run(0, restarts=1) == 3
+    assert not (bed.folder / "seen.json").exists() and bed.calls == []
+    link = bed.chain.links[-1]
+    assert (link.count, link.code, link.next) == (2, 3, None) and "STOP" in str(link.reason)
+
+
 @pytest.mark.parametrize("variables", [{"MAX_JOB_CHAINS": "0"}, {"SLURM_JOB_ID": ""}])
 def test_without_a_chain_a_job_only_trains(bed: Bed, variables: dict[str, str]) -> None:
     env = {name: value for name, value in {**SLURM, **variables}.items() if value}
