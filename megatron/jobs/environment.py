@@ -49,10 +49,8 @@ def ranks_of(env: Mapping[str, str], profile: ClusterProfile) -> Ranks:
     """The ranks of the SLURM job that `env` describes: its tasks where it was submitted with a number of tasks, else
     one for each GPU, else one for each node. Raises `UserError` for what has no single answer."""
     nodes = int(env.get("SLURM_JOB_NUM_NODES") or env["SLURM_NNODES"])
-    # --gpus-per-node=2, --gpus-per-node=a100:2; SLURM_GPUS_ON_NODE also counts those that --exclusive brings
-    asked = env.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
-    gpus = int(asked if asked.isdigit() else env.get("SLURM_GPUS_ON_NODE") or 0)
-    if not gpus and not asked and profile.gpus_per_node:
+    gpus = given_gpus(env)
+    if not gpus and not env.get("SLURM_GPUS_PER_NODE") and profile.gpus_per_node:
         has = f"nodes of {profile.name} have {profile.gpus_per_node} GPUs, but this job was given none"
         raise UserError(f"{has}: sbatch --gpus-per-node={profile.gpus_per_node} (0: train on the CPUs)")
     total = env.get("SLURM_GPUS", "").rpartition(":")[2]
@@ -68,6 +66,13 @@ def ranks_of(env: Mapping[str, str], profile: ClusterProfile) -> Ranks:
     if gpus:
         return Ranks(nodes, gpus, gpus, f"one for each of the {gpus} GPUs on {nodes} nodes")
     return Ranks(nodes, 1, 0, f"one on each of {nodes} nodes (without GPUs; --ntasks-per-node=N starts more)")
+
+
+def given_gpus(env: Mapping[str, str]) -> int:
+    """GPUs on each node of the SLURM job that `env` describes: as asked for, else as given."""
+    # --gpus-per-node=2, --gpus-per-node=a100:2; SLURM_GPUS_ON_NODE also counts those that --exclusive brings
+    asked = env.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
+    return int(asked if asked.isdigit() else env.get("SLURM_GPUS_ON_NODE") or 0)
 
 
 def _asked_tasks(env: Mapping[str, str], nodes: int) -> int | None:

@@ -23,7 +23,7 @@ from megatron.cluster.launch import node_address
 from megatron.cluster.launchers import RUN_MODULE, expand_nodelist
 from megatron.cluster.profile import ClusterProfile, Preflight
 from megatron.errors import LostRankError, StopRequested, UserError, run_cli
-from megatron.jobs.environment import missing_symbol
+from megatron.jobs.environment import given_gpus, missing_symbol
 from megatron.log import get_logger
 from megatron.signals import STOP_SIGNALS
 
@@ -74,7 +74,7 @@ def check(profile: ClusterProfile, env: Mapping[str, str], *, seconds: float = _
         logger.info(f"pre-flight: skipped: {reason}")
         return
     output = _run(hosts[:2], env, seconds)
-    rows = judge(wanted, _findings(output, hosts[:2]), output)
+    rows = judge(wanted, _findings(output, hosts[:2]), output, given_gpus(env))
     where = profile.lines.get("preflight", str(profile.path))
     problems = [row.problem for row in rows if row.problem and not (row.tcp and wanted.allow_tcp)]
     for line in (f"pre-flight on {hosts[0]} and {hosts[1]} ({where})", *table(rows)):
@@ -99,8 +99,15 @@ def _reason_to_skip(wanted: Preflight, mode: str, hosts: Sequence[str]) -> str |
 # ---- what was found against what is wanted
 
 
-def judge(wanted: Preflight, found: Findings, output: str) -> list[Row]:
-    """The table of a pre-flight: `output` is the log of NCCL (`NCCL_DEBUG=INFO`) of both processes."""
+def judge(wanted: Preflight, found: Findings, output: str, gpus: int = 0) -> list[Row]:
+    """The table of a pre-flight: `output` is the log of NCCL (`NCCL_DEBUG=INFO`) of both processes, `gpus` the number
+    on each node of the job."""
+    if found.backend != "nccl" and gpus:
+        problem = (
+            f"the job has {gpus} GPUs on each node, but torch sees none: is it built for CPUs only, is the driver too "
+            "old for it, or does CUDA_VISIBLE_DEVICES hide them? (On the CPUs: sbatch --gpus-per-node=0)"
+        )
+        return [Row("GPUs", str(gpus), "0", problem), _bandwidth(wanted, found, "gloo", on_tcp=False)]
     if found.backend != "nccl":
         return [Row("NCCL", "", "not in use: the job has no GPUs"), _bandwidth(wanted, found, "gloo", on_tcp=False)]
     rows, networks = [], networks_of(output)

@@ -152,6 +152,24 @@ def test_failures_are_explained(path: Path) -> None:
         check(profile_of(WANTED), JOB | {"PATH": "/nowhere"})
 
 
+@pytest.mark.parametrize(
+    ("variables", "given"),
+    [
+        ({"SLURM_GPUS_PER_NODE": "gh200:4"}, True),
+        ({"SLURM_GPUS_ON_NODE": "2"}, True),
+        ({"SLURM_GPUS_PER_NODE": "0", "SLURM_GPUS_ON_NODE": "4"}, False),  # --exclusive brings them, nobody wants them
+        ({}, False),
+    ],
+)
+def test_gpus_that_torch_does_not_see_stop_the_job(path: Path, variables: dict[str, str], given: bool) -> None:
+    env = srun(path, recorded(Findings("gloo", 0.5), "")) | variables
+    wanted = profile_of(Preflight(nccl=">=2.26"))
+    if not given:
+        return check(wanted, env)
+    with pytest.raises(UserError, match=r"site\.yml:9.*[24] GPUs on each node.*torch sees none"):
+        check(wanted, env)
+
+
 def test_the_processes_run_this_deepy_in_the_folder_of_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("fork/megatron", "stubs"):
         (path / name).mkdir(parents=True)
