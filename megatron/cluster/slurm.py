@@ -16,6 +16,8 @@ from megatron.errors import DeepyError
 
 SECONDS = 15.0
 """How long a command may take by default."""
+WRONG_TIME = "Invalid time specification"
+"""What commands of SLURM say of a time that they do not understand."""
 
 
 class SlurmError(DeepyError):
@@ -48,7 +50,8 @@ class Slurm:
             raise SlurmError(f"`{shlex.join(whole)}` gave no answer within {self.seconds:g} s") from error
         except OSError as error:
             raise SlurmError(f"`{shlex.join(whole)}` cannot be run: {error.strerror or error}") from error
-        if done.returncode != 0:
+        # sreport says this, takes a period of its own instead, and ends with 0.
+        if done.returncode != 0 or WRONG_TIME in done.stderr:
             said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
             raise SlurmError(f"`{shlex.join(whole)}` failed: {said}")
         return done.stdout

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron.cluster.slurm import Slurm, SlurmError, count_gpus, parse_rows
+from megatron.cluster.slurm import WRONG_TIME, Slurm, SlurmError, count_gpus, parse_rows
+from megatron.errors import UserError
 from megatron.monitor.slurm_jobs import ENDED
 
 _DOWN = ("down", "drain", "fail", "maint", "reboot", "unk", "powered", "powering", "inval", "no_respond", "future")
@@ -124,14 +125,22 @@ class Usage:
 
 
 def read_usage(slurm: Slurm, user: str, start: str, end: str) -> Usage:
-    """GPU hours by user and account, the largest first. Raises `SlurmError`, also when there is no accounting.
+    """GPU hours by user and account, the largest first. Raises `UserError` for times that SLURM does not understand,
+    `SlurmError` when it does not answer or has no accounting.
 
     SLURM adds up its hours when they are over: the present one is not in it.
     """
     period = (f"start={start}", f"end={end}", "--tres=gres/gpu", "-t", "hours", "--noheader", "--parsable2")
     users, accounts = defaultdict[str, float](float), defaultdict[str, float](float)
     fields = ["account", "login", "used"]
-    text = slurm.run("sreport", "cluster", "AccountUtilizationByUser", *period, "format=account,login,used")
+    try:
+        text = slurm.run("sreport", "cluster", "AccountUtilizationByUser", *period, "format=account,login,used")
+    except SlurmError as error:
+        if WRONG_TIME not in str(error):
+            raise
+        raise UserError(
+            f"--usage {start} {end}: SLURM does not understand one of these times; use 2026-06-01, now or now-7days"
+        ) from error
     for row in _rows(text, fields):
         if row["login"]:  # a row without one is the sum of an account and those below it
             users[row["login"]] += float(row["used"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.cluster.slurm import Slurm
+from megatron.errors import UserError
 from megatron.monitor.cli import main
 from megatron.monitor.usage import Share, read_cluster, read_usage
 from megatron.monitor.usage_text import cluster_lines
@@ -60,6 +61,15 @@ def test_hours_by_user_and_account(slurm: Slurm, tmp_path: Path) -> None:
     assert usage.accounts == {"lab": 4000.0, "lab/sub": 10.0}
     assert usage.utilization["idle"] == 3750.0 and usage.utilization["reported"] == 8000.0
     assert (tmp_path / "asked").read_text().count("start=2026-06-01 end=now --tres=gres/gpu") == 2
+
+
+def test_a_time_that_sreport_does_not_understand(slurm: Slurm, tmp_path: Path) -> None:
+    """It says so, reports on yesterday instead, and ends with 0."""
+    (tmp_path / "bin/sreport").write_text(
+        f"#!/bin/sh\necho 'Invalid time specification (pos=0): foo' >&2\nprintf '{BY_USER}'\n"
+    )
+    with pytest.raises(UserError, match="--usage foo now: "):
+        main(["--usage", "foo"], {})
 
 
 def typed(command: str, folder: Path) -> str:
