@@ -57,8 +57,12 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     selection = select(given.what, user, given.all, find_profile(env), env)
     if given.wait_iterations is not None:
         return _wait(given, selection, slurm)
+    view = look(selection, slurm, _host())
+    if view.unknown:
+        where = "neither SLURM nor a run folder knows it" if has_slurm(slurm) else "no run folder names it"
+        raise UserError(f"{', '.join(view.unknown)}: no such job: {where}")
     if given.watch is None:
-        _print(look(selection, slurm, _host()), given.json)
+        _print(view, given.json)
         return 0
     try:
         _watch(selection, slurm, given.watch, given.json)
@@ -119,7 +123,9 @@ def _print(view: View, as_json: bool) -> None:
         print(_as_json(view), flush=True)
         return
     _warn(view)
-    if not view.rows:
+    if not view.rows and view.notes:
+        print("no runs; SLURM, which knows the jobs, could not be asked", flush=True)
+    elif not view.rows:
         print("no runs and no jobs (--all: also those that have ended)", flush=True)
     elif sys.stdout.isatty():
         console = make_console()

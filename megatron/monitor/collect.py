@@ -40,11 +40,12 @@ class Selection:
 
 @dataclass(frozen=True)
 class View:
-    """What was found at one moment; `notes`: what could not be asked."""
+    """What was found at one moment; `notes`: what could not be asked; `unknown`: jobs that do not exist."""
 
     time: float
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
+    unknown: tuple[str, ...] = ()
 
 
 def select(
@@ -96,7 +97,9 @@ def look(selection: Selection, slurm: Slurm, host: str) -> View:
         rows = [row for row in rows if row.run_folder is not None]
     elif not selection.everything and not selection.ids:
         rows = [row for row in rows if is_shown(row, now)]
-    return View(now, rows, list(dict.fromkeys(notes)))
+    # While something cannot be asked, nobody knows what there is.
+    unknown = [] if notes else [one for one in selection.ids if not any(_is_asked_for(row, (one,)) for row in rows)]
+    return View(now, rows, list(dict.fromkeys(notes)), tuple(unknown))
 
 
 def _rows_of_jobs(selection: Selection, folders: list[Path], slurm: Slurm, host: str, notes: list[str]) -> list[Row]:

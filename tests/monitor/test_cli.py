@@ -133,6 +133,18 @@ def test_nothing_is_not_an_error(slurm: Callable, capsys: pytest.CaptureFixture[
     assert shown(capsys)["runs"] == []
 
 
+@pytest.mark.parametrize("argv", [["99999"], ["1038", "99999"], ["99999", "--json"], ["99999", "--watch", "1"]])
+def test_a_job_that_does_not_exist(slurm: Callable, capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    for _ in range(2):  # without SLURM, and with it
+        with pytest.raises(UserError, match="99999: no such job"):
+            main(argv, {})
+        assert capsys.readouterr().out == ""
+        slurm()
+    slurm(broken=True)  # then nobody knows
+    assert main(["99999"], {}) == 0
+    assert "no jobs" not in capsys.readouterr().out
+
+
 def test_slurm_that_does_not_answer(slurm: Callable, place: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     slurm(broken=True)
     place("running", "runs/small", age=3)
