@@ -30,7 +30,10 @@ class _Shape(NamedTuple):
     kind: str
     instead: str
     pattern: re.Pattern[str]
-    """Its group `secret` is the part that nobody may see; without one it is all of it."""
+    """Its group `secret` is the part that nobody may see; without one it is all of it. It never reaches over a line,
+    and every repetition that may fail after a long match has a bound: these run on each line of a log."""
+    is_prose: bool = False
+    """It matches words too, which in a comment are an explanation."""
 
 
 _HUB = "set HF_TOKEN, or run `hf auth login`"
@@ -41,10 +44,22 @@ _GIT = "use git's credential helper or an ssh key"
 _OTHER = "set an environment variable that its program reads, or log in with that program"
 
 # What follows the name of a key, up to the first letter of its value: `: `, `=`, `": "`.
-_IS = r"""["']?\s*[:=]\s*["']?"""
-# A value that is neither a word, nor a path, nor a number.
-_VALUE = r"(?P<secret>(?=[A-Za-z0-9+/_=.-]*[0-9])(?=[A-Za-z0-9+/_=.-]*[A-Za-z])[A-Za-z0-9+_=-][A-Za-z0-9+/_=.-]{15,})"
-_BEGIN = r"(?i:(?<![A-Za-z0-9])(?:\w+[_.-])?"
+_IS = r"""["']?[ \t]{0,20}[:=][ \t]{0,20}["']?"""
+# Letters and digits without a break, as no name of a data set, a model or a run has them.
+_MIXED = r"(?=[A-Za-z0-9]{0,99}[0-9])(?=[A-Za-z0-9]{0,99}[a-z])(?=[A-Za-z0-9]{0,99}[A-Z])"
+_UUID = r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
+_RANDOM = (
+    r"(?<![A-Za-z0-9])(?:(?=[A-Za-z0-9]{0,99}[0-9])(?=[A-Za-z0-9]{0,99}[A-Za-z])[A-Za-z0-9]{16}"
+    rf"|{_MIXED}[A-Za-z0-9]{{12}}|{_UUID})"
+)
+_VALUE = rf"(?P<secret>(?=[A-Za-z0-9+/_=.-]{{0,99}}?{_RANDOM})[A-Za-z0-9+_=-][A-Za-z0-9+/_=.-]{{15,}})"
+# Behind the name of a key that cannot be anything else: neither a word nor a number.
+_ANY_VALUE = (
+    r"(?P<secret>(?=[A-Za-z0-9+/_=.-]{0,99}[0-9])(?=[A-Za-z0-9+/_=.-]{0,99}[A-Za-z])"
+    r"[A-Za-z0-9+_=-][A-Za-z0-9+/_=.-]{15,})"
+)
+_PASSWORD = rf"(?i:(?<![A-Za-z0-9])(?:password|passwd|passphrase)){_IS}"
+_FIRST, _MORE = r"""[^\s"'#,}$<(\[{*]""", r"""[^\s"',}]"""
 
 _SHAPES = (
     _Shape("a Hugging Face token", _HUB, re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{30,}\b")),
@@ -54,22 +69,27 @@ _SHAPES = (
         _WANDB,
         re.compile(
             r"(?i:\bwandb[ _.-]?(?:login|api[_-]?key|key|token|host|team|entity|project))"
-            rf"(?:{_IS})?(?:\s+|\s*--\S+\s+)?(?P<secret>[0-9a-f]{{40}}|\w{{86}})\b"
+            rf"(?:{_IS})?(?:[ \t]{{1,20}}|[ \t]{{0,20}}--\S{{1,40}}[ \t]{{1,20}})?(?P<secret>[0-9a-f]{{40}}|\w{{86}})\b"
         ),
     ),
-    _Shape("a Comet key", _COMET, re.compile(rf"(?i:\bcomet[_.-](?:api[_-]?)?key){_IS}{_VALUE}")),
+    _Shape("a Comet key", _COMET, re.compile(rf"(?i:\bcomet[_.-](?:api[_-]?)?key){_IS}{_ANY_VALUE}")),
     _Shape("an AWS key", _AWS, re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")),
-    _Shape("an AWS key", _AWS, re.compile(rf"(?i:\baws[_.-]secret\w*){_IS}{_VALUE}")),
+    _Shape("an AWS key", _AWS, re.compile(rf"(?i:\baws[_.-]secret\w{{0,40}}){_IS}{_ANY_VALUE}")),
     _Shape("a GitHub token", _GIT, re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{22,})")),
     _Shape("a GitLab token", _GIT, re.compile(r"\bglpat-[\w-]{20,}")),
     _Shape(
-        "an API key", _OTHER, re.compile(r"\b(?:sk-(?:[a-z]+-)*[A-Za-z0-9_]{20,}|xox[abprs]-[\w-]{10,}|AIza[\w-]{35})")
+        "an API key",
+        _OTHER,
+        re.compile(
+            rf"sk-(?<![\w/.-]sk-)(?=[\w-]{{0,40}}?(?<![A-Za-z0-9])(?:{_MIXED}[A-Za-z0-9]{{16}}|[0-9a-f]{{32}}|{_UUID}))"
+            r"[\w-]{20,}|\bxox[abprs]-[\w-]{10,}|\bAIza[\w-]{35}"
+        ),
     ),
     _Shape("a private key", "keep it in ~/.ssh", re.compile(r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----")),
     _Shape(
         "a password in an address",
         "leave it out of the address: a login file (~/.netrc) or the program's own variables hold it",
-        re.compile(r"(?i:\b[a-z][a-z0-9+.-]*://)[^\s/:@\"']*:(?P<secret>[^\s/@\"'{$]+)@"),
+        re.compile(r"://[^\s/:@\"']*:(?P<secret>[^\s/@\"'{$]+)@(?!sha256:)"),
     ),
     _Shape(
         "a signed address",
@@ -81,28 +101,44 @@ _SHAPES = (
     _Shape(
         "a password",
         _OTHER,
-        re.compile(
-            rf"{_BEGIN}(?:password|passwd|passphrase)){_IS}"
-            r"(?P<secret>(?!(?:[\d.,]+|null|None|true|false)(?:[\"'\s},]|$))[^\s\"'#,}$<(\[{][^\s\"',}]{3,})"
-        ),
+        re.compile(rf"{_PASSWORD}(?P<secret>(?={_MORE}{{0,99}}[0-9])(?={_MORE}{{0,99}}[A-Za-z]){_FIRST}{_MORE}{{5,}})"),
+    ),
+    _Shape(
+        "a password",
+        _OTHER,
+        re.compile(rf"{_PASSWORD}(?P<secret>(?={_MORE}{{0,99}}[^\s\"',}}\d.]){_FIRST}{_MORE}{{7,}})"),
+        is_prose=True,
     ),
     _Shape(
         "a token or key",
         _OTHER,
-        re.compile(rf"{_BEGIN}(?:token|secret|api[_-]?key|access[_-]?key(?:[_-]?id)?|secret[_-]?key)){_IS}{_VALUE}"),
+        re.compile(
+            r"(?i:(?<![A-Za-z0-9])(?:token|secret|api[_-]?key|access[_-]?key(?:[_-]?id)?|secret[_-]?key))"
+            rf"{_IS}{_VALUE}"
+        ),
     ),
 )
 
 _NAME_PARTS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "NETRC", "COOKIE")
+_COMMENT = re.compile(r"(?:^|\s)#")
 
 
 def find_secrets(text: str) -> Iterator[Secret]:
-    """The secrets of a text, by shape or by the name in front of them, line by line."""
-    for number, line in enumerate(text.splitlines(), start=1):
-        for shape in _SHAPES:
-            if shape.pattern.search(line):
-                yield Secret(number, shape.kind, shape.instead)
-                break
+    """The secrets of a text, by shape or by the name in front of them, at most one a line."""
+    found: dict[int, _Shape] = {}
+    for shape in _SHAPES:
+        line, place = 1, 0
+        for match in shape.pattern.finditer(text):
+            line, place = line + text.count("\n", place, match.start()), match.start()
+            if not (shape.is_prose and _is_in_comment(text, place)):
+                found.setdefault(line, shape)
+    for line, shape in sorted(found.items()):
+        yield Secret(line, shape.kind, shape.instead)
+
+
+def _is_in_comment(text: str, place: int) -> bool:
+    before = text[max(0, place - 1000) : place].rpartition("\n")[2]
+    return "#" in before and _COMMENT.search(before) is not None
 
 
 def hide_secrets(text: str) -> str:

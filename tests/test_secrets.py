@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.cpu
 ROOT = Path(__file__).resolve().parents[1]
 # Made up, and put together here, so that this file holds none.
 HEX, WORD = "0123456789abcdef" * 2 + "01234567", "aB3dE5gH1jK2mN4pQ6rS7tU8vW9xY0zA1b"
+UUID = "-".join(("0f8fad5b", "d9cb", "469f", "a165", "70867728950e"))
 FISH = "sword" + "fish"
 LOGIN = f"me:{FISH}" + "@"
 SECRETS = {
@@ -53,6 +55,13 @@ REFUSED = {
     f"wandb_run_name: {SECRETS['github']}": "credential helper",
     f"seed: 1  # {SECRETS['hub']}": "HF_TOKEN",
     f"# wandb login {SECRETS['wandb']}": "WANDB_API_KEY",
+    "# password: " + "hunter2" + "x": "environment variable",
+    f"comet_others: {{x: sk-ant-{'api03'}-{WORD}_{WORD}-A}}": "environment variable",
+    f"comet_others: [sk-{'proj'}-x_{WORD}]": "environment variable",
+    f"comet_others: {{x: 'sk-{'or-v1'}-{HEX[:32]}{HEX[:32]}'}}": "environment variable",
+    f"comet_others: {{x: sk-{WORD[:20]}{WORD[:28]}}}": "environment variable",
+    f"comet_others: {{token: {UUID}}}": "environment variable",
+    f"comet_others: {{api_key: {'-'.join((WORD[:13], WORD[13:27]))}}}": "environment variable",
     f"comet_tags: [a, 'https://x.example/f?X-Amz-Signature={HEX}']": "signature",
     "-----BEGIN OPENSSH PRIVATE " + "KEY-----": "ssh",
 }
@@ -66,7 +75,22 @@ HARMLESS = [
     'train_data_paths: ["/data/token_files_2024_01_text_document"]',
     "comet_others: {password: null, token: $TOKEN}",
     "keep_last_n_checkpoints: 1234567890123456789",
+    "data_path: /data/sk-wikipedia_20231101_text_document",
+    "save: sk-large_lr_0001_bs_1024_warm_100",
+    "wandb_group: task-sk-learn_Experiment_Number_20231101",
+    "comet_others: {note: risk-Assessment_With_Llama_3_1_8B_Instruct}",
+    "# password: stored in the vault",
+    "passphrase: my-run",
+    "vocab_token: gpt2_50257_tokens_v1",
+    "eos_token: Qwen2_5-32B-Instruct_2024",
+    "data_path: /data/api-key_sha256/tokens.2023-11-01_text_document",
+    f"comet_others: {{sha256: {HEX}{HEX[:24]}, commit: {HEX}, id: {UUID}}}",
+    "wandb_run_name: EleutherAI/pythia-1.4b-deduped_step143000_hf_2024",
+    "comet_others: {image: 'docker://ubuntu:22.04" + "@sha256:" + HEX + "'}",
+    "tokenizer_type: HFTokenizer  # token: see vocab_file_gpt2_20231101",
 ]
+# Refused in a value, and hidden in a log.
+EXPLAINED = ["# password: deposited in the vault", "seed: 1 # its passphrase: written-down", "#password: ask-the-owner"]
 # The user of GPT-NeoX's own image, in its example.
 USER_PATHS = {"configs/docker/pythia-paths.yml"}
 
@@ -130,6 +154,29 @@ def test_a_secret_in_a_file_that_is_extended_or_on_the_command_line_or_in_a_call
 @pytest.mark.parametrize("line", HARMLESS)
 def test_what_only_looks_a_little_like_a_secret_passes(line: str) -> None:
     assert list(find_secrets(line)) == [] and hide_secrets(line) == line
+
+
+@pytest.mark.parametrize("line", EXPLAINED)
+def test_a_comment_may_say_where_a_password_is(line: str) -> None:
+    assert not list(find_secrets(f"db_passwords: {{}}\n{line}\nseed: 2"))
+    assert [one.line for one in find_secrets(f"# x\n{line.replace('#', '')}")] == [2]
+
+
+REPEATED = [
+    *("_", "a_", "a.", "-", "A", "0", " ", "aA0-", "://", "://a:", "sk-", "sk-a-", "?sig=", "-----BEGIN A "),
+    *("token=", "token=aA0-", "password=", "# password" + ": abcdefgh ", "wandb_key --", "wandb_key:" + " " * 50),
+    *("comet_key=a.", "aws_secret.", "api_key=abc-", "hf_a"),
+]
+
+
+@pytest.mark.parametrize("unit", REPEATED, ids=lambda unit: unit.strip() or "spaces")
+def test_a_long_text_takes_time_by_its_length_only(unit: str) -> None:
+    """Every line of a log passes here, and a run may be called anything: 200 KB, of processor time."""
+    text = unit * (200_000 // len(unit))
+    began = time.process_time()
+    hide_secrets(text)
+    list(find_secrets(text))
+    assert time.process_time() - began < 2
 
 
 def test_no_launcher_has_a_secret_on_its_command_line() -> None:
