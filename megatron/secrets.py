@@ -119,7 +119,17 @@ _SHAPES = (
     ),
 )
 
-_NAME_PARTS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "CREDENTIAL", "NETRC", "COOKIE")
+# Words of the name of a variable or key, and words after them that make it a fact about a secret. A word such as
+# TOKENIZERS or PKEY is another one; PASSWORD and its like are in no other word.
+_SECRET_WORDS = re.compile(
+    r"(?:^|_)(?:API|AUTH|ACCESS|SECRET|PRIVATE)?(?:KEYS?|TOKEN|NETRC|COOKIES?)(?![A-Z0-9])"
+    r"|PASSWORD|PASSWD|PASSPHRASE|SSHPASS|_PWD$|CREDENTIAL|(?:^|_)SECRETS?(?![A-Z0-9])"
+)
+_ABOUT = r"(?:FILE|PATH|DIR|TYPE|LEN|LENGTH|SIZE|COUNT|LIMIT|PADDING|MASK|DISPATCHER)"
+_NO_SECRET = re.compile(
+    rf"(?:TOKEN|KEY)_(?:\w+_)?{_ABOUT}$|(?:BOS|EOS|PAD|UNK|SEP|CLS|MASK|EOD|EOT|PER|PUBLIC)_(?:TOKEN|KEY)(?:_ID)?$"
+)
+_FLAG = re.compile(r"(?i)\d{1,3}|true|false|yes|no|on|off")
 _COMMENT = re.compile(r"(?:^|\s)#")
 
 
@@ -148,9 +158,17 @@ def hide_secrets(text: str) -> str:
     return text
 
 
+def is_secret_name(name: str) -> bool:
+    """Whether what a variable or a key of this name holds is a secret: WANDB_API_KEY, hf_token, accessToken; not
+    TOKENIZERS_PARALLELISM, UCX_IB_PKEY, eos_token or HF_TOKEN_PATH."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[.-]", "_", name).upper()
+    return _SECRET_WORDS.search(words) is not None and _NO_SECRET.search(words) is None
+
+
 def is_secret_variable(name: str, value: str = "") -> bool:
     """Whether an environment variable is a secret, by its name or by what it holds."""
-    return any(part in name.upper() for part in _NAME_PARTS) or next(find_secrets(f"{name}={value}"), None) is not None
+    named = is_secret_name(name) and _FLAG.fullmatch(value) is None  # HF_HUB_DISABLE_IMPLICIT_TOKEN=1
+    return named or next(find_secrets(f"{name}={value}"), None) is not None
 
 
 def _mask(match: re.Match[str]) -> str:

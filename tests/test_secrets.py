@@ -200,6 +200,22 @@ def test_no_launcher_has_a_secret_on_its_command_line() -> None:
     assert all(is_secret_variable(name) for name in ("NETRC", "GIT_ASKPASS_TOKEN", "MY_PASSWORD", "x_key"))
 
 
+OF_SECRETS = """WANDB_API_KEY hf_token AWS_ACCESS_KEY_ID MASTER_KEY apiKey accessToken PGPASSWORD MYSQL_PWD SSHPASS
+    WANDB_APIKEY db-password API_KEYS GOOGLE_APPLICATION_CREDENTIALS client_secret GITLAB_TOKEN_2 SESSION_COOKIE"""
+OF_NO_SECRETS = """TOKENIZERS_PARALLELISM HF_TOKENIZER_PATH KEYBOARD UCX_IB_PKEY NCCL_IB_PKEY OMPI_MCA_btl_openib_pkey
+    SSH_AUTH_SOCK PWD OLDPWD HF_TOKEN_PATH FI_MR_KEY_SIZE eos_token pad_token_id moe_token_dispatcher_type MAX_TOKENS"""
+
+
+def test_names_of_secrets_are_known_by_whole_words() -> None:
+    """One rule for the launchers, which carry the rest to other hosts, and for profiles of clusters."""
+    assert [name for name in OF_SECRETS.split() if not is_secret_variable(name)] == []
+    assert [name for name in OF_NO_SECRETS.split() if is_secret_variable(name)] == []
+    assert not is_secret_variable("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1") and is_secret_variable("HF_TOKEN", "x1")
+    assert is_secret_variable("TOKENIZERS_X", SECRETS["hub"])
+    harmless = {"TOKENIZERS_PARALLELISM": "false", "UCX_IB_PKEY": "0x1"}
+    assert select_exports({}, harmless) == (harmless, [])
+
+
 def test_messages_hide_what_they_quote(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """What a server, a command or a library said, on stderr and in a log file."""
     log.configure(file=tmp_path / "a.log")

@@ -20,10 +20,10 @@ from megatron.errors import UserError, nearest
 from megatron.neox_arguments.keys import Entry
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.neox_arguments.yaml_files import inherit, read_entries
+from megatron.secrets import is_secret_variable
 
 SHIPPED = Path(__file__).resolve().parents[2] / "slurm" / "clusters"
 FOLDERS = ("logs", "checkpoints", "data", "tokenizers", "tmp", "repo")
-_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY", re.IGNORECASE)
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}'\"`$\\]*))?\}")
 """`${VAR}` or `${VAR:-default}` in a value of a profile."""
 
@@ -239,11 +239,11 @@ def _check(profile: ClusterProfile, found: Problems) -> None:
         if kind not in FOLDERS:
             where = profile.lines[f"folders.{kind}"]
             found.add(f"{where}: folders has no {kind}.{nearest(kind, list(FOLDERS))} It has: {', '.join(FOLDERS)}")
-    for name in profile.environment:
+    for name, value in profile.environment.items():
         where = f"{profile.lines[f'environment.{name}']}: environment.{name}"
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             found.add(f"{where}: this is not the name of a variable")
-        if _SECRET.search(name):
+        if is_secret_variable(name, value):
             found.add(f"{where}: a secret does not belong in a file. Set it where the job is submitted")
     for kind in ("environment", "folders"):
         for name, text in getattr(profile, kind).items():

@@ -16,11 +16,9 @@ from megatron.errors import UserError
 from megatron.hub.retry import redact
 from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.yaml_files import parse_value
+from megatron.secrets import is_secret_name
 
 REMOVED = "(removed)"
-# Of a key whose text is a secret: wandb_api_key, HF_TOKEN; not eos_token, which is a text of the tokenizer.
-_SECRET_NAME = re.compile(r"(?i)(^|[_.-])(api_?key|key(_?id)?|token|secret|password|passwd|credentials?)$")
-_NO_SECRET = re.compile(r"(?i)(bos|eos|pad|unk|sep|cls|mask|eod)_token$")
 _SECRET_VALUE = re.compile(
     r"\b(hf_[A-Za-z0-9]{16,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|AKIA[0-9A-Z]{16}"
     r"|xox[abp]-[\w-]{10,}|[A-Za-z0-9]{86}|[0-9a-f]{40}|[\w.+-]+@[\w-]+(\.[\w-]+)*)\b"  # 86, 40: keys of W&B
@@ -43,7 +41,7 @@ def share_value(value: Any, name: str = "") -> Any:
         return [share_value(each, name) for each in value]
     if not isinstance(value, str):
         return value
-    if _SECRET_NAME.search(name) and not _NO_SECRET.search(name):
+    if is_secret_name(name):
         return REMOVED
     known = all_keys().get(name)
     if known is not None and known.path and "://" not in value:  # a relative one may lead through a home folder too

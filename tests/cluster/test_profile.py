@@ -55,12 +55,14 @@ def test_a_profile_inherits_and_changes(env: dict[str, str]) -> None:
     path = written(
         env,
         "extends: isambard-slingshot\nnccl: wheel\naccount: mine\npartition: null\n"
-        "environment: {NCCL_CROSS_NIC: 0, FI_PROVIDER: null}\nfolders: {logs: ~/logs}\n",
+        "environment: {NCCL_CROSS_NIC: 0, FI_PROVIDER: null, TOKENIZERS_PARALLELISM: 'false'}\n"
+        "folders: {logs: ~/logs}\n",
     )
     profile = load_profile("site", env)
     assert (profile.name, profile.path, profile.nccl, profile.account) == ("site", path, "wheel", "mine")
     assert profile.partition is None and profile.gpus_per_node == 4
     assert profile.environment["NCCL_CROSS_NIC"] == "0" and "FI_PROVIDER" not in profile.environment
+    assert profile.environment["TOKENIZERS_PARALLELISM"] == "false"  # no secret
     assert profile.environment["NCCL_NET"] == "AWS Libfabric"
     assert profile.folder("logs", env) == f"{env['HOME']}/logs" and profile.folder("repo", {"HOME": "/h"}) == "/h/deepy"
     assert profile.detect.file == ()  # it is another cluster
