@@ -25,13 +25,15 @@ from pathlib import Path
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.find import Checkpoint
+from megatron.convert.drafts import publish
+from megatron.errors import UserError
 from megatron.files import read_json, write_atomically
 from megatron.hub.card import CARD, CardContext, early_card, raw_card, write_card
 from megatron.hub.names import Names, raw_repo
 from megatron.hub.private import share_value
 from megatron.hub.push import MAIN, push_folder
 from megatron.hub.raw import stage_raw
-from megatron.hub.record import Published, Record, fingerprint, hash_files
+from megatron.hub.record import RECORD, Published, Record, fingerprint, hash_files
 from megatron.hub.retry import Retry
 from megatron.hub.run_facts import RunFacts, Scores, parse_scores, read_facts
 from megatron.log import get_logger, result
@@ -189,25 +191,28 @@ class Publication:
             logger.info(f"deleted {self.folder}: the Hub has all of it")
 
     def _convert(self) -> None:
-        """Make the Hugging Face folder, unless it was made from this checkpoint before."""
+        """Make the Hugging Face folder, unless it was made from this checkpoint before. It has its record at once."""
         from megatron.convert.hf.export_hf import export  # torch takes seconds to import
 
         known = Record.read(self.folder)
         if known is not None and known.fits(self.source, self.options.conversion):
             logger.info(f"{self.folder} was converted before")
             return
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        _check_ours(self.folder)
+        made = self.folder.with_name(f".{self.folder.name}.converted")
+        made.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="deepy-") as scratch:
             done = export(
                 self.checkpoint.path,
-                self.folder,
+                made,
                 config_files=self._config_files(Path(scratch)),
                 architecture=self.options.architecture,
                 precision=self.options.precision,
                 overwrite=True,
             )
         difference = f"{done.largest_difference:.1e}"  # it was compared
-        Record(self.experiment, self.source, self.options.conversion, difference).write(self.folder)
+        Record(self.experiment, self.source, self.options.conversion, difference).write(made)
+        publish(made, self.folder)
         logger.info(f"converted to {self.folder} ({done.architecture}); largest logit difference {difference}")
 
     def _config_files(self, scratch: Path) -> list[str]:
@@ -320,6 +325,10 @@ class Publication:
 
     def _publish_raw(self) -> None:
         self._check(self.raw_repo)
+        _check_ours(self.raw_folder)
+        shutil.rmtree(self.raw_folder, ignore_errors=True)
+        self.raw_folder.mkdir(parents=True)
+        Record(self.experiment).write(self.raw_folder)  # it is ours, if we are killed now
         stage_raw(self.checkpoint, self.raw_folder)
         Record(self.experiment, self.source, files=hash_files(self.raw_folder)).write(self.raw_folder)
         self._wait()
@@ -329,6 +338,15 @@ class Publication:
         for folder in (self.raw_folder.parent, self.raw_folder.parent.parent):
             with suppress(OSError):  # it holds something
                 folder.rmdir()
+
+
+def _check_ours(folder: Path) -> None:
+    """Raise `UserError` unless a folder that is to be replaced is of publishing's making (it has a record) or empty."""
+    is_free = not folder.exists() or folder.is_dir() and not any(folder.iterdir())
+    if not is_free and Record.read(folder) is None:
+        raise UserError(
+            f"{folder} exists and was not made by publishing (it has no {RECORD}): choose another --output-dir"
+        )
 
 
 def _identify(path: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,13 +19,11 @@ _TEXTS = (".yml", ".yaml", ".json")
 
 
 def stage_raw(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Make `folder`, named like the checkpoint's: links to its large files, and its texts without what is private.
+    """Fill `folder`, named like the checkpoint's: links to its large files, and its texts without what is private.
 
     It is a complete checkpoint: the manifest has the checksums of the new texts. GPT-NeoX's state files hold a copy of
     the configuration that stays as it is, which is logged.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     entries: dict[str, FileEntry] = dict(checkpoint.manifest.files)
     for name, path in local_files(checkpoint.path).items():
         target = folder / name

@@ -227,6 +227,21 @@ def test_wrong_arguments_are_refused(upload, arguments, fact):
         upload(hub, *arguments)
 
 
+@pytest.mark.parametrize("place", ["hf/sweep-a/global_step5", "hf/sweep-a/raw/global_step5"])
+def test_a_folder_that_publishing_did_not_make_is_neither_replaced_nor_deleted(tmp_path, upload, place):
+    theirs = tmp_path / place
+    theirs.mkdir(parents=True)
+    (theirs / "config.json").write_text("{}")
+    (theirs / "model.safetensors").write_bytes(b"theirs")
+    with UploadHub() as hub, pytest.raises(UserError, match=rf"{theirs} .*--output-dir"):
+        upload(hub, "5", "lab", "--delete-local", "--upload-neox-only" if "raw" in place else "--skip-neox-upload")
+    assert not hub.models
+    assert {path.name: path.read_bytes() for path in theirs.iterdir()} == {
+        "config.json": b"{}",
+        "model.safetensors": b"theirs",
+    }
+
+
 def test_another_run_with_the_same_name_is_refused(run_folder, upload):
     other = run_folder.parent / "sweep-a/global_step1"
     other.mkdir(parents=True)
