@@ -180,7 +180,7 @@ class EvaluationJobs(Callback):
             return Evaluation(SKIPPED, reason=f"those of {others} are not done (eval_jobs_most: {self.most})")
         try:
             job = self.submitter.submit(step)
-        except (SlurmError, OSError) as error:
+        except (SlurmError, UserError, OSError) as error:
             return Evaluation(FAILED, reason=str(error))
         logger.info(f"job {job} evaluates the checkpoint of iteration {step}")
         return Evaluation(SUBMITTED, job)

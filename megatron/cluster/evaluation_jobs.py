@@ -25,6 +25,7 @@ import psutil
 
 from megatron.cluster.launchers import RUN_MODULE
 from megatron.cluster.node import with_library_on_path
+from megatron.cluster.profile import find_profile
 from megatron.cluster.slurm import Slurm, SlurmError
 from megatron.data.tokens.cache_lock import hold_lock
 from megatron.errors import UserError
@@ -134,7 +135,10 @@ class Submitter:
     gpus: int = 0
 
     def submit(self, step: int) -> str:
-        """Start the evaluation of a checkpoint; returns what to know its job by. Raises `SlurmError` or `OSError`."""
+        """Start the evaluation of a checkpoint; returns what to know its job by.
+
+        Raises `SlurmError`, `OSError`, or `UserError` for a cluster profile that cannot be read.
+        """
         log = self.evaluations.log(step)
         log.parent.mkdir(parents=True, exist_ok=True)
         arguments = [str(self.evaluations.run_folder), str(step)]
@@ -144,7 +148,8 @@ class Submitter:
         name = f"evaluate_{self.evaluations.run_folder.name}_{step}"
         ours = [f"--job-name={name}", f"--output={log}", "--open-mode=append", f"--chdir={Path.cwd()}", *gpus]
         env = environment_of_evaluation(os.environ, of_slurm=True)
-        return Slurm(env=env).submit(*ours, *self.flags, str(SCRIPT), *arguments)
+        command = find_profile(os.environ).submit_command
+        return Slurm(env=env).submit(*ours, *self.flags, str(SCRIPT), *arguments, command=command)
 
     def _start(self, arguments: list[str], log: Path) -> str:
         command = [sys.executable, "-u", str(RUN_MODULE), "megatron.jobs.evaluation", "--in-turn", *arguments]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -250,6 +252,11 @@ def _check(profile: ClusterProfile, found: Problems) -> None:
             if "${" in VARIABLE.sub("", text):
                 known = "only ${VAR} and ${VAR:-DEFAULT} are known, DEFAULT without quotes, $ and backslash"
                 found.add(f"{profile.lines[f'{kind}.{name}']}: {kind}.{name}: {text}: {known}")
+    words: list[str] = []
+    with suppress(ValueError):  # a quote that is not closed
+        words = shlex.split(profile.submit_command)
+    if not words:
+        found.add(f"{profile.lines['submit_command']}: submit_command: {profile.submit_command!r} is no command")
     for old, new in profile.remap.items():
         if not old.startswith("/") or not new.startswith("/") or old.rstrip("/") == "":
             found.add(f"{profile.lines[f'remap.{old}']}: remap: {old}: {new}: both have to be absolute paths, not /")

@@ -57,12 +57,8 @@ class Slurm:
         return done.stdout
 
     def submit(self, *arguments: str, command: str = "sbatch") -> str:
-        """`sbatch` with these arguments; returns the id of the job, with `;CLUSTER` where SLURM adds it cut off."""
-        answer = self.run(command, "--parsable", *arguments).strip()
-        job = answer.splitlines()[-1].partition(";")[0].strip() if answer else ""
-        if not job.isdigit():
-            raise SlurmError(f"{command} answered {answer!r} instead of the number of a job")
-        return job
+        """Submit with these arguments; returns the number of the job. `command`: `submit_command` of the profile."""
+        return submitted_job(self.run(*submission(command), *arguments), command)
 
     def job(self, job: str) -> dict[str, str]:
         """Fields of `scontrol show job`: JobState, Restarts, Requeue, Command, StdOut, ...
@@ -157,6 +153,20 @@ ACCOUNTING_FIELDS = (
     ),
     *("NodeList", "NNodes", "AllocTRES", "WorkDir"),
 )
+
+
+def submission(command: str) -> list[str]:
+    """The words of `sbatch`, or of a site's wrapper of it with flags, that ask for the number of the job alone."""
+    return [*shlex.split(command), "--parsable"]
+
+
+def submitted_job(answer: str, command: str) -> str:
+    """The number of the job in what `command` printed: a wrapper may say more, or not know --parsable, and the job is
+    queued all the same. Raises `SlurmError`."""
+    pattern = r"^[ \t]*(?:Submitted batch job )?(\d+)(?:;.*| on cluster .*)?[ \t]*$"
+    if numbers := re.findall(pattern, answer, re.MULTILINE):
+        return str(numbers[-1])
+    raise SlurmError(f"{command} answered {answer!r} instead of the number of a job")
 
 
 def parse_fields(line: str) -> dict[str, str]:

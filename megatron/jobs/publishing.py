@@ -22,7 +22,7 @@ from typing import Any
 from megatron.checkpoint import layout
 from megatron.checkpoint.find import Checkpoint, Listing, find_checkpoint, list_checkpoints
 from megatron.cluster.profile import ClusterProfile, checkpoints_folder, find_profile, sbatch_flags
-from megatron.cluster.slurm import Slurm, SlurmError, parse_time
+from megatron.cluster.slurm import Slurm, SlurmError, parse_time, submission
 from megatron.errors import DeepyError, MachineError, UserError, nearest, run_cli
 from megatron.hub.names import read_names
 from megatron.hub.publish import RANDOM_DELAY, Options, Publication, check_experiments
@@ -131,7 +131,7 @@ def _submit(run: _Run, checkpoints: Sequence[Checkpoint], options: Sequence[str]
         command += [] if run.owner == YOU else [run.owner]
         job = [*flags, str(JOB), *command, *options, *later]
         if given.dry_run:
-            result(shlex.join([run.profile.submit_command, *job]))
+            result(shlex.join([*submission(run.profile.submit_command), *job]))
         else:
             submitted = slurm.submit(*job, command=run.profile.submit_command)
             result(f"{checkpoint.path.name}: job {submitted}")
@@ -179,7 +179,14 @@ class _Run:
 
     @property
     def has_slurm(self) -> bool:
-        return shutil.which(self.profile.submit_command, path=self.environment.get("PATH")) is not None
+        """Raises `UserError` where the profile has a command of its own that is not there."""
+        command = self.profile.submit_command
+        if shutil.which(submission(command)[0], path=self.environment.get("PATH")) is not None:
+            return True
+        if command != "sbatch":
+            where = self.profile.lines["submit_command"]
+            raise UserError(f"{where}: submit_command: there is no {submission(command)[0]} on the PATH")
+        return False
 
     @property
     def listing(self) -> Listing:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.cluster.profile import ClusterProfile, profile_folders
-from megatron.cluster.slurm import SlurmError, parse_fields
+from megatron.cluster.slurm import SlurmError, parse_fields, submission, submitted_job
 from megatron.jobs.clusters import Candidate
 from megatron.jobs.travel import CLUSTERS, Luggage, pack
 from megatron.jobs.tree import EXCLUDED, Tree
@@ -82,8 +82,7 @@ class Job:
         return {"DEEPY_HOME": home, "DEEPY_CLUSTER": profile.name, "DEEPY_EXPERIMENT": self.experiment}
 
     def _command(self, script: str, configs: Sequence[str]) -> list[str]:
-        submit = shlex.split(self.chosen.profile.submit_command)
-        return [*submit, "--parsable", *self.flags, script, *configs, *self.extra]
+        return [*submission(self.chosen.profile.submit_command), *self.flags, script, *configs, *self.extra]
 
 
 def send(chosen: Candidate, plan: Plan, tree: Tree, luggage: Luggage) -> None:
@@ -125,13 +124,7 @@ def submit(chosen: Candidate, plan: Plan) -> None:
     answer = chosen.head.run("\n".join(lines) + "\n", seconds=120.0)
     for note in re.findall(r"^note: (.*)$", answer, re.MULTILINE):
         logger.warning(f"{chosen.profile.name}: {note}")
-    # A site's wrapper of sbatch may say more, or not know --parsable.
-    numbers = re.findall(r"^(?:Submitted batch job )?(\d+)(?:;.*)?$", answer, re.MULTILINE)
-    if not numbers:
-        raise SlurmError(
-            f"{plan.command[0]} on {chosen.profile.name} answered {answer!r} instead of the number of a job"
-        )
-    job, fields = numbers[-1], {}
+    job, fields = submitted_job(answer, f"{plan.command[0]} on {chosen.profile.name}"), {}
     with contextlib.suppress(SlurmError):
         fields = parse_fields(chosen.head.run(f"scontrol --oneliner show job {job} </dev/null"))
     result(f"submitted job {job} to {chosen.profile.name}")

@@ -229,6 +229,15 @@ def test_a_start_submits_what_was_lost_with_the_last_one(tmp_path: Path, slurm: 
     assert evaluations.read() == {}
 
 
+def test_a_site_s_own_command_submits(tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site.yml").write_text("submit_command: site_sbatch --check\n")
+    monkeypatch.setenv("DEEPY_CLUSTERS", str(tmp_path))
+    monkeypatch.setenv("DEEPY_CLUSTER", "site")
+    (slurm.folder / "bin/sbatch").rename(slurm.folder / "bin/site_sbatch")
+    assert Submitter("slurm", Evaluations(tmp_path / "run")).submit(3) == "1"
+    assert slurm.calls()[0][:2] == ["--check", "--parsable"]
+
+
 def test_keys_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.yml"
     path.write_text("eval_jobs: slurm\neval_jobs_sbatch: [partition]\neval_jobs_most: 0\n")

@@ -110,6 +110,7 @@ def test_detection(env: dict[str, str], tmp_path: Path) -> None:
         ("environment: {A-B: abc}\n", ("site.yml:1:", "A-B")),
         ("folders: {logs: '${A:-\"b}'}\n", ("site.yml:1:", "folders.logs", '${A:-"b}')),
         ("environment: {A: '${B-c}'}\n", ("site.yml:1:", "environment.A", "${B-c}")),
+        ('submit_command: "\'site_sbatch"\n', ("site.yml:1:", "submit_command")),
         ("remap: {/: /new}\n", ("site.yml:1:", "remap")),
         ("nccl: wheels\n", ("site.yml:1:", "'wheels'", "system, wheel")),
         ("preflight: {nccl: 2.26}\n", ("site.yml:1:", "preflight.nccl", "2.26", "quotes")),

@@ -76,6 +76,22 @@ def test_commands_give_values(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> 
     ]
 
 
+@pytest.mark.parametrize(
+    "answer",
+    ["17", "17;cluster_a", "quota: 100\nSubmitted batch job 17", "Submitted batch job 17 on cluster a", "17\nbye"],
+)
+def test_a_site_s_wrapper_of_sbatch(tmp_path: Path, answer: str) -> None:
+    """One that does not know --parsable has queued the job: an error would let it be submitted again."""
+    program = tmp_path / "site sbatch"
+    program.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/given\necho '{answer}'\n")
+    program.chmod(0o755)
+    assert Slurm().submit("a.sh", command=f"'{program}' --check") == "17"
+    assert (tmp_path / "given").read_text() == "--check --parsable a.sh\n"
+    program.write_text("#!/bin/sh\necho job 17 perhaps\n")
+    with pytest.raises(SlurmError, match="job 17 perhaps"):
+        Slurm().submit("a.sh", command=f"'{program}' --check")
+
+
 def test_what_fails_or_hangs_is_an_error(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     assert slurm.env is not None
     monkeypatch.setenv("PATH", slurm.env["PATH"])

@@ -274,6 +274,19 @@ def test_times_that_the_site_and_the_user_give(tmp_path, environment, capsys):
         assert [flag.removeprefix("--time=") for flag in first if flag.startswith("--time=")] == times
 
 
+def test_jobs_go_by_the_site_s_own_command(tmp_path, environment, monkeypatch, capsys):
+    (tmp_path / "site.yml").write_text("submit_command: site_sbatch --check\n")
+    environment |= {"DEEPY_CLUSTERS": str(tmp_path), "DEEPY_CLUSTER": "site"}
+    (tmp_path / "bin/sbatch").rename(tmp_path / "bin/site_sbatch")
+    with UploadHub() as hub:
+        log_in(hub, tmp_path, monkeypatch)
+        publish_all(["mine", "lab", *RAW_ONLY], environment)
+    assert [job[:2] for job in jobs(tmp_path)] == [["--check", "--parsable"]] * 3
+    (tmp_path / "bin/site_sbatch").unlink()
+    with pytest.raises(UserError, match=r"site\.yml:1: submit_command: .*site_sbatch"):
+        publish_all(["mine", "lab", "--dry-run"], environment)
+
+
 def test_folders_and_flags_of_the_cluster_profile(tmp_path, environment, runs, capsys):
     (tmp_path / "site.yml").write_text(f"folders: {{checkpoints: {runs}, logs: {tmp_path}/logs}}\npartition: gpu\n")
     del environment["DEEPY_CHECKPOINTS"]
