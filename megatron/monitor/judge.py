@@ -38,6 +38,7 @@ ACTIONS = {
     "stopped": RETRY,
     "lost": RETRY,
     "cancelled": None,
+    "refused": None,
     "evaluation_failed": WAIT,
     "skipped_steps": WAIT,
     "older_status": WAIT,
@@ -303,6 +304,8 @@ def _of_ended(evidence: Evidence, job: Job) -> tuple[str, list[Problem]]:
     """A job that SLURM ended, and whose run could not say how."""
     if job.state == "COMPLETED":
         return "done", []
+    if job.was_refused:
+        return "failed", [Problem("refused", f"SLURM did not accept job {job.job_id}: {job.reason or 'see sbatch'}")]
     kind, log = _BY_STATE.get(job.state, "crashed"), evidence.log
     text = f"SLURM ended job {job.job_id}: {job.state}"
     if job.state == "FAILED":

@@ -26,6 +26,7 @@ class Job:
         start, end: seconds since 1970, None when not known.
         restarts: how often SLURM has requeued it.
         output: the log; None when SLURM does not say.
+        had_nodes: whether SLURM has given it nodes in this start.
     """
 
     job_id: str
@@ -43,10 +44,16 @@ class Job:
     restarts: int = 0
     work_dir: str = ""
     output: str | None = None
+    had_nodes: bool = True
 
     @property
     def has_ended(self) -> bool:
         return self.state in ENDED
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether `sbatch` has refused it: it failed and had no nodes."""
+        return self.state == "FAILED" and not self.had_nodes
 
     def logs(self, folder: str | None) -> list[Path]:
         """Where its log may be: where SLURM says, else under the usual names in the folder of logs or its own."""
@@ -96,6 +103,7 @@ def _accounted(row: dict[str, str], restarts: int) -> Job:
         row["ExitCode"],
         restarts,
         row["WorkDir"],
+        had_nodes=row["NodeList"] not in ("", "None assigned"),
     )
 
 
@@ -117,6 +125,7 @@ def _queued(row: dict[str, str], accounted: Job | None) -> Job:
         int(row["restarts"]) if row["restarts"].isdigit() else 0,
         row["work_dir"],
         _expanded(row["output"], row),
+        bool(row["node_list"]),
     )
 
 

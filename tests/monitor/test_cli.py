@@ -133,6 +133,23 @@ def test_nothing_is_not_an_error(slurm: Callable, capsys: pytest.CaptureFixture[
     assert shown(capsys)["runs"] == []
 
 
+def test_what_sbatch_refused_is_not_in_the_table_and_has_its_reason(
+    slurm: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SLURM keeps a record of it, as of a job that failed when it was submitted."""
+    at = "2026-11-28T23:35:30"
+    ended = f"50;50;many;me;lab;main;FAILED;1:0;{at};{at};{at};00:00:00;None assigned;9;;/w\n"
+    queued = (
+        f"51;51;many;me;lab;main;FAILED;BadConstraints;9;;0:00;1:00;{at};;0;/w;(null);/w/slurm-51.out;(null);(null);"
+    )
+    recorded = {name: (ROOT / f"tests/monitor/slurm/{name}.txt").read_text() for name in ("sacct", "squeue")}
+    slurm({"sacct": recorded["sacct"] + ended + ended.replace("50", "51"), "squeue": recorded["squeue"] + queued})
+    assert not {"50", "51"} & set(by_job(shown(capsys))) and "1039" in by_job(shown(capsys))
+    runs = by_job(shown(capsys, "--all"))
+    for job, reason in (("50", "job 50: see sbatch"), ("51", "job 51: BadConstraints")):
+        assert [one["kind"] for one in runs[job]["problems"]] == ["refused"] and reason in runs[job]["action_reason"]
+
+
 @pytest.mark.parametrize("argv", [["99999"], ["1038", "99999"], ["99999", "--json"], ["99999", "--watch", "1"]])
 def test_a_job_that_does_not_exist(slurm: Callable, capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
     for _ in range(2):  # without SLURM, and with it
