@@ -84,7 +84,7 @@ def publish_all(arguments: Sequence[str], environment: Mapping[str, str]) -> int
         "--sbatch", default="", metavar="FLAGS", help='further flags of sbatch: "--time=2:00:00 --mem=64G"'
     )
     flags.add_argument("--dry-run", action="store_true", help="print the jobs; needs no network")
-    given = flags.parse_intermixed_args(arguments)
+    given = flags.parse_intermixed_args(_join_value("--sbatch", arguments))
     given.skip_if_exists = True
     configure()
     run = _Run(given, environment)
@@ -353,6 +353,17 @@ def _written(name: str, action: argparse.Action, value: Any) -> list[str]:
     if action.nargs == 0:
         return [name]
     return [name, *map(str, value)] if isinstance(value, list | tuple) else [f"{name}={value}"]
+
+
+def _join_value(name: str, arguments: Sequence[str]) -> list[str]:
+    """`NAME VALUE` as `NAME=VALUE`: argparse takes a separate value that begins with `-` for another flag."""
+    joined: list[str] = []
+    for one in arguments:
+        if joined[-1:] == [name]:
+            joined[-1] = f"{name}={one}"
+        else:
+            joined.append(one)
+    return joined
 
 
 def _seconds(text: str) -> float:

@@ -161,6 +161,17 @@ def test_another_checkpoint_on_the_hub_is_replaced_only_when_asked(tmp_path, wit
         assert model.branches["global_step5"][state] == b"two of step 5"
 
 
+@pytest.mark.parametrize("given", [["--sbatch", "--time=0:10:00"], ["--sbatch", "-t0:10:00 -n1"], ["--sbatch=-n1"]])
+def test_flags_of_sbatch_begin_with_a_dash(environment, capsys, given):
+    publish_all(["mine", *given, "lab", "--dry-run"], environment)
+    flags, command = split(shlex.split(capsys.readouterr().out.splitlines()[0]))
+    assert command[4] == "lab"
+    words = given[-1].removeprefix("--sbatch=").split()
+    assert flags[-len(words) :] == words
+    with pytest.raises(SystemExit, match="2"):
+        publish_all(["mine", "lab", "--dry-run", "--sbatch"], environment)
+
+
 def test_pauses_between_submissions(tmp_path, environment, monkeypatch):
     slept = []
     monkeypatch.setattr("megatron.jobs.publishing.time.sleep", slept.append)
