@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron import log
 from megatron.checkpoint.find import list_checkpoints
+from megatron.checkpoint.lock import is_held
 from megatron.cluster.command_line import parse_launcher_command_line
 from megatron.cluster.devices import end_of_job
 from megatron.cluster.launchers import SRUN_TASK_LINE, expand_nodelist
@@ -92,6 +93,9 @@ class Job:
         chain = chain.end(ended=time.time(), code=code, step=step, failed_node=node, reason=said)
         chain.write(self.folder)  # now: SLURM may be about to end this process
         fields, standing = self._ask()
+        if code == UserError.exit_code and link.count > 1 and is_held(self.save):
+            # SLURM has given up a node whose ranks still write; their watchdog ends them. No input is wrong.
+            code, said = LostRankError.exit_code, f"an earlier link still writes {self.save}: {said}"
         decision = decide(
             code,
             standing,

@@ -255,6 +255,22 @@ def test_a_crash_loop_leaves_the_node_and_then_ends(bed: Bed) -> None:
     assert bed.run(5, SLURM_JOB_ID="90") == 5 and bed.chain.in_a_row == 1
 
 
+def test_a_rank_that_slurm_lost_sight_of_and_that_still_writes_does_not_end_the_chain(bed: Bed) -> None:
+    held = json.dumps({"host": "a9", "pid": 7, "token": "x"})
+    (bed.folder / "run").mkdir()
+    (bed.folder / "run/lock.json").write_text(held)
+    assert bed.run(2) == 2 and bed.calls == []  # a first link: `save` is that of another job
+    (bed.folder / "run/lock.json").unlink()
+    bed.run(3, state="COMPLETING", now=1, SLURM_JOB_ID="78")
+    (bed.folder / "run/lock.json").write_text(held)
+    assert bed.run(2, restarts=1, SLURM_JOB_ID="78") == 2
+    assert [call.split()[1] for call in bed.calls] == ["requeue"]
+    link = bed.chain.links[-1]
+    assert (link.code, link.next, bed.chain.in_a_row) == (2, "requeue", 2)
+    (bed.folder / "run/lock.json").unlink()
+    assert bed.run(2, restarts=2, SLURM_JOB_ID="78") == 2 and bed.calls == []  # nobody holds it: the input is wrong
+
+
 def test_a_hung_rank_is_found_by_its_number() -> None:
     signs = {rank: Sign(1, 7, "training", 9.0, 1.0, True) for rank in (0, 1, 3)}
     reason = f"LostRankError: no progress for 9 s: {name_silent({**signs, 2: None}, 4)}"
