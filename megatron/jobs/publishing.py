@@ -40,6 +40,7 @@ CONVERTED = "hf_checkpoints"  # next to the run
 TASKS = "lambada_openai,piqa,hellaswag,arc_easy"
 YOU = "<you>"  # the owner in a dry run, which does not ask the Hub who is logged in
 WORK = 4 * 3600.0  # seconds that a job is given besides its delay and its retries
+CPUS = 4  # of a job: a conversion needs few, and small nodes have no more
 STAGGER = 30.0  # seconds between the uploads of jobs that get a delay
 
 
@@ -208,6 +209,7 @@ class _Run:
         if not self.given.dry_run:
             logs.mkdir(parents=True, exist_ok=True)
         flags = [f"--job-name={name}", f"--output={logs}/%x-%j.out", "--nodes=1", "--ntasks=1"]
+        flags += [f"--cpus-per-task={CPUS}"]
         flags += [] if self.given.no_singleton else ["--dependency=singleton"]
         flags += [] if self.options.tasks else ["--gpus=0"]  # a conversion computes on the CPU
         flags += [f"--export=ALL,DEEPY_CLUSTER={self.given.cluster}"] if self.given.cluster else []

@@ -172,6 +172,14 @@ def test_flags_of_sbatch_begin_with_a_dash(environment, capsys, given):
         publish_all(["mine", "lab", "--dry-run", "--sbatch"], environment)
 
 
+def test_a_job_fits_on_a_small_node_unless_the_user_asks_for_more(environment, capsys):
+    for given, cpus in (("", ["4"]), ("--sbatch=--cpus-per-task=16", ["4", "16"])):  # of two the later counts
+        publish_all(["mine", "lab", "--dry-run", *filter(None, [given])], environment)
+        flags, _ = split(shlex.split(capsys.readouterr().out.splitlines()[0]))
+        asked = [flag.removeprefix("--cpus-per-task=") for flag in flags if flag.startswith("--cpus-per-task=")]
+        assert asked == cpus
+
+
 def test_pauses_between_submissions(tmp_path, environment, monkeypatch):
     slept = []
     monkeypatch.setattr("megatron.jobs.publishing.time.sleep", slept.append)
