@@ -3,8 +3,9 @@
 python huggingface/convert_hf_gptneox_to_neox.py --hf-model X
 python huggingface/convert_hf_gptneox_to_neox.py --hf-model X --revision R --output-dir D --tp N --iteration I
 
-Without --output-dir the checkpoint is made in a folder of the model's name (after the last "/", without "sfm-"), in
-DEEPY_CHECKPOINTS, else in the cluster profile's folder of checkpoints (slurm/README.md), else in checkpoints/.
+Without --output-dir the checkpoint is made in a folder of the model's name (after the last "/", without "sfm-"; of a
+folder called global_step<N> the name of the one around it), in DEEPY_CHECKPOINTS, else in the cluster profile's folder
+of checkpoints (slurm/README.md), else in checkpoints/.
 
 The parameters get Transformer Engine's names, with --no-transformer-engine GPT-NeoX's own. Deepy loads both, at any
 layout. convert_hf_to_neox.py is the same for every family, with GPT-NeoX's names.

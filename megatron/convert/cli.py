@@ -6,9 +6,11 @@ Imports no torch, so that `--help` and wrong flags answer at once.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron.checkpoint import layout
 from megatron.log import configure, result
 from megatron.neox_arguments import plugin_key
 
@@ -81,8 +83,11 @@ def add_import_flags(flags: argparse.ArgumentParser, model: str = "--hf-model", 
 
 
 def default_output(model: str, base: str | None) -> str:
-    """Where the fork's commands make the checkpoint of `model` (a folder or a Hub id) when no folder is named."""
-    return str(Path(base or "checkpoints") / Path(model).name.removeprefix("sfm-"))
+    """Where the checkpoint of `model` (a folder or a Hub id) is made when no folder is named: in one of its name, which
+    of a `global_step<N>` is that of the folder around it."""
+    folder = Path(os.path.abspath(model))
+    name = folder.name if layout.step_of(folder.name) is None else layout.run_name(folder.parent)
+    return str(Path(base or "checkpoints") / name.removeprefix("sfm-"))
 
 
 def run_import(given: argparse.Namespace, **options: Any) -> None:

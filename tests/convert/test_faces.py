@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.neox_reader import NeoXReader
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.convert.cli import default_output
 from megatron.convert.hf.check import compare
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
@@ -211,6 +212,33 @@ def test_a_checkpoint_named_after_the_model(tmp_path, call, monkeypatch):
     given = ("--hf-model", "allenai/tiny", "--tp", 2, "--save-tokenizer", "--no-check")
     code, out, error = call("huggingface/convert_hf_olmo_to_neox.py", *given)
     assert code == 0 and f"{tmp_path}/checkpoints/tiny/global_step0" in out, error
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("owner/sfm-small", "small"),
+        ("/runs/hf/demo/global_step60", "demo"),
+        ("/runs/demo/checkpoints/global_step60/", "demo"),
+        ("/runs/demo", "demo"),
+        ("global_step60", "here"),
+        (".", "here"),
+        ("../here/../here", "here"),
+        ("owner/global_stepper", "global_stepper"),
+    ],
+)
+def test_the_name_of_a_model_s_folder(tmp_path, monkeypatch, model, name):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert default_output(model, "/made") == f"/made/{name}"
+
+
+def test_every_import_without_output_dir_goes_there(tmp_path, call, monkeypatch):
+    monkeypatch.setenv("DEEPY_CHECKPOINTS", str(tmp_path / "made"))
+    published(tmp_path / "demo/global_step60", PARALLEL, "neox")
+    given = ("--hf-model", tmp_path / "demo/global_step60", "--iteration", 7, "--no-check")
+    code, out, error = call("huggingface/convert_hf_to_neox.py", *given)
+    assert code == 0 and f"{tmp_path}/made/demo/global_step7" in out, error
 
 
 @pytest.mark.parametrize(("names", "form"), [("legacy", "pipe"), ("new", "whole"), ("te", "pipe")])

@@ -248,7 +248,7 @@ def test_the_script_that_imports_a_model_finds_deepy_from_slurms_copy(tmp_path, 
     assert done.returncode == 0, done.stderr
     script, *arguments = (tmp_path / "given").read_text().splitlines()
     assert script == str(home / "huggingface/convert_hf_to_neox.py")
-    assert arguments == ["--hf-model", "a/b-c", "--iteration", iteration, "--output-dir", "/ck/b-c", *more]
+    assert arguments == ["--hf-model", "a/b-c", "--iteration", iteration, *more]
     assert subprocess.run(["bash", str(copy)], env=env, capture_output=True, timeout=60).returncode == 2
 
 
