@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ import psutil
 from megatron.cluster.launchers import RUN_MODULE
 from megatron.cluster.node import with_library_on_path
 from megatron.cluster.profile import find_profile
-from megatron.cluster.slurm import Slurm, SlurmError
+from megatron.cluster.slurm import Slurm, SlurmError, environment_for_next
 from megatron.data.tokens.cache_lock import hold_lock
 from megatron.errors import UserError
 from megatron.files import from_json, read_json, write_atomically
@@ -39,14 +38,6 @@ VERSION = 1
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "slurm" / "evaluate.sbatch"
 SUBMITTED, RECORDED, FAILED, SKIPPED = "submitted", "recorded", "failed", "skipped"
-
-# Of the training job, and not of one that it submits: rank variables, what SLURM set for it, the process that W&B left
-# the address of in our environment.
-_OF_THIS_JOB = re.compile(
-    r"(SLURM|SLURMD|PMI|PMIX|OMPI|TORCHELASTIC)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|DS_ACCELERATOR$|WANDB_SERVICE$"
-)
-_DEVICES = re.compile(r"(CUDA|ROCR|HIP)_VISIBLE_DEVICES$|GPU_DEVICE_ORDINAL$")
-_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
 
 
 @dataclass
@@ -177,9 +168,8 @@ class Submitter:
 
 def environment_of_evaluation(env: Mapping[str, str], *, of_slurm: bool) -> dict[str, str]:
     """The environment of a job that this one submits: ours without what belongs to this job."""
-    kept = {name: value for name, value in env.items() if name in _KEPT or not _OF_THIS_JOB.match(name)}
-    if of_slurm:
-        kept = {name: value for name, value in kept.items() if not _DEVICES.match(name)}
+    kept = environment_for_next(env, devices=not of_slurm)
+    kept.pop("DS_ACCELERATOR", None)  # of a rank: the evaluation may have GPUs where the run had none, or none
     return with_library_on_path({**kept, "DEEPY_HOME": str(ROOT), "DEEPY_PYTHON": sys.executable})
 
 

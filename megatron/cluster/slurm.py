@@ -155,6 +155,24 @@ ACCOUNTING_FIELDS = (
 )
 
 
+# Of a job, and not of one that is submitted from it: rank variables, what SLURM set for it (in the environment of
+# sbatch those would be the wishes for the next one, or be kept in it), the address of W&B's process.
+_OF_A_JOB = re.compile(
+    r"(SLURM|SLURMD|PMI|PMIX|OMPI|TORCHELASTIC)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_(ADDR|PORT)$|WANDB_SERVICE$"
+)
+_DEVICES = re.compile(r"(CUDA|ROCR|HIP)_VISIBLE_DEVICES$|GPU_DEVICE_ORDINAL$")
+_TRAVELS = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JOB_CHAIN_COUNT")
+
+
+def environment_for_next(env: Mapping[str, str], *, devices: bool = False) -> dict[str, str]:
+    """The environment in which to submit another job: ours without what belongs to the job that we may be in.
+
+    `devices`: keep which GPUs are ours, for a process that shares them.
+    """
+    others = {name: value for name, value in env.items() if name in _TRAVELS or not _OF_A_JOB.match(name)}
+    return {name: value for name, value in others.items() if devices or not _DEVICES.match(name)}
+
+
 def submission(command: str) -> list[str]:
     """The words of `sbatch`, or of a site's wrapper of it with flags, that ask for the number of the job alone."""
     return [*shlex.split(command), "--parsable"]

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.cluster.slurm import Slurm, SlurmError, own_name
+from megatron.cluster.slurm import Slurm, SlurmError, environment_for_next, own_name
 from megatron.files import write_atomically
 from megatron.jobs.chain import Standing, standing_of
 from megatron.log import get_logger
@@ -44,10 +44,6 @@ _FLAGS = {
     "MailUser": "mail-user",
     "MailType": "mail-type",
 }
-# SLURM sets these in a job; in the environment of sbatch they would be the wishes for the next one, or be kept in it.
-_OF_THIS_JOB = re.compile(r"(SLURM|SLURMD|PMI|PMIX)_|(CUDA|ROCR|HIP)_VISIBLE_DEVICES$|GPU_DEVICE_ORDINAL$")
-_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JOB_CHAIN_COUNT")
-_OF_THIS_JOB_TOO = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def persist(call: Callable[[], T], waits: Sequence[float] = _WAITS) -> T:
@@ -162,15 +158,6 @@ def flags_of(fields: Mapping[str, str], env: Mapping[str, str], exclude: Sequenc
     if env.get("SLURM_GPUS_PER_NODE") == "0":  # not the same as no word about GPUs
         flags.append("--gpus-per-node=0")
     return [*flags, "--open-mode=append"]
-
-
-def environment_for_next(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which to submit the next job: ours without what belongs to this job."""
-    return {
-        name: value
-        for name, value in env.items()
-        if name in _KEPT or not (_OF_THIS_JOB.match(name) or name in _OF_THIS_JOB_TOO)
-    }
 
 
 def _exclusions(fields: Mapping[str, str]) -> list[str]:

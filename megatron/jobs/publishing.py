@@ -22,7 +22,7 @@ from typing import Any
 from megatron.checkpoint import layout
 from megatron.checkpoint.find import Checkpoint, Listing, find_checkpoint, list_checkpoints
 from megatron.cluster.profile import ClusterProfile, checkpoints_folder, find_profile, sbatch_flags
-from megatron.cluster.slurm import Slurm, SlurmError, parse_time, submission
+from megatron.cluster.slurm import Slurm, SlurmError, environment_for_next, parse_time, submission
 from megatron.errors import DeepyError, MachineError, UserError, nearest, run_cli
 from megatron.hub.names import read_names
 from megatron.hub.publish import RANDOM_DELAY, Options, Publication, check_experiments
@@ -121,7 +121,7 @@ def _leave_out_published(run: _Run, checkpoints: Sequence[Checkpoint]) -> list[C
 
 def _submit(run: _Run, checkpoints: Sequence[Checkpoint], options: Sequence[str]) -> None:
     """A job for each checkpoint, in this order."""
-    given, slurm = run.given, Slurm(env=run.environment)
+    given, slurm = run.given, Slurm(env=environment_for_next(run.environment))
     name, delay = f"convert_{run.experiment}", given.upload_delay
     flags = run.job_flags(name, len(checkpoints)) if checkpoints else []
     for count, checkpoint in enumerate(checkpoints):

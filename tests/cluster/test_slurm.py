@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.cluster.slurm import Slurm, SlurmError, count_gpus, parse_fields, parse_time
+from megatron.cluster.slurm import Slurm, SlurmError, count_gpus, environment_for_next, parse_fields, parse_time
 
 pytestmark = pytest.mark.cpu
 SHOWN = (
@@ -90,6 +90,17 @@ def test_a_site_s_wrapper_of_sbatch(tmp_path: Path, answer: str) -> None:
     program.write_text("#!/bin/sh\necho job 17 perhaps\n")
     with pytest.raises(SlurmError, match="job 17 perhaps"):
         Slurm().submit("a.sh", command=f"'{program}' --check")
+
+
+def test_nothing_of_this_job_reaches_the_environment_of_the_next() -> None:
+    ours = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURMD_NODENAME": "a1", "CUDA_VISIBLE_DEVICES": "0"}
+    ours |= {"WANDB_SERVICE": "/tmp/x", "OMPI_COMM_WORLD_RANK": "0", "TORCHELASTIC_RUN_ID": "1", "LOCAL_RANK": "0"}
+    ours |= {"MASTER_ADDR": "a1", "MASTER_PORT": "29501", "SLURM_JOB_END_TIME": "9"}
+    users = {"HOME": "/home/you", "SLURM_CONF": "/etc/slurm.conf", "MAX_JOB_CHAINS": "9", "DEEPY_CLUSTER": "x"}
+    users |= {"SLURM_JOB_CHAIN_COUNT": "3"}
+    assert environment_for_next({**ours, **users}) == users
+    shared = environment_for_next({**ours, **users}, devices=True)
+    assert shared == {**users, "CUDA_VISIBLE_DEVICES": "0"}
 
 
 def test_what_fails_or_hangs_is_an_error(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:

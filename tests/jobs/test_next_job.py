@@ -8,7 +8,7 @@ import pytest
 
 from megatron.cluster.slurm import Slurm, SlurmError, parse_fields
 from megatron.jobs import next_job
-from megatron.jobs.next_job import await_ranks, environment_for_next, flags_of, persist, requeue, resubmit
+from megatron.jobs.next_job import await_ranks, flags_of, persist, requeue, resubmit
 
 pytestmark = pytest.mark.cpu
 
@@ -73,14 +73,6 @@ def test_the_ranks_of_a_job_are_those_of_its_environment() -> None:
     assert {"--ntasks-per-node=4", "--gpus-per-node=4"} < {*flags_of(shown, {"SLURM_NTASKS_PER_NODE": "4"})}
     cpu = flags_of(parse_fields("NumTasks=2 Requeue=1"), {"SLURM_NTASKS_PER_NODE": "1", "SLURM_GPUS_PER_NODE": "0"})
     assert sorted(cpu) == ["--gpus-per-node=0", "--ntasks-per-node=1", "--open-mode=append"]
-
-
-def test_nothing_of_this_job_reaches_the_environment_of_the_next() -> None:
-    ours = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURMD_NODENAME": "a1", "CUDA_VISIBLE_DEVICES": "0"}
-    ours |= {"MASTER_ADDR": "a1", "MASTER_PORT": "29501", "SLURM_JOB_END_TIME": "9"}
-    users = {"HOME": "/home/you", "SLURM_CONF": "/etc/slurm.conf", "MAX_JOB_CHAINS": "9", "DEEPY_CLUSTER": "x"}
-    users |= {"SLURM_JOB_CHAIN_COUNT": "3"}
-    assert environment_for_next({**ours, **users}) == users
 
 
 class Recorded(Slurm):

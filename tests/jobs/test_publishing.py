@@ -53,7 +53,7 @@ def environment(tmp_path, runs):
     program = tmp_path / "bin/sbatch"
     program.parent.mkdir()
     program.write_text(
-        f"#!/bin/bash\nprintf '%q ' \"$@\" >> {tmp_path}/jobs\necho >> {tmp_path}/jobs\n"
+        f"#!/bin/bash\nprintf '%q ' \"$@\" >> {tmp_path}/jobs\necho >> {tmp_path}/jobs\ndeclare -x > {tmp_path}/env\n"
         f"echo $((100 + $(/usr/bin/wc -l < {tmp_path}/jobs)))\n"
     )
     program.chmod(0o755)
@@ -299,7 +299,9 @@ def test_jobs_go_by_the_site_s_own_command(tmp_path, environment, monkeypatch, c
     (tmp_path / "bin/sbatch").rename(tmp_path / "bin/site_sbatch")
     with UploadHub() as hub:
         log_in(hub, tmp_path, monkeypatch)
-        publish_all(["mine", "lab", *RAW_ONLY], environment)
+        publish_all(["mine", "lab", *RAW_ONLY], environment | {"SLURM_NTASKS": "8", "RANK": "0", "SLURM_CONF": "/c"})
+    given = (tmp_path / "env").read_text()  # from inside a job too
+    assert "SLURM_CONF" in given and "SLURM_NTASKS" not in given and "RANK" not in given
     assert [job[:2] for job in jobs(tmp_path)] == [["--check", "--parsable"]] * 3
     (tmp_path / "bin/site_sbatch").unlink()
     with pytest.raises(UserError, match=r"site\.yml:1: submit_command: .*site_sbatch"):
