@@ -6,7 +6,7 @@ python huggingface/upload_checkpoint.py my-run 1000 my-org --dry-run   what woul
 
 makes  my-org/my-run            revision global_step1000, the model for transformers with its card; the last step of the
                                 run is also `main`
-       my-org/neox-ckpt-my-run  revision global_step1000, the raw checkpoint
+       my-org/neox-ckpt-my-run  revision global_step1000, the raw checkpoint; main likewise
 
 Repositories are private unless --public. Killed and started again, it goes on where it was. The checkpoint itself is
 never changed or deleted. documentation/publishing.md explains names, cards and retries.

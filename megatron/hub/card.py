@@ -80,7 +80,8 @@ def raw_card(context: CardContext) -> str:
     data = ModelCardData(tags=["deepy", "checkpoint"], base_model=context.base_model)
     return (
         f"---\n{data.to_yaml()}\n---\n\n# Checkpoints of {context.repo.partition('/')[2]}\n\nEach branch "
-        f"`global_step<N>` is a checkpoint from which training can be resumed. The model for transformers: "
+        f"`global_step<N>` is a checkpoint from which training can be resumed; `main` is the last one, once the run "
+        f"has ended. The model for transformers: "
         f"[{context.repo}](https://huggingface.co/{context.repo}).\n\n"
         f"```bash\nhf download {context.raw} --revision {context.revision} --local-dir checkpoints/{context.revision}\n"
         "```\n"

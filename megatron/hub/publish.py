@@ -1,7 +1,7 @@
 """One checkpoint of a run to the Hub: converted, checked, uploaded, verified. Each part that is done is not repeated.
 
     <owner>/<model>            revision global_step<N>; the last step of the run is `main` too
-    <owner>/neox-ckpt-<model>  the raw checkpoint, revision global_step<N>
+    <owner>/neox-ckpt-<model>  the raw checkpoint, likewise
 
 `main` exists from the first checkpoint on, with a card. What was converted is known by `deepy.json` in the folder, what
 was uploaded by the hashes that the Hub lists; so a publication that was killed resumes when it is started again.
@@ -128,7 +128,7 @@ class Publication:
         if self.options.model:
             lines += [f"  convert to {self.folder}", f"  upload to {self.repo}, revision {self.revision}{also}"]
         if self.options.raw:
-            lines.append(f"  upload the raw checkpoint to {self.raw_repo}, revision {self.revision}")
+            lines.append(f"  upload the raw checkpoint to {self.raw_repo}, revision {self.revision}{also}")
         if self.options.model and self.options.tasks:
             lines.append(f"  evaluate {', '.join(self.options.tasks)} on {self.folder}")
         if self.options.model and self.options.delete_local:
@@ -148,12 +148,13 @@ class Publication:
                 self._check(repo)
 
     def _check(self, repo: str) -> None:
-        branches = () if self.options.replace else self._branches(repo)
+        branches = () if self.options.replace else self._branches
         Published(repo, self.options.retry).check(self.experiment, self.source, branches)
 
-    def _branches(self, repo: str) -> list[str]:
-        """Those of `repo` that this checkpoint becomes; main last."""
-        return [self.revision, *([MAIN] if self.facts.is_final and repo == self.repo else [])]
+    @property
+    def _branches(self) -> list[str]:
+        """Those that this checkpoint becomes; main last."""
+        return [self.revision, *([MAIN] if self.facts.is_final else [])]
 
     def run(self) -> None:
         """Publish what is not there yet. Raises `UserError` and `MachineError`."""
@@ -175,7 +176,7 @@ class Publication:
         there = Published(self.repo, self.options.retry)
         return all(
             there.is_complete(branch, self.source, self.options.conversion, self.options.tasks)
-            for branch in self._branches(self.repo)
+            for branch in self._branches
         )
 
     def _publish_model(self) -> None:
@@ -321,7 +322,8 @@ class Publication:
     # -- the raw checkpoint -------------------------------------------------------------------------
 
     def _is_raw_complete(self) -> bool:
-        return Published(self.raw_repo, self.options.retry).is_complete(self.revision, self.source, {})
+        there = Published(self.raw_repo, self.options.retry)
+        return all(there.is_complete(branch, self.source, {}) for branch in self._branches)
 
     def _publish_raw(self) -> None:
         self._check(self.raw_repo)
@@ -334,6 +336,8 @@ class Publication:
         self._wait()
         self._push_cards(self.raw_repo, raw_card(self._context()))
         self._push(self.raw_folder, self.raw_repo, self.revision)
+        if self.facts.is_final:
+            self._push(self.raw_folder, self.raw_repo, None)
         shutil.rmtree(self.raw_folder)  # links and small texts; after a failure they serve to resume
         for folder in (self.raw_folder.parent, self.raw_folder.parent.parent):
             with suppress(OSError):  # it holds something

@@ -61,6 +61,11 @@ def test_all_of_a_run_is_where_it_should_be(tmp_path, upload, run_folder, capsys
         name = "model.embed_tokens.weight"
         assert (weights[1][name] / weights[0][name]).mean().item() == pytest.approx(1.10 / 1.05, rel=1e-4)
 
+        # So is the raw one, next to the card.
+        last = raw.branches["main"]
+        assert {name: last[name] for name in raw.branches["global_step10"]} == raw.branches["global_step10"]
+        assert last.keys() - raw.branches["global_step10"].keys() == {"README.md"}
+
         # The raw checkpoint is a complete one, with the same weights.
         local = run_folder / "global_step5"
         sent = raw.branches["global_step5"]
