@@ -10,7 +10,7 @@ import hashlib
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megatron.errors import MachineError, UserError
 from megatron.hub.retry import RESUMES, Retry, first_line, retry_of
@@ -25,6 +25,8 @@ logger = get_logger(__name__)
 __all__ = ["check_hub", "push_folder", "retry_of", "verify_remote"]
 
 MAIN = "main"
+HashKind = Literal["sha256", "blob"]
+"""SHA-256, or the SHA-1 that git gives a file."""
 _CHUNK = 4 << 20  # bytes of a file that are in memory at once
 
 
@@ -147,19 +149,29 @@ def verify_remote(
 
 
 def _is_same(path: Path, entry: RepoFile | None, report: Callable[[int], None]) -> bool:
-    """Whether a file has the size and the hash of the Hub's; it is read in pieces, which are reported."""
     try:
-        size = path.stat().st_size
-        if entry is None or entry.size != size:
-            return False
-        digest = hashlib.sha1(b"blob %d\0" % size) if entry.lfs is None else hashlib.sha256()
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-                report(len(chunk))
+        return is_same(entry, path.stat().st_size, lambda kind: hash_file(path, (kind,), report)[kind])
     except FileNotFoundError:  # deleted meanwhile
         return False
-    return digest.hexdigest() == (entry.blob_id if entry.lfs is None else entry.lfs.sha256)
+
+
+def is_same(entry: RepoFile | None, size: int, hash_of: Callable[[HashKind], str]) -> bool:
+    """Whether the Hub's file has this size and hash; it lists one hash, SHA-256 of a large file, git's of others."""
+    if entry is None or entry.size != size:
+        return False
+    return hash_of("blob") == entry.blob_id if entry.lfs is None else hash_of("sha256") == entry.lfs.sha256
+
+
+def hash_file(path: Path, kinds: Sequence[HashKind], report: Callable[[int], None]) -> dict[HashKind, str]:
+    """Hashes of a file, which is read in pieces, whose sizes are reported."""
+    start = b"blob %d\0" % path.stat().st_size
+    digests = {kind: hashlib.sha1(start) if kind == "blob" else hashlib.sha256() for kind in kinds}
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            for digest in digests.values():
+                digest.update(chunk)
+            report(len(chunk))
+    return {kind: digest.hexdigest() for kind, digest in digests.items()}
 
 
 def local_files(folder: Path, allow: Sequence[str] | None = None) -> dict[str, Path]:

@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.find import Checkpoint
 from megatron.errors import UserError
 from megatron.files import from_json, read_json, write_atomically
-from megatron.hub.push import MAIN, local_files
+from megatron.hub.push import MAIN, hash_file, is_same, local_files
 from megatron.hub.retry import Retry
 from megatron.log import ProgressBar
 
 RECORD = "deepy.json"
-_CHUNK = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,8 @@ def hash_files(folder: Path) -> dict[str, FileRecord]:
     found = {}
     with ProgressBar(f"hashing {folder}", sum(path.stat().st_size for path in files.values()), "B") as bar:
         for name, path in files.items():
-            size = path.stat().st_size
-            sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % size)
-            with path.open("rb") as file:
-                while chunk := file.read(_CHUNK):
-                    sha256.update(chunk)
-                    blob.update(chunk)
-                    bar(len(chunk))
-            found[name] = FileRecord(size, sha256.hexdigest(), blob.hexdigest())
+            hashes = hash_file(path, ("sha256", "blob"), bar)
+            found[name] = FileRecord(path.stat().st_size, hashes["sha256"], hashes["blob"])
     return found
 
 
@@ -139,7 +133,10 @@ class Published:
         record = self.read_record(revision, files)
         if record is None or not record.files or not record.fits(source, settings) or set(tasks) - set(record.tasks):
             return False
-        return all(name in files and _is_same(files[name], expected) for name, expected in record.files.items())
+        return all(
+            is_same(files.get(name), expected.size, partial(getattr, expected))
+            for name, expected in record.files.items()
+        )
 
     def check(self, experiment: str, source: str, branches: Sequence[str]) -> None:
         """Raise `UserError` when another run is in this repository, or another checkpoint than `source` on a branch.
@@ -159,9 +156,3 @@ class Published:
                     f"{self.repo} has another checkpoint as {branch}: of another run called {experiment!r} (then give "
                     "one of them a name of its own, --names), or of this one as it was before (then give --replace)"
                 )
-
-
-def _is_same(entry: Any, expected: FileRecord) -> bool:
-    if entry.size != expected.size:
-        return False
-    return bool(entry.lfs.sha256 == expected.sha256 if entry.lfs is not None else entry.blob_id == expected.blob)
