@@ -162,6 +162,8 @@ _OF_A_JOB = re.compile(
 )
 _DEVICES = re.compile(r"(CUDA|ROCR|HIP)_VISIBLE_DEVICES$|GPU_DEVICE_ORDINAL$")
 _TRAVELS = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JOB_CHAIN_COUNT")
+OF_TRAINING = "DEEPY_OF_TRAINING"
+"""A variable: the name of one that a cluster profile has set for training jobs only (`hub_offline`)."""
 
 
 def environment_for_next(env: Mapping[str, str], *, devices: bool = False) -> dict[str, str]:
@@ -170,6 +172,8 @@ def environment_for_next(env: Mapping[str, str], *, devices: bool = False) -> di
     `devices`: keep which GPUs are ours, for a process that shares them.
     """
     others = {name: value for name, value in env.items() if name in _TRAVELS or not _OF_A_JOB.match(name)}
+    if (name := others.pop(OF_TRAINING, None)) is not None:  # a training job's script sets it again
+        others.pop(name, None)
     return {name: value for name, value in others.items() if devices or not _DEVICES.match(name)}
 
 

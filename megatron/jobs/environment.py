@@ -24,7 +24,7 @@ from pathlib import Path
 
 from megatron.cluster.launchers import RUN_MODULE, expand_nodelist, job_port
 from megatron.cluster.profile import VARIABLE, ClusterProfile, find_profile, profile_folders, sbatch_flags
-from megatron.cluster.slurm import Slurm, SlurmError, count_gpus
+from megatron.cluster.slurm import OF_TRAINING, Slurm, SlurmError, count_gpus
 from megatron.errors import UserError, run_cli
 from megatron.files import write_atomically
 from megatron.log import configure, get_logger, result
@@ -157,8 +157,9 @@ def training_lines(profile: ClusterProfile, env: Mapping[str, str], slurm: Slurm
 
     Raises `UserError`.
     """
-    if profile.hub_offline:
+    if profile.hub_offline and "HF_HUB_OFFLINE" not in env:
         yield "export HF_HUB_OFFLINE=1"
+        yield _export(OF_TRAINING, "HF_HUB_OFFLINE")
     if "SLURM_JOB_ID" not in env:
         logger.info(f"cluster {profile.name} ({profile.path}); this is not a SLURM job")
         return

@@ -20,6 +20,7 @@ from megatron.callbacks.evaluation_jobs import EvaluationJobs, record_results
 from megatron.callbacks.metrics_file import MetricsFile
 from megatron.callbacks.tracker import Tracker
 from megatron.cluster.evaluation_jobs import Evaluation, Evaluations, Submitter, environment_of_evaluation
+from megatron.cluster.slurm import OF_TRAINING
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
@@ -261,6 +262,14 @@ def test_the_environment_of_a_job_that_is_submitted() -> None:
     assert {"SLURM_CONF", "SBATCH_ACCOUNT", "HF_TOKEN"} <= of_slurm.keys()
     assert not {"SLURM_NTASKS", "LOCAL_RANK", "WANDB_SERVICE", "CUDA_VISIBLE_DEVICES"} & of_slurm.keys()
     assert environment_of_evaluation(env, of_slurm=False)["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+@pytest.mark.parametrize("of_slurm", [True, False])
+def test_an_evaluation_may_ask_the_hub_unless_the_user_says_no(of_slurm: bool) -> None:
+    """`hub_offline` of a profile is for the many ranks of a training job."""
+    env = {"HF_HUB_OFFLINE": "1", OF_TRAINING: "HF_HUB_OFFLINE"}
+    assert not env.keys() & environment_of_evaluation(env, of_slurm=of_slurm).keys()
+    assert environment_of_evaluation({"HF_HUB_OFFLINE": "1"}, of_slurm=of_slurm)["HF_HUB_OFFLINE"] == "1"
 
 
 # ---- real ones

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.cluster.hostfile import parse_hostfile
 from megatron.cluster.profile import ClusterProfile, load_profile
-from megatron.cluster.slurm import Slurm
+from megatron.cluster.slurm import OF_TRAINING, Slurm
 from megatron.errors import UserError
 from megatron.jobs.environment import (
     link_log,
@@ -201,6 +201,9 @@ def test_lines_of_a_training_job(tmp_path: Path, commands: Commands, caplog: pyt
     lines = list(training_lines(profile_of(tmp_path, text), EXCLUSIVE, commands(sinfo=SINFO)))
     names = ["SLURM_NTASKS", "SLURM_TASKS_PER_NODE", "SLURM_GPUS_PER_NODE", "MASTER_PORT", "HF_HUB_OFFLINE"]
     assert list(variables_after(lines, names).values()) == ["8", "4(x2)", "4", "29579", "1"]  # 29500 + 30079 % 1000
+    assert variables_after(lines, [OF_TRAINING]) == {OF_TRAINING: "HF_HUB_OFFLINE"}  # evaluations are without it
+    by_user = training_lines(profile_of(tmp_path, text), {"HF_HUB_OFFLINE": "0"}, Slurm())
+    assert not [line for line in by_user if "OFFLINE" in line]
     said = caplog.text
     assert "8 ranks" in said and "2 idle" in said and "1 down" in said
     assert "site.yml:1" in said and "p2" in said and "--exclude=p2,p9" in said
