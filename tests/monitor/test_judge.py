@@ -59,6 +59,15 @@ def test_a_healthy_run(place: Place) -> None:
     assert row.scores["validation/lm_loss"].value == 3.0
 
 
+def test_the_score_of_the_newest_checkpoint_is_shown_whichever_came_last(place: Place) -> None:
+    folder = place("running")
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step, score in ((6, 0.5), (4, 0.25), (6, 0.75), (2, 0.1)):  # jobs end as they please
+            file.write(json.dumps({"step": step, "time": NOW, "eval_tasks/mine_acc": score}) + "\n")
+    score = row_of(folder).scores["eval_tasks/mine_acc"]
+    assert (score.iteration, score.value) == (6, 0.75)
+
+
 def test_a_run_that_is_done(place: Place) -> None:
     row = row_of(place("ended"), replace(RUNNING, state="COMPLETED", exit_code="0:0"))
     assert (row.state, row.action, row.problems) == ("done", None, ())
