@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tests.tools.command import ROOT
 STEPS = (1, 2, 3)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_jobs_of_one_run_follow_each_other_and_do_what_the_command_says(slurm: Cluster, tmp_path: Path) -> None:
     from tests.hub.upload_server import UploadHub
 
@@ -25,7 +24,6 @@ def test_jobs_of_one_run_follow_each_other_and_do_what_the_command_says(slurm: C
         hub_environment = hub.environment(tmp_path / "home")
         options = ["--upload-neox-only", "--retry-min-wait=0", "--retry-max-wait=0", "--sbatch=--cpus-per-task=1"]
         command = ["bash", str(ROOT / "huggingface/batch_submit_checkpoints.sh"), "mine", "lab", *options]
-        began = time.monotonic()
         out = slurm.run(
             *command,
             folder=tmp_path,
@@ -35,7 +33,7 @@ def test_jobs_of_one_run_follow_each_other_and_do_what_the_command_says(slurm: C
         )
         ids = [line.split("job ")[1] for line in out.splitlines()]
         assert [line.split(":")[0] for line in out.splitlines()] == ["global_step3", "global_step2", "global_step1"]
-        facts = [slurm.wait(job, timeout=60) for job in ids]
+        facts = [slurm.wait(job, timeout=200) for job in ids]
         log = "".join(path.read_text() for path in tmp_path.glob("convert_mine-*.out"))
         assert [found["JobState"] for found in facts] == ["COMPLETED"] * 3, log
         assert {found["JobName"] for found in facts} == {"convert_mine"}
@@ -52,7 +50,6 @@ def test_jobs_of_one_run_follow_each_other_and_do_what_the_command_says(slurm: C
             "global_step2",
             "global_step1",
         ]
-        assert time.monotonic() - began < 60
         assert slurm.run(*command, folder=tmp_path, DEEPY_CHECKPOINTS=str(tmp_path / "runs"), **hub_environment).count(
             "published already"
         ) == len(STEPS)
