@@ -29,6 +29,8 @@ class Secret(NamedTuple):
 class _Shape(NamedTuple):
     kind: str
     instead: str
+    parts: str
+    """One of these, in small letters, is in every text that the pattern finds: most lines of a log have none."""
     pattern: re.Pattern[str]
     """Its group `secret` is the part that nobody may see; without one it is all of it. It never reaches over a line,
     and every repetition that may fail after a long match has a bound: these run on each line of a log."""
@@ -62,38 +64,47 @@ _PASSWORD = rf"(?i:(?<![A-Za-z0-9])(?:password|passwd|passphrase)){_IS}"
 _FIRST, _MORE = r"""[^\s"'#,}$<(\[{*]""", r"""[^\s"',}]"""
 
 _SHAPES = (
-    _Shape("a Hugging Face token", _HUB, re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{30,}\b")),
-    _Shape("a W&B key", _WANDB, re.compile(r"\bwandb_v\d_\w{20,}")),
+    _Shape("a Hugging Face token", _HUB, "hf_|api_org_", re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{30,}\b")),
+    _Shape("a W&B key", _WANDB, "wandb_v", re.compile(r"\bwandb_v\d_\w{20,}")),
     _Shape(
         "a W&B key",
         _WANDB,
+        "wandb",
         re.compile(
             r"(?i:\bwandb[ _.-]?(?:login|api[_-]?key|key|token|host|team|entity|project))"
             rf"(?:{_IS})?(?:[ \t]{{1,20}}|[ \t]{{0,20}}--\S{{1,40}}[ \t]{{1,20}})?(?P<secret>[0-9a-f]{{40}}|\w{{86}})\b"
         ),
     ),
-    _Shape("a Comet key", _COMET, re.compile(rf"(?i:\bcomet[_.-](?:api[_-]?)?key){_IS}{_ANY_VALUE}")),
-    _Shape("an AWS key", _AWS, re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")),
-    _Shape("an AWS key", _AWS, re.compile(rf"(?i:\baws[_.-]secret\w{{0,40}}){_IS}{_ANY_VALUE}")),
-    _Shape("a GitHub token", _GIT, re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{22,})")),
-    _Shape("a GitLab token", _GIT, re.compile(r"\bglpat-[\w-]{20,}")),
+    _Shape("a Comet key", _COMET, "comet", re.compile(rf"(?i:\bcomet[_.-](?:api[_-]?)?key){_IS}{_ANY_VALUE}")),
+    _Shape("an AWS key", _AWS, "akia|asia", re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b")),
+    _Shape("an AWS key", _AWS, "aws", re.compile(rf"(?i:\baws[_.-]secret\w{{0,40}}){_IS}{_ANY_VALUE}")),
+    _Shape(
+        "a GitHub token",
+        _GIT,
+        "ghp_|gho_|ghu_|ghs_|ghr_|github_pat_",
+        re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{36,}|github_pat_\w{22,})"),
+    ),
+    _Shape("a GitLab token", _GIT, "glpat-", re.compile(r"\bglpat-[\w-]{20,}")),
     _Shape(
         "an API key",
         _OTHER,
+        "sk-|xox|aiza",
         re.compile(
             rf"sk-(?<![\w/.-]sk-)(?=[\w-]{{0,40}}?(?<![A-Za-z0-9])(?:{_MIXED}[A-Za-z0-9]{{16}}|[0-9a-f]{{32}}|{_UUID}))"
             r"[\w-]{20,}|\bxox[abprs]-[\w-]{10,}|\bAIza[\w-]{35}"
         ),
     ),
-    _Shape("a private key", "keep it in ~/.ssh", re.compile(r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----")),
+    _Shape("a private key", "keep it in ~/.ssh", "private key", re.compile(r"-----BEGIN (?:[A-Z]+ )*PRIVATE KEY-----")),
     _Shape(
         "a password in an address",
         "leave it out of the address: a login file (~/.netrc) or the program's own variables hold it",
+        "://",
         re.compile(r"://[^\s/:@\"']*:(?P<secret>[^\s/@\"'{$]+)@(?!sha256:)"),
     ),
     _Shape(
         "a signed address",
         "leave the signature out of the address",
+        "signature=|sig=|token=|apikey=|api_key=|password=",
         re.compile(
             r"(?i:[?&](?:x-amz-signature|sig|signature|access_token|token|api_?key|password)=)(?P<secret>[^&\s\"']{8,})"
         ),
@@ -101,17 +112,20 @@ _SHAPES = (
     _Shape(
         "a password",
         _OTHER,
+        "passw|passphrase",
         re.compile(rf"{_PASSWORD}(?P<secret>(?={_MORE}{{0,99}}[0-9])(?={_MORE}{{0,99}}[A-Za-z]){_FIRST}{_MORE}{{5,}})"),
     ),
     _Shape(
         "a password",
         _OTHER,
+        "passw|passphrase",
         re.compile(rf"{_PASSWORD}(?P<secret>(?={_MORE}{{0,99}}[^\s\"',}}\d.]){_FIRST}{_MORE}{{7,}})"),
         is_prose=True,
     ),
     _Shape(
         "a token or key",
         _OTHER,
+        "token|secret|key",
         re.compile(
             r"(?i:(?<![A-Za-z0-9])(?:token|secret|api[_-]?key|access[_-]?key(?:[_-]?id)?|secret[_-]?key))"
             rf"{_IS}{_VALUE}"
@@ -136,7 +150,7 @@ _COMMENT = re.compile(r"(?:^|\s)#")
 def find_secrets(text: str) -> Iterator[Secret]:
     """The secrets of a text, by shape or by the name in front of them, at most one a line."""
     found: dict[int, _Shape] = {}
-    for shape in _SHAPES:
+    for shape in _possible(text):
         line, place = 1, 0
         for match in shape.pattern.finditer(text):
             line, place = line + text.count("\n", place, match.start()), match.start()
@@ -146,6 +160,11 @@ def find_secrets(text: str) -> Iterator[Secret]:
         yield Secret(line, shape.kind, shape.instead)
 
 
+def _possible(text: str) -> list[_Shape]:
+    small = text.lower()
+    return [shape for shape in _SHAPES if any(part in small for part in shape.parts.split("|"))]
+
+
 def _is_in_comment(text: str, place: int) -> bool:
     before = text[max(0, place - 1000) : place].rpartition("\n")[2]
     return "#" in before and _COMMENT.search(before) is not None
@@ -153,7 +172,7 @@ def _is_in_comment(text: str, place: int) -> bool:
 
 def hide_secrets(text: str) -> str:
     """`text` with `***` in the place of every secret, for messages that quote what others said."""
-    for shape in _SHAPES:
+    for shape in _possible(text):
         text = shape.pattern.sub(_mask, text)
     return text
 
