@@ -90,7 +90,7 @@ class RunStatus(Callback):
 
     def _write(self, trainer: Trainer, state: str, reason: str | None = None, exit_code: int | None = None) -> None:
         self._last, self._activity = time.monotonic(), trainer.progress.activity
-        if state == "running" and (self._file.read() or {}).get("state") == "failed":
+        if state == "running" and self._file.has_failed():
             return  # another rank has ended the job, because this one did not answer
         train_iters = trainer.args.training.train_iters
         self._file.write(

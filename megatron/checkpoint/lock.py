@@ -172,10 +172,12 @@ def refuse_if_held(root: str | Path, wait: bool = True) -> None:
         _await_release(path, holder)
 
 
-def is_held(root: str | Path) -> bool:
-    """Whether a process of this host holds the lock in `root`, or one of another host may."""
+def is_held(root: str | Path, *, here: bool = False) -> bool:
+    """Whether a process of this host holds the lock in `root`, or, unless `here`, one of another host may."""
     holder = _parse(Path(root) / layout.LOCK)
-    return bool(holder) and (not _is_here(holder) or _process_runs(holder))
+    if not holder:
+        return False
+    return _process_runs(holder) if _is_here(holder) else not here
 
 
 def _await_release(path: Path, holder: dict[str, Any]) -> None:

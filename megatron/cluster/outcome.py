@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.lock import is_held
 from megatron.cluster.local import JobEnd, exit_code
@@ -20,7 +21,7 @@ def outcome(code: int, run_folder: Path | None, since: float, end: JobEnd | None
     mpirun, srun and torchrun turn most failures into 1; `status.json` keeps the code of the table. `end` is what is
     written there when rank 0 was killed before it could write its own; None: ranks may still run.
     """
-    status = StatusFile(run_folder).read(since) if run_folder else None
+    status = _own(run_folder, since) if run_folder else None
     if code == 0 or status is None:
         return code
     own = status.get("exit_code")
@@ -42,7 +43,7 @@ def record_end(run_folder: Path, since: float, end: JobEnd) -> None:
     itself it writes nothing, and when it is killed while starting the file is still that of the start before.
     """
     file = StatusFile(run_folder)
-    own = file.read(since)
+    own = _own(run_folder, since)
     status = own or file.read()
     if status is None or end.code == 0 or (own is None and is_held(run_folder)):
         return
@@ -56,6 +57,15 @@ def record_end(run_folder: Path, since: float, end: JobEnd) -> None:
     file.update(status, **fresh, state=state, exit_code=end.code, reason=end.reason)
 
 
+def _own(run_folder: Path, since: float) -> dict[str, Any] | None:
+    """What the ranks of this job, which have ended, wrote since it began.
+
+    Of two starts within a moment outside of SLURM, only the lock says whose the status is: one of them holds it.
+    """
+    own = StatusFile(run_folder).read_own(since)
+    return None if slurm_job()["job_id"] is None and is_held(run_folder, here=True) else own
+
+
 def await_end(code: int, run_folder: Path, since: float, patience: float = 600.0) -> int:
     """Wait until a run that was asked to stop, on hosts we are no longer connected to, has written how it ended.
 
@@ -63,11 +73,11 @@ def await_end(code: int, run_folder: Path, since: float, patience: float = 600.0
     """
     deadline = time.monotonic() + patience
     file = StatusFile(run_folder)
-    if file.read(since) is None:
+    if file.read_own(since) is None:
         return code
     logger.info(f"waiting for the ranks to save ({run_folder}/status.json)")
     while time.monotonic() < deadline:
-        status = file.read(since)
+        status = file.read_own(since)
         if status is not None and status.get("state") in ("ended", "failed"):
             logger.info(f"{run_folder}: {status['state']} at step {status.get('step')}: {status.get('reason')}")
             found = status.get("exit_code")

@@ -123,6 +123,21 @@ class StatusFile:
         except (OSError, UserError):
             return None
 
+    def has_failed(self) -> bool:
+        """Whether another rank, or the launcher, has noted that this start of the run failed."""
+        found = self.read() or {}
+        return found.get("state") == "failed" and found.get("started") == self._started
+
+    def read_own(self, since: float) -> dict[str, Any] | None:
+        """The status, if this start of the run has written it, which began at `since`: the same run may be started
+        twice, and the other start's heartbeat is as fresh."""
+        status, job = self.read(since) or {}, slurm_job()
+        if job["job_id"] is not None and status.get("job_id") is not None:
+            own = all(status.get(key) == value for key, value in job.items())
+        else:
+            own = status.get("started", 0.0) >= since
+        return status if own else None
+
     def _replace(self, status: dict[str, Any]) -> None:
         """Never ends a run: on a full disk the text goes into the file that is there, which needs no new block."""
         text = json.dumps(status, indent=2) + "\n"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron import log
 from megatron.checkpoint.find import list_checkpoints
-from megatron.checkpoint.lock import is_held
+from megatron.checkpoint.lock import SaveLock, is_held
 from megatron.cluster.command_line import parse_launcher_command_line
 from megatron.cluster.devices import end_of_job
 from megatron.cluster.launchers import SRUN_TASK_LINE, expand_nodelist
@@ -70,9 +70,16 @@ class Job:
     submit_command: str = "sbatch"
 
     def begin(self) -> Chain:
-        """Note in `chain.json` that this link has begun."""
+        """Note in `chain.json` that this link has begun.
+
+        Raises `UserError` when it is the first link of a chain, and a link of another one trains: that goes on.
+        """
         before = _number(self.env, "SLURM_JOB_CHAIN_COUNT", 0)
         chain = Chain.read(self.folder)
+        busy = chain.last is not None and chain.last.ended is None and is_held(self.save)
+        if busy and not chain.continues(self.id, self.restart):
+            with SaveLock(self.save):  # waits for one that is ending
+                chain = Chain.read(self.folder)
         chain = chain.begin(
             self.id, self.restart, time.time(), self.env.get("SLURM_JOB_NODELIST", ""), self.step, before
         )
@@ -87,7 +94,7 @@ class Job:
     def end(self, chain: Chain, end: JobEnd) -> None:
         """Decide whether another job follows, note that, and see to it. The last line of the log says what happens."""
         link, step, code = chain.links[-1], self.step, end.code
-        status = StatusFile(self.folder).read(since=link.started) or {}
+        status = StatusFile(self.folder).read_own(link.started) or {}
         said = (status.get("reason") or end.reason or "")[:200] or None
         node = None if code in (0, StopRequested.exit_code) else failed_node(end.noted, str(said), self.env)
         chain = chain.end(ended=time.time(), code=code, step=step, failed_node=node, reason=said)

@@ -137,6 +137,20 @@ def test_a_rank_that_was_given_up_does_not_replace_the_reason(tmp_path, monkeypa
     assert (end["state"], end["exit_code"], end["reason"]) == ("failed", 5, "rank 0 of 2 does not answer")
 
 
+def test_what_another_start_wrote_about_its_own_failure_does_not_freeze_the_heartbeat(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_status, "HEARTBEAT_SECONDS", 0.0)
+
+    class Refused(Log):
+        def after_step(self, trainer, out):
+            if trainer.step == 2:
+                StatusFile(tmp_path).write("failed", 0, None, "refused", 2)  # from this process, so with its pid
+            if trainer.step == 4:
+                assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("running", 4)
+
+    trainer_of([RunStatus(tmp_path), Refused()]).run()
+    assert status(tmp_path)["state"] == "ended"
+
+
 def test_resolved_yml_loads_as_the_same_configuration(tmp_path):
     trainer = trainer_of([RunStatus(tmp_path)], train_iters=1, git_hash="abc")
     text = (tmp_path / "resolved.yml").read_text()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cpu
 def write(folder: Path, **status: object) -> float:
     """Write status.json; returns a time before it."""
     since = time.time() - 1
-    (folder / "status.json").write_text(json.dumps(status))
+    (folder / "status.json").write_text(json.dumps({"started": since, **status}))
     return since
 
 
@@ -102,6 +102,35 @@ def test_a_start_that_failed_before_it_could_write_replaces_what_the_start_befor
     record_end(tmp_path, time.time() + 60, end)
     assert status(tmp_path) == ("failed", 40, 5, end.reason)
     assert json.loads((tmp_path / "status.json").read_text())["job_id"] == "8"
+
+
+@pytest.mark.parametrize("slurm", [True, False])
+def test_a_start_that_was_refused_leaves_the_status_to_the_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: bool
+) -> None:
+    """Its heartbeat is fresh, but it is that of another job, or of an earlier restart of this one."""
+    end = JobEnd(2, "srun failed: exit code 2")
+    others = [{"job_id": "7", "restart": 1}, {"job_id": "8", "restart": 0}] if slurm else [{"job_id": None}]
+    if slurm:
+        monkeypatch.setenv("SLURM_JOB_ID", "8")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with SaveLock(tmp_path):
+        for other in others:
+            # Outside of SLURM a start of the same moment, too.
+            for started in (time.time() - 60, time.time()):
+                running = {"state": "running", "step": 9, "reason": None, "started": started, **other}
+                since = write(tmp_path, exit_code=None, **running)
+                assert outcome(2, tmp_path, since, end) == 2
+                record_end(tmp_path, since, end)
+                assert status(tmp_path) == ("running", 9, None, None)
+                since = write(tmp_path, exit_code=4, **running)
+                assert outcome(2, tmp_path, since, end) == 2  # not the other's code
+        since = write(tmp_path, **{**running, "state": "ended", "started": 0.0}, exit_code=3)
+        assert await_end(143, tmp_path, since, patience=0.1) == 143
+        if slurm:  # rank 0's node is gone, and its lock still there
+            since = write(tmp_path, state="running", step=9, reason=None, exit_code=None, job_id="8", restart=1)
+            assert outcome(5, tmp_path, since, JobEnd(5, "killed")) == 5
+            assert status(tmp_path) == ("failed", 9, 5, "killed")
 
 
 def test_the_status_is_written_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpoint import lock
 from megatron.errors import UserError
 from megatron.jobs import training
 from megatron.jobs.chain import Chain
@@ -269,6 +270,24 @@ def test_a_rank_that_slurm_lost_sight_of_and_that_still_writes_does_not_end_the_
     assert (link.code, link.next, bed.chain.in_a_row) == (2, "requeue", 2)
     (bed.folder / "run/lock.json").unlink()
     assert bed.run(2, restarts=2, SLURM_JOB_ID="78") == 2 and bed.calls == []  # nobody holds it: the input is wrong
+
+
+def test_a_second_submission_of_a_run_that_trains_leaves_its_chain_alone(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "WATCH_SECONDS", 0.1)
+    chain = Chain().begin("70", 0, time.time(), "a1", 0)
+    chain.write(bed.folder / "run")
+    with lock.SaveLock(bed.folder / "run"):
+        for another in ("77", "78"):
+            with pytest.raises(UserError, match=f"process {os.getpid()} "):
+                bed.run(2, SLURM_JOB_ID=another)
+            assert not (bed.folder / "seen.json").exists() and bed.calls == [] and bed.chain == chain
+        bed.run(3, SLURM_JOB_ID="70", restarts=1)  # of the same chain: as before
+        assert [link.count for link in bed.chain.links] == [1, 2]
+    chain.write(bed.folder / "run")
+    assert bed.run(3) == 3  # it was killed: nobody holds the lock
+    assert [(link.job_id, link.count) for link in bed.chain.links] == [("70", 1), ("77", 1)]
 
 
 def test_a_hung_rank_is_found_by_its_number() -> None:
