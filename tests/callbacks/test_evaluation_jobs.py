@@ -300,7 +300,7 @@ RUN = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)  # the jobs take as long as the machine needs
 def test_a_real_run_is_evaluated_beside_and_after_it_with_the_scores_of_eval(tmp_path: Path) -> None:
     """deepy.py with local jobs: the first evaluation ends after the run, so the jobs record; nothing is there twice."""
     with IndexedDatasetBuilder(tmp_path / "tokens", np.uint16) as builder:
@@ -326,9 +326,11 @@ def test_a_real_run_is_evaluated_beside_and_after_it_with_the_scores_of_eval(tmp
     assert done.returncode == 0, done.stderr
     run, evaluations = tmp_path / "run", Evaluations(tmp_path / "run")
     assert not evaluations.results(4).exists() and "iterations 2, 4 go on" in done.stderr
-    deadline = time.monotonic() + 200
-    while "submitted" in states(run).values():
-        assert time.monotonic() < deadline, [evaluations.log(step).read_text()[-2000:] for step in (2, 4)]
+    local = Submitter("local", evaluations)
+    while waited := [one.job for one in evaluations.read().values() if one.state == "submitted" and one.job]:
+        working = local.running(waited)
+        lost = not working and "submitted" in states(run).values()
+        assert not lost, [evaluations.log(step).read_text()[-2000:] for step in (2, 4)]
         time.sleep(0.5)
     assert states(run) == {2: "recorded", 4: "recorded"} and (run / "global_step2").exists()
     name = "eval_tasks/local_choice_acc"
@@ -347,8 +349,7 @@ def test_a_real_run_is_evaluated_beside_and_after_it_with_the_scores_of_eval(tmp
         rows = [row for record in records for row in wandb_rows(record)]
         return {row["evaluated_iteration"]: row[name] for row in rows if name in row}
 
-    while in_wandb() != found:
-        assert time.monotonic() < deadline  # W&B's own process writes its file, and may come to it late
+    while in_wandb() != found:  # W&B's own process writes its file, and may come to it late
         time.sleep(0.1)
     asked = [
         *command,
