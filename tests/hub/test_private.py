@@ -26,6 +26,11 @@ COMMIT = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b"
         (f"key {NEW_WANDB_KEY}", "key (removed)"),
         ("hf_" + "aB3" * 11, "***"),
         ("AKIA" + "0123456789ABCDEF", "***"),
+        ("ghp_" + "aB3" * 12, "***"),
+        ("github_pat_" + "aB3" * 12, "***"),
+        ("glpat-" + "aB3" * 8, "***"),
+        ("sk-proj-" + "aB3" * 12, "***"),
+        ("xoxb-" + "1234567890-aB3", "***"),
         # what stays as it is
         ("https://host/home/x and s3://bucket/a", "https://host/home/x and s3://bucket/a"),
         ("${CONFIG_DIR}/tokenizer/t.json", "${CONFIG_DIR}/tokenizer/t.json"),
