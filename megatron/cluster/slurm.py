@@ -35,6 +35,7 @@ class Slurm:
     def run(self, *command: str, text: str | None = None) -> str:
         """Standard output of `command`, given `text` on standard input. Raises `SlurmError`."""
         whole = [*self.prefix, shlex.join(command)] if self.prefix else list(command)
+        shown = shlex.join([*self.prefix, *(word for word in command if _SEPARATOR not in word)])
         try:
             done = subprocess.run(
                 whole,
@@ -47,13 +48,13 @@ class Slurm:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise SlurmError(f"`{shlex.join(whole)}` gave no answer within {self.seconds:g} s") from error
+            raise SlurmError(f"`{shown}` gave no answer within {self.seconds:g} s") from error
         except OSError as error:
-            raise SlurmError(f"`{shlex.join(whole)}` cannot be run: {error.strerror or error}") from error
+            raise SlurmError(f"`{shown}` cannot be run: {error.strerror or error}") from error
         # sreport says this, takes a period of its own instead, and ends with 0.
         if done.returncode != 0 or WRONG_TIME in done.stderr:
             said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-            raise SlurmError(f"`{shlex.join(whole)}` failed: {said}")
+            raise SlurmError(f"`{shown}` failed: {said}")
         return done.stdout
 
     def submit(self, *arguments: str, command: str = "sbatch") -> str:

@@ -167,6 +167,8 @@ def test_slurm_that_does_not_answer(slurm: Callable, place: Callable, capsys: py
     place("running", "runs/small", age=3)
     found = shown(capsys)
     assert [run["experiment"] for run in found["runs"]] == ["small"] and AWAY in found["notes"][0]
+    assert [note.split()[0] for note in found["notes"]] == ["`sacct", "`squeue"]
+    assert not any("\x1f" in note or "--Format" in note for note in found["notes"])  # half a screen of names
 
 
 def test_slurm_without_accounting(slurm: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
