@@ -7,7 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -81,6 +81,12 @@ def has_slurm(slurm: Slurm) -> bool:
 
 def look(selection: Selection, slurm: Slurm, host: str) -> View:
     """Everything about the selected runs and jobs, now."""
+    if selection.ids and selection.folders:
+        runs, jobs = (look(replace(selection, **{left_out: ()}), slurm, host) for left_out in ("ids", "folders"))
+        known = {job for row in runs.rows for job in row.job_ids}
+        others = [row for row in jobs.rows if not known & set(row.job_ids)]
+        unknown = tuple(job for job in jobs.unknown if job not in known)
+        return View(jobs.time, [*others, *runs.rows], list(dict.fromkeys([*jobs.notes, *runs.notes])), unknown)
     notes: list[str] = []
     now = time.time()
     folders = find_folders(selection.folders or selection.roots)
@@ -93,7 +99,7 @@ def look(selection: Selection, slurm: Slurm, host: str) -> View:
         # Of what is named, the jobs may be somebody else's.
         ids = {job for run in runs for job in run.job_ids} if selection.folders else set()
         rows = _rows(selection, runs, ids, slurm, host, notes)
-    if selection.folders and not selection.ids:
+    if selection.folders:
         rows = [row for row in rows if row.run_folder is not None]
     elif not selection.everything and not selection.ids:
         rows = [row for row in rows if is_shown(row, now)]

@@ -92,6 +92,20 @@ def test_a_job_and_its_run_folder_are_one_row(
         assert (run["iteration"], run["job_state"]) == (7, "RUNNING")
 
 
+def test_a_job_and_the_folder_of_another_run(
+    slurm: Callable, place: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm()
+    place("running", "elsewhere/small", age=3, job_id="77")
+    both = shown(capsys, "1038", "elsewhere/small")["runs"]
+    assert [(run["job_id"], run["experiment"]) for run in both] == [("1038", None), ("77", "small")]
+    (one,) = shown(capsys, "77", "elsewhere/small")["runs"]  # which only its folder knows
+    assert one["experiment"] == "small"
+    place("running", "elsewhere/mine", age=3, job_id="1038")
+    (one,) = shown(capsys, "1038", "elsewhere/mine")["runs"]
+    assert (one["experiment"], one["job_state"]) == ("mine", "RUNNING")
+
+
 def test_the_log_names_the_run_folder(
     slurm: Callable, place: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
