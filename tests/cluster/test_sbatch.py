@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytestmark = pytest.mark.cpu
 
@@ -140,6 +141,15 @@ def test_a_python_without_what_deepy_needs(submit: Submit, tmp_path: Path) -> No
     (tmp_path / "bin/python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S -E "$@"\n')
     done = submit("pretrain_neox.sbatch", "run.yml")
     assert done.returncode == 2 and "setup_uv_env.sh" in done.stderr
+    (tmp_path / "site/yaml").parent.mkdir()
+    (tmp_path / "site/yaml").symlink_to(Path(yaml.__file__).parent)  # and nothing else, as many systems have it
+    (tmp_path / "bin/python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    for script, *argv in (("pretrain_neox.sbatch", "run.yml"), ("slurm/evaluate.sbatch", "run", "1")):
+        done = submit(script, *argv, PYTHONPATH=str(tmp_path / "site"))
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert " lacks numpy, psutil, torch, deepspeed: " in done.stderr and "setup_uv_env.sh" in done.stderr
+    done = submit("run_on_compute.sbatch", "true", PYTHONPATH=str(tmp_path / "site"))
+    assert done.returncode == 0 and "has no .venv" not in done.stderr  # so with the profile
 
 
 def test_any_command_on_a_node(submit: Submit, tmp_path: Path) -> None:
