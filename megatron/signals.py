@@ -60,7 +60,8 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 def _text(number: int) -> str:
-    return f"{name_signal(number)}: stopped before anything was saved; the same command starts again"
+    again = "the same command starts again, from the newest checkpoint if there is one"
+    return f"{name_signal(number)}: stopped before its first step; {again}"
 
 
 def _lose(number: int, frame: FrameType | None) -> None:

@@ -81,7 +81,7 @@ def test_a_process_that_is_starting_stops_at_once_with_code_3(tmp_path: Path, pl
         process.send_signal(number)
         _, err = process.communicate(timeout=10)
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        assert process.returncode == 3 and name in err and "Traceback" not in err
+        assert process.returncode == 3 and name in err and "newest checkpoint" in err and "Traceback" not in err
     assert (tmp_path / "released").exists() == (place == "setup")
 
 
