@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,21 @@ SACCT = """\
 4003             FAILED
 4004            RUNNING
 """  # sacct --format=JobID,State -n
+# Of a job on SLURM 22.05 that was stopped at its time limit and requeued.
+FIRST = "job 51398 on a1, cluster first (/home/me/first.yml)\n"
+REQUEUED = """\
+slurmstepd-a1: error: *** STEP 51398.0 ON a1 CANCELLED AT 2026-11-29T01:12:31 ***
+SIGTERM: saving and stopping after iteration 5942
+saved checkpoint checkpoints/tl/global_step5942
+training ends at iteration 5942: stopped by SIGTERM
+StopRequested: stopped by SIGTERM at iteration 5942 with everything saved; the same command resumes it
+srun: error: a1: task 0: Exited with exit code 3
+srun: launch/slurm: _step_signal: Terminating StepId=51398.0
+checkpoints/tl/status.json: ended at step 5942: stopped by SIGTERM
+chain: link 1 of at most 30 ended with code 3 (stopped by SIGTERM): job 51398 is requeued
+slurmstepd-a1: error: *** JOB 51398 ON a1 CANCELLED AT 2026-11-29T01:12:33 DUE TO JOB REQUEUE ***
+"""
+BEGINS = "job 51398 on a2, cluster first (/home/me/first.yml)\n"
 CRASH = "Traceback (most recent call last):\n  File x\nValueError: no\n"
 
 
@@ -56,8 +72,28 @@ def test_training_lines(typed: Callable[..., list[str]]) -> None:
     assert steps == list(range(1, 8)) and len(BLOCKS) == 5
 
 
-def test_crashed(typed: Callable[..., list[str]]) -> None:
+def test_crashed(typed: Callable[..., list[str]], tmp_path: Path) -> None:
     assert typed("CRASHED") == ["CRASHED: 4002"]
+    for job in ("4001", "4002"):  # requeued: its log is continued
+        log = tmp_path / f"logs/neox-training-{job}.out"
+        log.write_text(FIRST + REQUEUED + BEGINS + log.read_text())
+    assert typed("CRASHED") == ["CRASHED: 4002"]
+    with (tmp_path / "logs/neox-training-4001.out").open("a") as file:
+        file.write(CRASH + "more\n" * 99)
+    assert typed("CRASHED") == ["CRASHED: 4001", "CRASHED: 4002"]
+    with (tmp_path / "logs/neox-training-4001.out").open("a") as file:
+        file.write("more\n")  # it trains on: 100 lines
+    assert typed("CRASHED") == ["CRASHED: 4002"]
+
+
+def test_a_job_begins_with_the_line_that_the_pattern_looks_for() -> None:
+    env = {**os.environ, "SLURM_JOB_ID": "51398", "SLURM_JOB_NODELIST": "a2", "DEEPY_CLUSTER": "generic"}
+    env |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "1", "SLURM_GPUS_ON_NODE": "1"}
+    command = [sys.executable, "slurm/run_module.py", "megatron.jobs.environment", "--training"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("job ")]
+    (pattern,) = re.findall("sed '/(.*)/q'", "".join(BLOCKS))
+    assert re.search(pattern, line) and re.search(pattern, BEGINS)
 
 
 def test_a_healthy_log_has_none_of_the_words(written: Path) -> None:
