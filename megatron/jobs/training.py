@@ -92,7 +92,7 @@ class Job:
         return list_checkpoints(self.save).latest or 0
 
     def end(self, chain: Chain, end: JobEnd) -> None:
-        """Decide whether another job follows, note that, and see to it. The last line of the log says what happens."""
+        """Decide whether another job follows, note that, and see to it. The last `chain:` line in the log says it."""
         link, step, code = chain.links[-1], self.step, end.code
         status = StatusFile(self.folder).read_own(link.started) or {}
         said = (status.get("reason") or end.reason or "")[:200] or None
