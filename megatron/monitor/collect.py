@@ -82,11 +82,12 @@ def has_slurm(slurm: Slurm) -> bool:
 def look(selection: Selection, slurm: Slurm, host: str) -> View:
     """Everything about the selected runs and jobs, now."""
     if selection.ids and selection.folders:
-        runs, jobs = (look(replace(selection, **{left_out: ()}), slurm, host) for left_out in ("ids", "folders"))
-        known = {job for row in runs.rows for job in row.job_ids}
+        named = look(replace(selection, ids=()), slurm, host)
+        jobs = look(replace(selection, folders=()), slurm, host)
+        known = {job for row in named.rows for job in row.job_ids}
         others = [row for row in jobs.rows if not known & set(row.job_ids)]
-        unknown = tuple(job for job in jobs.unknown if job not in known)
-        return View(jobs.time, [*others, *runs.rows], list(dict.fromkeys([*jobs.notes, *runs.notes])), unknown)
+        nowhere = tuple(job for job in jobs.unknown if job not in known)
+        return View(jobs.time, [*others, *named.rows], list(dict.fromkeys([*jobs.notes, *named.notes])), nowhere)
     notes: list[str] = []
     now = time.time()
     folders = find_folders(selection.folders or selection.roots)
