@@ -10,8 +10,8 @@ import runpy
 import sys
 from importlib.util import find_spec
 
-# What a python3 that is not Deepy's may lack; what prepares a job runs before there is a .venv.
-NEEDS = {"megatron.jobs.environment": ("yaml",)}
+# What a python3 that is not Deepy's may lack; what prepares or submits jobs needs less.
+NEEDS = {"megatron.jobs.environment": ("yaml",), "megatron.jobs.publishing": ("yaml", "numpy")}
 ALL = ("yaml", "numpy", "psutil", "torch", "deepspeed")
 
 if __name__ == "__main__":
