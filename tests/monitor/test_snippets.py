@@ -25,7 +25,7 @@ SACCT = """\
 4004            RUNNING
 """  # sacct --format=JobID,State -n
 # Of a job on SLURM 22.05 that was stopped at its time limit and requeued.
-FIRST = "job 51398 on a1, cluster first (/home/me/first.yml)\n"
+FIRST = "job 51398 on a1, cluster first (/site/first.yml)\n"
 REQUEUED = """\
 slurmstepd-a1: error: *** STEP 51398.0 ON a1 CANCELLED AT 2026-11-29T01:12:31 ***
 SIGTERM: saving and stopping after iteration 5942
@@ -38,7 +38,7 @@ checkpoints/tl/status.json: ended at step 5942: stopped by SIGTERM
 chain: link 1 of at most 30 ended with code 3 (stopped by SIGTERM): job 51398 is requeued
 slurmstepd-a1: error: *** JOB 51398 ON a1 CANCELLED AT 2026-11-29T01:12:33 DUE TO JOB REQUEUE ***
 """
-BEGINS = "job 51398 on a2, cluster first (/home/me/first.yml)\n"
+BEGINS = "job 51398 on a2, cluster first (/site/first.yml)\n"
 CRASH = "Traceback (most recent call last):\n  File x\nValueError: no\n"
 
 
