@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 
 import pytest
+
+from megatron.signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from tests.warm_python import WarmPython
@@ -50,6 +53,23 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython
 
     with WarmPython(tmp_path_factory.mktemp("bin")) as warm:
         yield warm
+
+
+_HANDLERS = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+
+def _heed_signals() -> None:
+    for number, handler in _HANDLERS.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _heeded_signals() -> Iterator[None]:
+    """Undo what a command or a run in this process did to the stop signals: processes that a later test starts would
+    inherit an ignored one, and never end by Ctrl-C."""
+    _heed_signals()  # fixtures of a module run commands too
+    yield
+    _heed_signals()
 
 
 @pytest.fixture(autouse=True)

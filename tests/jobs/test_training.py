@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from megatron.checkpoint import lock
 from megatron.errors import UserError
 from megatron.jobs import training
 from megatron.jobs.chain import Chain
-from megatron.signals import STOP_SIGNALS
 from megatron.training.watchdog import Sign, name_silent
 
 pytestmark = pytest.mark.cpu
@@ -111,11 +108,8 @@ class Bed:
 
 
 @pytest.fixture
-def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bed]:
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    yield Bed(tmp_path, monkeypatch)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+def bed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bed:
+    return Bed(tmp_path, monkeypatch)
 
 
 def test_a_stopped_run_is_requeued_and_knows_its_end(bed: Bed) -> None:

@@ -252,6 +252,8 @@ def run_in_terminal(width: int, *argv: str, until: str) -> tuple[str, int]:
         if until in shown and not asked:
             asked = True
             os.kill(pid, signal.SIGINT)
+    else:
+        os.kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.close(terminal)
     return shown, code
