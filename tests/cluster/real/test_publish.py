@@ -34,7 +34,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     """Of a machine without SLURM: only these programs are found."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name in ("bash", "dirname"):
+    for name in ("bash", "dirname", "readlink"):
         (programs / name).symlink_to(f"/usr/bin/{name}")
     (programs / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (programs / "python3").chmod(0o755)
