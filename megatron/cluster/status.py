@@ -135,8 +135,8 @@ class StatusFile:
         if job["job_id"] is not None and status.get("job_id") is not None:
             own = all(status.get(key) == value for key, value in job.items())
         else:
-            own = status.get("started", 0.0) >= since
-        return status if own else None
+            own = status.get("started", since) >= since  # not in the file of an older Deepy: as fresh as it is
+        return status if own and status else None
 
     def _replace(self, status: dict[str, Any]) -> None:
         """Never ends a run: on a full disk the text goes into the file that is there, which needs no new block."""
