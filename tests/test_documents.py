@@ -106,7 +106,7 @@ def test_scripts_are_sound_shell() -> None:
     scripts = [name for name in listed.stdout.splitlines() if name.endswith((".sh", ".sbatch")) or name == ".ci/run"]
     assert {".ci/run", "setup_uv_env.sh", "pretrain_neox.sbatch"} <= set(scripts)
     found = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    checker = [found] if found else ["bash", "-n"]  # the package has no wheel for Arm
+    checker = [found, "-x"] if found else ["bash", "-n"]  # the package has no wheel for Arm
     done = subprocess.run([*checker, *scripts], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
 

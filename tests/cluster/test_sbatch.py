@@ -165,10 +165,3 @@ def test_any_command_on_a_node(submit: Submit, tmp_path: Path) -> None:
     done = submit("run_on_compute.sbatch", *command, DEEPY_CLUSTER="here")
     assert done.returncode == 7 and done.stdout == f"|{tmp_path}/my runs|two words\n"
     assert submit("run_on_compute.sbatch").returncode == 2
-
-
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-def test_shellcheck_finds_nothing() -> None:
-    scripts = [path for folder in (ROOT, ROOT / "slurm", ROOT / "huggingface") for path in folder.glob("*.sbatch")]
-    done = subprocess.run(["shellcheck", "-x", *map(str, scripts)], capture_output=True, text=True, timeout=60)
-    assert len(scripts) >= 3 and done.returncode == 0, done.stdout
