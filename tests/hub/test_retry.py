@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import time
 from hashlib import sha256
@@ -9,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron.convert.cli import add_upload_flags
 from megatron.errors import MachineError, UserError
 from megatron.hub import push
 from megatron.hub.push import check_hub, push_folder, verify_remote
-from megatron.hub.retry import Retry, is_transient, redact
+from megatron.hub.retry import Retry, is_transient, redact, retry_of
 from tests.hub.upload_server import TOKEN, UploadHub
 
 pytestmark = [pytest.mark.cpu, pytest.mark.timeout(120)]
@@ -215,3 +217,12 @@ def test_the_status_in_an_error_of_xet_decides(text, transient):
 def test_numbers_that_cannot_be_are_refused(numbers):
     with pytest.raises(UserError, match="--retry-min-wait"):
         Retry(*numbers)
+
+
+def test_the_waits_are_those_of_the_documents_unless_asked() -> None:
+    flags = argparse.ArgumentParser()
+    add_upload_flags(flags)
+    plain = flags.parse_args([])
+    assert retry_of(plain) == Retry() == Retry(20, 120.0, 3600.0) and not plain.public
+    asked = flags.parse_args(["--max-retries=3", "--retry-min-wait=0.5", "--retry-max-wait=9"])
+    assert retry_of(asked) == Retry(3, 0.5, 9.0)
