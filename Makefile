@@ -1,7 +1,8 @@
 # `make help` lists the targets. The ones that need the environment create it first; a stamp makes that instant later on.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo tokenizers test test-full test-cluster check lint format types docs clean clean-venv
+.PHONY: help venv install demo tokenizers test test-full test-cluster gpu gpu-wheels check lint format types docs clean \
+        clean-venv
 
 VENV ?= .venv
 PY := $(VENV)/bin/python
@@ -54,6 +55,13 @@ test-full: $(STAMP) tokenizers ## the test suite with the whole of its large mat
 
 test-cluster: $(STAMP) ## the tests with a real SLURM and sshd, as root (CONTRIBUTING.md names the packages)
 	$(PY) -m pytest -m cluster --durations=5 tests/cluster/real
+
+# Both take the python3 on the PATH where there is no .venv: a GPU machine may reach no package index.
+gpu: ## where there is a GPU: its tests and benchmark in 8 minutes, results in gpu-results/; elsewhere as gpu-wheels
+	@bash tests/gpu/run.sh || { code=$$?; [ $$code != 2 ] || $(MAKE) -s gpu-wheels; exit $$code; }
+
+gpu-wheels: ## what a GPU machine without a package index lacks, in build/gpu-wheels: copy it along with the tree
+	@bash tests/gpu/wheels.sh build/gpu-wheels
 
 check: $(STAMP) lint types tokenizers ## lint, format, types, architecture and the fast tests: before each commit
 	$(PYTEST) -q -m "cpu and not slow and not full and not cluster"

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from megatron.cluster.command_line import parse_rank_command_line
-from megatron.cluster.devices import choose_accelerator
+from megatron.cluster.rank import prepare_rank
 from megatron.errors import run_cli
 from megatron.signals import ExitAtStop
 
@@ -16,12 +16,13 @@ def main() -> int:
     """Join the job, load the model, run the tasks; results also go where the run's metrics go."""
     ExitAtStop()
     paths, overrides, resolved = parse_rank_command_line(sys.argv[1:], __doc__, "run.yml --eval_tasks lambada_openai")
-    choose_accelerator()
+    prepare_rank()
     from megatron.callbacks import RunContext, build_callbacks
     from megatron.callbacks.tracker import Tracker
     from megatron.inference.evaluate import evaluate
     from megatron.plan.preflight import config_for
-    from megatron.training.setup import run, start_process
+    from megatron.run.requested import fetch_requested
+    from megatron.training.setup import Process, run, start_process
 
     process = start_process(paths, overrides, resolved, partial(config_for, user_script="eval.py"))
     context = RunContext(process.args, process.state, process.tokenizer.vocab_size)
@@ -32,7 +33,11 @@ def main() -> int:
             tracker.write(metrics, step)
             tracker.close()
 
-    return run(process, lambda process: evaluate(process, report))
+    def work(process: Process) -> int:
+        fetch_requested(process)
+        return evaluate(process, report)
+
+    return run(process, work)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from megatron.cluster.command_line import parse_rank_command_line
-from megatron.cluster.devices import choose_accelerator
+from megatron.cluster.rank import prepare_rank
 from megatron.errors import run_cli
 from megatron.signals import ExitAtStop
 
@@ -18,13 +18,19 @@ def main() -> int:
     paths, overrides, resolved = parse_rank_command_line(
         sys.argv[1:], __doc__, "run.yml configs/text_generation.yml sample_input_file=prompts.txt"
     )
-    choose_accelerator()
+    prepare_rank()
     from megatron.inference.modes import write_texts
     from megatron.plan.preflight import config_for
-    from megatron.training.setup import run, start_process
+    from megatron.run.requested import fetch_requested
+    from megatron.training.setup import Process, run, start_process
 
     process = start_process(paths, overrides, resolved, partial(config_for, user_script="generate.py"))
-    return run(process, write_texts)
+
+    def work(process: Process) -> int:
+        fetch_requested(process)
+        return write_texts(process)
+
+    return run(process, work)
 
 
 if __name__ == "__main__":

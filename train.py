@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from megatron.cluster.command_line import parse_rank_command_line
-from megatron.cluster.devices import choose_accelerator
+from megatron.cluster.rank import prepare_rank
 from megatron.errors import run_cli
 from megatron.signals import ExitAtStop
 
@@ -16,7 +16,7 @@ def main() -> int:
     """Join the job and train."""
     starting = ExitAtStop()
     paths, overrides, resolved = parse_rank_command_line(sys.argv[1:], __doc__, "run.yml train_iters=100")
-    choose_accelerator()
+    prepare_rank()
     from megatron.neox_arguments.derive import check_trainable
     from megatron.plan.preflight import config_for
     from megatron.run.train import train

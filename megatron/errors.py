@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import sys
@@ -113,25 +114,38 @@ def run_cli(main: Callable[[], int | None], *, is_run: bool = False) -> None:
 
     A `DeepyError` is shown as one message on stderr; anything else keeps its traceback. A closed stderr ends no
     command, a closed stdout no run (`is_run`): their work does not depend on a reader.
+
+    A run that fails is gone at once: Python's and torch's tear-down would wait for threads, and for collective
+    operations in which no other rank takes part any more; nobody would see that the job is over. A run that succeeds
+    does what was left for its end (`atexit`) and is gone as well: a thread of a library that is still alive would abort
+    the process in the tear-down, and the whole job with it.
     """
     keep_writing("stderr", *(["stdout"] if is_run else []))
     try:
         code = main() or 0
         if sys.stdout is not None:
             sys.stdout.flush()
+        if is_run:
+            atexit._run_exitfuncs()
+        else:
+            sys.exit(code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = INTERRUPTED
-    except BrokenPipeError:
-        if is_run:  # its output cannot raise that: a socket lost its peer (a tracker's, a plugin's)
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered goes nowhere, silently
-        code = READER_GONE
     except Exception as error:
-        shown = as_shown(error)
-        if shown is None:
+        if isinstance(error, BrokenPipeError) and not is_run:  # a run's is a socket that lost its peer
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still buffered goes nowhere, silently
+            sys.exit(READER_GONE)
+        shown, code = as_shown(error), exit_code_of(error)
+        if shown is not None:
+            text = f"{type(shown).__name__}: {shown}" if shown.exit_code != 2 else f"error: {shown}"
+            print(hide_secrets(text), file=sys.stderr)
+        elif is_run:
+            sys.excepthook(type(error), error, error.__traceback__)
+        else:
             raise
-        text = f"{type(shown).__name__}: {shown}" if shown.exit_code != 2 else f"error: {shown}"
-        print(hide_secrets(text), file=sys.stderr)
-        code = shown.exit_code
+    if is_run:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
+from megatron.errors import as_shown
 from megatron.secrets import hide_secrets
 
 T = TypeVar("T")
@@ -24,6 +25,31 @@ _RESULTS = "deepy.results"
 def get_logger(name: str) -> logging.Logger:
     """The logger of a module; call it as `get_logger(__name__)`."""
     return logging.getLogger(f"{_ROOT}.{name.removeprefix('megatron.')}")
+
+
+def on_terminal() -> bool:
+    """Whether a person watches: both results and messages go to a terminal."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
+
+
+@contextmanager
+def _beside_bars(stream: TextIO | None) -> Iterator[TextIO | None]:
+    """Where to write lines meant for `stream`, so that they stand above the bars that are on the terminal: those are
+    drawn again below them. Our launcher passes stderr on, so that stdout would overtake it."""
+    bars = sys.modules.get("tqdm")
+    if bars is None or not on_terminal() or not getattr(bars.tqdm, "_instances", None):
+        yield stream
+        return
+    with bars.tqdm.external_write_mode(file=sys.stderr):
+        yield sys.stderr
+
+
+class _Handler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with _beside_bars(self.stream):
+            super().emit(record)
 
 
 class _Formatter(logging.Formatter):
@@ -44,7 +70,7 @@ def configure(rank: int = 0, level: str = "INFO", file: Path | None = None) -> N
         old.close()
     root.handlers.clear()
     root.propagate = False
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Handler(sys.stderr)
     handler.setFormatter(_Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     handler.setLevel(wanted if rank == 0 else logging.WARNING)
     # A result is on stdout already.
@@ -99,6 +125,7 @@ class ProgressBar:
         before: the count at the start, where an earlier run stopped; it is part of the share, not of the rates.
         rates: a text about the work after so many seconds, instead of count and speed; also logged at the end.
         ends: the last line is logged, however short the work is.
+        style: of the bar, in tqdm's words (`bar_format`).
     """
 
     LINE_SECONDS, BAR_SECONDS = 5.0, 0.1  # between two lines, between two redraws of a bar
@@ -112,15 +139,16 @@ class ProgressBar:
         before: float = 0,
         rates: Callable[[float], str] | None = None,
         ends: bool = False,
+        style: str | None = None,
     ) -> None:
         self._what, self._total, self._unit, self._before, self._rates = what, total, unit, before, rates
         self._logger, self._bar, self._done = get_logger("progress"), None, before
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(
-                total=total, desc=what, unit=unit, unit_scale=unit == "B", dynamic_ncols=True, initial=before
-            )
+            # `leave`: a bar below another one goes when it is done.
+            shown: dict[str, Any] = {"unit_scale": unit == "B", "dynamic_ncols": True, "leave": None}
+            self._bar = tqdm(total=total, desc=what, unit=unit, initial=before, bar_format=style, **shown)
         self._start = self._shown = time.monotonic()
         self._ends, self._logged = ends, before - 1
 
@@ -141,7 +169,8 @@ class ProgressBar:
         self.reach(self._done + more)
 
     def reach(self, done: float) -> bool:
-        """Set the count; whether it was shown, which needs some time since it was last."""
+        """Set the count, the same one to show new rates; whether it was shown, which needs some time since it was
+        last."""
         self._done, now = done, time.monotonic()
         if now - self._shown < (self.LINE_SECONDS if self._bar is None else self.BAR_SECONDS):
             return False
@@ -159,7 +188,8 @@ class ProgressBar:
     def _draw(self, bar: Any) -> None:
         if self._rates is not None:
             bar.set_postfix_str(self._rates(self._seconds()), refresh=False)
-        bar.update(self._done - bar.n)
+        bar.n = self._done
+        bar.refresh()
 
     def _seconds(self) -> float:
         return max(time.monotonic() - self._start, 1e-9)
@@ -196,7 +226,22 @@ def progress(items: Iterable[T], *, what: str, total: int | None = None, unit: s
             bar(1)
 
 
-def result(line: str) -> None:
-    """Print one line of a command's result (a training or evaluation line, a table) on stdout, at once."""
-    print(line, flush=True)
+def part_of_result(text: str) -> None:
+    """Print the next part of a result on stdout, at once; `result(..., show=False)` of all of it comes at its end."""
+    print(text, end="", flush=True)
+
+
+def result(line: str, *, show: bool = True) -> None:
+    """Print one line of a command's result (a training or evaluation line, a table) on stdout, at once; without `show`
+    it goes into the log file alone."""
+    if show:
+        with _beside_bars(sys.stdout) as stream:
+            print(line, flush=True, file=stream)
     logging.getLogger(_RESULTS).info(line)
+
+
+def note_failure(error: BaseException) -> None:
+    """Keep why this process ends in its log file; `run_cli` shows it on stderr."""
+    shown = as_shown(error)
+    text = "ended by an error:" if shown is None else f"{type(shown).__name__}: {shown}"
+    logging.getLogger(_RESULTS).error(text, exc_info=error if shown is None else None)

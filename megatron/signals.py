@@ -16,10 +16,17 @@ from megatron.errors import StopRequested
 from megatron.streams import open_closed
 
 # Ctrl-C, kill and schedulers, a closed terminal, Ctrl-\, schedulers' warnings.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+STOP_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
-# Processes write their Python stacks to stderr: `kill -USR2 PID`.
-DUMP_SIGNAL = signal.SIGUSR2
+# Processes write their Python stacks to stderr: `kill -URG PID`. Whatever else gets it ignores it.
+DUMP_SIGNAL = signal.SIGURG
 
 
 def name_signal(number: int) -> str:

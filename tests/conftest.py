@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from unittest import mock
 
 # Before anything imports torch: many small processes on few cores are fastest with one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,8 +36,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none (torch is only imported if such a test was collected)."""
+    """Skip what needs a GPU where there is none (torch is only imported if such a test was collected).
+
+    DEEPY_GPU_TESTS_ON=cpu runs those that take `device` (tests/gpu/conftest.py) on the CPU, which shows their logic.
+    """
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if os.environ.get("DEEPY_GPU_TESTS_ON") == "cpu":
+        gpu_tests = [item for item in gpu_tests if "device" not in getattr(item, "fixturenames", ())]
     if not gpu_tests:
         return
     import torch
@@ -70,6 +76,14 @@ def _heeded_signals() -> Iterator[None]:
     _heed_signals()  # fixtures of a module run commands too
     yield
     _heed_signals()
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """Undo what the code under test writes into the environment (`monkeypatch.delenv` of a missing name does not): a
+    LOCAL_RANK that stays makes libraries of a later test look for a launcher."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(autouse=True)

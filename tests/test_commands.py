@@ -44,13 +44,14 @@ INSTEAD = {
     r"source \.venv/bin/activate|bash setup_uv_env\.sh": MAKE,
     r"python prepare_data\.py stdlib( -d \S+)?": PREPARE,
     r"python deepy\.py train\.py configs/pythia/70M\.yml .*": PLANNED,
-    r"srun --ntasks-per-node=1( torchrun .*)?|srun python -u train\.py CONFIG\.\.\.": CLUSTER,
+    r"srun --(ntasks-per-node|gpus-per-task)=1( torchrun .*)?|srun python -u train\.py CONF(IG)?\.\.\.": CLUSTER,
     r"(?s)srun --cpus-per-task=32 .*|.* --input /data/shards --output-prefix /data/corpus": CLUSTER,
     r"python slurm/monitor\.py (--wait-iterations|--cluster|--usage).*|bash tools/cluster/.*": (
         "python slurm/monitor.py --help",
         "SLURM; tests/monitor and tests/cluster/real type them",
     ),
     r"python slurm/monitor\.py runs/small --json": ("mkdir -p runs/small && {}", "a run folder"),
+    r"python tools/report\.py .*": ("python tools/report.py --help", "run folders; tests/monitor/test_report.py"),
     r"(\w+=\S+ )?sbatch .*": (NOTHING, "SLURM; tests/cluster runs the scripts"),
     r"python slurm/submit\.py .*": (
         "python slurm/submit.py --help",
@@ -63,10 +64,20 @@ INSTEAD = {
         "{words[0]} {words[1]} checkpoints/tiny my-org --dry-run",
         "the Hub; tests/hub/test_upload_checkpoint.py and tests/jobs/test_publishing.py have one",
     ),
+    r"python tools/ckpts/average\.py .*": ("{words[0]} {words[1]} --help", "tests/convert/test_average.py averages"),
     r"python tools/bench/\w+\.py": BENCH,
+    r"DEEPY_GPU_TESTS_ON=cpu bash tests/gpu/run\.sh": (NOTHING, "minutes of tests"),
+    r"python -m torch\.distributed\.flight_recorder\.fr_trace RUN/.*": (
+        "{words[0]} {words[1]} {words[2]} --help",
+        "a folder of NCCL's dumps",
+    ),
     r"python tools/bench/train_step\.py --shape long .*": BENCH,
     r"(?s)(HF_HUB_OFFLINE=1 )?python prepare_hf_dataset\.py --dataset (owner|Salesforce|HuggingFaceTB)/.*": NETWORK,
-    r"python deepy\.py eval\.py .*hellaswag.*": TASKS,
+    r"python deepy\.py eval\.py .*(hellaswag|--eval_suite).*": TASKS,
+    r"python tools/ckpts/convert_neox_to_hf\.py .* --ema": (
+        "{words[0]} {words[1]} --help",
+        "a run with ema_decay; tests/training/test_ema.py exports one",
+    ),
     r"python deepy\.py eval\.py .*my_group .*": ("mkdir -p lm_eval_tasks && {} --dry-run", TASKS[1]),
     r"python deepy\.py eval\.py .*my_tasks/ .*": (
         "python deepy.py eval.py -d configs run.yml --eval_tasks my_tasks/ one_more.yml --dry-run",

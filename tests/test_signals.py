@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).resolve().parents[1]
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2]
 # Where the process is: inside an import whose errors somebody catches; blocked in C; working in Python with a lock.
 PLACES = {
     "import": "try:\n    while True: time.sleep(0.01)\nexcept BaseException: pass",
@@ -96,7 +96,7 @@ def test_nohup_ignores_a_closed_terminal(tmp_path: Path) -> None:
 
 def test_a_process_prints_its_stacks_and_continues(tmp_path: Path) -> None:
     process = start(tmp_path, "setup")
-    process.send_signal(signal.SIGUSR2)
+    process.send_signal(signal.SIGURG)
     time.sleep(0.3)
     process.terminate()
     _, err = process.communicate(timeout=10)
@@ -133,6 +133,6 @@ def test_a_complete_run_ends_as_such(tmp_path: Path) -> None:
 def test_forked_processes_are_ended_alone(tmp_path: Path) -> None:
     """As lm-evaluation-harness ends those that compute the errors of a perplexity."""
     process = start(tmp_path, "forks")
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
     assert (tmp_path / "codes").read_text() == f"{[-signal.SIGTERM] * 2}"

@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,47 @@ def test_a_run_that_loses_the_peer_of_a_socket_shows_where(tmp_path: Path) -> No
     command = [sys.executable, "work.py"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "in main" in done.stderr and "BrokenPipeError" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last"),
+    [
+        ("ValueError('boom')", 1, "ValueError: boom"),
+        ("LostRankError('rank 1 is gone')", 5, "LostRankError: rank 1 is gone"),
+        ("KeyboardInterrupt", 130, "interrupted"),
+    ],
+)
+def test_a_run_that_fails_is_gone_at_once_and_has_said_all(tmp_path: Path, error: str, code: int, last: str) -> None:
+    """What waits for others at the end of a process, as a device's library does, is not waited for."""
+    lines = "import atexit, threading, time\natexit.register(time.sleep, 60)\n"
+    lines += "threading.Thread(target=time.sleep, args=(60,)).start()\nprint('the last result', end='')\n"
+    lines += f"from megatron.errors import LostRankError\nraise {error}\n"
+    work = WORK.replace("    open(", "".join(f"    {line}\n" for line in lines.splitlines()) + "    open(")
+    (tmp_path / "work.py").write_text(work.replace("IS_RUN", "True"))
+    env, began = {**os.environ, "PYTHONPATH": str(ROOT)}, time.monotonic()
+    command = [sys.executable, "work.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=50)
+    assert done.returncode == code and time.monotonic() - began < 30
+    assert done.stdout.endswith("line 2999 of the result\nthe last result")
+    errors = done.stderr.splitlines()
+    assert errors[-1] == last and "message 2999" in errors and ("in main" in done.stderr) == (code == 1)
+
+
+def test_a_run_that_succeeds_is_gone_before_a_thread_that_is_left_can_abort_it(tmp_path: Path) -> None:
+    """What was registered for its end is done; a live thread in C++ cannot end the process in the tear-down."""
+    code = """
+import atexit, threading, time
+from megatron.errors import run_cli
+atexit.register(print, "said at the end")
+threading.Thread(target=time.sleep, args=(60,)).start()
+run_cli(lambda: print("done"), is_run=True)
+"""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "done\nsaid at the end\n"), done.stderr
+    assert time.monotonic() - began < 30
 
 
 def test_a_tool_ends_with_its_reader_and_silently(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.callbacks import CALLBACKS
@@ -30,7 +31,10 @@ class Comet(Tracker):
 
     Comet's own variables work as everywhere: `COMET_API_KEY`, and `COMET_START_ONLINE=0` writes a file for each
     start into a folder in `comet/` of the run folder; `comet upload` sends them later.
+    Steps that are trained again in the same start are not sent again: Comet would show both.
     """
+
+    keeps_first = True
 
     def __init__(self, args: NeoXArgs, directory: Path | None) -> None:
         try:
@@ -72,6 +76,10 @@ class Comet(Tracker):
 
     def write(self, metrics: dict[str, float], step: int) -> None:
         self._experiment.log_metrics(metrics, step=step)
+
+    def write_texts(self, texts: Sequence[tuple[str, str]], step: int) -> None:
+        for prompt, text in texts:
+            self._experiment.log_text(prompt + text, step=step, metadata={"prompt": prompt})
 
     def close(self) -> None:
         self._experiment.end()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
+from megatron.callbacks.live_line import shows_live_line
 from megatron.log import get_logger, result
 from megatron.neox_arguments.callback_key import choose_callbacks
 from megatron.training.callback import Callback
@@ -69,25 +70,32 @@ class Console(Callback):
 
     Args:
         metrics: names of further metrics that the training line shows.
+        show: whether training lines are printed; else they are in the log file alone (a live line stands for them).
     """
 
-    def __init__(self, metrics: Sequence[str] = ()) -> None:
-        self.metrics = metrics
+    def __init__(self, metrics: Sequence[str] = (), show: bool = True) -> None:
+        self.metrics, self.show = metrics, show
         self._memory_shown = False
 
     @classmethod
     def build(cls, context: RunContext) -> Console | None:
-        chosen = choose_callbacks(context.args)
-        return cls([name for one in chosen for name in one.row.get("console", ())]) if context.state.rank == 0 else None
+        if context.state.rank != 0:
+            return None
+        metrics = [name for one in choose_callbacks(context.args) for name in one.row.get("console", ())]
+        return cls(metrics, show=not shows_live_line(context))
 
     def loaded(self, trainer: Trainer) -> None:
         logger.info(start_line(trainer.args, trainer.step))
 
     def logged(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
-        result(training_line(metrics, step, trainer.args.training.train_iters, self.metrics))
+        result(training_line(metrics, step, trainer.args.training.train_iters, self.metrics), show=self.show)
 
     def evaluated(self, trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
         result(evaluation_line(metrics, split, trainer.step, trainer.args.training.train_iters or 0))
+
+    def sampled(self, trainer: Trainer, texts: Sequence[tuple[str, str]]) -> None:
+        for prompt, text in texts:
+            result(f" sample at iteration {trainer.step} | {prompt!r} -> {text!r}")
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
         if not self._memory_shown:

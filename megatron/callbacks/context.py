@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from megatron.data.batch import StepBatch
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 
-Batches = Callable[[int], Iterator[StepBatch]]
-"""`batches(consumed)`: this data rank's steps, after that many consumed samples."""
+
+class Batches(Protocol):
+    """This data rank's steps, after that many consumed samples; `step` is the number of the first one."""
+
+    def __call__(self, consumed: int = 0, step: int | None = None) -> Iterator[StepBatch]: ...
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class RunContext:
         folder: the run folder, None without one.
         batches: by role ("train", "valid", "test").
         sets: the named validation sets.
+        fresh: the weights are new ones, none are loaded.
         tokenizer: the run's; None where only trackers are built.
     """
 
@@ -46,3 +51,4 @@ class RunContext:
     batches: Mapping[str, Batches] = field(default_factory=dict)
     sets: Sequence[NamedSet] = ()
     tokenizer: Tokenizer | None = None
+    fresh: bool = True

@@ -16,7 +16,6 @@ from megatron.cluster.evaluation_jobs import FAILED, RECORDED, SKIPPED, SUBMITTE
 from megatron.cluster.slurm import SlurmError
 from megatron.errors import UserError
 from megatron.files import read_json
-from megatron.inference.tasks import flat_metrics
 from megatron.log import get_logger
 from megatron.training.callback import Callback, due
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+NAME = "evaluation_jobs"
 _POLL_STEPS = 100  # where log_interval says nothing
 
 
@@ -33,7 +33,7 @@ _POLL_STEPS = 100  # where log_interval says nothing
     "evaluation_jobs",
     phase="score",
     idle={"eval_jobs": None},
-    keys=("eval_jobs_sbatch", "eval_jobs_most", "eval_interval", "eval_tasks"),
+    keys=("eval_jobs_sbatch", "eval_jobs_most", "eval_interval", "eval_tasks", "eval_suite"),
     loses="eval_jobs evaluates no checkpoint",
 )
 class EvaluationJobs(Callback):
@@ -70,10 +70,13 @@ class EvaluationJobs(Callback):
     def loaded(self, trainer: Trainer) -> None:
         """Take up what an earlier start left: results, jobs that were lost, the checkpoint that it did not submit."""
         with _only_warn():
+            self._wait()
             with self.evaluations.change() as jobs:
                 self.evaluations.live = True
+                for step in [step for step in jobs if step > trainer.step]:
+                    del jobs[step]  # a run that went back replaces that checkpoint
                 self._note(jobs)
-            trainer.held_checkpoints |= self._open
+            trainer.held_checkpoints[NAME] = set(self._open)
             self._record(trainer)
             wanted = trainer.saved_step is not None and self._wants(trainer.saved_step)
             self._start(trainer, trainer.saved_step if wanted else None, resubmit=True)
@@ -81,13 +84,14 @@ class EvaluationJobs(Callback):
     def saved(self, trainer: Trainer, path: str) -> None:
         with _only_warn():
             self._wait()
-            if self._wants(trainer.step):
-                self._start(trainer, trainer.step)
+            step = trainer.saved_step
+            if step is not None and self._wants(step):
+                self._start(trainer, step)
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
         if due(trainer.step, self.poll) and not (self._thread is not None and self._thread.is_alive()):
             self._record(trainer)
-            trainer.held_checkpoints &= self._open
+            trainer.held_checkpoints[NAME] = set(self._open)
 
     def end(self, trainer: Trainer) -> None:
         with _only_warn():
@@ -130,8 +134,8 @@ class EvaluationJobs(Callback):
     def _start(self, trainer: Trainer, step: int | None, **options: bool) -> None:
         """Submit the evaluation of a checkpoint, which is not deleted until its results are there."""
         if step is not None:
-            trainer.held_checkpoints.add(step)
             self._open.add(step)
+            trainer.held_checkpoints[NAME] = set(self._open)
         self._thread = threading.Thread(
             target=self._tend, args=(step,), kwargs=options, name="evaluation_jobs", daemon=True
         )
@@ -179,6 +183,7 @@ class EvaluationJobs(Callback):
             others = ", ".join(map(str, waiting))
             return Evaluation(SKIPPED, reason=f"those of {others} are not done (eval_jobs_most: {self.most})")
         try:
+            self.evaluations.results(step).unlink(missing_ok=True)  # of a checkpoint that this one replaced
             job = self.submitter.submit(step)
         except (SlurmError, UserError, OSError) as error:
             return Evaluation(FAILED, reason=str(error))
@@ -233,6 +238,8 @@ def record_results(
 
 def _read_metrics(evaluations: Evaluations, step: int, one: Evaluation) -> dict[str, float]:
     """The metrics for trackers; where there are none, `one` has failed."""
+    from megatron.inference.tasks import flat_metrics  # needs the harness, which other runs need not have installed
+
     problem, metrics = "no task has a result", {}
     try:
         results: dict[str, Any] = read_json(evaluations.results(step))

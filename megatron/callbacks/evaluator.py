@@ -3,57 +3,110 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import add
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import Batches, NamedSet, RunContext
+from megatron.checkpoint.rng import random_state, restore_random_state
 from megatron.data.batch import StepBatch
 from megatron.log import progress
+from megatron.tokenizer import Tokenizer
 from megatron.training.callback import Callback, due
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from megatron.training.engine import StepOut
     from megatron.training.trainer import Trainer
 
 
-def evaluate(trainer: Trainer, batches: Iterator[StepBatch], iterations: int, what: str) -> dict[str, float]:
-    """Mean loss per trained token over `iterations` global batches, and its perplexity. The same on every rank."""
-    return metrics_of(*sum_loss(trainer, batches, iterations, what))
+@dataclass(frozen=True)
+class Sums:
+    """What was added up over some batches: the loss of the trained tokens (nats), their number, the bytes of text that
+    they stand for (None when that is not known)."""
+
+    loss: float
+    tokens: int
+    bytes: int | None = None
+
+    def __add__(self, other: Sums) -> Sums:
+        both = None if self.bytes is None or other.bytes is None else self.bytes + other.bytes
+        return Sums(self.loss + other.loss, self.tokens + other.tokens, both)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Mean loss per token, its perplexity, and the loss in bits per byte."""
+        mean = self.loss / self.tokens if self.tokens else math.nan
+        found = {"lm_loss": mean, "lm_loss_ppl": perplexity(mean)}
+        return found | ({"bits_per_byte": self.loss / math.log(2) / self.bytes} if self.bytes else {})
 
 
-def sum_loss(trainer: Trainer, batches: Iterator[StepBatch], iterations: int, what: str) -> tuple[float, int]:
-    """Loss summed over the trained tokens of `iterations` global batches, and their number."""
-    total, tokens = torch.zeros((), device=trainer.state.device), 0
+def add_up(trainer: Trainer, batches: Iterator[StepBatch], iterations: int, what: str, sizes: Tensor | None) -> Sums:
+    """The sums over `iterations` global batches; the same on every rank.
+
+    Args:
+        sizes: bytes of text that each token stands for, int64 `[v]` on the device; None: not known.
+    """
+    state = trainer.state
+    total, tokens = torch.zeros((), device=state.device), 0
+    read = torch.zeros((), dtype=torch.int64, device=state.device)
     steps = range(iterations)
-    for _ in progress(steps, what=what, unit="batch") if trainer.state.rank == 0 else steps:
-        loss, count = trainer.engine.eval_batch(next(batches))
+    for _ in progress(steps, what=what, unit="batch") if state.rank == 0 else steps:
+        batch = next(batches)
+        loss, count = trainer.engine.eval_batch(batch)
         total, tokens = total + loss, tokens + count
-    return float(total), tokens
+        if sizes is not None:
+            targets, mask = batch.targets.to(state.device), batch.mask.to(state.device)
+            read += sizes[targets].masked_fill(mask == 0, 0).sum()
+    if sizes is None:
+        return Sums(float(total), tokens)
+    if (group := state.group("data")) is not None:
+        dist.all_reduce(read, group=group)
+    return Sums(float(total), tokens, int(read))
 
 
-def metrics_of(total: float, tokens: int) -> dict[str, float]:
-    """The metrics of a loss summed over some tokens."""
-    mean = total / tokens if tokens else math.nan
-    return {"lm_loss": mean, "lm_loss_ppl": perplexity(mean)}
-
-
-def evaluate_sets(trainer: Trainer, sets: Sequence[NamedSet]) -> None:
+def evaluate_sets(trainer: Trainer, sets: Sequence[NamedSet], sizes: Tensor | None = None) -> None:
     """Report every set as `validation/<name>`, and the sets of every tag together as `validation/<tag>`.
 
-    A tag's `lm_loss` is per token over all its sets, as if they were one; `lm_loss_macro` is the mean of theirs.
+    A tag's `lm_loss` is per token over all its sets, as if they were one, its `bits_per_byte` per byte; `lm_loss_macro`
+    is the mean of their losses.
     """
-    found = {}
+    found: dict[str, Sums] = {}
     for one in sets:
-        found[one.name] = sum_loss(trainer, one.batches(0), one.iterations, one.name)
-        trainer.call("evaluated", f"validation/{one.name}", metrics_of(*found[one.name]))
+        found[one.name] = add_up(trainer, one.batches(0), one.iterations, one.name, sizes)
+        trainer.call("evaluated", f"validation/{one.name}", found[one.name].metrics)
     for tag in dict.fromkeys(tag for one in sets for tag in one.tags):
         sums = [found[one.name] for one in sets if tag in one.tags]
-        means = [metrics_of(*one)["lm_loss"] for one in sums]
-        metrics = metrics_of(math.fsum(total for total, _ in sums), sum(tokens for _, tokens in sums))
-        trainer.call("evaluated", f"validation/{tag}", metrics | {"lm_loss_macro": math.fsum(means) / len(means)})
+        macro = math.fsum(one.metrics["lm_loss"] for one in sums) / len(sums)
+        trainer.call("evaluated", f"validation/{tag}", reduce(add, sums).metrics | {"lm_loss_macro": macro})
+
+
+def evaluated_weights(trainer: Trainer) -> AbstractContextManager[None]:
+    """Inside, the model has the weights that are evaluated: their moving average, if there is one for that."""
+    options = trainer.args.optimizer
+    wanted = options.ema_decay is not None and options.ema_evaluate
+    return trainer.engine.averaged() if wanted else nullcontext()
+
+
+@contextmanager
+def used_as_model(trainer: Trainer) -> Iterator[None]:
+    """Inside, the model scores or writes texts (`Engine.run_stage`); random numbers and the time in steps go on
+    afterwards as if nothing had been."""
+    before, began = random_state(), time.monotonic()
+    with evaluated_weights(trainer), trainer.engine.evaluating(), trainer.progress.during("evaluation"):
+        yield
+    restore_random_state(before)
+    trainer.progress.discount(time.monotonic() - began)
 
 
 def perplexity(loss: float) -> float:
@@ -72,7 +125,8 @@ class Evaluator(Callback):
 
     Validation k reads the samples [k * eval_iters * batch, (k + 1) * eval_iters * batch) of the validation
     order, as GPT-NeoX does, so that a resumed run validates on the same samples as an uninterrupted one. Sets with
-    names are evaluated along with it, each time on the same samples.
+    names are evaluated along with it, each time on the same samples. With a `tokenizer` whose tokens are a known number
+    of bytes the loss is reported in bits per byte, too.
     """
 
     def __init__(
@@ -82,18 +136,31 @@ class Evaluator(Callback):
         valid: Batches | None,
         test: Batches | None,
         sets: Sequence[NamedSet] = (),
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         self.interval = interval
         self.iterations = iterations
         self.valid = valid
         self.test = test
         self.sets = sets
+        self.tokenizer = tokenizer
         self._evaluated_at = -1
 
     @classmethod
     def build(cls, context: RunContext) -> Evaluator:
         training, batches = context.args.training, context.batches
-        return cls(training.eval_interval, training.eval_iters, batches.get("valid"), batches.get("test"), context.sets)
+        valid, test = batches.get("valid"), batches.get("test")
+        return cls(training.eval_interval, training.eval_iters, valid, test, context.sets, context.tokenizer)
+
+    @cached_property
+    def _counts(self) -> np.ndarray | None:
+        return None if self.tokenizer is None else self.tokenizer.byte_counts()
+
+    def _sizes(self, trainer: Trainer) -> Tensor | None:
+        return None if self._counts is None else torch.from_numpy(self._counts).to(trainer.state.device)
+
+    def loaded(self, trainer: Trainer) -> None:
+        self._evaluated_at = -1  # a run that went back comes to the same steps again
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
         if due(trainer.step, self.interval):
@@ -102,11 +169,12 @@ class Evaluator(Callback):
     def _validate(self, trainer: Trainer) -> None:
         if self.iterations <= 0 or self._evaluated_at == trainer.step:
             return
+        trainer.settle()
         self._evaluated_at = trainer.step
-        with trainer.progress.during("evaluation"):
+        with trainer.progress.during("evaluation"), evaluated_weights(trainer):
             if self.valid is not None:
                 self._validate_on(self.valid, trainer)
-            evaluate_sets(trainer, self.sets)
+            evaluate_sets(trainer, self.sets, self._sizes(trainer))
 
     def _validate_on(self, valid: Batches, trainer: Trainer) -> None:
         # The k-th validation, counted from 0; the one at the end counts on from the last multiple of the interval.
@@ -114,13 +182,16 @@ class Evaluator(Callback):
         # What was loaded may be further than a run that only evaluates (train_iters 0) has samples for.
         number = min(number, (trainer.args.training.train_iters or 0) // max(1, self.interval))
         consumed = max(0, number) * self.iterations * trainer.args.training.train_batch_size
-        metrics = evaluate(trainer, valid(consumed), self.iterations, "validation")
-        trainer.call("evaluated", "validation", metrics)
+        self._report(trainer, valid(consumed), "validation")
+
+    def _report(self, trainer: Trainer, batches: Iterator[StepBatch], split: str) -> None:
+        sums = add_up(trainer, batches, self.iterations, split, self._sizes(trainer))
+        trainer.call("evaluated", split, sums.metrics)
 
     def end(self, trainer: Trainer) -> None:
         if trainer.step < (trainer.args.training.train_iters or 0):
             return  # stopped early: the last evaluation belongs to the last step of the resumed run
         self._validate(trainer)
         if self.test is not None and self.iterations > 0:
-            with trainer.progress.during("evaluation"):
-                trainer.call("evaluated", "test", evaluate(trainer, self.test(0), self.iterations, "test"))
+            with trainer.progress.during("evaluation"), evaluated_weights(trainer):
+                self._report(trainer, self.test(0), "test")

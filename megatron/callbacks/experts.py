@@ -63,14 +63,19 @@ class ExpertLoad(Callback):
     def loaded(self, trainer: Trainer) -> None:
         self.layers = moe_layers(trainer.engine.module)
         self._sums = self._take_load(trainer).zero_()
+        self._found = self._sums.clone()
+
+    def before_update(self, trainer: Trainer) -> None:
+        self._found = self._take_load(trainer)
+        if self.model.moe_bias_balancing_rate > 0:  # behind the update it would wait for the weights on their way
+            self._whole(self._found, trainer, "data")
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
-        found = self._take_load(trainer)
-        if not out.skipped:
-            if self.model.moe_bias_balancing_rate > 0:
-                found = self._whole(found, trainer, "data")
-                move_biases(list(self.layers.values()), found[:, :_DROPPED], self.model.moe_bias_balancing_rate)
-            self._sums += found
+        found = self._found.masked_fill(out.skipped, 0.0)  # equal loads move no bias
+        self._found.zero_()
+        if self.model.moe_bias_balancing_rate > 0:
+            move_biases(list(self.layers.values()), found[:, :_DROPPED], self.model.moe_bias_balancing_rate)
+        self._sums += found
         if due(trainer.step, trainer.args.logging.log_interval):
             trainer.metrics.update(self._metrics(trainer))
             self._sums.zero_()

@@ -58,6 +58,7 @@ class Profiler(Callback):
         self.first, self.last = steps
         self.folder, self.memory_folder, self.rank, self.gpu, self.stacks = folder, memory_folder, rank, gpu, stacks
         self._profile: profiler.profile | None = None
+        self._began = False
         if gpu and memory_folder is not None:
             torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
 
@@ -81,6 +82,9 @@ class Profiler(Callback):
         )
 
     def loaded(self, trainer: Trainer) -> None:
+        if self._began:
+            return  # the run has gone back: what was chosen holds
+        self._began = True
         end = trainer.args.training.train_iters or 0
         if trainer.step >= self.last or self.first >= end:
             if trainer.state.rank == 0:
@@ -107,6 +111,7 @@ class Profiler(Callback):
                 torch.cuda.nvtx.range_pop()
             self._profile.step()
         if trainer.step == self.last:
+            trainer.settle()
             self._finish()
 
     def end(self, trainer: Trainer) -> None:
@@ -139,6 +144,7 @@ class Profiler(Callback):
         if self._profile is not None:
             self._profile.stop()  # writes the trace, unless the last step has done so
             self._profile = None
+            self.last = -1  # a run that goes back does not record them again
             if self.gpu:
                 torch.cuda.cudart().cudaProfilerStop()
             logger.info(f"profiler: traces are in {self.folder}, one per rank")

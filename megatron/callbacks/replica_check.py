@@ -34,6 +34,7 @@ class ReplicaCheck(Callback):
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
         if not due(trainer.step, self.interval):
             return
+        trainer.settle()
         shares_experts = trainer.state.ep_size > 1
         self._compare(trainer, "data", lambda p: not (shares_experts and p.spec.experts))
         if shares_experts:

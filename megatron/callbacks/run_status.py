@@ -86,7 +86,8 @@ class RunStatus(Callback):
 
     def error(self, trainer: Trainer, error: BaseException) -> None:
         self._ended = True
-        self._file.write_failure(error, trainer.step, trainer.args.training.train_iters)
+        if self._last:  # else what was there before the start is still true, and `setup_status` adds why it failed
+            self._file.write_failure(error, trainer.step, trainer.args.training.train_iters)
 
     def _write(self, trainer: Trainer, state: str, reason: str | None = None, exit_code: int | None = None) -> None:
         self._last, self._activity = time.monotonic(), trainer.progress.activity

@@ -52,11 +52,12 @@ class S3Upload(Callback):
         return cls(Path(options.save or ""), S3Folder.of(options) if context.state.rank == 0 else None)
 
     def loaded(self, trainer: Trainer) -> None:
+        self._wait(trainer)  # a run that went back may still send
         self._start()
 
     def saved(self, trainer: Trainer, path: str) -> None:
         self._wait(trainer)  # so that no folder is deleted while it is read: old ones are after this hook
-        self._sent.discard(trainer.step)  # a run that went back has replaced it
+        self._sent.discard(trainer.saved_step or 0)  # a run that went back has replaced it
         self._start()
 
     def end(self, trainer: Trainer) -> None:
@@ -89,6 +90,8 @@ class S3Upload(Callback):
         try:
             found = list_checkpoints(self.root)
             for step, checkpoint in reversed(found.checkpoints.items()):
+                if checkpoint.manifest.temporary:  # nothing in the bucket is deleted
+                    continue
                 what = checkpoint.path.name
                 if step not in self._sent:
                     self._send_one(stored, step, checkpoint.path)

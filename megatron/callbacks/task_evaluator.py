@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
+from megatron.callbacks.evaluator import used_as_model
 from megatron.checkpoint.rng import random_state, restore_random_state
 from megatron.cluster.evaluation_jobs import FOLDER
 from megatron.inference.evaluation_team import evaluation_team
@@ -32,7 +32,7 @@ SPLIT = "eval_tasks"
 @CALLBACKS.register(
     "task_evaluator",
     phase="score",
-    idle={"eval_tasks": None},
+    idle={"eval_tasks": None, "eval_suite": None},
     keys=(
         "eval_interval",
         "eval_tasks_path",
@@ -45,7 +45,7 @@ SPLIT = "eval_tasks"
     loses="eval_tasks are not evaluated while training",
 )
 class TaskEvaluator(Callback):
-    """Runs `eval_tasks` before the first step of a run, every `eval_interval` steps and at the end.
+    """Runs `eval_tasks` and `eval_suite` before the first step of a run, every `eval_interval` steps and at the end.
 
     The model is the one that trains: its layers run forward, each data-parallel copy takes a part of the requests.
     Random states are as before afterwards. What fails is logged and has no result; the run continues. What ends the run
@@ -74,10 +74,11 @@ class TaskEvaluator(Callback):
         from megatron.inference.tasks import Tasks
 
         if self.args.generation.eval_chat_template:
-            self.exported.require_chat_template()
+            self.exported.require_chat_template("eval_chat_template")
         self.tasks = Tasks(self.args.generation)
 
     def loaded(self, trainer: Trainer) -> None:
+        self._evaluated_at = -1  # a run that went back comes to the same steps again
         if trainer.step == 0:
             self._evaluate(trainer)
 
@@ -92,17 +93,14 @@ class TaskEvaluator(Callback):
     def _evaluate(self, trainer: Trainer) -> None:
         if self._evaluated_at == trainer.step:
             return
-        self._evaluated_at, began = trainer.step, time.monotonic()
-        before = random_state()
-        engine, metrics = trainer.engine, {}
-        with engine.evaluating(), trainer.progress.during("evaluation"):
-            stage = live_stage(engine, self.args, self.control, lambda: any(engine.votes()))
+        trainer.settle()
+        self._evaluated_at, metrics = trainer.step, {}
+        with used_as_model(trainer):
+            stage = live_stage(trainer.engine, self.args, self.control, trainer.stopping)
             seed = self.args.training.seed
             team = evaluation_team(self.control, stage, self.exported, batch=batch_size(self.args), seed=seed)
             team.run(lambda: metrics.update(self._lead(team, trainer.step)))
             metrics = self.control.broadcast(metrics)
-        restore_random_state(before)
-        trainer.progress.discount(time.monotonic() - began)
         if metrics:
             trainer.call("evaluated", SPLIT, metrics)
 

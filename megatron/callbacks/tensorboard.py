@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,14 +40,24 @@ class TensorBoard(Tracker):
         return cls(context.args.logging.tensorboard_dir) if context.state.rank == 0 else None
 
     def loaded(self, trainer: Trainer) -> None:
-        if trainer.step:
+        if trainer.step or self.newest > 0:
+            self.close()  # of a run that goes back to a checkpoint
             self._writer = self._open_writer(purge_step=trainer.step + 1)
 
     def write(self, metrics: dict[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._opened().add_scalar(name, value, step)
+
+    def write_texts(self, texts: Sequence[tuple[str, str]], step: int) -> None:
+        for number, (prompt, text) in enumerate(texts):
+            # Markdown, in which an indented line is shown as it is.
+            shown = "".join(f"    {line}\n" for line in f"{prompt}\u2502{text}".split("\n"))
+            self._opened().add_text(f"samples/{number}", shown, step)
+
+    def _opened(self) -> SummaryWriter:
         if self._writer is None:
             self._writer = self._open_writer()
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        return self._writer
 
     def close(self) -> None:
         if self._writer is not None:

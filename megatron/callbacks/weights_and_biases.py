@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.callbacks import CALLBACKS
@@ -35,9 +36,10 @@ class WeightsAndBiases(Tracker):
     """Writes metrics to Weights & Biases: one run per run folder, or with `wandb_init_all_ranks` one a rank in a group.
 
     `WANDB_MODE=offline` works as everywhere; `wandb_host` is passed only when set, so that WANDB_BASE_URL works too.
-    Steps that are trained again after a restart are not sent again: W&B takes steps in ascending order only.
+    Steps that are trained again are not sent again: W&B takes steps in ascending order only.
     """
 
+    keeps_first = True
     _late_row = -1
 
     def __init__(self, args: NeoXArgs, directory: str | None, rank: int) -> None:
@@ -70,9 +72,9 @@ class WeightsAndBiases(Tracker):
             )
         except (wandb.errors.Error, ValueError) as error:  # no key, a wrong one, no way to the server; a tag too long
             raise UserError(f"use_wandb: {error} (WANDB_MODE=offline needs neither a key nor a network)") from error
-        self._first_step = self._run.step  # 0 for a new run
-        if self._first_step:
-            logger.info(f"W&B has steps before {self._first_step} of this run; those trained again are not sent")
+        self.stored = self._run.step - 1  # -1 for a new run
+        if self._run.step:
+            logger.info(f"W&B has steps before {self._run.step} of this run; those trained again are not sent")
 
     @classmethod
     def build(cls, context: RunContext) -> WeightsAndBiases | None:
@@ -82,8 +84,13 @@ class WeightsAndBiases(Tracker):
         return cls(args, str(context.folder) if context.folder else None, rank)
 
     def write(self, metrics: dict[str, float], step: int) -> None:
-        if step >= self._first_step:
-            self._run.log(metrics, step=step)
+        self._run.log(metrics, step=step)
+
+    def write_texts(self, texts: Sequence[tuple[str, str]], step: int) -> None:
+        import wandb
+
+        table = wandb.Table(columns=["step", "prompt", "text"], data=[[step, *pair] for pair in texts])
+        self._run.log({"samples": table}, step=step)
 
     def write_late(self, metrics: dict[str, float], step: int) -> None:
         """W&B takes no step that is past, and a metric once a step: these have a row and an axis of their own."""

@@ -1,11 +1,14 @@
-"""All ranks continue or all stop: errors are exchanged after each phase, so that none waits for a dead one."""
+"""All ranks continue or all stop: errors are exchanged after each phase, so that none waits for a dead one.
+
+Everything here goes over `state.host`, where a rank may wait long for another's work.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ import torch.distributed as dist
 from megatron.errors import DeepyError, as_shown
 from megatron.mpu.state import ParallelState
 
+T = TypeVar("T")
 _ROUND_SECONDS = 1.0
 
 
@@ -23,15 +27,14 @@ def agree(error: BaseException | None, state: ParallelState) -> dict[int, BaseEx
     """
     if error is not None:
         error = as_shown(error) or DeepyError(f"{type(error).__name__}: {error}")
-    if state.topology.world_size == 1:
+    if state.host is None:
         return {} if error is None else {0: error}
-    failed = torch.tensor([error is not None], dtype=torch.int32, device=state.device)
-    dist.all_reduce(failed)
+    failed = torch.tensor([error is not None], dtype=torch.int32)
+    with state.doing.waiting():
+        dist.all_reduce(failed, group=state.host)
     if not failed.item():
         return {}
-    errors: list[BaseException | None] = [None] * state.topology.world_size
-    dist.all_gather_object(errors, error)
-    return {rank: found for rank, found in enumerate(errors) if found is not None}
+    return {rank: found for rank, found in enumerate(gather(error, state)) if found is not None}
 
 
 @contextmanager
@@ -43,7 +46,8 @@ def together(what: str, state: ParallelState) -> Iterator[None]:
     """
     error: Exception | None = None
     try:
-        yield
+        with state.doing.now(what):
+            yield
     except Exception as caught:  # whatever it is, the other ranks must learn of it first
         error = caught
     failures = agree(error, state)
@@ -56,31 +60,68 @@ def together(what: str, state: ParallelState) -> Iterator[None]:
 
 def gather(value: Any, state: ParallelState) -> list[Any]:
     """`value` of every rank, in rank order. Collective."""
-    if state.topology.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * state.topology.world_size
-    dist.all_gather_object(values, value)
-    return values
+    with state.doing.waiting():
+        return _gather(value, state)
 
 
 def gather_over_stages(value: Any, state: ParallelState) -> list[Any]:
     """`value` of every pipeline stage (same data and tensor-parallel rank), first stage first. Collective."""
-    group = state.group("pipe")
-    if group is None:
+    first, *later = (
+        state.topology.rank(**{**state.topology.coord(state.rank), "pipe": i}) for i in range(state.pp_size)
+    )
+    if not later:
         return [value]
-    values: list[Any] = [None] * state.pp_size
-    dist.all_gather_object(values, value, group=group)
+    box = [value]
+    with state.doing.waiting():
+        if state.rank != first:
+            dist.send_object_list(box, dst=first, group=state.host)
+            dist.recv_object_list(box, src=first, group=state.host)
+            return box[0]
+        values = [value]
+        for rank in later:
+            dist.recv_object_list(box, src=rank, group=state.host)
+            values.append(box[0])
+        for rank in later:
+            dist.send_object_list([values], dst=rank, group=state.host)
     return values
+
+
+def broadcast(value: T, state: ParallelState) -> T:
+    """Rank 0's `value`, on every rank. Collective."""
+    box = [value]
+    if state.host is not None:
+        with state.doing.waiting():
+            dist.broadcast_object_list(box, src=0, group=state.host)
+    return box[0]
+
+
+def meet(state: ParallelState) -> None:
+    """Wait for all ranks."""
+    if state.host is not None:
+        with state.doing.waiting():
+            dist.barrier(group=state.host)
 
 
 def await_thread(thread: threading.Thread | None, state: ParallelState) -> Iterator[None]:
     """Wait until `thread`, which one rank has (None elsewhere), has ended; yields about once a second. Collective.
 
-    However long it takes, no rank stays in one collective operation: their timeout would end the job.
+    However long it takes, no rank stays in one collective operation: its limit would end the job.
     """
-    running = True
-    while running:
-        if thread is not None:
-            thread.join(_ROUND_SECONDS)
-        running = any(gather(thread is not None and thread.is_alive(), state))
-        yield
+    with state.doing.waiting() if thread is None else state.doing.now(thread.name):
+        running = True
+        while running:
+            if thread is not None:
+                thread.join(_ROUND_SECONDS)
+            alive = thread is not None and thread.is_alive()
+            running = any(_gather(alive, state))
+            yield
+    if thread is not None:
+        state.doing.meetings += 1  # as those that waited
+
+
+def _gather(value: Any, state: ParallelState) -> list[Any]:
+    if state.host is None:
+        return [value]
+    values: list[Any] = [None] * state.topology.world_size
+    dist.all_gather_object(values, value, group=state.host)
+    return values

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.checkpoint.agreement import agree
 from megatron.checkpoint.find import list_checkpoints
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.errors import DeepyError, MachineError
+from megatron.errors import DeepyError, MachineError, NumericsError
 from megatron.mpu.state import ParallelState
 
 
@@ -37,13 +37,18 @@ class Attempt:
         return None
 
     def stop_if_failed(self, folder: CheckpointFolder, needed: int, state: ParallelState) -> None:
-        """Raise `SaveError` on every rank when the work failed on any, with nothing left of it. Collective."""
+        """Raise `SaveError` on every rank when the work failed on any, with nothing left of it. Collective.
+
+        A `NumericsError` is not about the writing, and is raised as it is.
+        """
         failures = agree(self.error, state)
         if not failures:
             return
         if state.rank == 0:
             folder.discard()
         rank, error = next(iter(failures.items()))
+        if isinstance(error, NumericsError):
+            raise error
         text = f"the checkpoint of step {folder.step} was not saved: rank {rank}: {error}."
         text += f" It needs {needed} bytes; {free_bytes(folder.root)} bytes are free in {folder.root}."
         kept = list_checkpoints(folder.root).steps

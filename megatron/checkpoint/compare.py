@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.init_from import advise_new_run
+from megatron.checkpoint.init_from import DEPTH, OF_EACH_BLOCK, advise_new_run, stretch
 from megatron.errors import UserError
 
 ARCHITECTURE = (
@@ -110,6 +110,7 @@ OPTIMIZER = ("optimizer_type",)
 # These are for this start only, so a difference means nothing.
 _OF_THE_START = (
     "load",
+    "s3_load",
     "iteration",
     "finetune",
     "init_from",
@@ -232,14 +233,31 @@ def _other_way(refused: list[Change], current: Mapping[str, Any], path: Path) ->
     kinds = {change.kind for change in refused}
     if kinds == {"optimizer"} and not current.get("init_from"):
         return "set no_load_optim=true for a new optimizer"
+    if (layer_map := _layer_map(refused)) is not None:
+        parts = ["data: restart"] if "data order" in kinds else []
+        return advise_new_run(path, [*parts, f"layer_map: {layer_map}", "optimizer: reset"], current.get("load"))
     if kinds <= {"data order", "optimizer"}:
-        parts = {"data order": "data: restart", "optimizer": "optimizer: reset"}
-        return advise_new_run(path, [parts[kind] for kind in sorted(kinds)], current.get("load"))
+        of_kind = {"data order": "data: restart", "optimizer": "optimizer: reset"}
+        return advise_new_run(path, [of_kind[kind] for kind in sorted(kinds)], current.get("load"))
     if all(change.key in SHAPELESS or change.kind in ("tokenizer", "optimizer") for change in refused):
         same = ", if both tokenizers have the same number of tokens" if "tokenizer" in kinds else ""
         return f"set allow_config_changes=true to continue with this model{same}"
     without_load = ", load=null" if current.get("load") else ""
     return f"start a new run with new weights: another `save`{without_load}"
+
+
+def _layer_map(refused: list[Change]) -> list[int] | None:
+    """How the blocks of the checkpoint make the deeper model that is wanted, if the models differ in depth alone."""
+    depth = next((change for change in refused if change.key == "num_layers"), None)
+    others = {change.key for change in refused if change.kind in ("architecture", "tokenizer")} - set(DEPTH)
+    if others or depth is None or depth.current < depth.saved:
+        return None
+    kinds = [(change.saved, change.current) for change in refused if change.key in OF_EACH_BLOCK]
+    maps = (stretch(depth.saved, depth.current), [new % depth.saved for new in range(depth.current)])
+    fitting = (
+        one for one in maps if all([saved[old] for old in one] == list(now) for saved, now in kinds if saved and now)
+    )
+    return next(fitting, None)
 
 
 def _plain(value: Any) -> Any:

@@ -11,11 +11,10 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.manifest import FileEntry, Manifest
-from megatron.checkpoint.tensor_file import TensorFileWriter, sync, write_bytes, write_object
+from megatron.checkpoint.tensor_file import TensorFileWriter, sync, write_bytes
 
 _LEFT_BEHIND = (".tmp-global_step", ".trash-global_step", ".replaced-global_step")
 
@@ -49,16 +48,15 @@ class CheckpointFolder:
             yield writer
         self.files[name] = FileEntry(writer.bytes, writer.crc32)
 
-    def write_object(self, name: str, value: Any) -> None:
-        """Write a small torch file; `value` must be readable with `weights_only`."""
-        done = write_object(self.path / name, value)
-        self.files[name] = FileEntry(done.bytes, done.crc32)
-
     def write_text(self, name: str, text: str) -> None:
         """Write a text file (UTF-8); `name` may contain a folder."""
+        self.write_bytes(name, text.encode())
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Write a small file; `name` may contain a folder."""
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        done = write_bytes(path, text.encode())
+        done = write_bytes(path, data)
         self.files[name] = FileEntry(done.bytes, done.crc32)
 
     def sync(self) -> None:

@@ -13,6 +13,10 @@ from typing import Any
 from megatron.checkpoint.manifest import Manifest
 from megatron.errors import UserError
 
+OF_EACH_BLOCK = ("attention_config", "layer_mlps")
+# What differs between models that differ in depth alone.
+DEPTH = ("num_layers", "attention_config", "mlp_config", "layer_mlps", "layer_windows", "moe_layers")
+
 
 @dataclass(frozen=True)
 class InitFrom:
@@ -24,6 +28,8 @@ class InitFrom:
         data: `continue` the order of the samples after those consumed, or `restart` with an order of its own.
         optimizer: `keep` moments, update count and loss scale, or `reset` them.
         step: `continue` to count the steps, or `restart` at 0. The learning rate follows them.
+        vocab: `keep` its size, or `resize` it to the tokenizer's.
+        layer_map: for each block the number, from 0, of the checkpoint's block that it takes; None: its own.
     """
 
     path: str
@@ -31,11 +37,48 @@ class InitFrom:
     data: str = "continue"
     optimizer: str = "keep"
     step: str = "continue"
+    vocab: str = "keep"
+    layer_map: tuple[int, ...] | None = None
 
     @staticmethod
     def of(mapping: Mapping[str, Any] | None) -> InitFrom | None:
         """From the configuration's mapping."""
-        return None if mapping is None else InitFrom(**mapping)
+        if mapping is None:
+            return None
+        layer_map = mapping.get("layer_map")
+        return InitFrom(**{**mapping, "layer_map": None if layer_map is None else tuple(layer_map)})
+
+    @property
+    def grows(self) -> bool:
+        """Whether the model may have other shapes than the checkpoint."""
+        return self.vocab == "resize" or self.layer_map is not None
+
+    def grown(self, saved: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+        """The checkpoint's configuration with the depth of this run's, to be compared with it.
+
+        Raises `UserError` when `layer_map` does not fit the checkpoint, or a block would take one of another kind.
+        """
+        if self.layer_map is None:
+            return dict(saved)
+        layers = saved["num_layers"]
+        if unknown := sorted({old for old in self.layer_map if old >= layers}):
+            raise UserError(
+                f"init_from.layer_map: {unknown} are no blocks of {self.path}, which has {layers}, numbered 0 to "
+                f"{layers - 1}"
+            )
+        if left := sorted(set(range(layers)) - set(self.layer_map)):
+            raise UserError(
+                f"init_from.layer_map: none of the {len(self.layer_map)} blocks takes {left} of the {layers} of "
+                f"{self.path}; a model grows with all of them"
+            )
+        for key in OF_EACH_BLOCK:
+            for new, old in enumerate(self.layer_map) if saved.get(key) else ():
+                if (before := saved[key][old]) != (now := current[key][new]):
+                    raise UserError(
+                        f"init_from.layer_map: block {new} takes block {old}, whose {key} is {before!r}; in this config"
+                        f" it is {now!r}"
+                    )
+        return {**saved, **{key: current[key] for key in DEPTH if key in saved}}
 
     def first_step(self, manifest: Manifest) -> int:
         """The step at which the run starts."""
@@ -49,14 +92,21 @@ class InitFrom:
         """What is inherited and what is not, in one line."""
         first = self.first_step(manifest)
         continued, kept = self.data == "continue", self.optimizer == "keep"
-        parts = (
+        parts = [
             "weights loaded",
             f"data continued after {manifest.consumed:,} samples" if continued else "data new, from sample 0",
             "optimizer kept (moments, update count, loss scale)" if kept else "optimizer new",
             f"steps and random states continued at step {first}" if first else "steps count from 0, random states new",
             f"learning-rate schedule of this config, at its step {first} (override_lr_scheduler is not needed)",
-        )
+        ]
+        parts += ["vocabulary resized to the tokenizer's"] if self.vocab == "resize" else []
+        parts += [f"blocks taken by layer_map {list(self.layer_map)}"] if self.layer_map is not None else []
         return "; ".join(parts)
+
+
+def stretch(before: int, now: int) -> list[int]:
+    """A `layer_map` to more blocks: each is repeated about as often as the others."""
+    return [new * before // now for new in range(now)]
 
 
 def advise_new_run(path: Path, keys: Sequence[str], load: str | None) -> str:

@@ -1,22 +1,24 @@
 """Load a checkpoint at this run's layout, whatever layout wrote it.
 
-Everything is stored by canonical parameter name. At the layout of the save, each rank reads back exactly its own
-bytes; at another, each parameter is joined from its tensor-parallel shards and cut again, one at a time. Data-parallel
-size, ZeRO stage and pipeline split play no role, since the engine gives and takes whole parameters.
+Everything is stored by canonical parameter name, and each rank reads the elements that it answers for
+(`Engine.share`), whatever layout cut the files; the engine brings to a rank what it needs of the others'. So data
+ranks share the reading, and data-parallel size, ZeRO stage and pipeline split play no role.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.agreement import gather_over_stages, together
+from megatron.checkpoint.agreement import gather, gather_over_stages, together
 from megatron.checkpoint.damage import find_damage
 from megatron.checkpoint.find import Checkpoint, advise_others
+from megatron.checkpoint.grown import GrownReader, Growth
+from megatron.checkpoint.init_from import advise_new_run
 from megatron.checkpoint.neox_folder import FRESH_MOMENTS
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.neox_reader import reader_of
@@ -37,10 +39,11 @@ class LoadingEngine(Protocol):
 
     def params(self) -> Mapping[str, Parameter]: ...
     def moments(self) -> set[str]: ...
-    def write(self, name: str, values: dict[str, Tensor]) -> None: ...
-    def write_weight(self, name: str, weight: Tensor) -> None: ...
+    def share(self, name: str) -> range: ...
+    def write_share(self, name: str, values: dict[str, Tensor]) -> None: ...
     def finish_writing(self) -> None: ...
     def load_scalars(self, values: dict[str, Any]) -> None: ...
+    def beat(self) -> None: ...
 
 
 def load_checkpoint(
@@ -53,6 +56,7 @@ def load_checkpoint(
     load_optim: bool = True,
     load_rng: bool = True,
     checksums: bool = True,
+    growth: Growth | None = None,
 ) -> dict[str, Any]:
     """Fill the engine from a checkpoint (`Start.checkpoint`); returns what `save_checkpoint` was given as `client`.
     Collective over all ranks.
@@ -63,6 +67,7 @@ def load_checkpoint(
         load_optim: also optimizer state, update count and loss scale (False for finetune and `no_load_optim`).
         load_rng: also random states (False for finetune and `no_load_rng`).
         checksums: compare the files with their checksums first (`find_damage`).
+        growth: how the model is larger than the checkpoint; with `load_optim` False only.
 
     Raises `UserError` on all ranks when the checkpoint does not fit or is damaged, before anything is changed.
     """
@@ -72,32 +77,72 @@ def load_checkpoint(
     wanted = gather_over_stages({name: _spec(p).shape for name, p in params.items()}, state)
     with together(f"loading {checkpoint.path}", state):
         shapes = {name: shape for stage in wanted for name, shape in stage.items()}
-        checkpoint.check_files()  # rank 0 opened it: another node may not see them all
-        reader = (
-            reader_of(checkpoint, model, shapes[TIED_NAME][0], checksums=False)
-            if model
-            else CheckpointReader(checkpoint, checksums=False)
-        )
+        shares = {name: share for name in sorted(params, key=layout.parameter_order) if (share := engine.share(name))}
+        grown = None if growth is None else GrownReader(checkpoint, growth, shapes)
+        _check_files(checkpoint, shares if grown is None else grown.stored_names(shares), state)
+        reader = grown or _reader(checkpoint, model, shapes)
         _check_names(reader, shapes)
         _check_heads(reader, heads)
         if load_optim:
-            _check_optimizer(reader, list(params))
+            moments = _check_optimizer(reader, list(shares or params))
             if checkpoint.by_neox:
                 _check_moments(reader, next(iter(params)), engine.moments())
         saved = reader.state()
-    for name in sorted(params, key=layout.parameter_order):
-        spec = _spec(params[name])
-        if load_optim:
-            engine.write(name, reader.local_optimizer(name, spec, state.tp_rank, state.tp_size))
-        else:
-            engine.write_weight(name, reader.local_weight(name, spec, state.tp_rank, state.tp_size))
+        if grown is not None and state.rank == 0:
+            logger.info(grown.describe())
+    # Some ranks have more to read than others: these wait at the end of this, where they may wait long.
+    with together(f"reading {checkpoint.path}", state):
+        if load_optim and moments:
+            engine.moments()  # on ranks without a share as well: all have the same state
+        thawed = []
+        for name, share in shares.items():
+            state.doing.detail = name
+            place = (name, _spec(params[name]), state.tp_rank, state.tp_size, share)
+            values = reader.local_optimizer(*place) if load_optim else {WEIGHT: reader.local_weight(*place)}
+            engine.write_share(name, values)
+            if load_optim and moments and params[name].requires_grad and set(values) == {WEIGHT}:
+                thawed.append(name)
+            engine.beat()
     engine.finish_writing()
+    if load_optim:
+        _tell_thawed(thawed, state)
     if load_optim:
         engine.load_scalars(saved["scalars"])
     with together(f"restoring random states from {checkpoint.path}", state):
         if load_rng:
             _restore_rng(reader, checkpoint.by_neox, state)
     return saved["client"]
+
+
+def _reader(
+    checkpoint: Checkpoint, model: ModelConfig | None, shapes: Mapping[str, tuple[int, ...]]
+) -> CheckpointReader:
+    if model is None:
+        return CheckpointReader(checkpoint, checksums=False)
+    return reader_of(checkpoint, model, shapes[TIED_NAME][0], checksums=False)
+
+
+def _tell_thawed(names: list[str], state: ParallelState) -> None:
+    """Say which parameters are trained from here on that were not before. Collective."""
+    everybody = {name for some in gather(names, state) for name in some}
+    if everybody and state.rank == 0:
+        found = _some(sorted(everybody, key=layout.parameter_order))
+        logger.info("thawed: %s had no optimizer state in the checkpoint and start with zeros", found)
+
+
+def _check_files(checkpoint: Checkpoint, names: Iterable[str], state: ParallelState) -> None:
+    """The files of these parameters are there with their sizes: rank 0 has seen all, but another node may not."""
+    manifest = checkpoint.manifest
+    if checkpoint.by_neox:
+        return
+    files_tp = manifest.layout["tp"]
+    ranks = [state.tp_rank] if files_tp == state.tp_size else range(files_tp)
+    layers = sorted({layout.split_name(name)[0] for name in names if name in manifest.parameters})
+    files = [layout.weights_file(layer, rank) for layer in layers for rank in ranks]
+    files += [layout.optimizer_file(layer, rank) for layer in layers for rank in ranks] if manifest.optimizer else []
+    for file in files:
+        if problem := manifest.wrong_file(checkpoint.path, file, checksum=False):
+            raise UserError(f"{checkpoint.path} is not a complete checkpoint: {problem}")
 
 
 def _spec(parameter: Parameter) -> ParamSpec:
@@ -120,9 +165,13 @@ def _check_names(reader: CheckpointReader, wanted: Mapping[str, tuple[int, ...]]
     if shapes:
         problems.append(_some(shapes, "; "))
     if problems:
-        raise UserError(
-            f"{reader.folder} does not fit this model: {'; '.join(problems)}. Check the model's config keys."
-        )
+        # Only a vocabulary is padded.
+        other = [name for name in wanted if name in stored and tuple(stored[name].shape) != tuple(wanted[name])]
+        resizable = len(problems) == 1 and other and all(stored[name].padded is not None for name in other)
+        keys = ["vocab: resize", "optimizer: reset"]
+        resize = f"For a vocabulary of another size, {advise_new_run(reader.folder, keys, None)} instead of `load`"
+        advice = resize if resizable else "Check the model's config keys"
+        raise UserError(f"{reader.folder} does not fit this model: {'; '.join(problems)}. {advice}.")
 
 
 def _some(names: list[str], joint: str = ", ") -> str:
@@ -138,15 +187,19 @@ def _check_heads(reader: CheckpointReader, heads: Heads) -> None:
         )
 
 
-def _check_optimizer(reader: CheckpointReader, names: list[str]) -> None:
+def _check_optimizer(reader: CheckpointReader, names: list[str]) -> bool:
+    """The optimizer state of these parameters can be read; returns whether it has moments."""
     if not reader.manifest.optimizer:
         raise UserError(
             f"{reader.folder} was saved without optimizer state (no_save_optim), so the run cannot be resumed exactly; "
             "set no_load_optim: true (init_from.optimizer=reset) for a new optimizer"
         )
+    moments = False
     for name in names:
-        if WEIGHT not in reader.optimizer_keys(name):
+        if WEIGHT not in (keys := reader.optimizer_keys(name)):
             raise UserError(f"{reader.folder}: the optimizer state of {name} lacks its master weight")
+        moments = moments or len(keys) > 1
+    return moments
 
 
 def _check_moments(reader: CheckpointReader, name: str, wanted: set[str]) -> None:

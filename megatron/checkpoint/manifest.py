@@ -75,6 +75,7 @@ class Manifest:
         parameters: by canonical name.
         config: the resolved configuration, flat NeoX keys; `read` gives an older one as it would be written now.
         names: of the parameters inside the weight files: `neox`, or `transformer_engine` (neox_names.py).
+        temporary: it is deleted once a later one is complete (`temporary_checkpoint_minutes`).
     """
 
     step: int
@@ -89,6 +90,7 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     created: str = ""
     names: str = NEOX
+    temporary: bool = False
     format: int = layout.FORMAT_VERSION
 
     @property

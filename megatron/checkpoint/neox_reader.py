@@ -15,7 +15,7 @@ by parameter). How the shards of the ranks are joined:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -45,7 +45,7 @@ from megatron.checkpoint.reader import WEIGHT, CheckpointReader
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.model.gpt import build_layer, gpt_layers
-from megatron.mpu.sharding import ParamSpec, named_parameters, shard
+from megatron.mpu.sharding import ParamSpec, named_parameters
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.block_sizes import is_gated
 from megatron.neox_arguments.schema_model import ModelConfig
@@ -306,10 +306,6 @@ class NeoXReader(CheckpointReader):
                 if isinstance(value, Tensor) and is_parameter(key) and key != _EMBEDDING:
                     found[number, key] = tuple(value.shape)
         return found
-
-    def _local(self, name: str, spec: ParamSpec, tp_rank: int, tp_size: int, part: Callable[[int], Tensor]) -> Tensor:
-        # Cut from the whole, which drops the rows of padding: GPT-NeoX's are not zero.
-        return shard(self._full(name, part), spec, tp_rank, tp_size).clone()
 
 
 def model_specs(model: ModelConfig, vocab_size: int) -> dict[str, ParamSpec]:

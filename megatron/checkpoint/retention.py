@@ -1,5 +1,5 @@
-"""Deletes old checkpoints: never the newest, the newest good one or one kept on purpose, never before the new one is
-complete."""
+"""Deletes old and temporary checkpoints: never the latest, the newest good one or one kept on purpose, never before the
+new one is complete."""
 
 from __future__ import annotations
 
@@ -21,33 +21,42 @@ def to_delete(
     keep_last_n: int | None,
     extra: Collection[int],
     good: int | None = None,
+    temporary: Collection[int] = (),
 ) -> list[int]:
     """Steps to delete, ascending.
 
     Args:
         complete: steps of the complete checkpoints; others are neither counted nor deleted.
-        latest: the step that `latest` names; never deleted.
-        keep_last_n: `keep_last_n_checkpoints`; None or <= 0 keeps all.
+        latest: the step that a start would resume from; never deleted. Later ones are of a line that the run went back
+            from: they do not count, and stay until they are replaced (temporary ones go).
+        keep_last_n: `keep_last_n_checkpoints`; None or <= 0 keeps all. Temporary ones do not count.
         extra: `extra_save_iters`; these stay, whatever their number.
         good: the newest that is known to be good; stays until a newer one has taken its place.
+        temporary: those that go once a newer one is complete.
     """
-    if keep_last_n is None or keep_last_n <= 0:
-        return []
-    kept = {*sorted(complete)[-keep_last_n:], *extra, latest, good}
-    return sorted(step for step in complete if step not in kept)
+    if latest is None:
+        latest = max(complete, default=0)
+    lasting = sorted(step for step in complete if step not in temporary and step <= latest)
+    gone = lasting[:-keep_last_n] if keep_last_n is not None and keep_last_n > 0 else []
+    kept = {*extra, latest, good}
+    return sorted(step for step in {*gone, *temporary} if step not in kept)
 
 
 def apply_retention(
-    root: str | Path, keep_last_n: int | None, extra: Collection[int] | None = None, good: int | None = None
+    root: str | Path,
+    keep_last_n: int | None,
+    extra: Collection[int] | None = None,
+    good: int | None = None,
+    temporary: Collection[int] = (),
 ) -> list[int]:
     """Delete what `to_delete` says in `root`; returns the deleted steps. Call on one rank, after a completed save.
 
     A deletion that fails is reported and tried again after the next save: it is no reason to stop a run.
     """
-    if keep_last_n is None or keep_last_n <= 0:
+    if not temporary and (keep_last_n is None or keep_last_n <= 0):
         return []
     listing = list_checkpoints(root)
-    gone = to_delete(listing.steps, listing.latest, keep_last_n, extra or (), good)
+    gone = to_delete(listing.steps, listing.latest, keep_last_n, extra or (), good, temporary)
     deleted = []
     for step in gone:
         trash = listing.root / layout.trash_folder(step)

@@ -7,7 +7,10 @@ from typing import Any
 
 from megatron.errors import UserError
 
-SCHEDULE = ("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "warmup")
+SCHEDULE = (
+    *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "warmup"),
+    *("lr_cooldown", "lr_cooldown_style", "lr_cycles", "lr_rewarmup", "lr_decay_power"),
+)
 
 
 def resume_schedule(
@@ -23,15 +26,13 @@ def resume_schedule(
 
     Raises `UserError` naming the values that differ when neither is set.
     """
-    here = {key: current[key] for key in SCHEDULE}
-    there = {key: saved.get(key, here[key]) for key in SCHEDULE}
+    here = {key: _value(current[key]) for key in SCHEDULE if key in current}
+    there = {key: _value(saved.get(key, now)) for key, now in here.items()}
     if use_checkpoint:
         return there
     if not override and _meaning(there) != _meaning(here):
         lines = "\n".join(
-            f"  {key}: {there[key]!r} in the checkpoint, now {here[key]!r}"
-            for key in SCHEDULE
-            if there[key] != here[key]
+            f"  {key}: {there[key]!r} in the checkpoint, now {here[key]!r}" for key in here if there[key] != here[key]
         )
         raise UserError(
             f"the learning-rate schedule changed since the checkpoint:\n{lines}\n"
@@ -44,5 +45,10 @@ def resume_schedule(
 def _meaning(values: Mapping[str, Any]) -> tuple[Any, ...]:
     """What decides the learning rate: a constant one has a warm-up but no length."""
     if values["lr_decay_style"] != "constant" or values["lr_decay_iters"] is None:
-        return tuple(values[key] for key in SCHEDULE)
-    return values["lr"], values["min_lr"], "constant", values["warmup"] * values["lr_decay_iters"]
+        return tuple(values.values())
+    # Steps that were divided by a length are not quite whole.
+    return values["lr"], values["min_lr"], "constant", round(values["warmup"] * values["lr_decay_iters"], 6)
+
+
+def _value(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

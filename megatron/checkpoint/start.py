@@ -154,6 +154,11 @@ def _start_from_other_run(save: str | None, init: InitFrom, damaged: Damaged) ->
             "init_from.data=restart and, for new moments, init_from.optimizer=reset (`load` instead of init_from "
             "continues its run, with its data)"
         )
+    if checkpoint.by_neox and init.grows:
+        raise UserError(
+            f"init_from: {path} was written by GPT-NeoX; vocab: resize and layer_map take a checkpoint of Deepy: let a"
+            " run of the old model save one first (load with finetune: true)"
+        )
     if checkpoint.by_neox and init.optimizer == "keep":
         checkpoint = with_counters(checkpoint)
     message = f"starting from {path} (init_from): {init.describe(checkpoint.manifest)}"

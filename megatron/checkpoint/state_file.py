@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.tensor_file import object_bytes
 
 # What GPT-NeoX compares with its own configuration.
 _NEOX_ARGS = (
@@ -22,9 +23,13 @@ _NEOX_ARGS = (
 )
 
 
-def write_state_file(
-    folder: CheckpointFolder,
-    model_rank: int,
+def write_state_file(folder: CheckpointFolder, model_rank: int, **content: Any) -> None:
+    """Write the file of `model_rank` (pp_rank * tp_size + tp_rank); `content`: see `state_bytes`."""
+    folder.write_bytes(layout.state_file(model_rank), state_bytes(folder.step, **content))
+
+
+def state_bytes(
+    step: int,
     *,
     config: dict[str, Any],
     tp_size: int,
@@ -32,8 +37,8 @@ def write_state_file(
     consumed: int = 0,
     scalars: dict[str, Any] | None = None,
     client: dict[str, Any] | None = None,
-) -> None:
-    """Write the file of `model_rank` (pp_rank * tp_size + tp_rank); without `client` it is that of no run.
+) -> bytes:
+    """The bytes of a state file; without `client` it is that of no run.
 
     Args:
         config: the resolved configuration.
@@ -42,11 +47,11 @@ def write_state_file(
         client: state of the loop and its callbacks.
     """
     scalars = scalars or {}
-    ours = {"iteration": folder.step, "scalars": scalars, "client": client or {}}
+    ours = {"iteration": step, "scalars": scalars, "client": client or {}}
     # The rest is what DeepSpeed and GPT-NeoX ask for.
     theirs = {
         "module": None,
-        "global_steps": folder.step,
+        "global_steps": step,
         "global_samples": consumed,
         "skipped_steps": scalars.get("skipped_steps", 0),
         "dp_world_size": dp_size,
@@ -56,7 +61,7 @@ def write_state_file(
         "sparse_tensor_module_names": [],
         "args": {key: config[key] for key in _NEOX_ARGS if key in config},
     }
-    folder.write_object(layout.state_file(model_rank), {**ours, **theirs})
+    return object_bytes({**ours, **theirs})
 
 
 def check_readable(value: Any, where: str = "") -> None:

@@ -124,11 +124,11 @@ class TensorFileWriter:
         self._zip.finish()
 
 
-def write_object(path: Path, value: Any) -> CheckedFile:
-    """`torch.save` of something small; returns the closed file with its `bytes` and `crc32`."""
+def object_bytes(value: Any) -> bytes:
+    """What `torch.save` writes of something small."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return write_bytes(path, buffer.getvalue())
+    return buffer.getvalue()
 
 
 def write_bytes(path: Path, data: bytes) -> CheckedFile:

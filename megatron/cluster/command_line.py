@@ -34,7 +34,12 @@ _VALUE_FLAGS = {
     "--sample_output_file": "sample_output_file",
 }
 # flag with several values -> config key
-_LIST_FLAGS = {"--eval_tasks": "eval_tasks", "--include_path": "eval_tasks_path"}
+_LIST_FLAGS = {
+    "--eval_tasks": "eval_tasks",
+    "--eval_suite": "eval_suite",
+    "--include_path": "eval_tasks_path",
+    "--prompt": "prompt",
+}
 _OTHER_VALUE_FLAGS = (
     *("-d", "--conf_dir", "-H", "-i", "-o", "--explain", "--autotuning", "--resolved"),
     *("--local_rank", "--local-rank", "--megatron_config", "--deepspeed_config"),
@@ -59,6 +64,7 @@ examples:
   evaluate, generate:
     python deepy.py eval.py -d configs run.yml --eval_tasks lambada hellaswag
     python deepy.py generate.py -d configs run.yml text_generation.yml -i prompts.txt -o out.jsonl
+    python deepy.py generate.py -d configs run.yml text_generation.yml --prompt "Once upon a time" temperature=0
   the same run without deepy.py:
     torchrun --nproc_per_node 4 train.py run.yml
 
@@ -187,10 +193,12 @@ def _add_shared_arguments(parser: argparse.ArgumentParser, need_config: bool = T
     add("-H", "--hostfile", metavar="PATH", help="file of `host slots=N` lines")
     add("--iteration", metavar="N", help="checkpoint step to load")
     add("--eval_tasks", metavar="TASK", nargs="+", help="lm-eval tasks")
+    add("--eval_suite", metavar="SUITE", nargs="+", help="suites of tasks: core, core_mmlu, mmlu_5, ...")
     add("--include_path", metavar="DIR", nargs="+", help="folders with task files that --eval_tasks may name")
     add("--num_fewshot", metavar="N", help="examples before each question")
     add("--limit", metavar="N", help="documents of each task; below 1: their share")
     add("--eval_results_prefix", metavar="S", help="prefix of the evaluation's result file")
+    add("--prompt", metavar="TEXT", nargs="+", help="prompts for generate.py, instead of a file")
     add("-i", "--sample_input_file", metavar="FILE", help="prompts for generate.py")
     add("-o", "--sample_output_file", metavar="FILE", help="where generate.py writes")
     add("--wandb_group", metavar="S", help="W&B group")

@@ -112,10 +112,13 @@ def pdsh_command(job: MultiNodeJob) -> list[str]:
 
 
 def openmpi_command(job: MultiNodeJob) -> list[str]:
-    """Open MPI's mpirun, used only to start processes: `--host h1:2,h2:2`, variables with `-x`."""
+    """Open MPI's mpirun, used only to start processes: `--host h1:2,h2:2`, variables with `-x`.
+
+    Without `--bind-to none` it gives each of two ranks one core, and more of them the same socket.
+    """
     exports = {**_rendezvous(job), **job.exports}
     return [
-        *("mpirun", "-n", str(job.world_size), "--host", _host_slots(job), "--map-by", "slot"),
+        *("mpirun", "-n", str(job.world_size), "--host", _host_slots(job), "--map-by", "slot", "--bind-to", "none"),
         *(item for name, value in sorted(exports.items()) for item in ("-x", f"{name}={value}")),
         *_rank_command(job),
     ]
@@ -211,19 +214,28 @@ def command_environment(launcher: str, job: MultiNodeJob, env: Mapping[str, str]
     if launcher == "pdsh":
         result["PDSH_RCMD_TYPE"] = env.get("PDSH_RCMD_TYPE", "ssh")
     if launcher == "slurm":
-        result = {**_cores_of_tasks(env), **result, **_rendezvous(job), **job.exports, **job.secrets}
+        tasks = max(map(len, job.resources.values()), default=int(env.get("SLURM_NTASKS_PER_NODE") or 0))
+        result = {**_cores_of_tasks(env, tasks), **result, **_rendezvous(job), **job.exports, **job.secrets}
     return result
 
 
-def _cores_of_tasks(env: Mapping[str, str]) -> dict[str, str]:
-    """The cores of each task of a SLURM job, for srun, which from 22.05 on does not read `sbatch --cpus-per-task`, and
-    for torch, of which each rank would else take all cores of its node."""
-    if each := env.get("SLURM_CPUS_PER_TASK"):
-        return {"SRUN_CPUS_PER_TASK": each, "OMP_NUM_THREADS": each}
-    on_node, tasks = env.get("SLURM_CPUS_ON_NODE", ""), env.get("SLURM_NTASKS_PER_NODE", "")
-    if not (on_node.isdigit() and tasks.isdigit() and int(tasks) > 0):
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, int(on_node) // int(tasks)))}
+def _cores_of_tasks(env: Mapping[str, str], tasks: int) -> dict[str, str]:
+    """The cores of each of `tasks` per node of a SLURM job: for srun, which from 22.05 on does not read
+    `sbatch --cpus-per-task` and may else give a task one core for all its threads, and for torch, of which each rank
+    would else take all cores of its node. Ranks keep theirs, those next to each other near each other, as GPUs are.
+    """
+    if not (each := int(env.get("SLURM_CPUS_PER_TASK") or 0)):
+        on_node = env.get("SLURM_JOB_CPUS_PER_NODE") or env.get("SLURM_CPUS_ON_NODE")
+        if not (on_node and tasks):
+            return {}
+        from megatron.mpu.topology import tasks_per_node  # numpy, which a job's first script may lack
+
+        each = min(tasks_per_node(on_node, "SLURM_JOB_CPUS_PER_NODE")) // tasks
+        each -= each % 2  # SLURM counts hardware threads, and gives tasks whole cores
+    if each < 2:
+        return {"OMP_NUM_THREADS": "1"}
+    bound = {"SRUN_CPUS_PER_TASK": str(each), "SLURM_CPU_BIND": "cores", "SLURM_DISTRIBUTION": "block:block"}
+    return {**bound, "OMP_NUM_THREADS": str(each)}
 
 
 def job_port(job: str) -> int:

@@ -133,6 +133,7 @@ def add_export_flags(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--output_dir", "--output-dir", required=True, help="the folder to make")
     flags.add_argument("--iteration", type=int, help="which checkpoint of a save folder; default: its latest")
     add_config_files(flags, "; their vocab_file wins")
+    flags.add_argument("--ema", action="store_true", help="the moving averages of the weights (ema_decay) as weights")
     flags.add_argument("--no_save_tokenizer", action="store_true", help="leave the tokenizer's files out")
     flags.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of the files: 500MB, 5GB (default 5GB)")
     flags.add_argument(
@@ -200,6 +201,7 @@ def run_export(given: argparse.Namespace, hub: Hub, *, families: tuple[str, ...]
         config_files=given.config_file,
         iteration=given.iteration,
         reference=None if named is None else reference_of(open_model(named, None)),
+        averaged=given.ema,
         precision=given.precision,
         tokenizer=not given.no_save_tokenizer,
         check=not given.no_check,

@@ -28,7 +28,11 @@ class StepBatch:
         doc_ids: int64 `[gas, b, s]`, growing at each document of a row; None without `intra_document_masking`.
         step: number of the optimizer step, from 0.
         consumed: samples consumed by all ranks before this step.
+        trained: how many targets of this rank are trained.
         padding: how many inputs of this rank are padding.
+        bounds: int32 `[gas, n]`, where the documents of each micro-batch start, as `bounds.document_bounds` has them;
+            None without `intra_document_masking`.
+        longest: the length of the longest document of each micro-batch, with `bounds`.
     """
 
     tokens: Tensor
@@ -38,7 +42,10 @@ class StepBatch:
     doc_ids: Tensor | None
     step: int
     consumed: int
+    trained: int
     padding: int = 0
+    bounds: Tensor | None = None
+    longest: tuple[int, ...] = ()
 
     @classmethod
     def from_arrays(cls, arrays: StepArrays, step: int, consumed: int) -> StepBatch:
@@ -55,7 +62,11 @@ class StepBatch:
         """The same on another device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> StepBatch:
+    def tensors(self) -> dict[str, Tensor]:
+        """Those of the attributes that are."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed: dict[str, Any] = {n: change(x) for n, x in named.items() if isinstance(x, Tensor)}
+        return {name: x for name, x in named.items() if isinstance(x, Tensor)}
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> StepBatch:
+        changed: dict[str, Any] = {name: change(x) for name, x in self.tensors().items()}
         return replace(self, **changed)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.data.bounds import document_bounds
 from megatron.data.sample import Sample
 from megatron.errors import UserError
 
@@ -41,7 +42,8 @@ class CollateRules:
 class StepArrays:
     """The arrays of one rank and step, all `[gas, b, s]`: int64, but for the float32 `mask`.
 
-    `padding`: how many inputs are padding.
+    * `padding`: how many inputs are padding; `trained`: the sum of the mask.
+    * `bounds`, `longest`: see `document_bounds`.
     """
 
     tokens: np.ndarray
@@ -50,6 +52,9 @@ class StepArrays:
     positions: np.ndarray
     doc_ids: np.ndarray | None
     padding: int = 0
+    trained: int = 0
+    bounds: np.ndarray | None = None
+    longest: tuple[int, ...] = ()
 
 
 def allocate(rules: CollateRules, gas: int, micro_batch: int) -> StepArrays:
@@ -62,6 +67,15 @@ def allocate(rules: CollateRules, gas: int, micro_batch: int) -> StepArrays:
         positions=np.broadcast_to(np.arange(rules.seq_length, dtype=np.int64), shape).copy(),
         doc_ids=np.zeros(shape, np.int64) if rules.intra_document_masking else None,
     )
+
+
+def untrained(rules: CollateRules, gas: int, micro_batch: int) -> StepArrays:
+    """The arrays of a step that trains nothing, whatever its samples are."""
+    arrays = allocate(rules, gas, micro_batch)
+    for part in (arrays.tokens, arrays.targets, arrays.mask):
+        part[...] = 0
+    complete(arrays)
+    return arrays
 
 
 def fill(arrays: StepArrays, micro: int, row: int, sample: Sample, rules: CollateRules) -> None:
@@ -88,6 +102,30 @@ def fill(arrays: StepArrays, micro: int, row: int, sample: Sample, rules: Collat
         counter = np.arange(rules.seq_length)
         arrays.doc_ids[at] = np.cumsum(begins) - 1
         arrays.positions[at] = counter - np.maximum.accumulate(np.where(begins, counter, 0))
+
+
+def cut(arrays: StepArrays, length: int) -> None:
+    """Cut every row `[s]` into s / length rows in its order: the same targets of the same inputs, which see less before
+    them. Positions count from the start of a row, or of a document in it."""
+
+    def rows(part: np.ndarray) -> np.ndarray:
+        return part.reshape(len(part), -1, length)
+
+    arrays.tokens, arrays.targets, arrays.mask = rows(arrays.tokens), rows(arrays.targets), rows(arrays.mask)
+    begins = rows(arrays.positions) == 0
+    begins[..., 0] = True
+    counter = np.broadcast_to(np.arange(length), begins.shape)
+    arrays.positions = counter - np.maximum.accumulate(np.where(begins, counter, 0), axis=-1)
+    if arrays.doc_ids is not None:
+        arrays.doc_ids = np.cumsum(begins, axis=-1) - 1
+
+
+def complete(arrays: StepArrays) -> None:
+    """Work out what follows from arrays that are filled, where nobody waits for it: a device that is asked makes the
+    host wait."""
+    arrays.trained = int(arrays.mask.sum(dtype=np.float64))
+    if arrays.doc_ids is not None:
+        arrays.bounds, arrays.longest = document_bounds(arrays.doc_ids)
 
 
 def mask_row(mask: np.ndarray, starts: np.ndarray | None, length: int) -> None:

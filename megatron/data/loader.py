@@ -16,8 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from megatron.data.batch import StepBatch
-from megatron.data.collate import CollateRules, allocate, fill
+from megatron.data.collate import CollateRules, allocate, complete, cut, fill, untrained
 from megatron.data.sample import SampleDataset
+from megatron.neox_arguments.batch_plan import BatchPlan
 
 
 class StepLoader:
@@ -26,11 +27,12 @@ class StepLoader:
     Args:
         dataset: gives a `Sample` for each number in `[0, len)`.
         micro_batch: sequences per micro-batch and rank.
-        gas: micro-batches per step (gradient accumulation).
+        gas: micro-batches per step (gradient accumulation), where the plan does not say otherwise.
         dp_rank, dp_size: this rank among the data-parallel ones.
         rules: how samples become arrays.
         num_workers: background threads; 0 reads when the step is asked for.
         pin_memory: return page-locked memory.
+        plan: samples of each step over all ranks, multiples of micro_batch * dp_size; by default always the same.
     """
 
     def __init__(
@@ -44,41 +46,46 @@ class StepLoader:
         dp_size: int = 1,
         num_workers: int = 0,
         pin_memory: bool = False,
+        plan: BatchPlan | None = None,
     ) -> None:
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank {dp_rank} of dp_size {dp_size}")
         self.dataset, self.rules = dataset, rules
         self.micro_batch, self.gas, self.dp_rank, self.dp_size = micro_batch, gas, dp_rank, dp_size
         self.num_workers, self.pin_memory = num_workers, pin_memory
+        self.plan = plan or BatchPlan.constant(micro_batch * gas * dp_size)
 
-    @property
-    def train_batch_size(self) -> int:
-        """Samples that a step takes over all ranks."""
-        return self.micro_batch * self.gas * self.dp_size
-
-    def num_steps(self, consumed: int = 0) -> int:
-        """Whole steps after `consumed` samples; an incomplete last one is dropped."""
-        return max(0, len(self.dataset) - consumed) // self.train_batch_size
+    def num_steps(self, consumed: int = 0, step: int = 0) -> int:
+        """Whole steps after `step` ones and `consumed` samples; an incomplete last one is dropped."""
+        left = max(0, len(self.dataset) - consumed)
+        return self.plan.whole_steps(self.plan.samples(step) + left) - step
 
     def read(self, consumed: int, step: int) -> StepBatch:
-        """The step that begins after `consumed` samples."""
+        """The step of this number, which begins after `consumed` samples."""
+        gas = self.plan.batch_size(step) // (self.micro_batch * self.dp_size)
+        if self.plan.skips(step):
+            return StepBatch.from_arrays(untrained(self.rules, gas, self.micro_batch), step, consumed)
         numbers = rank_samples(
-            consumed, micro_batch=self.micro_batch, gas=self.gas, dp_rank=self.dp_rank, dp_size=self.dp_size
+            consumed, micro_batch=self.micro_batch, gas=gas, dp_rank=self.dp_rank, dp_size=self.dp_size
         )
-        arrays = allocate(self.rules, self.gas, self.micro_batch)
+        arrays = allocate(self.rules, gas, self.micro_batch)
         for micro, row_numbers in enumerate(numbers.tolist()):
             for row, number in enumerate(row_numbers):
                 fill(arrays, micro, row, self.dataset[number], self.rules)
+        if self.plan.lengths:
+            cut(arrays, self.plan.seq_length(step))
+        complete(arrays)
         batch = StepBatch.from_arrays(arrays, step, consumed)
         return batch.pin_memory() if self.pin_memory else batch
 
     def steps(self, consumed: int = 0, step: int | None = None) -> Iterator[StepBatch]:
         """The steps after `consumed` samples, while a whole step is left.
 
-        `step` numbers the first one; by default as if all steps before had this size.
+        `step` numbers the first one; by default as if all steps before were those of the plan.
         """
-        first = consumed // self.train_batch_size if step is None else step
-        positions = ((consumed + k * self.train_batch_size, first + k) for k in range(self.num_steps(consumed)))
+        first = self.plan.whole_steps(consumed) if step is None else step
+        begin, steps = consumed - self.plan.samples(first), range(first, first + self.num_steps(consumed, first))
+        positions = ((begin + self.plan.samples(k), k) for k in steps)
         if self.num_workers == 0:
             for position in positions:
                 yield self.read(*position)

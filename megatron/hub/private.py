@@ -27,7 +27,8 @@ _COMMIT_NAMES = ("git_hash", "git", "commit", "commit_hash")
 # An absolute path, or one below a home folder; not `//` of an address, nor what follows a word or `}`.
 _PART = r"""[^\s"'`,:;\[\]{}()<>|/*]"""
 _PATH = re.compile(rf"(?:file:/{{0,2}})?(?<![\w.~$}}<])(?<!(?<!:/)/)(?!//\w)(?:~[\w.-]*|/{_PART}+)(?:/{_PART}+)*/?")
-_MACHINE = ("s3_path", "wandb_team", "wandb_host", "comet_workspace", "host", "hostname", "user", "username", "email")
+_MACHINE = ("s3_path", "s3_load", "wandb_team", "wandb_host", "comet_workspace")
+_MACHINE += ("host", "hostname", "user", "username", "email")
 _PLUGINS = "plugins"  # of the group `launcher`, which says where a run went
 
 
@@ -42,7 +43,8 @@ def share_value(value: Any, name: str = "") -> Any:
     if is_secret_name(name):
         return REMOVED
     known = all_keys().get(name)
-    if known is not None and known.path and "://" not in value:  # a relative one may lead through a home folder too
+    # A relative one may lead through a home folder, too; a bucket is nobody else's affair.
+    if known is not None and known.path and ("://" not in value or value.startswith("s3://")):
         return value.rstrip("/").rpartition("/")[2]
     return value if name in _COMMIT_NAMES and _COMMIT.fullmatch(value) else share_text(value)
 

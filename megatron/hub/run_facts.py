@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.find import Checkpoint
+from megatron.checkpoint.run_metrics import FILE, read_metrics
 from megatron.errors import UserError
 from megatron.files import read_json
 from megatron.log import get_logger
@@ -82,7 +82,7 @@ def read_facts(checkpoint: Checkpoint, stored: NeoXArgs | None) -> RunFacts:
         tokens=samples * length if samples and isinstance(length, int) else None,
         git=manifest.git or config.get("git_hash"),
         versions=manifest.versions,
-        losses=read_losses(folder / "metrics.jsonl", manifest.step),
+        losses=read_losses(folder / FILE, manifest.step),
         sources=_read_sources(config),
         scores=scores,
         scored_at=scored_at,
@@ -91,24 +91,9 @@ def read_facts(checkpoint: Checkpoint, stored: NeoXArgs | None) -> RunFacts:
 
 def read_losses(path: Path, until: int) -> dict[str, dict[int, float]]:
     """Losses of `metrics.jsonl` up to a step; of a step that was trained twice the later one. {} without a file."""
-    found: dict[str, dict[int, float]] = {TRAIN: {}, VALID: {}}
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return {}
-    for line in lines:
-        try:
-            metrics = json.loads(line)
-        except ValueError:  # the last line of a run that was killed
-            continue
-        step = metrics.get("step") if isinstance(metrics, dict) else None
-        if not isinstance(step, int) or not 0 < step <= until:
-            continue
-        for name, values in found.items():
-            value = metrics.get(name)
-            if isinstance(value, float | int) and math.isfinite(value):
-                values[step] = float(value)
-    return {name: dict(sorted(values.items())) for name, values in found.items() if values}
+    metrics = {step: values for step, values in read_metrics(path).items() if 0 < step <= until}
+    found = {name: {step: v[name] for step, v in metrics.items() if name in v} for name in (TRAIN, VALID)}
+    return {name: values for name, values in found.items() if values}
 
 
 def _read_sources(config: Mapping[str, Any]) -> tuple[Source, ...]:

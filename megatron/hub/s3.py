@@ -7,6 +7,7 @@ endpoint are those of boto3: `AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL_S3`, `~/.aws
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -46,7 +47,9 @@ class S3Folder:
             import boto3
             from boto3.s3.transfer import TransferConfig
         except ImportError as error:
-            raise UserError("s3_path is set: pip install -r requirements/requirements-s3.txt") from error
+            raise UserError(
+                "checkpoints in a bucket need boto3: pip install -r requirements/requirements-s3.txt"
+            ) from error
         self.address = address.rstrip("/")
         self._bucket, _, path = self.address.removeprefix("s3://").partition("/")
         self._prefix = f"{path}/" if path else ""
@@ -74,6 +77,13 @@ class S3Folder:
         steps = self.list_steps()
         named = layout.step_of((self._read(layout.LATEST) or b"").decode(errors="replace").strip())
         return max((step for step in steps if named is not None and step <= named), default=max(steps, default=None))
+
+    def has_same(self, folder: Path) -> bool:
+        """Whether the checkpoint in `folder` lists the same files, by checksums, as the one of its name here."""
+        there, mine = self._read(f"{folder.name}/{layout.MANIFEST}"), (folder / layout.MANIFEST).read_bytes()
+        with suppress(ValueError, LookupError, TypeError):  # a damaged one is no copy
+            return json.loads(there or b"")["files"] == json.loads(mine)["files"]
+        return False
 
     def upload(self, folder: Path) -> int:
         """Send the complete checkpoint in `folder`. Returns the number of bytes that were not there yet."""
@@ -230,14 +240,6 @@ def find_stored(options: CheckpointConfig, damaged: Damaged = NONE_DAMAGED) -> t
     if step is None or step in mine.steps or step <= (mine.latest or 0):
         return None
     return stored, step
-
-
-def announce_stored(options: CheckpointConfig) -> bool:
-    """Whether a run downloads a checkpoint first, which is logged. Raises `UserError` as `find_stored` does."""
-    if (found := find_stored(options)) is not None:
-        stored, step = found
-        logger.info(f"s3_path: the run downloads iteration {step} of {stored.address} first, and resumes from it")
-    return found is not None
 
 
 def fetch_newest(options: CheckpointConfig, damaged: Damaged = NONE_DAMAGED) -> Path | None:

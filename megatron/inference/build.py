@@ -42,6 +42,13 @@ def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, chec
     checksums = args.checkpoint.checkpoint_checksums
     reader = reader_of(checkpoint, args.model, tokenizer.vocab_size, checksums=checksums)
     check_fits(reader, args, tokenizer)
+    if args.optimizer.ema_decay is not None and args.optimizer.ema_evaluate:
+        if reader.has_averages:
+            reader.use_averages()
+        which = (
+            "the moving average (ema_decay) of the weights" if reader.has_averages else "the weights: it has no average"
+        )
+        logger.info(f"{checkpoint.path}: {which} is used")
     dtype = DTYPES[args.optimizer.precision or "fp32"]
     layers = gpt_layers(
         args.model,
@@ -72,6 +79,7 @@ def fill(module: nn.Module, reader: CheckpointReader, state: ParallelState, dtyp
         # A copy where it would be a view of what is not held.
         p.data = own_experts(part, p.spec, state).to(state.device, kept, copy=state.ep_size > 1)
         p.requires_grad_(False)
+        del part  # before the next one is read
 
 
 def position_limit(model: ModelConfig) -> int:

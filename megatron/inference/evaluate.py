@@ -49,7 +49,7 @@ def evaluate(process: Process, report: Report) -> int:
     stage = build_stage(args, state, tokenizer, checkpoint)
     exported = as_exported(tokenizer, inherit_tokens(args, checkpoint))
     if args.generation.eval_chat_template:
-        exported.require_chat_template()
+        exported.require_chat_template("eval_chat_template")
     team = evaluation_team(control, stage, exported, batch=batch_size(args), seed=args.training.seed)
     info = {"checkpoint": str(checkpoint.path), "precision": args.optimizer.precision, "neox_args": args.to_dict()}
     failed: dict[str, str] = {}

@@ -10,10 +10,8 @@ from megatron.inference.generate import Limits, generate
 from megatron.inference.sampling import Draws, Sampling
 from megatron.inference.scoring import score
 from megatron.inference.stage import Stage, batches
+from megatron.inference.stop_strings import StopStrings
 from megatron.inference.team import Control, Team, Worker
-
-# A token more than a stop sequence has bytes, and some for tokens of which several make one character.
-_LOOK_BACK = 4
 
 
 def evaluation_team(control: Control, stage: Stage, text: ExportedText, *, batch: int, seed: int) -> Team:
@@ -34,13 +32,8 @@ def _complete(
     options: Mapping[str, Any],
 ) -> list[str]:
     """Texts after numbered prompts, each cut before the first stop sequence in it."""
-    until: list[str] = options["until"]
-    tail = max((len(stop.encode()) for stop in until), default=0) + _LOOK_BACK
-
-    def ends_with_stop(tokens: list[int]) -> bool:
-        return any(stop in text.decode(tokens[-tail:]) for stop in until)
-
-    limits = Limits(options["new_tokens"], text.prefix, text.ends, ends_with_stop if until else None)
+    stops = StopStrings(options["until"], text.decode)
+    limits = Limits(options["new_tokens"], text.prefix, text.ends, stops.ended)
     sampling = Sampling(options["temperature"], options["top_k"], options["top_p"])
     texts: dict[int, str] = {}
     for chunk in batches(stage, [len(prompt) for _, prompt in items], batch, options["what"]):
@@ -48,8 +41,7 @@ def _complete(
         completions = generate(stage, [items[i][1] for i in chunk], limits, sampling, draws)
         for i, completion in zip(chunk, completions, strict=True):
             # An end that is no special token is part of the text.
-            written = text.decode([*completion.tokens, *([] if completion.end is None else [completion.end])])
-            for stop in until:
-                written = written.split(stop)[0]
-            texts[i] = written
+            texts[i] = stops.cut(
+                text.decode([*completion.tokens, *([] if completion.end is None else [completion.end])])
+            )
     return [texts[i] for i in range(len(items))]

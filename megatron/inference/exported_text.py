@@ -34,11 +34,11 @@ class ExportedText:
     decode: Callable[[Sequence[int]], str]
     tokenizer: Any = None
 
-    def require_chat_template(self) -> None:
-        """Raise `UserError` when the tokenizer has none."""
+    def require_chat_template(self, key: str) -> None:
+        """Raise `UserError`, naming the key that asks for it, when the tokenizer has none."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise UserError(
-                "eval_chat_template: the tokenizer has no chat template: put a chat_template.jinja next to its "
+                f"{key}: the tokenizer has no chat template: put a chat_template.jinja next to its "
                 "tokenizer.json, or leave the key out"
             )
 

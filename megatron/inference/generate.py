@@ -26,6 +26,8 @@ class Completion:
         finished: the model ended the text itself (one of `Limits.ends`, or what `Limits.ended` looks for).
         message: why nothing or less than asked was generated, else None.
         logits: per new token the logits over the vocabulary (fp32), when asked for; on the last stage only.
+        logprobs: per new token the logarithm of its probability, as the model has it (temperature 1, no token left
+            out), when asked for; on the last stage only.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -33,6 +35,7 @@ class Completion:
     finished: bool = False
     message: str | None = None
     logits: list[Tensor] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,10 @@ class Limits:
     ended: Callable[[list[int]], bool] | None = None
 
 
+Grew = Callable[[int, Sequence[int]], None]
+"""`grew(row, tokens)`: the new tokens so far of the prompt with that number."""
+
+
 @torch.no_grad()
 def generate(
     stage: Stage,
@@ -62,6 +69,8 @@ def generate(
     *,
     use_cache: bool = True,
     return_logits: bool = False,
+    return_logprobs: bool = False,
+    grew: Grew | None = None,
 ) -> list[Completion]:
     """Complete every prompt. The same call with the same prompts on every rank of a copy of the model.
 
@@ -70,6 +79,7 @@ def generate(
 
     Args:
         draws: one stream of random numbers per prompt; not needed when `sampling` is greedy.
+        grew: called on this rank for each new token.
     """
     completions = [Completion() for _ in prompts]
     batch = []
@@ -82,7 +92,7 @@ def generate(
         else:
             batch.append(text)
     if batch and limits.maximum_tokens > 0:
-        _run(stage, batch, limits, sampling, draws, use_cache, return_logits)
+        _run(stage, batch, limits, sampling, draws, use_cache, _Wanted(return_logits, return_logprobs, grew))
     return completions
 
 
@@ -95,21 +105,43 @@ class _Text:
     completion: Completion
     open: bool = True
 
-    def take(self, token: int, logits: Tensor | None, limits: Limits, max_positions: int) -> None:
-        """Add a token, unless the text has ended before or ends with it."""
+    def take(self, token: int, limits: Limits, max_positions: int) -> bool:
+        """Add a token, unless the text ends with it; whether it was added."""
         done = self.completion
         if token in limits.ends:
             done.end, done.finished, self.open = token, True, False
-            return
+            return False
         done.tokens.append(token)
-        if logits is not None:
-            done.logits.append(logits.float().cpu())
         if limits.ended is not None and limits.ended(done.tokens):
             done.finished, self.open = True, False
         elif len(done.tokens) == limits.maximum_tokens:
             self.open = False
         elif len(self.prompt) + len(done.tokens) >= max_positions:
             done.message, self.open = f"stopped at the model's {max_positions} positions", False
+        return True
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What is asked for besides the tokens."""
+
+    logits: bool
+    logprobs: bool
+    grew: Grew | None
+
+    def note(self, batch: Sequence[_Text], added: Sequence[bool], logits: Tensor | None, picked: Tensor) -> None:
+        """Of the tokens [b] that were picked just now by logits [b, v] and `added`, each to the text of its row."""
+        if logits is not None and self.logprobs:
+            logprobs = logits.float().log_softmax(dim=-1).gather(1, picked[:, None])[:, 0].tolist()
+        for row, text in enumerate(batch):
+            if not added[row]:
+                continue
+            if logits is not None and self.logits:
+                text.completion.logits.append(logits[row].float().cpu())
+            if logits is not None and self.logprobs:
+                text.completion.logprobs.append(logprobs[row])
+            if self.grew is not None:
+                self.grew(text.row, text.completion.tokens)
 
 
 def _run(
@@ -119,7 +151,7 @@ def _run(
     sampling: Sampling,
     draws: Draws | None,
     use_cache: bool,
-    return_logits: bool,
+    wanted: _Wanted,
 ) -> None:
     """Rows are padded on the left, so that all continue in the same column."""
     device = stage.state.device
@@ -143,9 +175,8 @@ def _run(
         picked = next_tokens(logits, sampling, uniform) if logits is not None and stage.has_results else None
         picked = stage.share(picked, len(batch))
         columns = torch.cat((columns, picked[:, None]), dim=1)
-        kept = logits if return_logits and logits is not None else [None] * len(batch)
-        for text, token, row in zip(batch, picked.tolist(), kept, strict=True):
-            if text.open:
-                text.take(token, row, limits, stage.max_positions)
+        taken = zip(batch, picked.tolist(), strict=True)
+        added = [text.open and text.take(token, limits, stage.max_positions) for text, token in taken]
+        wanted.note(batch, added, logits, picked)
         if not any(text.open for text in batch):
             return

@@ -5,14 +5,19 @@ Needs neither torch nor a device, so that the launcher refuses bad input before 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.find import Checkpoint, find_checkpoint
 from megatron.errors import UserError
+from megatron.inference.suites import read_suites
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.schema_train import GenerationConfig
 from megatron.tokenizer.model_tokens import inherit
+
+Prompt = str | list[dict[str, Any]]
+"""A text, or a chat: its turns, each with `role` and `content`."""
 
 
 def requested_checkpoint(args: NeoXArgs) -> Checkpoint:
@@ -43,38 +48,85 @@ def check_requests(options: GenerationConfig, kind: str) -> None:
     for folder in options.eval_tasks_path or () if kind != "generate" else ():
         if not Path(folder).is_dir():
             raise UserError(f"eval_tasks_path: there is no folder {folder}")
-    if kind == "eval" and not options.eval_tasks:
-        raise UserError("eval_tasks is not set: name what to evaluate, e.g. --eval_tasks lambada_openai hellaswag")
+    if kind == "eval" and not (options.eval_tasks or options.eval_suite):
+        raise UserError(
+            "eval_tasks is not set: name what to evaluate, e.g. --eval_tasks lambada_openai hellaswag, or --eval_suite "
+            "core"
+        )
     if kind != "generate":
+        read_suites(options.eval_suite)
         return
     if options.text_gen_type == "input-file":
-        read_prompts(options.sample_input_file, options.prompt_end)
+        prompts_of(options)
     check_prompt_end(options.prompt_end)
     if options.text_gen_type != "interactive":
         check_writable(options.sample_output_file)
 
 
-def read_prompts(file: str | None, prompt_end: str) -> list[str]:
-    """The prompts of a file, separated by `prompt_end`; see `clean_prompt`. Blank ones are left out.
+def prompts_of(options: GenerationConfig) -> list[Prompt]:
+    """What there is to complete: `prompt`, else the file. Raises `UserError`, also where both are given."""
+    if options.prompt is None:
+        file = options.sample_input_file
+        return (
+            _read_objects(file)
+            if file is not None and file.endswith(".jsonl")
+            else [*read_prompts(file, options.prompt_end)]
+        )
+    if options.sample_input_file is not None:
+        raise UserError(f"prompt: sample_input_file is set, too ({options.sample_input_file}); give one of them")
+    if blank := [number for number, text in enumerate(options.prompt, start=1) if not text.strip()]:
+        raise UserError(f"prompt: number {blank[0]} is empty; leave prompt out to generate without one")
+    return list(options.prompt)
+
+
+def read_prompts(file: str | None, prompt_end: str, key: str = "sample_input_file") -> list[str]:
+    """The prompts of the file that `key` names, separated by `prompt_end`; see `clean_prompt`. Blank ones are left out.
 
     Raises:
         UserError: there is no such file, it is not UTF-8 text, or it holds no prompt.
     """
     if file is None:
         raise UserError("text_gen_type input-file needs sample_input_file (-i FILE)")
-    path = Path(file)
-    if not path.is_file():
-        raise UserError(f"sample_input_file: {path} does not exist")
+    text = _read(file, key)
     check_prompt_end(prompt_end)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"sample_input_file: {path} is not UTF-8 text ({error})") from error
     prompts = [clean_prompt(part, prompt_end, first=i == 0) for i, part in enumerate(text.split(prompt_end))]
     prompts = [prompt for prompt in prompts if prompt.strip()]
     if not prompts:
-        raise UserError(f"sample_input_file: {path} holds no prompt")
+        raise UserError(f"{key}: {file} holds no prompt")
     return prompts
+
+
+def _read_objects(file: str) -> list[Prompt]:
+    """The prompts of a file with an object a line."""
+    key = "sample_input_file"
+    lines = enumerate(_read(file, key).splitlines(), start=1)
+    prompts = [_from_object(line, f"{key}: {file}:{number}") for number, line in lines if line.strip()]
+    if not prompts:
+        raise UserError(f"{key}: {file} holds no prompt")
+    return prompts
+
+
+def _read(file: str, key: str) -> str:
+    if not Path(file).is_file():
+        raise UserError(f"{key}: {file} does not exist")
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{key}: {file} is not UTF-8 text ({error})") from error
+
+
+def _from_object(line: str, where: str) -> Prompt:
+    """`{"prompt": text}`, or `{"messages": [{"role": ..., "content": ...}, ...]}`."""
+    try:
+        item = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON ({error})") from error
+    if isinstance(item, dict) and isinstance(text := item.get("prompt"), str) and text.strip():
+        return text
+    turns = item.get("messages") if isinstance(item, dict) else None
+    if isinstance(turns, list) and turns and all(isinstance(turn, dict) and "role" in turn for turn in turns):
+        return turns
+    raise UserError(f"{where} has neither a text `prompt` nor `messages`, a list of objects with `role` and `content`")
 
 
 def clean_prompt(part: str, prompt_end: str, *, first: bool) -> str:
@@ -94,8 +146,11 @@ def check_prompt_end(prompt_end: str) -> None:
         raise UserError("prompt_end is empty: give the text that separates prompts, for instance '\\n'")
 
 
-def output_path(options: GenerationConfig, output_is_set: bool) -> Path:
-    """Where the records go: `sample_output_file`, or next to the prompts when that is not set."""
+def output_path(options: GenerationConfig, output_is_set: bool) -> Path | None:
+    """Where the records go: `sample_output_file`, or next to the file of prompts when that is not set; nowhere if the
+    prompts are no file's."""
+    if options.text_gen_type == "input-file" and options.prompt is not None and not output_is_set:
+        return None
     if options.text_gen_type == "input-file" and not output_is_set and options.sample_input_file:
         return Path(options.sample_input_file + ".output.jsonl")
     return Path(options.sample_output_file or "samples.txt")

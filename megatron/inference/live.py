@@ -13,9 +13,12 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import Engine
 
 
-def live_stage(engine: Engine, args: NeoXArgs, control: Control, stop: Callable[[], bool]) -> Stage:
+def live_stage(
+    engine: Engine, args: NeoXArgs, control: Control | None = None, stop: Callable[[], bool] = lambda: False
+) -> Stage:
     """This rank's stage of the engine's model, for use inside `engine.evaluating()`.
 
+    `control`: keeps ranks together that work on texts of their own; not needed where all make the same passes.
     `stop`: whether this rank was asked to stop; the first pass after any rank was raises `Stopped` on all.
     """
     model, state = args.model, engine.state
@@ -28,5 +31,5 @@ def live_stage(engine: Engine, args: NeoXArgs, control: Control, stop: Callable[
         position_limit(model),
         switch_length(model.rope_scaling),
         forward=engine.run_stage,
-        lockstep=Lockstep(control.group, lag, stop, engine.beat),
+        lockstep=None if control is None else Lockstep(control.group, lag, stop, engine.beat),
     )

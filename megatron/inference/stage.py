@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron.inference.lockstep import Lockstep
 from megatron.layers.carry import Carry
+from megatron.layers.documents import Documents
 from megatron.layers.kv_cache import KVCache
 from megatron.log import progress
 from megatron.model.head import LMOutput, Then
@@ -69,7 +70,7 @@ class Stage:
         self._sent_shared = False
 
     def _run_layers(self, carry: Carry, cache: KVCache | None, then: Then | None) -> Any:
-        return run_stage(self.layers, carry, Recompute(), cache, then)  # a row is one document
+        return run_stage(self.layers, carry, Recompute(), cache, then)
 
     def new_cache(self, capacity: int, start: Tensor | None) -> KVCache:
         """A cache for this stage's layers. `start`: first real column of each left-padded row."""
@@ -77,7 +78,12 @@ class Stage:
 
     @torch.no_grad()
     def run(
-        self, tokens: Tensor, positions: Tensor, cache: KVCache | None = None, then: Then | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache | None = None,
+        then: Then | None = None,
+        doc_ids: Tensor | None = None,
     ) -> Any | None:
         """What `then` makes of the network's output (the `LMOutput` itself without) for tokens [b, s], on ranks of the
         last stage; None elsewhere. Collective over the copy. Under sequence parallelism the output may have more rows.
@@ -85,15 +91,24 @@ class Stage:
         Args:
             tokens, positions: [b, s], the same on every rank of the copy.
             cache: what `new_cache` gave, or None to run without one (then `tokens` is everything so far).
+            doc_ids: [b, s], the packed documents that are kept apart; None: a row is one document.
         """
         if self.lockstep is not None:
             self.lockstep.before_pass()
-        return self._pass(tokens, positions, cache, then)
+        return self._pass(tokens, positions, cache, then, doc_ids)
 
-    def _pass(self, tokens: Tensor, positions: Tensor, cache: KVCache | None, then: Then | None) -> Any | None:
+    def _pass(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache | None,
+        then: Then | None,
+        doc_ids: Tensor | None = None,
+    ) -> Any | None:
         tokens, positions = self._with_more_rows(tokens), self._with_more_rows(positions)
+        documents = None if doc_ids is None else Documents(self._with_more_rows(doc_ids))
         first = tokens if self.state.is_first_stage else self._receive(tokens.numel() // self._split)
-        out = self._forward(Carry(first, positions, shared=self._shared), cache, then)
+        out = self._forward(Carry(first, positions, documents, shared=self._shared), cache, then)
         if self.state.is_last_stage:
             return out
         self._send(out)

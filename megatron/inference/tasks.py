@@ -15,6 +15,8 @@ import torch
 from megatron.errors import UserError, nearest
 from megatron.inference.harness import HarnessModel
 from megatron.inference.lockstep import Stopped
+from megatron.inference.suite_groups import SuiteGroup, load_entry
+from megatron.inference.suites import Entry, read_suites
 from megatron.log import ProgressBar, get_logger
 from megatron.neox_arguments.schema_train import GenerationConfig
 
@@ -28,7 +30,7 @@ LOCAL_TASKS = "lm_eval_tasks"
 
 
 class Tasks:
-    """The tasks of `eval_tasks`, loaded with their data.
+    """The tasks of `eval_tasks` and `eval_suite`, loaded with their data.
 
     A name is a task, group or tag of the harness's or of the folders in `eval_tasks_path` (also with * and ?), a YAML
     file of a task, or a folder of such files.
@@ -43,7 +45,10 @@ class Tasks:
 
     def __init__(self, options: GenerationConfig) -> None:
         self.options = options
-        self.names = list(options.eval_tasks or ())
+        self.suites = read_suites(options.eval_suite)
+        self.names = [*(options.eval_tasks or ()), *(suite.name for suite in self.suites)]
+        self._asked = list(options.eval_tasks or ())
+        self._entries = {entry.name: entry for suite in self.suites for entry in suite.entries}
         self._all = False
         self.manager = self._read_files()
         self.loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}}
@@ -56,8 +61,17 @@ class Tasks:
             self.loaded["tasks"].update(found["tasks"])
             self.loaded["groups"].update(found["groups"])
             self._members[name] = list(found["tasks"])
+        self._suite_shots: dict[str, int] = {}
+        for entry in self._entries.values():
+            self._load_entry(entry)
         for group in self.loaded["groups"].values():
             self._members[group.name] = [task.task_name for task in group.get_all_tasks()]
+        for suite in self.suites:
+            group = SuiteGroup.of(suite, self.loaded)
+            self.loaded["groups"][suite.name] = group
+            # Also what could not be loaded at all.
+            tasks = [task.task_name for task in group.get_all_tasks()]
+            self._members[suite.name] = list(dict.fromkeys([*(entry.name for entry in suite.entries), *tasks]))
         self._set_shots()
 
     # -- finding them -------------------------------------------------------------------------------
@@ -66,14 +80,15 @@ class Tasks:
         """The index of task files. Those of the harness, 14,000, take many seconds: only if one of them is meant."""
         from lm_eval.tasks import TaskManager
 
-        folders = [*task_folders(self.options), *(name for name in self.names if Path(name).is_dir())]
+        names = [*self._asked, *(entry.task for entry in self._entries.values())]
+        folders = [*task_folders(self.options), *(name for name in names if Path(name).is_dir())]
         if self._all:
             logger.info("reading the task files of lm-evaluation-harness")
         # Ours come before its own, as documented: no line for each of them.
         logging.getLogger("lm_eval.tasks._index").setLevel(logging.ERROR)
         manager = TaskManager(include_path=folders or None, include_defaults=self._all)
-        known = all(Path(name).exists() or name in manager.all_tasks for name in self.names)
-        groups = manager.all_groups if any(Path(name).is_dir() for name in self.names) else self.names
+        known = all(Path(name).exists() or name in manager.all_tasks for name in names)
+        groups = manager.all_groups if any(Path(name).is_dir() for name in names) else names
         known = known and not any(_unknown_members(manager, name) for name in groups)
         if not self._all and not known:
             self._all = True
@@ -83,7 +98,7 @@ class Tasks:
     def _expand(self) -> list[str]:
         """Names with folders and patterns replaced by what they hold or match."""
         found: list[str] = []
-        for name in self.names:
+        for name in self._asked:
             if name in self.manager.all_tasks or Path(name).is_file():
                 found.append(name)
             elif Path(name).is_dir():
@@ -122,6 +137,20 @@ class Tasks:
                 loaded.update(more[part])
         return found
 
+    def _load_entry(self, entry: Entry) -> None:
+        """A task of a suite, under its name there."""
+        if entry.task not in self.manager.all_tasks and not Path(entry.task).is_file():
+            near = nearest(entry.task, self.manager.all_tasks)
+            raise UserError(f"eval_suite: there is no task {entry.task!r}.{near}")
+        before = set(self.failed)
+        found = load_entry(entry, self._load)
+        self.failed = {name if name in before else entry.rename(name): why for name, why in self.failed.items()}
+        for part, loaded in found.items():
+            if twice := sorted(loaded.keys() & self.loaded[part].keys()):
+                raise UserError(f"eval_tasks: {', '.join(twice)} is in eval_suite already; name it in one of them")
+            self.loaded[part].update(loaded)
+        self._suite_shots |= dict.fromkeys(found["tasks"], entry.num_fewshot)
+
     def require(self) -> None:
         """Raise `UserError` when nothing could be loaded."""
         if not self.loaded["tasks"]:
@@ -135,7 +164,8 @@ class Tasks:
     # -- running them -------------------------------------------------------------------------------
 
     def _set_shots(self) -> None:
-        """Examples before each question: `eval_num_fewshot`, else what the task says, else none."""
+        """Examples before each question: `eval_num_fewshot` by name, else the suite's, else `eval_num_fewshot` for all,
+        else what the task says, else none."""
         asked = self.options.eval_num_fewshot
         by_name = asked if isinstance(asked, dict) else {}
         for name in by_name:
@@ -148,6 +178,8 @@ class Tasks:
             groups = [shots for group, shots in by_name.items() if name in self._members.get(group, ())]
             if name in by_name or groups:
                 own = by_name.get(name, groups[0] if groups else None)
+            elif name in self._suite_shots:
+                own = self._suite_shots[name]
             elif isinstance(asked, int) and own != 0:  # 0 in a task's file means that it has no examples
                 own = asked
             task.set_config(key="num_fewshot", value=own or 0)
@@ -188,6 +220,9 @@ class Tasks:
             failed |= {name: f"{type(error).__name__}: {error}" for name in found.groups}
             found.metrics = {name: metrics for name, metrics in found.metrics.items() if name not in found.groups}
             found.groups = {}
+        for name in [name for name, group in found.groups.items() if getattr(group, "problem", "")]:
+            failed[name] = found.groups.pop(name).problem
+            del found.metrics[name]
         results = dict(found._to_eval_results())
         config = {"model": type(model).__name__, **model.get_model_info(), **_asked(self.options)}
         return {**results, "failed": failed, "config": config, "date": started}
@@ -251,7 +286,7 @@ def _unknown_members(manager: TaskManager, name: str) -> list[str]:
 
 
 def _asked(options: GenerationConfig) -> dict[str, Any]:
-    keys = ("eval_num_fewshot", "eval_task_limit", "eval_chat_template", "eval_system_instruction")
+    keys = ("eval_suite", "eval_num_fewshot", "eval_task_limit", "eval_chat_template", "eval_system_instruction")
     return {key.removeprefix("eval_"): getattr(options, key) for key in keys}
 
 

@@ -19,6 +19,7 @@ def split_micro_batches(merged: FlatValues, multiplier: int, rule: str) -> dict[
     if multiplier == 1:
         return {}
     total, micro, steps = (merged.values.get(name) for name in (TOTAL, MICRO, ACCUMULATION))
+    total = total or merged.values.get("batch_size_schedule")
     if micro is None:  # it follows from the global batch, which the configuration's own rules divide or refuse
         return {} if total is None else {ACCUMULATION: (steps or 1) * multiplier}
     if micro % multiplier:

@@ -36,7 +36,7 @@ _SILENT_SECONDS = 60.0  # a run on another host touches its lock every 10 s
 # Not of the run: where its ranks were, and what it writes.
 _OVERRIDES = (
     *("hostfile=null", "include=null", "exclude=null", "num_nodes=-1", "num_gpus=null", "force_multi=false"),
-    *("use_wandb=false", "use_comet=false", "tensorboard_dir=null"),
+    *("use_wandb=false", "use_comet=false", "use_trackio=false", "prometheus_file=null", "tensorboard_dir=null"),
 )
 
 

@@ -7,6 +7,7 @@ network it uses. Without GPUs the measurement is gloo's and there is no NCCL to 
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import os
@@ -255,7 +256,7 @@ def _synchronize(device: str) -> None:
 
     if device == "cuda":
         torch.cuda.synchronize()
-    dist.barrier()
+    dist.barrier(device_ids=[torch.cuda.current_device()] if device == "cuda" else None)
 
 
 def loaded_nccl() -> tuple[str | None, str | None]:
@@ -277,9 +278,12 @@ def version_text(code: int) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="python -m megatron.jobs.preflight", description=__doc__).parse_args()
     import torch
     import torch.distributed as dist
 
+    if "SLURM_PROCID" not in os.environ:
+        raise UserError("preflight: SLURM_PROCID is not set: a job starts this by srun, on two of its nodes")
     rank = int(os.environ["SLURM_PROCID"])
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     store = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

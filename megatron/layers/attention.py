@@ -93,8 +93,11 @@ class SelfAttention(Mixer):
             head_dim=d,
         )
         self.choice = choose_backend(task, model.attention_backend, prefer=("transformer_engine",) * model.te_mha)
-        self.one_graph = self.choice.backend.one_graph
         self.attend = self.choice.backend.attend
+        # Every tensor-parallel rank draws masks for its own heads, by a generator that no graph can hold.
+        own_masks = self.dropout > 0 and state.tp_size > 1
+        if own_masks or not self.choice.backend.one_graph(task):
+            self.uncompiled = ("_attend",)
 
     def _build_qk_norms(self, model: ModelConfig) -> None:
         self.qk_layernorm: nn.Module | None = None
@@ -130,10 +133,13 @@ class SelfAttention(Mixer):
                 raise RuntimeError("attention adds a bias of positions to its scores, but was given no `Carry.shared`")
             bias = self.score_bias(shared, q.shape[1], k.shape[1])
         dropout = self.dropout if self.training else 0.0
-        with sharded_rng(dropout, self.state):
-            call = Call(self.scale, True, self.window, documents, start, self.slopes, dropout, self.softcap, bias)
-            out = self.attend(q, k, v, call)
+        call = Call(self.scale, True, self.window, documents, start, self.slopes, dropout, self.softcap, bias)
+        out = self._attend(q, k, v, call)
         return self.dense(out.reshape(-1, self.heads * self.d), reduce=reduce)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        with sharded_rng(call.dropout, self.state):
+            return self.attend(q, k, v, call)
 
     def add_bias(self, total: Tensor) -> Tensor:
         return self.dense.add_bias(total)

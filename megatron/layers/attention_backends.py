@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron.errors import UserError
 from megatron.layers import attention_kernels, attention_sdpa  # these fill the table
 from megatron.layers.attention_contract import ATTENTION_BACKENDS, Backend, Task
+from megatron.layers.attention_packed import use_flash3
 from megatron.layers.transformer_engine import attention as transformer_engine_attention
 
 # Importing them is what fills the registry.
@@ -27,14 +28,19 @@ BIASED_CAPPED: dict[str, tuple[str, ...]] = {"cuda": ("manual",), "cpu": ("manua
 
 @dataclass(frozen=True)
 class Choice:
-    """A back-end, its name, and why those before it on the list were not taken."""
+    """A back-end, its name, which kernel it has where there are several, and why those before it were not taken."""
 
     name: str
     backend: Backend
     passed_over: tuple[str, ...] = ()
+    kernel: str = ""
 
     def __str__(self) -> str:
-        return self.name + (f" ({'; '.join(self.passed_over)})" if self.passed_over else "")
+        return (
+            self.name
+            + (f" by {self.kernel}" if self.kernel else "")
+            + (f" ({'; '.join(self.passed_over)})" if self.passed_over else "")
+        )
 
 
 def choose_backend(task: Task, wanted: str = "auto", prefer: tuple[str, ...] = ()) -> Choice:
@@ -47,7 +53,7 @@ def choose_backend(task: Task, wanted: str = "auto", prefer: tuple[str, ...] = (
         backend = ATTENTION_BACKENDS[wanted]()
         if reason := backend.why_not(task):
             raise UserError(f"attention_backend: {wanted} cannot be used: {reason}; auto takes one that can")
-        return Choice(wanted, backend)
+        return Choice(wanted, backend, kernel=_kernel(wanted, task))
     if task.bias:
         table = BIASED_CAPPED if task.softcap else BIASED
     elif task.softcap:
@@ -67,6 +73,13 @@ def choose_backend(task: Task, wanted: str = "auto", prefer: tuple[str, ...] = (
         except UserError as error:
             reason = str(error)
         if reason is None:
-            return Choice(name, backend, tuple(passed_over))
+            return Choice(name, backend, tuple(passed_over), _kernel(name, task))
         passed_over.append(reason)
     raise UserError("; ".join(passed_over))
+
+
+def _kernel(name: str, task: Task) -> str:
+    """Which kernel a back-end has that has several; the best of them is switched on here, before any forward pass."""
+    if name != "varlen" or task.device.type != "cuda":
+        return ""
+    return "FlashAttention 3" if use_flash3(task.device) else "FlashAttention 2"

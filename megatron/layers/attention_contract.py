@@ -91,7 +91,7 @@ class Backend:
 
     * `form` of `Documents` it wants; `cuda_fp32_form`: in fp32 on a GPU, where some kernels do not exist.
     * `softcap`, `bias`: whether it can bound scores, and add a bias to them; else it is never given such a task.
-    * `one_graph`: whether torch.compile can take it whole.
+    * `one_graph(task)`: whether torch.compile can take it whole.
     * `obstacle(task)`: why else it cannot do the task (the key and what to do), None if it can; ask `why_not`.
     """
 
@@ -100,7 +100,7 @@ class Backend:
     cuda_fp32_form: Form | None = None
     softcap: bool = False
     bias: bool = False
-    one_graph: bool = True
+    one_graph: Callable[[Task], bool] = lambda task: True
     obstacle: Callable[[Task], str | None] = _no_obstacle
 
     def why_not(self, task: Task) -> str | None:

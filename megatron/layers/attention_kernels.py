@@ -6,6 +6,7 @@ Legend: b batch, s queries, s_k keys, t = b·s, n query heads, n_kv key/value he
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,10 +22,10 @@ def _no_dropout(task: Task, name: str) -> str | None:
     return f"{name} has no dropout, and attention_dropout is not 0" if task.dropout else None
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+def _varlen(kernel: Callable[..., Tensor] | None, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     """Each document by itself; on a GPU also whole rows with a window, for which torch's SDPA would need a mask.
 
-    What is left is torch's SDPA: plain causal attention, fp32 on a GPU, a cache.
+    What is left is torch's SDPA: plain causal attention, fp32 on a GPU, a cache. `kernel`: the GPU's.
     """
     documents = call.documents
     rows_alone = documents is None and call.window is not None and q.is_cuda and q.dtype != torch.float32
@@ -45,7 +46,8 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         return packed_attention(*rows, bounds, call.scale, window, call.slopes)[0].view(q.shape)
     if call.slopes is not None:
         raise UserError("pos_emb: on a GPU varlen has no ALiBi; use the flex or torch back-end")
-    out = gpu_kernel()(*rows, bounds, bounds, longest, longest, scale=call.scale, window_size=(window, 0))
+    assert kernel is not None
+    out = kernel(*rows, bounds, bounds, longest, longest, scale=call.scale, window_size=(window, 0))
     return out.view(q.shape)
 
 
@@ -58,16 +60,18 @@ def _varlen_obstacle(task: Task) -> str | None:
         return f"varlen wants heads of a multiple of 8 and at most 256 wide, not {task.head_dim}"
     if torch.cuda.get_device_capability(task.device) < (8, 0):
         return "varlen needs a GPU of compute capability 8.0 or newer"
-    try:
-        gpu_kernel()
-    except UserError as error:
-        return str(error)
     return _no_dropout(task, "varlen")
 
 
 @ATTENTION_BACKENDS.register("varlen")
 def _load_varlen() -> Backend:
     """torch's variable-length attention; on a CPU our own operator of that kind."""
+    # Looked up here: a forward pass is compiled, and must not ask again.
+    kernel = gpu_kernel() if torch.cuda.is_available() else None
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        return _varlen(kernel, q, k, v, call)
+
     return Backend(varlen, form="bounds", cuda_fp32_form="mask", obstacle=_varlen_obstacle)
 
 
@@ -153,6 +157,7 @@ def _load_flash() -> Backend:
             "window_size": (window, 0 if call.causal else window),
             "alibi_slopes": call.slopes,
             **({} if call.softcap is None else {"softcap": call.softcap}),
+            **({"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}),
         }
         if documents is None:
             return flash_attn_func(q, k, v, **options)
@@ -163,7 +168,14 @@ def _load_flash() -> Backend:
         rows = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
         return flash_attn_varlen_func(*rows, bounds, bounds, longest, longest, **options).view_as(q)
 
-    return Backend(flash, form="bounds", cuda_fp32_form="mask", softcap=True, obstacle=_flash_obstacle)
+    return Backend(
+        flash,
+        form="bounds",
+        cuda_fp32_form="mask",
+        softcap=True,
+        one_graph=lambda task: not task.documents,  # their borders become lengths that depend on the data
+        obstacle=_flash_obstacle,
+    )
 
 
 def _flash_obstacle(task: Task) -> str | None:

@@ -12,16 +12,17 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.errors import UserError
 from megatron.layers.attention_masks import linear_bias, visible_mask
+from megatron.log import get_logger
 
+logger = get_logger(__name__)
 _aten = torch.ops.aten
 
 
@@ -104,7 +105,7 @@ packed_attention.register_autograd(_differentiate, setup_context=_remember)
 
 def _documents(bounds: Tensor) -> Iterator[slice]:
     edges = bounds.tolist()
-    return (slice(first, last) for first, last in pairwise(edges))
+    return (slice(first, last) for first, last in pairwise(edges) if last > first)
 
 
 def _one(x: Tensor, rows: slice) -> Tensor:
@@ -123,14 +124,32 @@ def _bias(rows: slice, window: int, slopes: Tensor | None, dtype: torch.dtype) -
     return torch.where(seen, bias, -math.inf)
 
 
-@cache
 def gpu_kernel() -> Callable[..., Tensor]:
-    """torch's `varlen_attn` (torch 2.10 or newer). Raises `UserError` where it is missing."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError as error:
-        raise UserError(f"on a GPU varlen needs torch 2.10 or newer, not {torch.__version__}") from error
+    """torch's `varlen_attn`. Ask when a layer is built: importing it takes seconds, as it imports the compiler."""
+    from torch.nn.attention.varlen import varlen_attn
+
     # The kernel has always taken grouped heads; newer wrappers have an argument for them.
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
         return varlen_attn
     return lambda *args, **options: varlen_attn(*args, enable_gqa=True, **options)
+
+
+def use_flash3(device: torch.device) -> bool:
+    """Have torch's FlashAttention be version 3 on a Hopper GPU where its package is installed. Returns whether it is.
+
+    It is so for the whole process, and version 3 has no dropout: for models without it.
+    """
+    from torch.nn import attention
+
+    if torch.are_deterministic_algorithms_enabled():
+        return False  # torch does not ask it for its repeatable backward pass
+    if attention.current_flash_attention_impl() == "FA3":
+        return True
+    if find_spec("flash_attn_interface") is None or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        attention.activate_flash_attention_impl("FA3")
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        logger.warning(f"flash_attn_interface is installed, but FlashAttention 3 cannot be used: {error}")
+        return False
+    return True

@@ -48,12 +48,12 @@ class Carry(NamedTuple):
 
     @classmethod
     def from_tensors(
-        cls, tensors: Sequence[Tensor], fields: Sequence[str] = ("hidden", "positions", "documents")
+        cls, tensors: Sequence[Any], fields: Sequence[str] = ("hidden", "positions", "documents")
     ) -> Carry:
         """From the tensors at the border of a stage; `fields` names them, in order (the last may be missing).
-        Documents come as their numbers [b, s]."""
+        Documents come as their numbers [b, s], or as they are."""
         found: dict[str, Any] = dict(zip(fields, tensors, strict=False))
-        if "documents" in found:
+        if isinstance(found.get("documents"), Tensor):
             found["documents"] = Documents(found["documents"])
         return cls(**found)
 
@@ -62,12 +62,12 @@ class Carry(NamedTuple):
         return tuple(x.ids if isinstance(x, Documents) else x for x in self if x is not None)
 
     def prepare_documents(self, needs: Collection[Need]) -> Carry:
-        """With the documents in the forms that the layers of a stage read (`Documents.of`).
+        """With the documents in the forms that the layers of a stage read (`Documents.prepare`).
 
         Once for all of them, and not in a block: it depends on the data, which a compiled graph must not, and it would
         be computed again with every block that activation checkpointing recomputes.
         """
-        return self if self.documents is None else self._replace(documents=Documents.of(self.documents.ids, needs))
+        return self if self.documents is None else self._replace(documents=self.documents.prepare(needs))
 
     def replace_hidden(self, hidden: Tensor, loss: Tensor | None = None) -> Carry:
         """Behind a layer that made `hidden`, and adds `loss` to the balance loss."""

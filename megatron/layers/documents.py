@@ -4,8 +4,8 @@ Legend: b batch, s sequence, t = b·s, N documents of the micro-batch (a documen
 again there).
 
 Every layer of a stage masks alike, so what follows from the document numbers is made once per micro-batch, before the
-first block and outside any compiled graph, and travels next to the hidden states in place of the numbers. Between
-pipeline stages only the numbers travel.
+first block and outside any compiled graph, and travels next to the hidden states in place of the numbers. Each
+pipeline stage has the numbers from its own batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TILE = 128
 class Documents:
     """`ids` [b, s] int64, equal inside a document. A back-end whose form is missing works from the numbers.
 
-    * `bounds` int32 [N + 1]: where each document starts among the t tokens, then t.
+    * `bounds` int32 [N + 1]: where each document starts among the t tokens, then t. Documents of no length may follow.
     * `reach`: a tensor without content, as long as the longest document. A length, unlike a number, may change from
       step to step without torch.compile making a new graph.
     * `masks`: by sliding window, bool [b, 1, s, s], True = visible. `blocks`: the same for FlexAttention.
@@ -44,17 +44,25 @@ class Documents:
     blocks: dict[int | None, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, ids: Tensor, needs: Collection[Need]) -> Documents:
-        """From document numbers [b, s], ready for layers with these needs. Call it outside compiled code."""
-        bounds = reach = None
+    def with_bounds(cls, ids: Tensor, bounds: Tensor, longest: int) -> Documents:
+        """With bounds that somebody knows without asking the device. `longest`: the length of the longest document."""
+        return cls(ids, bounds, bounds.new_empty(1).expand(-(-longest // TILE) * TILE))
+
+    def prepare(self, needs: Collection[Need]) -> Documents:
+        """In the forms that layers with these needs read, and no other. Call it outside compiled code.
+
+        Waits for the device for bounds that are needed and not there.
+        """
+        ids, bounds, reach = self.ids, None, None
         if any(form == "bounds" for form, _ in needs):
-            bounds, longest = document_bounds(ids)
-            reach = bounds.new_empty(1).expand(-(-longest // TILE) * TILE)
+            known = self if self.bounds is not None else Documents.with_bounds(ids, *document_bounds(ids))
+            bounds, reach = known.bounds, known.reach
+            assert bounds is not None and reach is not None
             _may_change_length(bounds, reach)
         s, device = ids.shape[1], ids.device
         masks = {w: visible_mask(s, s, device, window=w, doc_ids=ids) for form, w in needs if form == "mask"}
         blocks = {w: block_mask(ids, w) for form, w in needs if form == "blocks"}
-        return cls(ids, bounds, reach, masks, blocks)
+        return Documents(ids, bounds, reach, masks, blocks)
 
 
 def document_starts(ids: Tensor | None) -> Tensor | None:

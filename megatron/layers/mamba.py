@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class Mamba(Mixer):
     """Submodules and parameters have GPT-NeoX's (and mamba-ssm's) names. `choice`: the kernels in use."""
 
-    one_graph = False
+    uncompiled = ("scan", "inner")
 
     def __init__(self, model: ModelConfig, state: ParallelState, spec: BlockSpec) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 class Mamba2(Mixer):
     """Submodules and parameters have mamba-ssm's names. `choice`: the kernels in use."""
 
-    one_graph = False
+    uncompiled = ("scan",)
 
     def __init__(self, model: ModelConfig, state: ParallelState, spec: BlockSpec) -> None:
         super().__init__()
@@ -131,16 +131,18 @@ class Mamba2(Mixer):
         part = sum_gradient(gather_last_dim(part, self.state), self.state, "tensor").unflatten(
             -1, (self.groups, self.n)
         )
-        mine = groups_of_heads(self.heads, self.groups, self.state)
-        if len(set(mine)) == 1:
-            return part[:, :, mine[0] : mine[0] + 1]
-        return part[:, :, mine]  # one group per head: they are not equally many
+        first, per_group = self.state.tp_rank * self.heads, self.heads * self.state.tp_size // self.groups
+        if first // per_group == (first + self.heads - 1) // per_group:
+            return part[:, :, first // per_group].unsqueeze(2)
+        # One group per head: they are not equally many.
+        return part[:, :, groups_of_heads(self.heads, self.groups, self.state)]
 
 
-def groups_of_heads(heads: int, groups: int, state: ParallelState) -> list[int]:
-    """The group of each of this rank's `heads` heads, of `groups` in all."""
+def groups_of_heads(heads: int, groups: int, state: ParallelState) -> Tensor:
+    """The group of each of this rank's `heads` heads, of `groups` in all, int64 [heads]. Made on the device: for a copy
+    of numbers the host would wait."""
     first, per_group = state.tp_rank * heads, heads * state.tp_size // groups
-    return [(first + i) // per_group for i in range(heads)]
+    return torch.arange(first, first + heads, device=state.device) // per_group
 
 
 class GatedRMSNorm(nn.Module):
@@ -169,7 +171,7 @@ class GatedRMSNorm(nn.Module):
 
     def _means(self, heads: Tensor) -> Tensor:
         """Mean of squares of each head's group: [t, n_h/tp, p] -> [t, n_h/tp]."""
-        mine = torch.tensor(groups_of_heads(heads.shape[1], self.groups, self.state), device=heads.device)
+        mine = groups_of_heads(heads.shape[1], self.groups, self.state)
         sums = heads.new_zeros(heads.shape[0], self.groups).index_add(1, mine, heads.square().sum(-1))
         # Leaving and entering is an all-reduce in both directions, with and without sequence parallelism.
         sums = enter_tensor_parallel(leave_tensor_parallel(sums, self.state), self.state)

@@ -37,6 +37,7 @@ class DepthwiseConv(nn.Module):
         self.bias = sharding.parameter(bias, state) if model.mamba_use_bias_in_conv else None
         self.taps = taps
         self.conv = conv
+        self.uncompiled = ("conv",)
 
     def forward(self, x: Tensor, ids: Tensor | None = None, tail: Tensor | None = None) -> Tensor:
         """[b, s, c/tp] -> the same; `ids` and `tail` as in mamba_conv."""

@@ -31,22 +31,24 @@ class DenseMLP(FeedForward):
     `width` and `bias`: instead of ffn_width and use_bias_in_mlp.
     """
 
+    elementwise = ("activate",)
+
     def __init__(
         self, model: ModelConfig, state: ParallelState, *, width: int | None = None, bias: bool | None = None
     ) -> None:
         super().__init__()
         activation = build_activation(model.activation, bias_gelu_fusion=model.bias_gelu_fusion)
-        self.function, self.gated = activation.function, activation.gated
+        self.activate = activation.__call__
         h, width = model.hidden_size, width or model.ffn_width
         bias = model.use_bias_in_mlp if bias is None else bias
         column, row = engine_recipes(model, state.device, both=model.te_layernorm_mlp)
         self.linear1 = ColumnParallelLinear(
             h,
-            2 * width if self.gated else width,
+            2 * width if activation.gated else width,
             state=state,
             init=build_init(model),
             bias=bias,
-            blocks=(width, width) if self.gated else (),
+            blocks=(width, width) if activation.gated else (),
             recipe=column,
         )
         init = build_init(model, residual=True)
@@ -55,13 +57,7 @@ class DenseMLP(FeedForward):
     def forward(
         self, x: Tensor, context: Context | None = None, *, entered: bool = False, reduce: bool = True
     ) -> tuple[Tensor, None]:
-        wide = self.linear1(x, entered=entered)
-        if self.gated:
-            up, gate = wide.chunk(2, dim=-1)
-            wide = self.function(gate) * up
-        else:
-            wide = self.function(wide)
-        return self.linear2(wide, reduce=reduce), None
+        return self.linear2(self.activate(self.linear1(x, entered=entered)), reduce=reduce), None
 
     def add_bias(self, total: Tensor) -> Tensor:
         return self.linear2.add_bias(total)

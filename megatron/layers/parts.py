@@ -56,7 +56,8 @@ class Part(nn.Module):
     `add_bias` adds after the reduction.
     """
 
-    one_graph = True  # whether torch.compile can take it whole
+    uncompiled: tuple[str, ...] = ()  # names of its functions that torch.compile leaves as they are
+    elementwise: tuple[str, ...] = ()  # of those that fuse well and touch no parameter: compiled where nothing more is
 
     def add_bias(self, total: Tensor) -> Tensor:
         """`total` [t, h] and what `reduce=False` leaves out."""

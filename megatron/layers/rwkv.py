@@ -71,6 +71,7 @@ class TimeMixing(Mixing):
         self.time_mix_key = self.vector(mix(left))
         self.time_mix_value = self.vector(mix(left, 0.3 * depth))
         self.time_mix_receptance = self.vector(mix(0.5 * left))
+        self.wkv, self.uncompiled = wkv, ("wkv",)
         self.key = ColumnParallelLinear(h, channels, state=state, init=init, bias=False)
         self.value = ColumnParallelLinear(h, channels, state=state, init=init, bias=False)
         self.receptance = ColumnParallelLinear(h, channels, state=state, init=init, bias=False)
@@ -101,7 +102,7 @@ class TimeMixing(Mixing):
         r = self.receptance(self.blend(x, shifted, self.time_mix_receptance), entered=True).view(b, s, -1)
         if real is not None:
             k, v = k.to(wide).masked_fill(~real, NOTHING), v.masked_fill(~real, 0.0)
-        y, state = wkv(k, v, -self.time_decay.to(wide).exp(), self.time_first.to(wide), starts=starts, state=state)
+        y, state = self.wkv(k, v, -self.time_decay.to(wide).exp(), self.time_first.to(wide), starts=starts, state=state)
         return self.output((torch.sigmoid(r) * y).view(b * s, -1)), x[:, -1], state
 
 

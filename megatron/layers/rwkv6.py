@@ -42,6 +42,7 @@ class TimeMixing6(Mixing):
 
     def __init__(self, model: ModelConfig, state: ParallelState, layer: int) -> None:
         super().__init__(model, state)
+        self.wkv, self.uncompiled = wkv6, ("wkv",)
         h, a, d, init = model.hidden_size, model.dim_att, model.head_size, build_init(model)
         depth, left = layer / max(model.num_layers - 1, 1), 1 - layer / model.num_layers
         self.d = d
@@ -101,7 +102,7 @@ class TimeMixing6(Mixing):
             for name, part in (("r", self.receptance), ("k", self.key), ("v", self.value))
         )
         w, u = w.view(b, s, -1, self.d), self.time_faaaa.to(wide)
-        y, state = wkv6(r, k, v, w, u, starts=starts, state=state)
+        y, state = self.wkv(r, k, v, w, u, starts=starts, state=state)
         gate = F.silu(self.gate(inputs["g"], entered=True))
         return self.output(self.ln_x(y.reshape(b * s, -1)) * gate), x[:, -1], state
 

@@ -55,12 +55,14 @@ class Block(nn.Module):
     """
 
     uses_cache = True
-    one_graph = True  # whether torch.compile can take it whole
+    uncompiled: tuple[str, ...] = ()  # as in `Part`
 
     def __init__(self, model: ModelConfig, state: ParallelState) -> None:
         super().__init__()
         self.state = state
         self.dropout = model.hidden_dropout
+        if self.dropout > 0 and state.tp_size > 1:
+            self.uncompiled = ("_drop",)  # tensor-parallel ranks agree on masks by generators that no graph can hold
         self.chunking = Recompute.of(model)
         self.fp8 = Precision(model, state)
         # Chunks of several blocks are recomputed by whoever runs the list (sequential.run_layers).
@@ -87,7 +89,7 @@ class Block(nn.Module):
         return LayerCache(capacity, start)
 
     def document_needs(self) -> set[Need]:
-        """What its parts read of packed documents (`Documents.of`)."""
+        """What its parts read of packed documents (`Documents.prepare`)."""
         return set()
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -141,7 +143,6 @@ class TransformerBlock(Block):
         add_norm("post_feedforward_layernorm")
         if self.norms[2] is not None and self.mlp.take_norm(getattr(self, self.norms[2])):
             self.norms = (*self.norms[:2], None, self.norms[3])
-        self.one_graph = all(getattr(part, "one_graph", True) for part in self.modules())
 
     def new_cache(self, capacity: int, start: Tensor | None) -> CacheEntry:
         return self.attention.new_cache(capacity, start)

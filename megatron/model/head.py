@@ -20,7 +20,7 @@ from megatron.layers.init import build_init
 from megatron.layers.norms import build_norm
 from megatron.mpu import sharding
 from megatron.mpu.collectives import enter_tensor_parallel, gather_last_dim
-from megatron.mpu.cross_entropy import Projection, linear_cross_entropy, weighted_linear_cross_entropy
+from megatron.mpu.cross_entropy import Projection, ZLoss, linear_cross_entropy, weighted_linear_cross_entropy
 from megatron.mpu.layers import linear
 from megatron.mpu.loss_kernels import soft_cap
 from megatron.mpu.sharding import ParamSpec
@@ -61,7 +61,7 @@ class LMOutput:
 
     def weighted_loss(self, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """(Σ weights · loss, losses [t] without gradient) for targets and fp32 weights [b, s]: one pass over the logits
-        where `token_loss` needs two."""
+        where `token_loss` needs two. The z-loss (`z_loss_weight`) is in its gradient."""
         return weighted_linear_cross_entropy(
             self._scaled(), self.weight, targets.reshape(-1), weights.reshape(-1), self.projection, self.bias
         )
@@ -121,7 +121,8 @@ class OutputMatrix(nn.Module):
             self.bias = sharding.parameter(spec, state)
         self.multiplier = 1.0 / model.mup_width_mult if model.use_mup else 1.0
         chunk = loss_chunk(model.loss_chunk_size, on_gpu=state.device.type == "cuda")
-        self.projection = Projection(vocab_size, state, chunk, softcap=model.final_logit_softcapping)
+        z_loss = ZLoss(model.z_loss_weight, state.device) if model.z_loss_weight else None
+        self.projection = Projection(vocab_size, state, chunk, softcap=model.final_logit_softcapping, z_loss=z_loss)
 
     def forward(self, hidden: Tensor, shape: torch.Size, balance: Tensor | None, then: Then | None) -> Any:
         out = LMOutput(hidden, self.weight, tuple(shape), self.projection, self.multiplier, self.bias, balance)

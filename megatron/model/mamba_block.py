@@ -1,6 +1,7 @@
 """A residual block of Mamba: x + mixer(norm(x)), without a feed-forward.
 
-Parameter names are GPT-NeoX's: `norm.*`, `mixer.*`. It is not compiled: its scan is a loop over the sequence.
+Parameter names are GPT-NeoX's: `norm.*`, `mixer.*`. It is compiled around its scan, which may be a loop over
+the sequence.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ PROVIDERS = (mamba, mamba2)  # importing them is what fills the registry of mixe
 @BLOCKS.register("mamba", "mamba2")
 class MambaBlock(Block):
     """Mamba needs no positions and sees everything: of the spec it reads the kind."""
-
-    one_graph = False
 
     def __init__(self, model: ModelConfig, state: ParallelState, spec: BlockSpec) -> None:
         super().__init__(model, state)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,12 +14,14 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from megatron.layers.carry import Carry
+from megatron.layers.documents import Documents
 from megatron.layers.parts import log_backends
 from megatron.model.block import Block
 from megatron.model.gpt import Layer, build_layer
 from megatron.model.partition import LayerRow, partition
 from megatron.model.recompute import recompute_of
 from megatron.model.sequential import SequentialModel, run_layers
+from megatron.mpu.initial_weights import initialize
 from megatron.mpu.state import ParallelState
 
 __all__ = ["LayerPipe", "SequentialModel"]
@@ -28,24 +30,24 @@ __all__ = ["LayerPipe", "SequentialModel"]
 class _Spec(LayerSpec):
     """Defers to `build_layer`; DeepSpeed only wants a module class to print."""
 
-    def __init__(self, layer: Layer, seed: int | None, state: ParallelState) -> None:
+    def __init__(self, layer: Layer, state: ParallelState) -> None:
         super().__init__(nn.Module)
-        self.layer, self.seed, self.state = layer, seed, state
+        self.layer, self.state = layer, state
 
     def build(self, log: bool = False) -> nn.Module:
-        return build_layer(self.layer, self.seed, self.state)
+        return build_layer(self.layer, None, self.state)
 
 
 class _TiedSpec(TiedLayerSpec):
     """Embedding or head, whose `word_embeddings.weight` is one weight on two stages. Each stage builds its own layer;
     DeepSpeed sums the two gradients and counts the second copy as replicated."""
 
-    def __init__(self, layer: Layer, seed: int | None, state: ParallelState) -> None:
+    def __init__(self, layer: Layer, state: ParallelState) -> None:
         super().__init__("embed", nn.Module, tied_weight_attr="word_embeddings.weight")
-        self.layer, self.seed, self.state = layer, seed, state
+        self.layer, self.state = layer, state
 
     def build(self, log: bool = False) -> nn.Module:
-        return build_layer(self.layer, self.seed, self.state)
+        return build_layer(self.layer, None, self.state)
 
 
 class LayerPipe(PipelineModule):
@@ -53,6 +55,9 @@ class LayerPipe(PipelineModule):
 
     Only this stage's layers are built. `LOCAL_RANK` must be in the environment and torch.distributed initialised with
     `state`'s world; DeepSpeed prints its own layer table to stdout (the caller silences it).
+
+    `micro_batches`: "positions", and "documents" if they are kept apart, of the next micro-batches, one for each
+    forward pass, from whoever has the batch: then no stage sends them. Where it ends, the stage before does.
     """
 
     def __init__(
@@ -67,7 +72,7 @@ class LayerPipe(PipelineModule):
             raise ValueError("a pipeline has at least 2 stages; run one stage as a SequentialModel")
         tied = any(layer.tied for layer in layers)
         ends = {layers[0].index, layers[-1].index} if tied else set()
-        specs = [(_TiedSpec if layer.index in ends else _Spec)(layer, seed, state) for layer in layers]
+        specs = [(_TiedSpec if layer.index in ends else _Spec)(layer, state) for layer in layers]
         rows = [LayerRow(layer.index, layer.name) for layer in layers]
         # Set before DeepSpeed's constructor, which calls `_partition_layers` below.
         bounds = partition(rows, state.pp_size, partition_method, [layer.parameters for layer in layers])
@@ -77,7 +82,11 @@ class LayerPipe(PipelineModule):
             topology=PipeModelDataParallelTopology(num_pp=state.pp_size, num_mp=state.tp_size, num_dp=state.dp_size),
             loss_fn=objective.loss,
         )
+        if seed is not None:
+            initialize(self, seed, state)
         self.objective = objective
+        self.before_layer: Callable[[nn.Module], None] = lambda layer: None
+        self.micro_batches: Iterator[dict[str, Tensor | Documents]] = iter(())
         self.recompute = recompute_of(self.forward_funcs)
         self.carried = next(layer.carried for layer in self.forward_funcs if isinstance(layer, Block))
         log_backends(self, state)
@@ -94,7 +103,10 @@ class LayerPipe(PipelineModule):
 
     def forward(self, forward_input: Any) -> Any:
         """This stage's layers: the tensors of a carry (tokens or hidden first) -> the same; `LMOutput` at the end."""
-        out = run_layers(self.forward_funcs, Carry.from_tensors(forward_input, self.carried), self.recompute)
+        known = next(self.micro_batches, {})
+        sent_on = [name for name in self.carried if name not in known]
+        carry = Carry.from_tensors((*known.values(), *forward_input), (*known, *sent_on))
+        out = run_layers(self.forward_funcs, carry, self.recompute, before=self.before_layer)
         if not isinstance(out, Carry):
             return out
         if out.shared is not None:
@@ -102,7 +114,7 @@ class LayerPipe(PipelineModule):
         sent = [x for x in (out.hidden, out.balance, out.shared) if x is not None and x.requires_grad]
         if len(sent) > 1:
             _backward_at_once(sent)
-        return out.to_tensors()
+        return out._replace(**dict.fromkeys(known)).to_tensors()
 
 
 def _backward_at_once(sent: list[Tensor]) -> None:

@@ -18,18 +18,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megatron.errors import UserError
-from megatron.layers import attention_packed  # defines the operator below
+from megatron.layers import attention_packed  # defines one of the operators below
+from megatron.layers.moe import grouped_linear  # and another
 
 if TYPE_CHECKING:
+    from torch._ops import OperatorBase
+
     from megatron.neox_arguments.schema_model import ModelConfig
 
 POLICIES = ("none", "full", "selective")
 
-assert attention_packed
+assert attention_packed and grouped_linear
 _aten = torch.ops.aten
 # Dear to compute, and the rest of a block follows from them cheaply.
 SAVED_OPERATORS = frozenset(
@@ -37,6 +39,8 @@ SAVED_OPERATORS = frozenset(
         _aten.mm.default,
         _aten.addmm.default,
         _aten.bmm.default,
+        _aten._grouped_mm.default,
+        torch.ops.deepy.grouped_linear.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,
@@ -79,11 +83,20 @@ def recompute_of(layers: Iterable[Any]) -> Recompute:
 
 
 # Operators that exist only once something imported them; the object itself would have to be imported too.
-SAVED_NAMES = frozenset({"torch_attn::_varlen_attn"})
+SAVED_NAMES = frozenset(
+    {
+        "torch_attn::_varlen_attn",
+        "flex_attention",
+        # The flash-attn package from 2.7 on; what older ones compute is hidden from torch, and computed again.
+        "flash_attn::_flash_attn_forward",
+        "flash_attn::_flash_attn_varlen_forward",
+    }
+)
 
 
-def _keep_or_recompute(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    saved = operator in SAVED_OPERATORS or (isinstance(operator, OpOverload) and operator.name() in SAVED_NAMES)
+def keep_or_recompute(context: Any, operator: OperatorBase, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy "selective", as torch asks for it: of every operator that a chunk calls."""
+    saved = operator in SAVED_OPERATORS or operator.name() in SAVED_NAMES
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -92,6 +105,6 @@ def recompute_in_backward(function: Callable[..., Any], policy: str, *args: Any)
     if policy == "none" or not torch.is_grad_enabled():
         return function(*args)
     if policy == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, _keep_or_recompute)
+        contexts = partial(create_selective_checkpoint_contexts, keep_or_recompute)
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
     return checkpoint(function, *args, use_reentrant=False)

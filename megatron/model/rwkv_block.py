@@ -1,7 +1,7 @@
 """A residual block of RWKV-4 or RWKV-6: x + time_mixing(norm(x)), then x + channel_mixing(norm(x)); the first of a
 network normalises the embeddings before.
 
-It is not compiled: its recurrence is a loop over the sequence.
+It is compiled around its recurrence, a loop over the sequence.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ _HALVES = {"rwkv4": (TimeMixing, ChannelMixing), "rwkv": (TimeMixing6, ChannelMi
 
 @BLOCKS.register(*_HALVES)
 class RwkvBlock(Block):
-    one_graph = False
-
     def __init__(self, model: ModelConfig, state: ParallelState, spec: BlockSpec) -> None:
         super().__init__(model, state)
         time_mixing, channel_mixing = _HALVES[spec.kind]

@@ -19,13 +19,21 @@ from megatron.layers.parts import log_backends
 from megatron.model.gpt import Layer, build_layer
 from megatron.model.head import Head, LMOutput, Then
 from megatron.model.recompute import Recompute, recompute_in_backward, recompute_of
+from megatron.mpu.initial_weights import initialize
 from megatron.mpu.state import ParallelState
 
 
-def run_layers(layers: Sequence[nn.Module], carry: Carry, recompute: Recompute, cache: KVCache | None = None) -> Any:
+def run_layers(
+    layers: Sequence[nn.Module],
+    carry: Carry,
+    recompute: Recompute,
+    cache: KVCache | None = None,
+    before: Callable[[nn.Module], None] = lambda layer: None,
+) -> Any:
     """Send the carry through `layers`; those with `uses_cache` get their entries of `cache`.
 
     Blocks recompute themselves one by one; chunks of several (`checkpoint_num_layers` > 1) are recomputed here.
+    `before` is called with each layer before it runs, outside of compiled and recomputed code.
     """
     if cache is not None:
         entries = iter(cache.layers)
@@ -35,6 +43,8 @@ def run_layers(layers: Sequence[nn.Module], carry: Carry, recompute: Recompute, 
     carry = carry.prepare_documents({need for block in _blocks(layers) for need in block.document_needs()})
     with next((block.fp8.region() for block in _blocks(layers)), nullcontext()):
         for chunk in _chunks(layers, recompute):
+            for layer in chunk:
+                before(layer)
             if len(chunk) == 1:
                 carry = chunk[0](carry)
             else:
@@ -48,12 +58,15 @@ def run_stage(
     recompute: Recompute,
     cache: KVCache | None = None,
     then: Then | None = None,
+    before: Callable[[nn.Module], None] = lambda layer: None,
 ) -> Any:
     """`run_layers` for a stage that may end with the head: then what `then` makes of its `LMOutput` (see `Head`)."""
     *body, last = layers
     if isinstance(last, Head):
-        return last(run_layers(body, carry, recompute, cache), then=then)
-    return run_layers(layers, carry, recompute, cache)
+        carry = run_layers(body, carry, recompute, cache, before)
+        before(last)
+        return last(carry, then=then)
+    return run_layers(layers, carry, recompute, cache, before)
 
 
 def _is_block(layer: nn.Module) -> bool:
@@ -111,28 +124,33 @@ class SequentialModel(nn.Module):
         built: list[nn.Module] = []
         for layer in layers:
             weight = built[0].word_embeddings.weight if layer.tied else None
-            built.append(build_layer(layer, seed, state, weight=weight))
+            built.append(build_layer(layer, seed if after_build is not None else None, state, weight=weight))
             if after_build is not None and weight is None:
                 after_build(built[-1])
         self.sequential = nn.ModuleList(built)
+        self.before_layer: Callable[[nn.Module], None] = lambda layer: None
+        if seed is not None and after_build is None:
+            initialize(self, seed, state)  # all at once: the ranks share the work
         self.recompute = recompute_of(built)
         log_backends(self, state)
 
     def forward(
         self,
-        inputs: tuple[Tensor, ...],
+        inputs: tuple[Any, ...],
         labels: Any = None,
         cache: KVCache | None = None,
         then: Then | None = None,
     ) -> Any:
-        """inputs (tokens [b, s], positions [b, s][, doc_ids [b, s]]) -> the loss of `labels`, or `LMOutput` without.
+        """inputs (tokens [b, s], positions [b, s][, doc_ids [b, s] or `Documents`]) -> the loss of `labels`, or
+        `LMOutput` without.
 
         `then`: what to make of the `LMOutput` inside the head's forward (under ZeRO-3 its weight is whole only there),
         e.g. `lambda out: out.logits()`.
         """
         if labels is not None:
             then = partial(self._loss, labels)
-        return run_stage(list(self.sequential), Carry.from_tensors(inputs), self.recompute, cache, then)
+        carry = Carry.from_tensors(inputs)
+        return run_stage(list(self.sequential), carry, self.recompute, cache, then, self.before_layer)
 
     def _loss(self, labels: Any, out: LMOutput) -> Tensor:
         return self.objective.loss(out, labels)

@@ -24,7 +24,20 @@ from megatron.mpu.collectives import all_gather, enter_tensor_parallel
 from megatron.mpu.layers import linear
 from megatron.mpu.loss_kernels import at_least_fp32, cap_slope, logits_gradient, row_sums
 from megatron.mpu.loss_kernels import compiled as kernel
+from megatron.mpu.product_sums import add_product
 from megatron.mpu.state import ParallelState
+
+
+class ZLoss:
+    """weight · logsumexp(z)² of each token, whose gradient counts in training: it keeps logits from drifting (PaLM,
+    arXiv 2204.02311).
+
+    `total`: 0-dim fp32, Σ token_weights · logsumexp² of what was trained since it was set to 0; without `weight`.
+    """
+
+    def __init__(self, weight: float, device: torch.device) -> None:
+        self.weight = weight
+        self.total = torch.zeros((), device=device)
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,7 @@ class Projection:
 
     * `vocab_size`: the real vocabulary. `chunk`: tokens whose logits exist at a time.
     * `compiled`: torch.compile what is no matrix product. `softcap` c bounds logits by c · tanh(z / c).
+    * `z_loss`: added to the gradient, not to the value, of `weighted_linear_cross_entropy`.
     """
 
     vocab_size: int
@@ -40,6 +54,7 @@ class Projection:
     chunk: int = 512
     compiled: bool = False
     softcap: float | None = None
+    z_loss: ZLoss | None = None
 
 
 def linear_cross_entropy(
@@ -130,12 +145,15 @@ class _Shard:
         log_sum = torch.logsumexp(both[:, 0], 0)
         return log_sum - both[:, 1].sum(0), log_sum
 
-    def logits_gradient_(self, logits: Tensor, log_sum: Tensor, targets: Tensor) -> Tensor:
-        """softmax - onehot [c, rows], times the cap's slope; may overwrite `logits`."""
+    def logits_gradient_(self, logits: Tensor, log_sum: Tensor, targets: Tensor, z_weight: float = 0.0) -> Tensor:
+        """softmax - onehot [c, rows], of the z-loss 2 · z_weight · logsumexp · softmax more, times the cap's slope; may
+        overwrite `logits`."""
         if self.compiled:
-            return kernel(logits_gradient)(logits, log_sum, *self._local(targets), self.cap)
+            return kernel(logits_gradient)(logits, log_sum, *self._local(targets), self.cap, z_weight)
         slope = None if self.cap is None else cap_slope(logits, self.cap)
         gradient = logits.sub_(log_sum.unsqueeze(1)).exp_()
+        if z_weight:
+            gradient.mul_((1 + 2 * z_weight * log_sum).unsqueeze(1))
         if self.rows:
             index, mine = self._local(targets)
             gradient.scatter_add_(1, index.unsqueeze(1), -mine.to(gradient.dtype).unsqueeze(1))
@@ -152,10 +170,13 @@ class _Gradients:
     def __init__(self, hidden: Tensor, weight: Tensor, rows: int, wanted: Sequence[bool]) -> None:
         self.real_weight = weight[:rows]
         self.rows = rows
+        self.untouched = True
         self.hidden = torch.empty_like(hidden) if wanted[0] else None
         # Chunks are summed in fp32, whatever the dtype of the weight.
         wide = at_least_fp32(weight.dtype)
-        self.weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+        self.weight = torch.empty_like(weight, dtype=wide) if wanted[1] else None
+        if self.weight is not None:
+            self.weight[rows:] = 0  # padding; the rows before it are written by the first chunk
         self.bias = weight.new_zeros(weight.shape[0], dtype=wide) if wanted[2] else None
 
     def add(self, part: slice, x: Tensor, gradient: Tensor, scale: Tensor) -> None:
@@ -169,13 +190,12 @@ class _Gradients:
         if self.hidden is not None:
             self.hidden[part] = gradient.mm(self.real_weight).mul_(scale)
         if self.weight is not None and self.rows:
-            total, x = self.weight[: self.rows], (x * scale).to(x.dtype)
-            if total.dtype == x.dtype:
-                total.addmm_(gradient.t(), x)
-            else:
-                total += gradient.t().mm(x)
+            first, self.untouched = self.untouched, False
+            add_product(self.weight[: self.rows], gradient.t(), (x * scale).to(x.dtype), first)
 
     def result(self, weight_dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if self.weight is not None and self.untouched:  # no tokens
+            self.weight.zero_()
         weight, bias = (None if total is None else total.to(weight_dtype) for total in (self.weight, self.bias))
         return self.hidden, weight, bias
 
@@ -234,12 +254,16 @@ class _Weighted(torch.autograd.Function):
         unit = token_weights.abs().amax().clamp_min(torch.finfo(losses.dtype).tiny)
         relative = token_weights / unit
         gradients = _Gradients(hidden, weight, own.rows, wanted)
+        z_loss = projection.z_loss if any(wanted) else None
+        z_weight = z_loss.weight if z_loss is not None else 0.0
         for part in _chunks(hidden.shape[0], projection.chunk):
             x = hidden[part]
             logits = own.logits(x, weight, bias)
             losses[part], log_sum = own.losses(logits, targets[part])
+            if z_loss is not None:
+                z_loss.total += log_sum.square() @ token_weights[part]
             if any(wanted):
-                gradients.add(part, x, own.logits_gradient_(logits, log_sum, targets[part]), relative[part])
+                gradients.add(part, x, own.logits_gradient_(logits, log_sum, targets[part], z_weight), relative[part])
         ctx.save_for_backward(unit, *gradients.result(weight.dtype))
         ctx.mark_non_differentiable(losses)
         return (losses * token_weights).sum(), losses

@@ -41,7 +41,7 @@ class Exchange:
     def plan(cls, counts: Tensor, state: ParallelState) -> Exchange:
         """From the rows that this rank has for each expert of its tensor-parallel part, `counts` [E/tp] int64.
 
-        Waits for the device: the sizes must be known to the host. Collective over the group "expert".
+        Waits for the device, once: the sizes must be known to the host. Collective over the group "expert".
         """
         if state.ep_size == 1:
             return cls(state, counts, [], [])
@@ -49,10 +49,11 @@ class Exchange:
         # Row r: what rank r sends to each of this rank's experts.
         theirs = _all_to_all(mine, [1] * state.ep_size, [1] * state.ep_size, state)
         send, receive = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
-        expert = torch.arange(theirs.shape[1], device=counts.device).repeat(state.ep_size)
-        by_expert = torch.argsort(expert.repeat_interleave(theirs.reshape(-1)), stable=True)
-        by_rank = torch.empty_like(by_expert)
-        by_rank[by_expert] = torch.arange(by_expert.numel(), device=counts.device)
+        # What a rank sent for an expert arrives in one piece and stays one: only the pieces change places.
+        places = torch.arange(sum(receive), device=counts.device)
+        moved = _starts(theirs.t()).t() - _starts(theirs)
+        by_rank = places + moved.flatten().repeat_interleave(theirs.flatten(), output_size=len(places))
+        by_expert = places - moved.t().flatten().repeat_interleave(theirs.t().flatten(), output_size=len(places))
         return cls(state, theirs.sum(0), send, receive, by_expert, by_rank)
 
     def to_experts(self, rows: Tensor) -> Tensor:
@@ -67,6 +68,12 @@ class Exchange:
         if self.by_rank is None:
             return rows
         return _Exchanged.apply(rows.index_select(0, self.by_rank), self.receive, self.send, self.state)
+
+
+def _starts(sizes: Tensor) -> Tensor:
+    """Where each piece begins when all lie one after the other, row by row: the shape of `sizes`."""
+    flat = sizes.flatten()
+    return (flat.cumsum(0) - flat).view(sizes.shape)
 
 
 class _Exchanged(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron.mpu import sharding
 from megatron.mpu.collectives import enter_tensor_parallel, leave_tensor_parallel, sum_gradient
+from megatron.mpu.product_sums import sum_of, summed_linear
 from megatron.mpu.sharding import InitFunction, ParamSpec
 from megatron.mpu.state import ParallelState
 from megatron.registry import Registry
@@ -32,7 +33,8 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, recipe: LinearRecip
     `recipe` is None (plain), a name in LINEAR_RECIPES, or a function with a recipe's signature.
     """
     if recipe is None:
-        return F.linear(x, w, bias)
+        offered = sum_of(w)
+        return F.linear(x, w, bias) if offered is None else summed_linear(x, w, bias, offered)
     return (LINEAR_RECIPES[recipe] if isinstance(recipe, str) else recipe)(x, w, bias)
 
 
@@ -61,7 +63,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.state = state
         self.recipe = recipe
-        self.one_graph = getattr(recipe, "one_graph", True)
+        self.uncompiled = () if getattr(recipe, "one_graph", True) else ("forward",)
         shape = (out_features, in_features)
         spec = ParamSpec(
             shape=shape, init=init, split_dim=0, blocks=tuple(blocks), padded=padded, decay=decay, kind=kind
@@ -99,7 +101,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.state = state
         self.recipe = recipe
-        self.one_graph = getattr(recipe, "one_graph", True)
+        self.uncompiled = () if getattr(recipe, "one_graph", True) else ("forward",)
         spec = ParamSpec(shape=(out_features, in_features), init=init, split_dim=1, decay=decay, kind=kind)
         self.weight = sharding.parameter(spec, state)
         bias_spec = ParamSpec(shape=(out_features,), init=bias_init or sharding.zeros, sequence_reduced=True)

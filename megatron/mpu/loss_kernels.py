@@ -34,14 +34,20 @@ def row_sums(logits: Tensor, index: Tensor, cap: float | None = None) -> tuple[T
     return torch.logsumexp(wide, -1), wide.gather(1, index.unsqueeze(1)).squeeze(1)
 
 
-def logits_gradient(logits: Tensor, log_sum: Tensor, index: Tensor, mine: Tensor, cap: float | None = None) -> Tensor:
-    """softmax - onehot [c, r] in the type of the logits; the one only where `mine` [c]. With a cap, times its slope."""
+def logits_gradient(
+    logits: Tensor, log_sum: Tensor, index: Tensor, mine: Tensor, cap: float | None = None, z_weight: float = 0.0
+) -> Tensor:
+    """softmax - onehot [c, r] in the type of the logits; the one only where `mine` [c]. With the z-loss, its gradient
+    more; with a cap, times its slope."""
     wide = logits.to(at_least_fp32(logits.dtype))
     if cap is not None:
         wide = soft_cap(wide, cap)
     columns = torch.arange(logits.shape[1], device=logits.device)
     hit = (columns == index.unsqueeze(1)) & mine.unsqueeze(1)
-    gradient = (wide - log_sum.unsqueeze(1)).exp() - hit.to(wide.dtype)
+    softmax = (wide - log_sum.unsqueeze(1)).exp()
+    if z_weight:
+        softmax = softmax * (1 + 2 * z_weight * log_sum).unsqueeze(1)
+    gradient = softmax - hit.to(wide.dtype)
     return (gradient if cap is None else gradient * cap_slope(wide, cap)).to(logits.dtype)
 
 

@@ -11,51 +11,31 @@ from megatron.mpu.state import ParallelState
 
 
 def own_experts(part: Tensor, spec: ParamSpec, state: ParallelState) -> Tensor:
-    """What this rank holds of a tensor-parallel part [experts/tp, ...]; other parameters are returned as they are.
-
-    The inverse of `gather_experts`; may be a view.
-    """
+    """What this rank holds of a tensor-parallel part [experts/tp, ...], perhaps a view; other parameters come back as
+    they are."""
     if not spec.experts or state.ep_size == 1:
         return part
     held = spec.local_shape(state.tp_size, state.ep_size)[0]
     return part.narrow(0, state.ep_rank * held, held)
 
 
-def gather_experts(local: Tensor, spec: ParamSpec, state: ParallelState, needed: bool = True) -> Tensor:
-    """The whole tensor-parallel part [experts/tp, ...] from the ranks of the group "expert". Collective over it.
-
-    It comes rank by rank and is put together in the host's memory, so that a device holds another rank's experts
-    next to its own at most. A rank on which it is not `needed` gets its own back.
-    """
-    group = state.group("expert")
-    if not spec.experts or group is None:
-        return local
-    held = local.shape[0]
-    whole = torch.empty(spec.local_shape(state.tp_size) if needed else 0, dtype=local.dtype)
-    for rank in range(state.ep_size):
-        part = local.contiguous() if rank == state.ep_rank else torch.empty_like(local)
-        dist.broadcast(part, src=dist.get_global_rank(group, rank), group=group)
-        if needed:
-            whole[rank * held : (rank + 1) * held] = part
-    return whole if needed else local
-
-
-def is_owned(spec: ParamSpec, state: ParallelState) -> bool:
+def is_owned(spec: ParamSpec, state: ParallelState, partitioned: bool = False) -> bool:
     """Whether this rank counts the parameter (its part) in a sum over the ranks of one copy of the model (`sum_owned`).
 
     Split parameters count on every tensor-parallel rank, replicated ones on the first; experts on every rank of the
     group "expert", others on its first. A tied copy on a later pipeline stage never does, because its original on the
-    first stage does.
+    first stage does. `partitioned`: each data-parallel rank has its own part of everything, and counts that.
     """
     copy_on_later_stage = spec.tied is not None and spec.tied != spec.name and not state.is_first_stage
-    counted = (spec.split_dim is not None or state.tp_rank == 0) and (spec.experts or state.ep_rank == 0)
+    once = partitioned or spec.experts or state.ep_rank == 0
+    counted = (spec.split_dim is not None or state.tp_rank == 0) and once
     return counted and not copy_on_later_stage
 
 
-def sum_owned(x: Tensor, state: ParallelState) -> Tensor:
+def sum_owned(x: Tensor, state: ParallelState, partitioned: bool = False) -> Tensor:
     """Add up, in place, what the ranks that together hold one copy of the model count (`is_owned`). Collective over
-    the groups "model_pipe" and "expert"."""
-    for name in ("model_pipe", "expert"):
+    the groups "model_pipe" and "expert", or "data" if each of its ranks has its own part."""
+    for name in ("model_pipe", "data" if partitioned else "expert"):
         if (group := state.group(name)) is not None:
             dist.all_reduce(x, group=group)
     return x

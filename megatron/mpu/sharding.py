@@ -44,6 +44,7 @@ class ParamSpec:
     * `kind`: "matrix", "vector" or "embedding" (default from the number of dimensions); Muon and muP ask for it.
     * `experts`: dimension 0 counts the experts of a mixture: it is split over tensor-parallel ranks (`split_dim` 0),
       and each of these parts once more over the ranks of the group "expert". `init` then fills one expert at a time.
+    * `expert_blocks`: of experts, sizes along dimension 1 of parts that are matrices of their own (up, gate).
     * `keep_fp32`: stays in fp32 where the model is in bf16 or fp16.
     * `name`: canonical name, NeoX's `"{layer_index}.{name in the layer}"`; set by `bind`.
     """
@@ -59,6 +60,7 @@ class ParamSpec:
     sequence_reduced: bool = False
     kind: str = ""
     experts: bool = False
+    expert_blocks: tuple[int, ...] = ()
     keep_fp32: bool = False
 
     def __post_init__(self) -> None:
@@ -180,6 +182,11 @@ def spec_of(local: nn.Parameter) -> ParamSpec:
     if not isinstance(spec, ParamSpec):
         raise ValueError(f"a parameter of shape {list(local.shape)} was not made by mpu.sharding.parameter")
     return spec
+
+
+def block_of(local: nn.Parameter) -> int:
+    """The number, from 0, of the block that a parameter belongs to."""
+    return int(spec_of(local).name.partition(".")[0]) - 2  # GPT-NeoX's number of the layer, whose blocks start at 2
 
 
 def bind(module: nn.Module, layer_index: int) -> None:

@@ -5,15 +5,19 @@ Built once and passed as an argument (`state`); there is no module-level state a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.errors import UserError
+from megatron.mpu.doing import Doing
 from megatron.mpu.topology import Topology
+
+# How long a rank waits on the host for the others, unless somebody says otherwise.
+HOST_SECONDS = 7200.0
 
 # Every process group a rank may ask for, and the axes along which its members differ.
 GROUP_AXES: dict[str, tuple[str, ...]] = {
@@ -35,14 +39,22 @@ class ParallelState:
 
     `ep_size` consecutive ranks of a data-parallel group share the experts of mixture-of-experts layers: they are the
     group "expert". The ranks of the data-parallel group that hold the same experts are the group "expert_data".
+
+    `groups` has besides those what had to be made for DeepSpeed (training/setup_deepspeed.py): limits reach them all.
+
+    `host` joins all ranks of the world over gloo, with a limit that is long: for objects and other CPU tensors, and for
+    waiting until another rank has done what takes long. None when there is one rank. `doing`: what those that wait
+    there are told.
     """
 
     topology: Topology
     rank: int
     device: torch.device
     sequence_parallel: bool = False
-    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     ep_size: int = 1
+    host: dist.ProcessGroup | None = None
+    doing: Doing = field(default_factory=Doing)
     tp_rank: int = field(init=False)
     tp_size: int = field(init=False)
     dp_rank: int = field(init=False)
@@ -88,28 +100,27 @@ class ParallelState:
         sequence_parallel: bool = False,
         ep_size: int = 1,
         timeout: timedelta | None = None,
+        host_timeout: timedelta = timedelta(seconds=HOST_SECONDS),
     ) -> ParallelState:
         """Make the process groups. torch.distributed must be initialised; collective over all ranks of the world.
 
-        `timeout` of their collectives; None: torch's default.
+        Args:
+            timeout: of collectives on the device; None: torch's default.
+            host_timeout: of those of `host`.
         """
         if dist.get_world_size() != topology.world_size:
             raise ValueError(f"{topology} needs {topology.world_size} ranks, there are {dist.get_world_size()}")
         groups: dict[str, dist.ProcessGroup] = {}
-        finer = with_experts(topology, ep_size)
-        for name, axes in GROUP_AXES.items():
-            if name.startswith("expert") and finer.size(name) == topology.size("data"):
-                if "data" in groups:
-                    groups[name] = groups["data"]  # the same ranks
-                continue
-            for ranks in (finer if name.startswith("expert") else topology).groups(*axes):
-                if len(ranks) == 1:
-                    continue
-                # Every rank must take part in making every group, in the same order.
-                made = dist.new_group(ranks, timeout)
+        made: dict[tuple[int, ...], Any] = {tuple(range(topology.world_size)): dist.group.WORLD}
+        for name, lists in rank_lists(topology, ep_size).items():
+            # Every rank must take part in making every group, in the same order. The same ranks are one group: each
+            # one has a communicator of the device's library, with buffers on every GPU.
+            for ranks in filter(lambda ranks: len(ranks) > 1, lists):
+                made[ranks] = made.get(ranks) or dist.new_group(ranks, timeout)
                 if rank in ranks:
-                    groups[name] = made
-        return cls(topology, rank, torch.device(device), sequence_parallel, groups, ep_size)
+                    groups[name] = made[ranks]
+        host = dist.new_group(backend="gloo", timeout=host_timeout) if topology.world_size > 1 else None
+        return cls(topology, rank, torch.device(device), sequence_parallel, groups, ep_size, host)
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> ParallelState:
@@ -118,6 +129,15 @@ class ParallelState:
 
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelState:
         return self  # a copied module stays on the same ranks; process groups cannot be copied
+
+
+def rank_lists(topology: Topology, ep_size: int) -> dict[str, list[tuple[int, ...]]]:
+    """The ranks, ascending, of all groups of each name in GROUP_AXES."""
+    finer = with_experts(topology, ep_size)
+    return {
+        name: [tuple(ranks) for ranks in (finer if name.startswith("expert") else topology).groups(*axes)]
+        for name, axes in GROUP_AXES.items()
+    }
 
 
 def with_experts(topology: Topology, ep_size: int) -> Topology:

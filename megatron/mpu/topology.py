@@ -181,6 +181,15 @@ def tasks_per_node(text: str, name: str = "SLURM_TASKS_PER_NODE") -> list[int]:
     return counts
 
 
+# Variables with the number of ranks on this machine.
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
+
+def local_size(env: Mapping[str, str]) -> int | None:
+    """Ranks of the job on this machine, as far as torchrun or MPI says."""
+    return next((_int(env, name) for name in _LOCAL_SIZES if name in env), None)
+
+
 def _int(env: Mapping[str, str], name: str) -> int:
     if re.fullmatch(r"\s*\d+\s*", env[name]) is None:
         raise UserError(f"the environment variable {name}={env[name]!r} is not a whole number")

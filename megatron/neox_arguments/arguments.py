@@ -206,7 +206,7 @@ class NeoXArgs:
         elif info.unavailable:
             lines += [f"  not available: {value}: {advice}" for value, advice in info.unavailable.items()]
         if info.differs:
-            lines.append(f"  GPT-NeoX: {info.differs}")
+            lines.append(f"  differs from GPT-NeoX: {info.differs}")
         return "\n".join(lines)
 
     def describe(self, vocab_size: int | None = None) -> list[str]:

@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING
 
 from megatron.neox_arguments import (
     rules_data,
+    rules_engine,
     rules_experts,
     rules_feed_forward,
+    rules_health,
     rules_mamba,
     rules_mixture,
     rules_model,
     rules_moe,
     rules_output,
     rules_parallel,
+    rules_ramp,
     rules_rwkv,
     rules_scales,
+    rules_schedule,
     rules_start,
     rules_train,
     rules_transformer_engine,
@@ -36,11 +40,20 @@ __all__ = ["RULES", "Facts", "check_device", "check_trainable", "derive"]
 RULES: tuple[Rule, ...] = (
     Rule(rules_model.check_required),
     Rule(rules_transformer_engine.transformer_engine, fills=rules_transformer_engine.FILLED),
+    Rule(rules_engine.layout_free, fills=("engine",)),
+    Rule(
+        rules_engine.repeatable,
+        fills=("mamba_selective_scan_fusion", "mamba_causal_conv_fusion", "mamba_inner_func_fusion"),
+    ),
+    Rule(rules_parallel.waiting),
     Rule(rules_parallel.layout, fills=("world_size", "data_parallel_size")),
     Rule(
         rules_parallel.batch,
         fills=("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     ),
+    Rule(rules_ramp.batch_sizes),
+    Rule(rules_ramp.skipped_steps),
+    Rule(rules_ramp.row_lengths),
     Rule(rules_parallel.pipeline_depth),
     Rule(rules_parallel.sequence_parallel),
     Rule(rules_model.width_split),
@@ -68,26 +81,35 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_train.precision, fills=("precision", "fp16", "bf16")),
     Rule(rules_train.gradient_accumulation_type, fills=("data_types",)),
     Rule(rules_train.optimizer, fills=("optimizer_type", "lr", "weight_decay", "betas", "eps", "momentum")),
+    Rule(rules_health.outliers, fills=("skip_outliers",)),
     Rule(rules_train.zero, fills=("zero_stage", "zero_optimization")),
+    Rule(rules_engine.native_engine, fills=("zero_stage", "zero_optimization")),
+    Rule(rules_engine.whole_matrices),
     Rule(rules_moe.bias_balancing),
     Rule(rules_experts.expert_parallel),
     Rule(rules_train.communication_type, fills=("communication_data_type",)),
     Rule(rules_train.engine_limits, fills=("wall_clock_breakdown",)),
     Rule(rules_mixture.named_mixture, fills=rules_mixture.FILLED),
     Rule(rules_data.data_paths, fills=("data_impl",)),
-    Rule(rules_train.length, fills=("train_iters", "train_epochs")),
+    Rule(rules_schedule.length, fills=rules_schedule.LENGTHS),
     Rule(rules_mixture.train_weights),
     Rule(rules_mixture.per_source),
     Rule(rules_mixture.valid_sets, fills=("valid_sets",)),
     Rule(rules_mixture.budgets, fills=("experiment_budget",)),
-    Rule(rules_train.schedule, fills=("lr_decay_iters",)),
+    Rule(rules_schedule.average),
+    Rule(rules_schedule.schedule, fills=("min_lr", "lr_decay_iters", "warmup", *rules_schedule.FILLED)),
     Rule(rules_train.checkpoints),
+    Rule(rules_health.gradient_noise),
+    Rule(rules_health.attention),
+    Rule(rules_health.spikes, fills=("on_spike",)),
     Rule(rules_start.init_from, fills=("init_from",)),
     Rule(rules_start.plugin_sources, fills=("plugin_sources",)),
     Rule(rules_train.evaluation, fills=("do_train", "do_valid", "do_test", "text_gen_type")),
     Rule(rules_output.profiling),
     Rule(rules_output.object_store),
     Rule(rules_output.evaluation_jobs),
+    Rule(rules_output.exports),
+    Rule(rules_output.samples),
     Rule(rules_data.registered_names),
     Rule(check_callbacks),
 )
@@ -110,12 +132,9 @@ def check_trainable(args: NeoXArgs, problems: Problems | None = None) -> None:
     """What only training needs: steps to do and data. Raises one `UserError`, or adds to `problems`."""
     training, data = args.training, args.data
     with collector(problems) as found:
-        if (
-            training.train_iters is None
-            and training.train_epochs is None
-            and found.usable("train_iters", "train_epochs")
-        ):
-            found.add("set train_iters (or train_epochs): how long to train")
+        lengths = rules_schedule.LENGTHS
+        if all(getattr(training, name) is None for name in lengths) and found.usable(*lengths):
+            found.add(f"set train_iters (or {', '.join(lengths[1:])}): how long to train")
         named = found.usable("data_path", "train_data_paths", "mixture", "train_impl")
         if data.data_path is None and data.train_data_paths is None and named:
             found.add("set data_path, train_data_paths or mixture: what to train on")

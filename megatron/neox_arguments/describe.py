@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.formulas import ParameterCount, flops_per_token, parameter_count
+from megatron.neox_arguments.rules_schedule import LENGTHS
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
@@ -35,15 +37,16 @@ def _batch(args: NeoXArgs) -> str:
     return (
         f"batch: {training.train_batch_size:,} samples = micro {training.train_micro_batch_size_per_gpu} x accumulation"
         f" {training.gradient_accumulation_steps} x data {args.parallel.data_parallel_size};"
-        f" x {args.model.seq_length:,} = {tokens:,} tokens per step"
+        f" x {args.model.seq_length:,} = {tokens:,} tokens per step{BatchPlan.of(args).describe()}"
     )
 
 
 def _length(args: NeoXArgs) -> list[str]:
     training = args.training
     if training.train_iters is None:
-        return [f"length: {training.train_epochs} epochs"] if training.train_epochs is not None else []
-    samples = training.train_iters * training.train_batch_size
+        given = ((name, getattr(training, name)) for name in LENGTHS[1:])
+        return [f"length: {value} {name.removeprefix('train_')}" for name, value in given if value is not None]
+    samples = BatchPlan.of(args).samples(training.train_iters)
     return [
         f"length: {training.train_iters:,} steps = {samples:,} samples = {samples * args.model.seq_length:,} tokens",
     ]
@@ -51,9 +54,9 @@ def _length(args: NeoXArgs) -> list[str]:
 
 def _optimizer(args: NeoXArgs) -> str:
     optimizer, schedule = args.optimizer, args.schedule
-    steps = schedule.lr_decay_iters
+    steps = schedule.steps
     decay = f"{schedule.lr_decay_style} over {steps:,} steps" if steps else schedule.lr_decay_style
-    warm = f", warm-up {schedule.warmup * steps:,.0f} steps" if steps else ""
+    warm = f", warm-up {schedule.warmup_share * steps:,.0f} steps" if steps else ""
     clip = f"clip {optimizer.gradient_clipping:g}" if optimizer.gradient_clipping else "no clipping"
     return (
         f"optimizer: {optimizer.optimizer_type}, lr {optimizer.lr:g} to {schedule.min_lr:g} {decay}{warm}, weight decay"

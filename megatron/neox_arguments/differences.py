@@ -68,8 +68,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         "the learning rate rises again after lr_decay_iters",
         "it stays at min_lr",
         lambda args: (
-            args.schedule.lr_decay_style == "cosine"
-            and (args.schedule.lr_decay_iters or 0) < (args.training.train_iters or 0)
+            args.schedule.lr_decay_style == "cosine" and (args.schedule.steps or 0) < (args.training.train_iters or 0)
         ),
         keys=("lr_decay_style",),
     ),
@@ -97,6 +96,17 @@ DIFFERENCES: tuple[Difference, ...] = (
         "bf16 accumulates in bf16 unless data_types.grad_accum_dtype is fp32",
         "fp32 unless data_types.grad_accum_dtype is set",
         lambda args: args.optimizer.precision == "bfloat16" and args.training.gradient_accumulation_steps != 1,
+    ),
+    Difference(
+        "type in which data-parallel ranks add up gradients",
+        "the model's: bf16 sums lose 0.4 % at 8 ranks, 1.6 % at 256, unless fp32_allreduce is true",
+        "fp32; fp32_allreduce: false is GPT-NeoX's rule",
+        lambda args: (
+            args.optimizer.precision != "fp32"
+            and args.parallel.data_parallel_size > 1
+            and args.deepspeed.communication_data_type == "fp32"
+            and not args.is_set("fp32_allreduce")
+        ),
     ),
     Difference(
         "bfloat16 or fp16 with ZeRO stage 0",
@@ -238,6 +248,12 @@ DIFFERENCES: tuple[Difference, ...] = (
         lambda args: args.model.use_mup,
     ),
     Difference(
+        "log_gradient_noise_scale",
+        "raises an error",
+        "works at every layout; the squares of the norms of all steps of an estimate count",
+        lambda args: args.logging.log_gradient_noise_scale,
+    ),
+    Difference(
         "skipped steps (overflow, NaN)",
         "the schedule waits",
         "the schedule advances with the iteration, whose samples count as consumed; NaN is skipped in every precision",
@@ -292,6 +308,13 @@ DIFFERENCES: tuple[Difference, ...] = (
         "an error",
         "saves at the end",
         lambda args: args.checkpoint.save is not None and args.checkpoint.checkpoint_factor is None,
+        "Runs and checkpoints",
+    ),
+    Difference(
+        "async_save, temporary_checkpoint_minutes",
+        "do not exist: training stands still while a checkpoint is written, and saves by steps alone",
+        "a step waits for a copy in memory; a checkpoint by time is deleted once a later one is complete",
+        lambda args: args.checkpoint.async_save or args.checkpoint.temporary_checkpoint_minutes is not None,
         "Runs and checkpoints",
     ),
     Difference(
@@ -440,7 +463,7 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "examples before the questions of lm-eval tasks",
         "0, whatever the task's file says",
-        "as the task's file says; eval_num_fewshot: 0 is GPT-NeoX's rule",
+        "as the task's file says, in a suite (eval_suite) as that says; eval_num_fewshot: 0 is GPT-NeoX's rule",
         lambda args: bool(args.generation.eval_tasks) and args.generation.eval_num_fewshot is None,
     ),
     Difference(
@@ -449,7 +472,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         "the filter's, `,none`",
         "run before the first step, every eval_interval steps and at the end; `,none` is left out of the names, a "
         "group's score is what its file says; one task that fails does not end the run",
-        lambda args: bool(args.generation.eval_tasks) and _trains(args),
+        lambda args: bool(args.generation.eval_tasks or args.generation.eval_suite) and _trains(args),
     ),
     Difference(
         "evaluation on several data-parallel ranks",
@@ -474,6 +497,13 @@ DIFFERENCES: tuple[Difference, ...] = (
         "Runs and checkpoints",
     ),
     Difference(
+        "save and load in a bucket (s3://bucket/path/NAME)",
+        "folders with such names",
+        "save: the folder NAME with s3_path; load: fetched into bucket-path-NAME.s3 where a start needs it (s3_load)",
+        lambda args: args.checkpoint.s3_load is not None,
+        "Runs and checkpoints",
+    ),
+    Difference(
         "uploads to the Hugging Face Hub",
         "public repositories, a commit per file (the SLURM fork: success is that the tokenizer loads)",
         "private unless --public is given, few commits; what arrived is not sent again; success is that the Hub's "
@@ -494,6 +524,13 @@ DIFFERENCES: tuple[Difference, ...] = (
         "24 c B s L h^2 (1 + s/6h + V/16Lh): ignores grouped queries and feed-forward widths, counts recomputation",
         "6 per parameter in a matrix product plus full attention 12 L h s, recomputation not counted",
         _trains,
+        "Generation and logging",
+    ),
+    Difference(
+        "training line on a terminal",
+        "printed at each log",
+        "one live line instead; it is printed where stdout or stderr is no terminal, and goes into the log files",
+        never,
         "Generation and logging",
     ),
     Difference("exit status of config errors", "often 0", "2", never, "Generation and logging"),

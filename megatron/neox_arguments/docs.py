@@ -1,17 +1,18 @@
 """Write documentation/CONFIG_ARGUMENTS.md and DIFFERENCES.md from the tables in code.
 
-python -m megatron.neox_arguments.docs [FOLDER]
+python -m megatron.neox_arguments.docs
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from megatron.errors import run_cli
 from megatron.files import write_atomically
 from megatron.log import configure, get_logger
 from megatron.neox_arguments.callback_key import keys_of
@@ -120,9 +121,16 @@ def documents() -> dict[str, str]:
     return {"CONFIG_ARGUMENTS.md": config_arguments_markdown(), "DIFFERENCES.md": differences_markdown()}
 
 
-def main(arguments: list[str]) -> None:
-    """Write the documents into the folder given (default: documentation), each in one step."""
-    folder = arguments[0] if arguments else "documentation"
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the documents into the folder given, each in one step."""
+    flags = argparse.ArgumentParser(
+        prog="python -m megatron.neox_arguments.docs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_argument("folder", nargs="?", default="documentation", help="where to write (default: documentation)")
+    folder = flags.parse_args(arguments).folder
+    configure()
     os.makedirs(folder, exist_ok=True)
     for name, text in documents().items():
         path = Path(folder, name)
@@ -131,5 +139,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    configure()
-    main(sys.argv[1:])
+    run_cli(main)

@@ -17,6 +17,7 @@ _LISTS = tuple(
 )
 _SOURCES = ("train_data_paths", "train_data_weights", "train_label_data_paths", "train_data_names")
 _CAPS = ("train_data_max_epochs", "train_data_max_tokens")
+_RUN_LENGTHS = ("train_iters", "train_epochs", "train_tokens", "train_flops")
 WINS_OVER: dict[str, tuple[str, ...]] = {
     "data_path": (*_LISTS, "train_data_names", "mixture"),
     "train_data_paths": ("data_path", "mixture"),
@@ -25,13 +26,14 @@ WINS_OVER: dict[str, tuple[str, ...]] = {
     "weight_by_num_documents": ("train_data_weights",),
     "target_budget": _CAPS,
     **dict.fromkeys(_CAPS, ("target_budget",)),
-    "train_iters": ("train_epochs",),
-    "train_epochs": ("train_iters",),
+    **{one: tuple(other for other in _RUN_LENGTHS if other != one) for one in _RUN_LENGTHS},
     "lr_decay_fraction": ("lr_decay_iters",),
+    "min_lr": ("min_lr_ratio",),
+    "min_lr_ratio": ("min_lr",),
     "override_lr_scheduler": ("use_checkpoint_lr_scheduler",),
     "use_checkpoint_lr_scheduler": ("override_lr_scheduler",),
-    "init_from": ("load", "finetune", "iteration", "no_load_optim"),
-    "load": ("init_from",),
+    "init_from": ("load", "s3_load", "finetune", "iteration", "no_load_optim"),
+    "load": ("init_from", "s3_load"),
     "checkpoint_policy": ("checkpoint_activations",),
     "checkpoint_activations": ("checkpoint_policy",),
     "communication_data_type": ("fp32_allreduce",),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron.errors import UserError
 from megatron.neox_arguments import mixture_files, plugin_key
+from megatron.neox_arguments.bucket_places import to_local_places
 from megatron.neox_arguments.coerce import WrongValue, coerce, thaw
 from megatron.neox_arguments.groups import all_keys, describe_unknown
 from megatron.neox_arguments.keys import Entry, KeyInfo
@@ -167,6 +168,7 @@ def _check(entries: dict[str, Entry], conf_dir: str | None, notes: list[str], fo
         also = "".join(f", {shown} ({place.replace(here, 'line ')})" for shown, place in others)
         are = f"{first}{also} {'are' if others else 'is'}"
         found.add(f"{where}: {are} not available: {advice}", *(shown.partition(":")[0] for shown in asked))
+    notes += to_local_places(flat.values, flat.sources, found)
     if silent:
         notes.append(f"these keys have no effect and are at GPT-NeoX's defaults: {', '.join(silent)}")
     return flat._replace(notes=tuple(notes))

@@ -111,18 +111,31 @@ NESTED: dict[str, Schema] = {
     "tensorboard": {"enabled": bool, "output_path": str, "job_name": str},
     "wandb": {"enabled": bool, "group": str, "team": str, "project": str},
     "csv_monitor": {"enabled": bool, "output_path": str, "job_name": str},
+    "seq_length_ramp": {"start": int, "steps": int, "tokens": int, "multiple": int},
     "init_from": {
         "path": str,
         "iteration": int,
         "data": Literal["continue", "restart"],
         "optimizer": Literal["keep", "reset"],
         "step": Literal["continue", "restart"],
+        "vocab": Literal["keep", "resize"],
+        "layer_map": tuple[int, ...],
     },
+    "on_spike": {
+        "do": Literal["warn", "rewind"],
+        "window": int,
+        "sigma": float,
+        "steps": int,
+        "before": int,
+        "most": int,
+    },
+    "skip_outliers": {"window": int, "sigma": float},
     "model_tokens": {"config": _TOKEN_IDS, "generation": _TOKEN_IDS, "trained_ends": tuple[int, ...]},
 }
 
 _RANGES: dict[str, tuple[float, float]] = {
     "flops_profiler.module_depth": (-1, LARGEST),
+    **{f"seq_length_ramp.{name}": (1, LARGEST) for name in ("start", "steps", "tokens", "multiple")},
     "fp16.hysteresis": (1, LARGEST),
     "fp16.initial_scale_power": (0, 127),  # of 2, and fp32 ends at 2^128
     "fp16.loss_scale_window": (1, LARGEST),

@@ -93,7 +93,7 @@ RETIRED: dict[str, Retired] = {
     # unknown keys in GPT-NeoX's shipped files
     "attention_type": Retired(NEVER_DEFAULT, "use attention_config"),
     "decay_lr_to": Retired(NEVER_DEFAULT, "use min_lr (a learning rate, not a fraction)"),
-    "warmup_iters": Retired(NEVER_DEFAULT, "use warmup, a fraction of the schedule"),
+    "warmup_iters": Retired(NEVER_DEFAULT, "use warmup: a fraction of the schedule, or a text: 500 steps"),
 }
 
 OTHER_VERSIONS: dict[str, str] = {
@@ -133,7 +133,7 @@ OTHER_VERSIONS: dict[str, str] = {
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "write train_epochs"),
     **dict.fromkeys(
         ("warmup_steps", "warmup_ratio", "lr_warmup_iters", "lr_warmup_steps"),
-        "write warmup, the fraction of lr_decay_iters for which the rate rises",
+        "write warmup, the fraction of lr_decay_iters for which the rate rises, or a text: 500 steps",
     ),
     "lr_scheduler_type": "write lr_decay_style",
     **dict.fromkeys(("decay_steps", "lr_decay_steps"), "write lr_decay_iters"),

@@ -27,14 +27,15 @@ def expert_parallel(draft: Draft) -> None:
             f"moe_num_experts {experts} cannot be split over expert_parallel_size {expert} x model_parallel_size"
             f" {tensor} = {expert * tensor} ranks; use {possible}",
         )
-    _engine(draft, expert)
+    if draft["engine"] == "deepspeed":
+        _deepspeed(draft, expert)
 
 
 def _divisors(number: int) -> str:
     return " or ".join(str(i) for i in range(1, number + 1) if number % i == 0)
 
 
-def _engine(draft: Draft, expert: int) -> None:
+def _deepspeed(draft: Draft, expert: int) -> None:
     """DeepSpeed keeps experts apart without ZeRO, and in bfloat16 with the masters of stage 1."""
     precision, stage = draft["precision"], draft["zero_stage"]
     otherwise = "or expert_parallel_size: 1 (model_parallel_size divides the experts too, with any ZeRO stage)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.errors import UserError
+from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.draft import Draft
 from megatron.neox_arguments.mixture_files import fault_at
 from megatron.neox_arguments.mixtures import (
@@ -139,7 +140,7 @@ def budgets(draft: Draft) -> None:
     if draft.get_given("experiment_budget") is None:
         if draft["train_iters"] is None:
             draft.fail("target_budget", "needs experiment_budget or train_iters, which train_epochs would follow from")
-        tokens = draft["train_iters"] * (draft["train_batch_size"] or 0) * (draft["seq_length"] or 0)
+        tokens = BatchPlan.from_values(draft.__getitem__).tokens(draft["train_iters"])
         draft.set("experiment_budget", tokens or None, "train_iters x train_batch_size x seq_length")
     draft.positive("target_budget", "experiment_budget")
     if draft["experiment_budget"] is not None and draft["experiment_budget"] > target:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from megatron.errors import UserError
 from megatron.neox_arguments.draft import Draft, nearest_multiples
+from megatron.neox_arguments.rules_ramp import SCHEDULE, last_batch
 
+MOST_SECONDS = 1e8  # three years; torch counts in whole milliseconds
 _TOTAL, _MICRO, _GAS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
@@ -39,6 +41,14 @@ def _ranks(draft: Draft, copy: int) -> tuple[int, str]:
     return copy, "what one copy of the model needs"
 
 
+def waiting(draft: Draft) -> None:
+    """Seconds for which ranks wait for each other: numbers that torch can count."""
+    most = f"{MOST_SECONDS:g}"
+    draft.check(lambda value: 0 < value < MOST_SECONDS, f"must be above 0 and below {most} s", "distributed_timeout")
+    off = f"must be below {most} s (0: none of its own)"
+    draft.check(lambda value: value < MOST_SECONDS, off, "collective_timeout", "watchdog_seconds")
+
+
 def stages(draft: Draft) -> int:
     """Pipeline stages: 0 and 1 both mean one."""
     return max(draft["pipe_parallel_size"], 1)
@@ -49,6 +59,7 @@ def batch(draft: Draft) -> None:
     given = [name for name in (_TOTAL, _MICRO, _GAS) if draft.is_set(name)]
     draft.positive(*given)
     total, micro, gas = (draft.get_given(name) for name in (_TOTAL, _MICRO, _GAS))
+    total = last_batch(draft) or total
     if total is None and micro is None:
         draft.fail(_MICRO, f"must be set, or {_TOTAL} (any two of {_TOTAL}, {_MICRO} and {_GAS} give the third)")
     ranks = draft["data_parallel_size"]
@@ -62,6 +73,12 @@ def batch(draft: Draft) -> None:
     else:
         gas = gas or 1
         micro = _divide(draft, total, gas * ranks, f"accumulation {gas} x dp {ranks}")
+    if draft["deterministic"] == "layout" and micro != 1:
+        if draft.is_set(_MICRO):
+            draft.note(f"{_MICRO} {micro} becomes 1: deterministic: layout computes one sample at a time")
+        micro, gas = 1, micro * gas
+        draft.imply(_MICRO, micro, "deterministic")
+        draft.imply(_GAS, gas, "deterministic")
     draft.set(_TOTAL, total, f"micro {micro} x accumulation {gas} x dp {ranks}")
     draft.set(_MICRO, micro, f"{total} / (accumulation {gas} x dp {ranks})")
     draft.set(_GAS, gas, f"{total} / (micro {micro} x dp {ranks})")
@@ -69,7 +86,8 @@ def batch(draft: Draft) -> None:
 
 def _divide(draft: Draft, total: int, unit: int, product: str) -> int:
     if total % unit:
-        draft.fail(_TOTAL, f"{total} is not a multiple of {product} = {unit}; nearest {nearest_multiples(total, unit)}")
+        name = _TOTAL if draft.is_set(_TOTAL) else SCHEDULE
+        draft.fail(name, f"{total} is not a multiple of {product} = {unit}; nearest {nearest_multiples(total, unit)}")
     return total // unit
 
 

@@ -11,6 +11,7 @@ WITHOUT_SOFTCAP = ("torch", "cudnn", "varlen", "transformer_engine")
 def soft_caps(draft: Draft) -> None:
     """Caps and the query's scale are positive, and a back-end that is asked for can do them."""
     draft.positive("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
+    draft.not_negative("z_loss_weight")
     backend = draft["attention_backend"]
     if draft["attn_logit_softcapping"] is not None and backend in WITHOUT_SOFTCAP:
         draft.report("attention_backend", f"{backend} cannot cap scores (attn_logit_softcapping); use auto")

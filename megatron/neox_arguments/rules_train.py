@@ -1,15 +1,17 @@
-"""Rules about precision, optimizer, schedule, checkpoints and evaluation."""
+"""Rules about precision, optimizer, checkpoints and evaluation."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from megatron.errors import nearest
+from megatron.errors import UserError, nearest
+from megatron.neox_arguments import rules_schedule
 from megatron.neox_arguments.draft import SET_BY_PROGRAM, Draft
 from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.nested import dtype_name
 from megatron.neox_arguments.optimizer_params import KIND, optimizer_params
+from megatron.neox_arguments.parameter_rules import parse_rules
 from megatron.neox_arguments.rules_mixture import has_valid_sets
 from megatron.neox_arguments.rules_parallel import stages
 from megatron.rows import row
@@ -62,6 +64,11 @@ def optimizer(draft: Draft) -> None:
         _learning_rate(draft, params.get("lr"))
     with draft.part():
         _weight_decay(draft, params.get("weight_decay"))
+    with draft.part():
+        try:
+            parse_rules(draft["parameter_groups"])
+        except UserError as problem:
+            draft.fail("parameter_groups", str(problem))
     _optimizer_type(draft, mapping.get("type"))
     if draft["weight_decay"] and row(KIND, draft["optimizer_type"]).get("decays") is False:
         draft.note(f"weight_decay has no effect: {draft['optimizer_type']} has none, as in GPT-NeoX")
@@ -145,7 +152,6 @@ def zero(draft: Draft) -> None:
     if draft["precision"] in ("bfloat16", "fp16") and stage == 0:
         draft.note(f"ZeRO stage 1 is used: {draft['precision']} keeps its fp32 masters and gradients there")
         stage = 1
-        draft.sources.pop("zero_stage", None)
     stage = _offloads(draft, mapping, stage)
     tensor = draft["model_parallel_size"]
     if draft["optimizer_type"] == "sm3" and stage:
@@ -157,9 +163,7 @@ def zero(draft: Draft) -> None:
             f"SM3 takes the maxima of rows and columns over one tensor-parallel rank's shard: with {tensor} of them "
             "losses differ from those of another model_parallel_size"
         )
-    draft.set("zero_stage", stage, "zero_optimization.stage, at least 1 with bfloat16 and fp16")
-    if draft["zero_optimization"] is not None:
-        draft.set("zero_optimization", {**mapping, "stage": stage}, "zero_stage")
+    set_stage(draft, stage, "zero_optimization.stage, at least 1 with bfloat16 and fp16")
 
 
 def _offloads(draft: Draft, mapping: dict[str, Any], stage: int) -> int:
@@ -182,16 +186,32 @@ def _offloads(draft: Draft, mapping: dict[str, Any], stage: int) -> int:
         if stage == 0:
             draft.note("ZeRO stage 1 is used: offload_optimizer needs it")
             stage = 1
-            draft.sources.pop("zero_stage", None)
     return stage
 
 
+def set_stage(draft: Draft, stage: int, why: str) -> None:
+    """Write the stage in both places; one that the user gave otherwise is no longer his."""
+    mapping = draft["zero_optimization"]
+    if draft["zero_stage"] != stage:
+        draft.sources.pop("zero_stage", None)
+    if mapping is not None and mapping.get("stage", stage) != stage:
+        for name in ("zero_optimization", "zero_optimization.stage"):
+            draft.sources.pop(name, None)
+    draft.set("zero_stage", stage, why)
+    if mapping is not None:
+        draft.set("zero_optimization", {**mapping, "stage": stage}, why)
+
+
 def communication_type(draft: Draft) -> None:
-    """fp32_allreduce is the GPT-NeoX name of communication_data_type: fp32."""
+    """fp32 unless the user names another type, or says that he wants the model's: fp32_allreduce: false.
+
+    Left to DeepSpeed, sums of gradients in fp32 would travel, and be added up, in the model's type.
+    """
     kind = draft.get_given("communication_data_type")
-    if draft["fp32_allreduce"] and kind not in (None, "fp32"):
+    if draft.get_given("fp32_allreduce") and kind not in (None, "fp32"):
         draft.fail("communication_data_type", f"is {kind}, but fp32_allreduce is set; keep one of the two")
-    draft.set("communication_data_type", "fp32" if draft["fp32_allreduce"] else kind, "fp32_allreduce")
+    of_model = {"bfloat16": "bf16", "fp16": "fp16"}.get(draft["precision"], "fp32")
+    draft.set("communication_data_type", kind or ("fp32" if draft["fp32_allreduce"] else of_model), "fp32_allreduce")
 
 
 def engine_limits(draft: Draft) -> None:
@@ -207,60 +227,6 @@ def engine_limits(draft: Draft) -> None:
         if draft["wall_clock_breakdown"]:
             draft.note("wall_clock_breakdown is off: DeepSpeed's timers stop the run when there is a pipeline")
             draft.set("wall_clock_breakdown", False, "pipe_parallel_size")
-
-
-def length(draft: Draft) -> None:
-    """train_iters, from train_epochs once the size of the data is known."""
-    draft.positive("train_epochs")
-    draft.not_negative("train_iters")
-    steps, epochs = draft.get_given("train_iters"), draft["train_epochs"]
-    if steps is not None and epochs is not None:
-        draft.fail("train_epochs", f"train_iters is set too ({draft.source('train_iters')}); keep one of the two")
-    samples = draft.facts.epoch_samples
-    if epochs is not None and samples is not None:
-        steps = samples * epochs // draft["train_batch_size"]
-        if steps == 0:
-            draft.fail("train_epochs", f"{samples} samples x {epochs} epochs are less than one batch")
-        draft.sources["train_iters"] = f"{draft.source('train_epochs')}: {epochs} epochs of {samples} samples"
-        draft.values.update(train_iters=steps, train_epochs=None)
-
-
-def schedule(draft: Draft) -> None:
-    """lr_decay_iters: as set, else lr_decay_fraction of train_iters, else train_iters."""
-    draft.not_negative("min_lr")
-    draft.positive("lr_decay_iters")
-    with draft.part():
-        if draft["min_lr"] > draft["lr"]:
-            draft.fail("min_lr", f"{draft['min_lr']:g} is above lr {draft['lr']:g}")
-    with draft.part():
-        if draft["override_lr_scheduler"] and draft["use_checkpoint_lr_scheduler"]:
-            draft.fail("override_lr_scheduler", "use_checkpoint_lr_scheduler is set too; keep one of the two")
-    for name in ("warmup", "lr_decay_fraction"):
-        value = draft[name]
-        if value is not None and not 0 <= value <= 1:
-            total = draft["lr_decay_iters"] or draft["train_iters"]
-            steps = f": for {value:g} steps write {value / total:.4g}" if total and name == "warmup" else ""
-            draft.fail(name, f"is a fraction of the schedule, between 0 and 1, not {value:g}{steps}")
-    total, fraction = draft["train_iters"], draft["lr_decay_fraction"]
-    by_fraction = math.floor(total * fraction) if total is not None and fraction is not None else None
-    stated = draft.get_given("lr_decay_iters")
-    if stated is not None and by_fraction is not None and stated != by_fraction:
-        draft.note(f"lr_decay_iters {stated} wins over lr_decay_fraction {fraction} ({by_fraction} steps)")
-    steps = stated or by_fraction or total
-    draft.set("lr_decay_iters", steps, "lr_decay_fraction of train_iters, else train_iters")
-    rising = (steps or 0) * draft["warmup"]
-    if total and round(rising) > total:
-        last = draft["lr"] * max(1, total - 1) / rising
-        draft.note(
-            f"training never leaves the warm-up, which is {rising:.0f} steps (warmup {draft['warmup']:g} of"
-            f" lr_decay_iters {steps}) where train_iters is {total}: the learning rate ends at {last:.3g}, lr is"
-            f" {draft['lr']:g}. lr_decay_iters={total} shortens both"
-        )
-    elif draft["lr_decay_style"] != "constant" and steps and total and steps != total:
-        if steps > total:
-            draft.note(f"the learning rate does not reach its end: lr_decay_iters {steps} > train_iters {total}")
-        else:
-            draft.note(f"the learning rate stays at its end value from step {steps} of {total} on (lr_decay_iters)")
 
 
 def checkpoints(draft: Draft) -> None:
@@ -290,12 +256,15 @@ def evaluation(draft: Draft) -> None:
     draft.positive("eval_task_limit", "eval_batch_size")
     draft.check(_are_counts, "whole numbers of at least 0 are expected", "eval_num_fewshot")
     draft.check(lambda value: 0 <= value < 2**32, "must be in [0, 2^32)", "seed")
+    if draft["chat_system"] is not None and not draft["chat"]:
+        draft.report("chat_system", "chat is off, so there is no chat to begin with it; set chat: true")
     with draft.part():
-        kind = "input-file" if draft["sample_input_file"] else "unconditional"
-        draft.set("text_gen_type", draft.get_given("text_gen_type") or kind, "sample_input_file")
+        asked = "prompt" if draft["prompt"] else "sample_input_file"
+        kind = "input-file" if draft[asked] else "unconditional"
+        draft.set("text_gen_type", draft.get_given("text_gen_type") or kind, asked)
     one_path = draft["data_path"] is not None
     evaluates = draft["eval_iters"] > 0
-    trains = bool(draft["train_iters"] or draft["train_epochs"])
+    trains = any(draft[name] for name in rules_schedule.LENGTHS)
     found = {
         "do_train": trains and (one_path or draft["train_data_paths"] is not None),
         "do_valid": evaluates and (one_path or draft["valid_data_paths"] is not None or has_valid_sets(draft)),

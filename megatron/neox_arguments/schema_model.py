@@ -72,6 +72,12 @@ class ModelConfig(MambaConfig):
     final_logit_softcapping: float | None = key(
         None, "Bound logits smoothly: c * tanh(logits / c), in training as in generation (Gemma 2: 30).", new=True
     )
+    z_loss_weight: float = key(
+        0.0,
+        "Add this times the squared logsumexp of each trained token's logits to the loss, which keeps logits from"
+        " drifting: its gradient counts, the reported loss is without it, train/z_loss has it.",
+        new=True,
+    )
     scale_embedding: bool = key(
         False, "Multiply word embeddings by sqrt(hidden_size), rounded to the model's precision (Gemma).", new=True
     )
@@ -241,7 +247,8 @@ class ModelConfig(MambaConfig):
     )
     torch_compile: bool | None = key(
         None,
-        "Compile each block with torch.compile. Default: on for GPUs but for ZeRO-3, off on CPUs (no gain).",
+        "Compile each block with torch.compile, around what cannot be compiled. Default: on for GPUs, off on CPUs (no "
+        "gain).",
         new=True,
     )
     loss_chunk_size: int | None = key(

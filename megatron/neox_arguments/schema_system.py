@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megatron.neox_arguments.keys import key
 
 _TUNE = "autotuning is not available; try sizes with --dry-run and short runs"
-_NOISE = "the gradient noise scale is not available yet"
+_NOISE = "its buffers are divided like the gradients; use ZeRO"
 _DS = "this DeepSpeed feature is not available"
 
 
@@ -38,6 +38,18 @@ class ParallelConfig:
     )
     distributed_backend: Literal["nccl", "gloo", "mpi"] = key(
         "nccl", "Communication library.", differs="falls back to gloo without a GPU"
+    )
+    distributed_timeout: float | None = key(
+        None,
+        "Seconds for which a rank waits on the host until all others have done what takes long (index, checkpoint)."
+        " Default: DEEPSPEED_TIMEOUT of the environment, in whole minutes, else 7200.",
+        new=True,
+    )
+    collective_timeout: float = key(
+        600.0,
+        "Seconds for which a collective operation of a step may take on the device after the first two steps; at least"
+        " a minute longer than the watchdog waits. <= 0: as long as distributed_timeout.",
+        new=True,
     )
     world_size: int | None = key(None, "All ranks: pipeline x data x tensor.", derived="recompute")
     data_parallel_size: int | None = key(
@@ -112,15 +124,48 @@ class LoggingConfig:
     log_param_norm: bool = key(False, "Log the norm of every weight.", differs="of whole parameters, not one shard")
     log_grad_pct_zeros: bool = key(False, "Log the share of zero gradients.", unavailable="use log_grad_norm")
     log_optimizer_states: bool = key(False, "Log norms of the optimizer's state.", unavailable="use log_param_norm")
-    log_gradient_noise_scale: bool = key(False, "Log the gradient noise scale.", unavailable=_NOISE)
-    gradient_noise_scale_n_batches: int = key(5, "Batches per estimate.", unavailable=_NOISE)
+    log_gradient_noise_scale: bool = key(
+        False, "Log the gradient noise scale, in samples.", differs="works, at every layout; there it raises an error"
+    )
+    gradient_noise_scale_n_batches: int = key(5, "Steps per estimate of the gradient noise scale.")
     gradient_noise_scale_cpu_offload: bool = key(False, "Keep the estimate's buffers on the CPU.", unavailable=_NOISE)
+    straggler_interval: int = key(
+        0,
+        "Steps between reports of which rank the others wait for, and which computes slowest; <= 0 never.",
+        new=True,
+    )
+    monitor_interval: int = key(
+        0,
+        "Steps between norms of gradients and weights and the ratio of update to weight, of each parameter that "
+        "monitor_parameters matches; <= 0 never. They are part of the next log.",
+        new=True,
+    )
+    monitor_parameters: tuple[str, ...] = key(
+        ("*",), "Patterns of the names of parameters to monitor, as `2.*` or `*.mlp.*`.", new=True
+    )
+    monitor_attention: bool = key(
+        False,
+        "Every monitor_interval steps also the largest attention logit and the mean entropy of the attention of each"
+        " block, by a forward pass of one row.",
+        new=True,
+    )
     use_comet: bool | None = key(None, "Log to Comet.")
     comet_workspace: str | None = key(None, "Comet's workspace. Default: that of the user's Comet configuration.")
     comet_project: str | None = key(None, "Comet's project. Default: Uncategorized Experiments.")
     comet_experiment_name: str | None = key(None, "Name of the experiment. Default: Comet chooses one.")
     comet_tags: tuple[str, ...] | None = key(None, "Tags of the experiment.")
     comet_others: dict[str, Any] | None = key(None, "Further facts to keep with the experiment.")
+    use_trackio: bool = key(False, "Log to Trackio, a dashboard on this machine.", new=True)
+    trackio_project: str = key("neox", "Trackio's project.", new=True)
+    trackio_run_name: str | None = key(
+        None, "Name of the run in Trackio, before its id. Default: that of the run's folder.", new=True
+    )
+    prometheus_file: str | None = key(
+        None,
+        "File that holds the newest metrics in Prometheus's text format, for node_exporter (*.prom).",
+        path=True,
+        new=True,
+    )
     memory_profiling: bool = key(
         False,
         "Write a snapshot of each GPU's memory after the profiled steps, for pytorch.org/memory_viz.",
@@ -147,11 +192,15 @@ class LoggingConfig:
 class DeepSpeedConfig:
     """Keys that are passed to DeepSpeed as they are."""
 
-    deepspeed: bool = key(True, "Run on DeepSpeed.", unavailable={False: "DeepSpeed is the only engine; leave it true"})
-    fp32_allreduce: bool = key(False, "Reduce gradients over data-parallel ranks in fp32.")
+    deepspeed: bool = key(True, "Run on DeepSpeed.", unavailable={False: "set engine: native, and leave it true"})
+    fp32_allreduce: bool = key(
+        True,
+        "Reduce gradients over data-parallel ranks in fp32; false: in the model's type.",
+        differs="true by default; GPT-NeoX reduces bf16 runs in bf16",
+    )
     communication_data_type: Literal["fp32", "bf16", "fp16"] | None = key(
         None,
-        "Type gradients are reduced in.",
+        "Type gradients are reduced in. Default: as fp32_allreduce says.",
         spellings={"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"},
         differs="takes the name of a type",
     )

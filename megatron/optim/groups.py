@@ -1,29 +1,76 @@
-"""Parameter groups: which parameters decay, and whose learning rate is scaled."""
+"""Parameter groups: which parameters are trained, which decay, and whose learning rate is scaled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.nn import Parameter
 
+from megatron.mpu.sharding import ParamSpec, spec_of
+from megatron.neox_arguments.parameter_rules import ParameterRule
+from megatron.optim.matrices import WholeMatrices, is_matrix
+
+_EMBEDDING_LAYER = "0."  # how the canonical names of its parameters begin
+
+
+def freeze_parameters(params: Iterable[Parameter], rules: Sequence[ParameterRule]) -> None:
+    """No gradient, no optimizer state and no update for what the last rule that speaks of it freezes.
+
+    Before an engine is built around the model.
+    """
+    for p in params:
+        if _last(rules, spec_of(p), "freeze"):
+            p.requires_grad_(False)
+
 
 def parameter_groups(
-    params: Iterable[Parameter], *, weight_decay: float, matrix_lr_mult: float = 1.0
+    params: Iterable[Parameter],
+    *,
+    weight_decay: float,
+    matrix_lr_mult: float = 1.0,
+    decay_embeddings: bool = True,
+    rules: Sequence[ParameterRule] = (),
+    matrices: WholeMatrices | None = None,
 ) -> list[dict[str, Any]]:
-    """Split parameters by their declaration (`ParamSpec`). Empty groups are left out.
+    """Split parameters by their declaration (`ParamSpec`) and the rules for their names. Empty groups are left out.
 
     As in GPT-NeoX, weights and embeddings decay, norms and biases do not. `matrix_lr_mult` scales the learning
     rate of hidden matrices (muP: 1 / width multiplier); `lr_mult` is applied by the engine at each step. What stays in
     fp32 in a half-precision model has a group of its own, as DeepSpeed flattens each.
+
+    Args:
+        decay_embeddings: whether the parameters of the embedding layer decay (a tied output matrix with them).
+        rules: of `parameter_groups`; their `lr_mult` comes on top of `matrix_lr_mult`.
+        matrices: for an optimizer that needs whole ones, which have groups of their own then.
     """
-    groups: dict[tuple[bool, float, bool], list[Parameter]] = {}
+    groups: dict[tuple[bool, float, float, bool, bool], list[Parameter]] = {}
     for p in params:
         if not p.requires_grad:
-            continue  # moved by other means (biases that balance experts)
-        mult = matrix_lr_mult if p.spec.kind == "matrix" else 1.0
-        groups.setdefault((p.spec.decay, mult, p.spec.keep_fp32), []).append(p)
+            continue  # frozen, or moved by other means (biases that balance experts)
+        spec = spec_of(p)
+        decays = bool(spec.decay) and (decay_embeddings or not _is_embedding(spec))
+        decay, mult = (_last(rules, spec, field) for field in ("weight_decay", "lr_mult"))
+        decay = (weight_decay if decays else 0.0) if decay is None else decay
+        mult = (matrix_lr_mult if spec.kind == "matrix" else 1.0) * (1.0 if mult is None else mult)
+        whole = matrices is not None and is_matrix(spec)
+        groups.setdefault((decays, decay, mult, spec.keep_fp32, whole), []).append(p)
     return [
-        {"params": members, "weight_decay": weight_decay if decay else 0.0, "lr_mult": mult}
-        for (decay, mult, _), members in sorted(groups.items(), key=lambda item: item[0], reverse=True)
+        {
+            "params": members,
+            "weight_decay": decay,
+            "lr_mult": mult,
+            **({} if matrices is None else {"matrices": matrices if whole else None}),
+        }
+        for (_, decay, mult, _, whole), members in sorted(groups.items(), key=lambda item: item[0], reverse=True)
     ]
+
+
+def _is_embedding(spec: ParamSpec) -> bool:
+    return spec.kind == "embedding" and spec.key.startswith(_EMBEDDING_LAYER)
+
+
+def _last(rules: Sequence[ParameterRule], spec: ParamSpec, field: str) -> Any:
+    """What the last rule that says it of this parameter says; None when none does."""
+    found = [value for rule in rules if (value := getattr(rule, field)) is not None and rule.fits(spec.key)]
+    return found[-1] if found else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron.checkpoint.find import list_checkpoints
 from megatron.checkpoint.start import Start, decide_start
 from megatron.data.collate import CollateRules
-from megatron.data.order.datasets import SET, DataPlan
+from megatron.data.order.data_plan import SET, DataPlan
 from megatron.data.order.role_order import RoleOrder
 from megatron.data.sample import SampleDataset
 from megatron.data.view.content import View, sample_view
@@ -21,6 +21,7 @@ from megatron.data.view.origin import Origin, origin_of
 from megatron.errors import UserError, nearest
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.derive import Facts, check_trainable, derive
 from megatron.neox_arguments.problems import Problems
 from megatron.plan.refusals import check_data_plan, warn_of_unknown_ranks
@@ -33,32 +34,35 @@ LOGGER = get_logger(__name__)
 @dataclass(frozen=True)
 class Steps:
     """Which samples a step takes. `known` are (step, samples consumed before it), ascending from where the run
-    started; after the last of them every step takes `batch`."""
+    started. Other steps take what `plan` says, by default `batch` each, where that leads to what is known."""
 
     batch: int
     known: tuple[tuple[int, int], ...] = ((0, 0),)
+    plan: BatchPlan | None = None
 
     def samples(self, step: int) -> range:
         """The samples of a step. Raises `UserError` where the batch size changed at an unknown step."""
-        first, consumed, batch = self._piece(bisect_right([at for at, _ in self.known], step) - 1, f"step {step}")
-        begin = consumed + (step - first) * batch
-        return range(begin, begin + batch)
+        first, consumed, plan = self._piece(bisect_right([at for at, _ in self.known], step) - 1, f"step {step}")
+        begin = consumed + plan.samples(step) - plan.samples(first)
+        return range(begin, begin + plan.batch_size(step))
 
     def step_of(self, sample: int) -> int:
         """The step that takes a sample."""
-        first, consumed, batch = self._piece(bisect_right([at for _, at in self.known], sample) - 1, f"sample {sample}")
-        return first + (sample - consumed) // batch
+        first, consumed, plan = self._piece(bisect_right([at for _, at in self.known], sample) - 1, f"sample {sample}")
+        return plan.whole_steps(plan.samples(first) + sample - consumed)
 
-    def _piece(self, i: int, asked: str) -> tuple[int, int, int]:
+    def _piece(self, i: int, asked: str) -> tuple[int, int, BatchPlan]:
         if i < 0:
             step, samples = self.known[0]
             raise UserError(
                 f"{asked}: this run started at step {step}, after {samples} samples (init_from); earlier steps "
                 "belong to the run that it started from."
             )
-        (first, consumed), batch = self.known[i], self.batch
+        (first, consumed), plan = self.known[i], self.plan or BatchPlan.constant(self.batch)
         if i + 1 < len(self.known):
             end, after = self.known[i + 1]
+            if plan.samples(end) - plan.samples(first) == after - consumed:
+                return first, consumed, plan
             batch, rest = divmod(after - consumed, end - first)
             if rest:
                 raise UserError(
@@ -66,7 +70,8 @@ class Steps:
                     f"({after - consumed} samples in {end - first} steps), at a step that is not recorded. "
                     "Ask by sample number instead."
                 )
-        return first, consumed, max(batch, 1)
+            plan = BatchPlan.constant(max(batch, 1))
+        return first, consumed, plan
 
 
 @dataclass(frozen=True)
@@ -184,7 +189,7 @@ def open_run(args: NeoXArgs, ranks: int | None, problems: Problems | None = None
     options, training = args.checkpoint, args.training
     start = decide_start(options, to_write=False)  # people also look at the runs of others
     plan = check_data_plan(args, tokenizer, start)
-    train = Steps(training.train_batch_size, _known_steps(start, options.save, plan.start))
+    train = Steps(training.train_batch_size, _known_steps(start, options.save, plan.start), BatchPlan.of(args))
     micro = training.train_micro_batch_size_per_gpu
     per_rank = micro * training.gradient_accumulation_steps
     roles = {}

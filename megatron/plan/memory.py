@@ -1,16 +1,23 @@
 """A memory estimate per rank: weights, gradients, optimizer and activations.
 
-Per parameter held by the rank (P of them, tensor-parallel shard of its stage, `w` bytes each: 2 in bf16/fp16, else 4):
+Per parameter held by the rank (tensor-parallel shard of its stage), for dp data ranks, with w bytes of a weight (2 in
+bf16 and fp16, else 4) and a bytes of a gradient (4, but 2 in fp16 at ZeRO 1), at the stage of ZeRO that runs
+(`effective_zero_stage`; the native engine's is 1):
 
-| part      | bytes                                                                 | divided by dp from |
-|-----------|-----------------------------------------------------------------------|--------------------|
-| weights   | w P                                                                   | ZeRO 3             |
-| gradients | 4 P, or 2 P with data_types.grad_accum_dtype bf16 or fp16             | ZeRO 2             |
-| masters   | 4 P in half precision, else 0                                         | ZeRO 1             |
-| moments   | 4 P per moment, `moments` of the optimizer's row (Adam 2, Lion 1)     | ZeRO 1             |
+| part      | bytes                                                                                             |
+|-----------|---------------------------------------------------------------------------------------------------|
+| weights   | w, in ZeRO 3 w / dp                                                                               |
+| moments   | 4 per moment, `moments` of the optimizer's row (Adam 2, Lion 1); from ZeRO 1 on divided by dp     |
+| masters   | 4 / dp from ZeRO 1 on; none in fp32 with the native engine, whose weights they are                |
+| average   | 4 / dp with ema_decay                                                                             |
+| gradients | without ZeRO, in bf16 at ZeRO 1, and with the native engine: 4; in fixed point: 8 + 4 / dp        |
+|           | else ZeRO 1: a and one bucket (two with overlap_comm), or (a + 4) / dp if that is more            |
+|           | ZeRO 2: (a + w) / dp and one bucket (two with overlap_comm)                                       |
+|           | ZeRO 3: 8 / dp and one bucket                                                                     |
 
-Of experts, P is what the rank holds of them under tensor and expert parallelism, and dp is replaced by dp / ep,
-the number of ranks that hold the same.
+A bucket of DeepSpeed's has reduce_bucket_size elements (5e8 by default) of a bytes in ZeRO 1, w in ZeRO 2, 4 in ZeRO 3.
+Of experts, parameters are what the rank holds of them under tensor and expert parallelism, and dp is replaced by
+dp / ep, the number of ranks that hold the same.
 
 Activations, per token of a micro-batch and block, in elements: the inputs and outputs of the norms (4h, or 3h with one
 shared norm; divided by tp under sequence parallel), and, always divided by tp, queries, keys and values before and
@@ -20,7 +27,8 @@ as in `_mamba` and `_rwkv`. `full`
 recomputation keeps the input of each chunk and the whole of one chunk, `selective` keeps results of matrix products.
 Stage s of p holds min(accumulation, p - s) micro-batches at once (1F1B).
 
-Not counted: the framework itself (about 0.5 GB per process), communication buckets, allocator fragmentation. Expect
+Not counted: the framework itself (about 0.5 GB per process), the gradient of one parameter on its way into its sum,
+allocator fragmentation, and that offload_optimizer moves optimizer state into the host's memory. Expect
 the real peak within some 30 % above.
 """
 
@@ -39,6 +47,7 @@ from megatron.neox_arguments.schema_train import OptimizerConfig
 from megatron.plan.stages import Held
 from megatron.registry import added
 from megatron.rows import row, rows
+from megatron.training.engine_config import deepspeed_config, effective_zero_stage, owns_reduction
 
 
 @dataclass(frozen=True)
@@ -60,25 +69,38 @@ def estimate(args: NeoXArgs, *, held: Held, stage: int, blocks: Sequence[int], p
 
     `args` is derived. See the module's text for the formula.
     """
-    optimizer, dp = args.optimizer, args.parallel.data_parallel_size
-    half = optimizer.precision != "fp32"
-    zero = optimizer.zero_stage
-    weight_bytes = 2 if half else 4
-    gradient_bytes = 4 if (optimizer.data_types or {}).get("grad_accum_dtype", "fp32") == "fp32" else 2
-    state_bytes = 4 * moments(optimizer) + (4 if half else 0)
-
-    def per_rank(among: bool) -> float:
-        """Parameters per rank of what ZeRO divides or not."""
-        if not among:
-            return held.parameters
-        return (held.parameters - held.experts) / dp + held.experts / (dp / args.parallel.expert_parallel_size)
-
+    dp, ep = args.parallel.data_parallel_size, args.parallel.expert_parallel_size
+    stage_of_zero, native = effective_zero_stage(args), args.optimizer.engine == "native"
+    if native:
+        stage_of_zero = 1
+    half = args.optimizer.precision != "fp32"
+    parts = (held.parameters - held.experts) / dp + held.experts / (dp / ep)  # of what ZeRO divides
+    state_bytes = 4 * moments(args.optimizer) + (4 if half or (stage_of_zero and not native) else 0)
     return Memory(
-        weights=weight_bytes * per_rank(zero >= 3),
-        gradients=gradient_bytes * per_rank(zero >= 2),
-        optimizer=state_bytes * per_rank(zero >= 1),
+        weights=(2 if half else 4) * (parts if stage_of_zero == 3 else held.parameters),
+        gradients=_gradients(args, stage_of_zero, held.parameters, parts),
+        optimizer=state_bytes * (parts if stage_of_zero else held.parameters)
+        + (4 * parts if args.optimizer.ema_decay is not None else 0),
         activations=_activations(args, stage=stage, blocks=blocks, padded_vocab_size=padded_vocab_size),
     )
+
+
+def _gradients(args: NeoXArgs, stage: int, whole: float, parts: float) -> float:
+    """Of `whole` parameters, of which the rank keeps the optimizer state of `parts`."""
+    if args.training.deterministic == "layout":
+        return 8 * whole + 4 * parts  # sums in fixed point, and what the optimizer reads of them
+    config = deepspeed_config(args)
+    if stage == 0 or args.optimizer.engine == "native" or owns_reduction(config):
+        return 4 * whole
+    weight = 4 if args.optimizer.precision == "fp32" else 2
+    each = 4 if config["data_types"]["grad_accum_dtype"] == "fp32" else 2
+    zero = config["zero_optimization"]
+    bucket = zero.get("reduce_bucket_size", 5e8) * (2 if stage < 3 and zero.get("overlap_comm") else 1)
+    if stage == 1:
+        return max(each * (whole + bucket), (each + 4) * parts)
+    if stage == 2:
+        return (each + weight) * parts + weight * bucket
+    return (each + 4) * parts + 4 * bucket
 
 
 def moments(optimizer: OptimizerConfig) -> int:

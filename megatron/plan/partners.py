@@ -16,9 +16,12 @@ ARCHITECTURE, BATCH, LENGTH, DATA = "architecture", "batch", "length", "data"
 _GIVEN_BY = {
     "num_layers": ARCHITECTURE,
     "train_batch_size": BATCH,
+    "batch_size_schedule": BATCH,
     "train_micro_batch_size_per_gpu": BATCH,
     "train_iters": LENGTH,
     "train_epochs": LENGTH,
+    "train_tokens": LENGTH,
+    "train_flops": LENGTH,
     "data_path": DATA,
     "train_data_paths": DATA,
     "mixture": DATA,

@@ -20,7 +20,7 @@ from megatron.data.order.sources import named_paths
 from megatron.data.order.splits import NAMES
 from megatron.data.tokens.token_files import find_files
 from megatron.errors import UserError
-from megatron.hub.s3 import announce_stored
+from megatron.hub.s3_load import announce
 from megatron.inference.inputs import check_requests, requested_checkpoint
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
@@ -28,7 +28,6 @@ from megatron.neox_arguments.inference import for_inference
 from megatron.neox_arguments.open_width import fit_width, is_open
 from megatron.neox_arguments.overrides import Overrides
 from megatron.neox_arguments.problems import Problems, collector
-from megatron.neox_arguments.schema_train import CheckpointConfig
 from megatron.plan.refusals import check_data, check_fit, check_folders
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -40,6 +39,7 @@ _FOR_PLACE = ("hostfile", "launcher", "include", "exclude", "num_nodes", "num_gp
 _FOR_PLACE += ("pipe_parallel_size", "model_parallel_size", "expert_parallel_size")
 FOR_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "vocab_size")
 _FOR_START = ("load", "save", "iteration", "finetune", "init_from", "restart_if_damaged")
+_FOR_START += ("s3_path", "s3_load", "s3_chunk_size")
 _FOR_DATA = ("data_path", "mixture", "valid_sets", *(f"{role}_data_paths" for role in NAMES))
 
 
@@ -67,7 +67,7 @@ def config_for(args: NeoXArgs, user_script: str) -> NeoXArgs:
     if not is_open(args):
         return args
     with suppress(UserError):  # a missing checkpoint is reported where it is needed
-        start = _start(args, kind, args.checkpoint, to_write=False)
+        start = _start(args, kind, to_write=False)
         checkpoint = start.checkpoint if isinstance(start, Start) else start
         if checkpoint is not None:
             return fit_width(args, stored_width(checkpoint), str(checkpoint.path))
@@ -124,21 +124,16 @@ def preflight(args: NeoXArgs, kind: str, wait: bool = False, problems: Problems 
     """
     tokenizer: Tokenizer | None = None
     start: Start | Checkpoint | None = None
-    options = args.checkpoint
     with collector(problems) as found:
         has_data = kind == "train" and check_data_paths(args, found)
         if found.usable(*FOR_TOKENIZER):
             with _collect(args, found):
                 tokenizer = build_tokenizer(args.tokenizer)
-        if kind == "train" and found.usable("save", "s3_path", "s3_chunk_size"):
-            with _collect(args, found):
-                if announce_stored(args.checkpoint):  # it replaces what is damaged
-                    options = replace(options, restart_if_damaged=True)
         if found.usable(*_FOR_START):
             with _collect(args, found):
                 if kind == "train" and args.checkpoint.save is not None:
                     refuse_if_held(args.checkpoint.save, wait)
-                start = _start(args, kind, options)
+                start = _start_or_coming(args, kind)
         with _collect(args, found):
             if kind == "train":
                 check_folders(args)
@@ -191,8 +186,16 @@ def data_paths(args: NeoXArgs) -> list[str]:
     return named_paths(args.data, [role for role in NAMES if active[role]])
 
 
-def _start(args: NeoXArgs, kind: str, options: CheckpointConfig, to_write: bool = True) -> Start | Checkpoint:
-    """Where training with these options starts, or the checkpoint that eval and generate read."""
-    if kind == "train":
-        return decide_start(options, to_write=to_write)
-    return requested_checkpoint(args)
+def _start(args: NeoXArgs, kind: str, to_write: bool = True) -> Start | Checkpoint:
+    """Where training starts, or the checkpoint that eval and generate read."""
+    return decide_start(args.checkpoint, to_write=to_write) if kind == "train" else requested_checkpoint(args)
+
+
+def _start_or_coming(args: NeoXArgs, kind: str) -> Start | Checkpoint | None:
+    """The same; without its checkpoint when the run fetches it first."""
+    if (coming := announce(args.checkpoint)) is None:
+        return _start(args, kind)
+    if kind != "train":
+        return None
+    nothing = replace(args.checkpoint, load=None, iteration=None, init_from=None, restart_if_damaged=True)
+    return replace(decide_start(nothing), kind=coming.kind, step=coming.step, message=coming.message)

@@ -11,7 +11,7 @@ from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.init_from import check_init
 from megatron.checkpoint.schedule import resume_schedule
 from megatron.checkpoint.start import Start, check_folder
-from megatron.data.order.datasets import DataPlan
+from megatron.data.order.data_plan import DataPlan
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.manifest import check_tokenizer, read_manifest, verify
 from megatron.data.tokens.token_files import find_files
@@ -63,7 +63,7 @@ def check_fit(args: NeoXArgs, start: Start) -> None:
     manifest = start.checkpoint.manifest
     saved, load_optim = manifest.config, start.load_optim and not options.no_load_optim
     check_config(
-        saved,
+        saved if start.init is None else start.init.grown(saved, args.to_dict()),
         args.to_dict(),
         path=start.checkpoint.path,
         allow=options.allow_config_changes,

@@ -40,8 +40,11 @@ def saves_of(args: NeoXArgs, parameters: int, first: int = 0) -> Saves | None:
     keep = checkpoint.keep_last_n_checkpoints
     extra = len(set(checkpoint.extra_save_iters or ()) & set(saved[:-keep])) if keep and keep > 0 else 0
     kept = min(len(saved), keep + extra) if keep and keep > 0 else len(saved)
+    minutes = checkpoint.temporary_checkpoint_minutes
+    kept += minutes is not None and minutes > 0  # one at a time
     weight = 4 if args.optimizer.precision == "fp32" else 2
-    each = parameters * (weight + (0 if checkpoint.no_save_optim else 4 + 4 * moments(args.optimizer)))
+    kinds = 1 + moments(args.optimizer) + (args.optimizer.ema_decay is not None)
+    each = parameters * (weight + (0 if checkpoint.no_save_optim else 4 * kinds))
     return Saves(saved, kept, each, _free(Path(checkpoint.save)))
 
 

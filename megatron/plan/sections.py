@@ -11,6 +11,7 @@ from megatron.data.order.table import SourceRow
 from megatron.model.partition import StageRow
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs, plugin_key
+from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.block_sizes import GMLP, HEADLESS, MAMBA, RWKV, without_flops
 from megatron.neox_arguments.callback_key import by_name, choose_callbacks, keys_of
 from megatron.neox_arguments.coerce import thaw
@@ -152,6 +153,8 @@ def steps(args: NeoXArgs, vocab_size: int) -> list[str]:
     t, dp, seq = args.training, args.parallel.data_parallel_size, args.model.seq_length
     tokens = t.train_batch_size * seq
     iters = t.train_iters or 0
+    plan = BatchPlan.of(args)
+    total = plan.tokens(iters)
     flops = flops_per_token(args.model, vocab_size) * tokens
     neox = neox_flops_per_token(args.model, vocab_size, recompute=False) * tokens
     silent = without_flops(args.model)
@@ -162,12 +165,13 @@ def steps(args: NeoXArgs, vocab_size: int) -> list[str]:
         "steps",
         [
             f"train_batch_size {t.train_batch_size} = micro {t.train_micro_batch_size_per_gpu} x accumulation "
-            f"{t.gradient_accumulation_steps} x data parallel {dp}",
-            f"{tokens:,} tokens per step, {iters:,} steps, {count(tokens * iters)} tokens in all",
+            f"{t.gradient_accumulation_steps} x data parallel {dp}{plan.describe()}",
+            f"{tokens:,} tokens per step, {iters:,} steps, {count(total)} tokens in all",
             f"{flops:.3e} FLOPs per step (6 per parameter in a matrix product + full attention; by GPT-NeoX's formula "
-            f"{neox:.3e}{'; recomputation adds a third' if recompute else ''}{besides}), {flops * iters:.3e} in all",
+            f"{neox:.3e}{'; recomputation adds a third' if recompute else ''}{besides}), "
+            f"{flops / tokens * total:.3e} in all",
             f"learning rate {args.optimizer.lr:g} {s.lr_decay_style} to {s.min_lr:g} over {s.lr_decay_iters} steps, "
-            f"warm-up {s.warmup * (s.lr_decay_iters or 0):g} steps",
+            f"warm-up {s.warmup_share * s.steps if s.steps else 0:g} steps",
         ],
     )
 

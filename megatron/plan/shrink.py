@@ -29,8 +29,12 @@ _ONE_RANK: dict[str, Any] = {
 _NO_SERVICES: dict[str, Any] = {
     "use_wandb": False,
     "use_comet": False,
+    "use_trackio": False,
+    "prometheus_file": None,
     "s3_path": None,
+    "hf_save_interval": 0,
     "eval_tasks": None,
+    "eval_suite": None,
     "log_dir": None,
     "tensorboard_dir": None,
 }
@@ -43,6 +47,7 @@ _TWO_STEPS: dict[str, Any] = {
     "extra_save_iters": None,
     "iteration": None,
     "load": None,
+    "s3_load": None,
     "finetune": False,
 }
 
@@ -71,6 +76,7 @@ def shrink_overrides(args: NeoXArgs) -> dict[str, Any]:
         "max_position_embeddings": SEQ,
         "sliding_window_width": min(windows, SEQ // 4) if windows else windows,
         "train_batch_size": 1,
+        **dict.fromkeys(("batch_size_schedule", "rampup_batch_size", "seq_length_ramp")),
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
     }

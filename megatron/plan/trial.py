@@ -8,6 +8,7 @@ from megatron.cluster.launch import place
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
+from megatron.neox_arguments.rules_schedule import LENGTHS
 from megatron.plan.planner import plan
 from megatron.plan.shrink import as_overrides, shrink_overrides, synthetic_overrides
 
@@ -19,8 +20,8 @@ def dry_run(paths: list[str], data: str, save: str, env: Mapping[str, str]) -> N
     `data` (a prefix); returns the derived configuration as it is written. Raises the dry run's `UserError`."""
     written = NeoXArgs.from_files(paths)
     args = derive(written, Facts(num_devices=place(written, env).world_size))
-    if args.training.train_iters is None and args.training.train_epochs is None:
-        raise UserError("set train_iters (or train_epochs): how long to train")
+    if all(getattr(args.training, name) is None for name in LENGTHS):
+        raise UserError(f"set train_iters (or {', '.join(LENGTHS[1:])}): how long to train")
     ours = NeoXArgs.from_files(paths, as_overrides(synthetic_overrides(data, save)))
     plan(ours, place(ours, env), _SCRIPT)
     return args

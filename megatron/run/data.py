@@ -11,13 +11,15 @@ from megatron.checkpoint.init_from import advise_new_run
 from megatron.checkpoint.start import Start
 from megatron.checkpoint.tokenizer_identity import check_tokenizer
 from megatron.data.collate import CollateRules
-from megatron.data.order.datasets import DataPlan, epoch_samples, plan_datasets
+from megatron.data.order.data_plan import DataPlan
+from megatron.data.order.datasets import epoch_samples, plan_datasets
 from megatron.data.order.phases import Progress
 from megatron.data.order.saved_order import SavedOrder
 from megatron.data.order.splits import sample_counts
 from megatron.data.tokens.token_files import with_eod
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.model_tokens import add_trained_ends
@@ -44,13 +46,15 @@ def open_data(
         done: its steps and samples so far; its batches may have been larger than those to come.
     """
     training, first = args.training, order.start if order is not None else (0, 0)
+    batches = BatchPlan.of(args)
     train_samples, valid_samples, test_samples = sample_counts(
         train_iters=training.train_iters or 0,
         eval_interval=training.eval_interval,
         eval_iters=training.eval_iters,
         train_batch_size=training.train_batch_size,
+        train_samples=batches.samples(training.train_iters or 0),
     )
-    to_come = train_samples - done[0] * training.train_batch_size
+    to_come = train_samples - batches.samples(done[0])
     # A run initialised from another's checkpoint did not take the earlier steps, or not from these samples.
     train_samples = done[1] + to_come if first != (0, 0) else max(train_samples, done[1] + to_come)
     return plan_datasets(
@@ -61,7 +65,7 @@ def open_data(
         valid_samples=valid_samples if training.do_valid is not False else 0,
         test_samples=test_samples if training.do_test is not False else 0,
         set_samples=test_samples if training.do_valid is not False else 0,  # each validation set, every time
-        progress=Progress(training.train_batch_size, *done, first),
+        progress=Progress(training.train_batch_size, *done, first, batches),
         saved=order,
     )
 
@@ -103,7 +107,7 @@ def resume_order(start: Start, load: str | None) -> tuple[SavedOrder, tuple[int,
 
 def note_trained_ends(args: NeoXArgs, plan: DataPlan) -> NeoXArgs:
     """`args` with the ends of turns that the chats among the training data teach, for checkpoints and exports."""
-    tokens = add_trained_ends(args.tokenizer.model_tokens, plan.turn_ends())
+    tokens = add_trained_ends(args.tokenizer.model_tokens, plan.turn_ends)
     return args if tokens == args.tokenizer.model_tokens else args.replace("the training data", model_tokens=tokens)
 
 

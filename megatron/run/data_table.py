@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megatron.data.order.datasets import DataPlan
+from megatron.data.order.data_plan import DataPlan
 from megatron.data.order.table import SourceRow
 
 HEAD = ("role", "source", "documents", "tokens", "weight", "samples", "epochs", "file")

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron.checkpoint.agreement import await_thread, together
+from megatron.checkpoint.agreement import await_thread, broadcast, together
 from megatron.checkpoint.compare import check_config, converted_to_engine
 from megatron.checkpoint.damage import find_damage
 from megatron.checkpoint.folder import recover
+from megatron.checkpoint.grown import Growth
 from megatron.checkpoint.init_from import check_init
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.lock import SaveLock
@@ -24,7 +23,8 @@ from megatron.checkpoint.schedule import resume_schedule
 from megatron.checkpoint.start import Start, decide_start
 from megatron.checkpoint.tokenizer_identity import check_identity
 from megatron.cluster.status import StatusFile, run_folder
-from megatron.hub.s3 import fetch_newest
+from megatron.cluster.tracker_id import read_tracker_ids, restore_tracker_ids
+from megatron.hub.s3_load import fetch_first
 from megatron.log import get_logger
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs, plugin_key
@@ -53,6 +53,25 @@ class TokenizerIdentity(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not self.allow:
             check_identity(state, self.tokenizer, "the checkpoint")
+
+
+class TrackerIds(Callback):
+    """Saves the run's ids in its trackers, so that it stays one run there when only its checkpoints reach the next
+    machine."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.folder is None else dict(read_tracker_ids(self.folder))
+
+    def restore(self, start: Start, state: ParallelState) -> None:
+        """Before the trackers are built: what the run's own checkpoint says goes into the folder. Collective."""
+        if start.kind != "resume" or start.checkpoint is None or self.folder is None:
+            return  # a run that starts from another one's checkpoint is another run
+        with together("restoring the ids of trackers", state):
+            if state.rank == 0:
+                restore_tracker_ids(self.folder, start.checkpoint.callbacks.get(type(self).__name__) or {})
 
 
 @contextlib.contextmanager
@@ -123,27 +142,26 @@ def share_start(args: NeoXArgs, state: ParallelState) -> Start:
 def _share_decision(args: NeoXArgs, state: ParallelState, damaged: dict[Path, str], fetch: bool) -> Start:
     """What `share_start` decides while those in `damaged` do not count; one that is replaced is taken out of them."""
     failed: list[Exception] = []
-    if fetch and args.checkpoint.s3_path is not None:
+    if fetch and (args.checkpoint.s3_path or args.checkpoint.s3_load):
         failed = _fetch_stored(args, state, damaged)
-    box: list[Any] = [None]
+    start: Start | None = None
     with together("deciding where to start", state):
         if state.rank == 0:
             if failed:
                 raise failed[0]
-            box[0] = decide_start(args.checkpoint, damaged=damaged)  # it has read what the callbacks saved
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+            start = decide_start(args.checkpoint, damaged=damaged)  # it has read what the callbacks saved
+    start = broadcast(start, state)
+    assert start is not None
+    return start
 
 
 def _fetch_stored(args: NeoXArgs, state: ParallelState, damaged: dict[Path, str]) -> list[Exception]:
-    """Rank 0 downloads what `s3_path` has, however long it takes. Returns what it failed with, if so. Collective."""
+    """Rank 0 downloads what the start lacks, however long it takes. Returns what it failed with, if so. Collective."""
     failed: list[Exception] = []
 
     def fetch() -> None:
         try:
-            fetched = fetch_newest(args.checkpoint, damaged)
-            if fetched is not None:
-                damaged.pop(fetched, None)
+            fetch_first(args.checkpoint, damaged)
         except Exception as error:  # of whatever class: it is raised where all ranks learn of it
             failed.append(error)
 
@@ -190,7 +208,7 @@ def resume_config(args: NeoXArgs, start: Start) -> NeoXArgs:
     if tokens != args.tokenizer.model_tokens:
         args = args.replace("the checkpoint", model_tokens=tokens)
     for message in check_config(
-        saved.config,
+        saved.config if start.init is None else start.init.grown(saved.config, args.to_dict()),
         args.to_dict(),
         path=start.checkpoint.path,
         allow=args.checkpoint.allow_config_changes,
@@ -242,18 +260,18 @@ def _with_schedule(args: NeoXArgs, saved: dict[str, Any], start: Start) -> NeoXA
 
 
 def begin(trainer: Trainer, start: Start) -> None:
-    """Run the hook `start`, then load what the start asks for. Callbacks see an error here as they do in the loop."""
-    try:
-        trainer.call("start")
-        if start.checkpoint is not None:
-            _restore(trainer, start)
-    except BaseException as error:
-        trainer.call("error", error)
-        raise
+    """Run the hook `start`, then load what the start asks for, watched from here on: every parameter is a sign of
+    progress."""
+    trainer.call("start")
+    trainer.engine.beat = trainer.progress.beat
+    trainer.progress.began = True
+    if start.checkpoint is not None:
+        restore(trainer, start)
 
 
-def _restore(trainer: Trainer, start: Start) -> None:
-    """Load what the start asks for: everything, only the weights, or what `init_from` names."""
+def restore(trainer: Trainer, start: Start, checksums: bool = False, whole: bool = False) -> None:
+    """Load what the start asks for: everything, only the weights, or what `init_from` names. `whole`: whatever
+    `no_load_optim` and `no_load_rng` say, which are about the checkpoint that this process began with."""
     assert start.checkpoint is not None
     options = trainer.args.checkpoint
     client = load_checkpoint(
@@ -262,9 +280,10 @@ def _restore(trainer: Trainer, start: Start) -> None:
         trainer.state,
         heads=Heads.of(trainer.args.model),
         model=trainer.args.model,
-        load_optim=start.load_optim and not options.no_load_optim,
-        load_rng=start.load_rng and not options.no_load_rng,
-        checksums=False,  # `share_start` has compared them
+        load_optim=start.load_optim and (whole or not options.no_load_optim),
+        load_rng=start.load_rng and (whole or not options.no_load_rng),
+        checksums=checksums,  # `share_start` has compared them
+        growth=Growth.of(start.init, trainer.args.training.seed),
     )
     if start.resumes:
         trainer.load_state_dict(client)

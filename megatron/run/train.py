@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch.distributed as dist
-
 from megatron.callbacks import RunContext, build_callbacks
+from megatron.checkpoint.agreement import meet
 from megatron.checkpoint.manifest import git_revision
 from megatron.cluster.status import run_folder
 from megatron.log import get_logger
 from megatron.mpu.owned import count_parameters
 from megatron.neox_arguments.derive import check_device, check_trainable
-from megatron.run.batches import DataOrder, build_batches, named_sets, open_data_on_ranks
-from megatron.run.data import note_trained_ends, resolve_epochs, resume_order
-from megatron.run.end import report_stop, watched
-from megatron.run.start import TokenizerIdentity, begin, log_start, resume_config, save_lock, setup_status, share_start
-from megatron.signals import lose_at_stop
+from megatron.run.batches import DataOrder, build_batches, named_sets, open_data_on_ranks, share_epochs
+from megatron.run.data import note_trained_ends, resume_order
+from megatron.run.end import Begins, StepLimits, report_stop, watched
+from megatron.run.rewind import train_with_rewinds
+from megatron.run.start import (
+    TokenizerIdentity,
+    TrackerIds,
+    begin,
+    log_start,
+    resume_config,
+    save_lock,
+    setup_status,
+    share_start,
+)
+from megatron.training.progress import Progress
 from megatron.training.setup import Process, build_engine, build_model, build_schedule
 from megatron.training.trainer import Trainer
 
@@ -25,37 +34,51 @@ logger = get_logger(__name__)
 
 def train(process: Process) -> int:
     """Train as configured and return the exit code. The same call on every rank."""
-    state, tokenizer = process.state, process.tokenizer
-    args = resolve_epochs(process.args, tokenizer)
+    state = process.state
+    args = share_epochs(process)
     check_trainable(args)
     check_device(args, state.device.type == "cuda")
     if state.rank == 0 and args.logging.git_hash is None:
         args = args.replace("git", git_hash=git_revision())  # kept with the run and its checkpoints
+    progress = Progress()
+    with watched(args, state, process.store, progress):
+        trainer = _train(replace(process, args=args), progress)
+        # srun and mpirun kill the ranks that are left as soon as one leaves with a code other than 0.
+        meet(state)
+    if trainer.stop_code:
+        report_stop(trainer)
+    return 0
+
+
+def _train(process: Process, progress: Progress) -> Trainer:
+    args, state, tokenizer = process.args, process.state, process.tokenizer
     with save_lock(args, state) as announced_end, setup_status(args, state.rank):
         start = share_start(args, state)
         log_start(args, start)
         args = resume_config(args, start)
-        plan = open_data_on_ranks(args, process, *resume_order(start, args.checkpoint.load))
+        datasets = open_data_on_ranks(args, process, *resume_order(start, args.checkpoint.load))
+        plan = datasets.plan
         args = note_trained_ends(args, plan)
-        batches = build_batches(args, process, plan)
+        batches = build_batches(args, process, datasets)
         process = replace(process, args=args)
         sets = named_sets(plan, batches)
-        context = RunContext(args, state, tokenizer.vocab_size, run_folder(args), batches, sets, tokenizer)
+        folder, fresh = run_folder(args), start.checkpoint is None
+        context = RunContext(args, state, tokenizer.vocab_size, folder, batches, sets, tokenizer, fresh)
         identity = TokenizerIdentity(tokenizer, args.checkpoint.allow_config_changes)
-        callbacks = [DataOrder(plan), identity, *build_callbacks(context), *announced_end]
-        # After the callbacks: the profiler sees the memory of the model.
-        model = build_model(process, None if start.checkpoint is not None else args.training.seed)
-        logger.info(f"parameters: {count_parameters(model, state):,}")
-        engine = build_engine(process, model)
+        trackers = TrackerIds(folder)
+        trackers.restore(start, state)
+        callbacks = [DataOrder(plan), identity, trackers, *build_callbacks(context)]
+        if state.host is not None and process.limits is not None:
+            callbacks.append(StepLimits(process.limits))
+        callbacks += [*announced_end, Begins()]
         # With train_iters 0 there is nothing to train on, only what is loaded to be validated and tested.
-        steps = batches.get("train", lambda consumed: iter(()))
-        trainer = Trainer(args, engine, steps, callbacks, build_schedule(args))
-        begin(trainer, start)
-        lose_at_stop()
-        with watched(trainer, process.store):
-            trainer.run()
-    # srun and mpirun kill the ranks that are left as soon as one leaves with a code other than 0.
-    dist.barrier()
-    if trainer.stop_code:
-        report_stop(trainer)
-    return 0
+        steps = batches.get("train", lambda consumed=0, step=None: iter(()))
+        trainer = Trainer(args, state, steps, callbacks, build_schedule(args), progress)
+        with trainer.tell_error():
+            # After the callbacks: the profiler sees the memory of the model.
+            model = build_model(process, None if start.checkpoint is not None else args.training.seed)
+            logger.info(f"parameters: {count_parameters(model, state):,}")
+            trainer.engine = build_engine(process, model)
+            begin(trainer, start)
+            train_with_rewinds(trainer)
+    return trainer

@@ -15,6 +15,7 @@ import numpy as np
 from megatron.errors import UserError
 from megatron.files import refuse_lfs_pointer
 from megatron.registry import Registry
+from megatron.tokenizer.byte_counts import byte_level_counts
 from megatron.tokenizer.fast import Recipe
 from megatron.tokenizer.fingerprint import Fingerprint
 from megatron.tokenizer.ragged import Ragged
@@ -56,6 +57,12 @@ class Tokenizer(ABC):
     @abstractmethod
     def files(self) -> dict[str, Path]:
         """Files that make up the tokenizer: the name each has in a Hugging Face folder, and where it is now."""
+
+    def byte_counts(self) -> np.ndarray | None:
+        """How many bytes of text each id stands for, int64 `[vocab_size]`, 0 for special tokens (byte_counts.py); None
+        where that depends on the tokens around. Here: of a vocabulary of bytes whose only special tokens are `eod` and
+        `pad`."""
+        return byte_level_counts(self.vocab_size, self._ids, (), {self.eod, self.pad} - {None})  # type: ignore[arg-type]
 
     def declared_id(self, role: str) -> int | None:
         """The id of the token that the tokenizer's own files call `bos_token`, `eos_token` or `pad_token`, if any."""

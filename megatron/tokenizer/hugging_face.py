@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from megatron.errors import UserError
 from megatron.files import refuse_lfs_pointer
 from megatron.tokenizer.base import TOKENIZERS, Tokenizer, required_file
+from megatron.tokenizer.byte_counts import byte_level_counts, sentence_piece_counts
 from megatron.tokenizer.fast import Recipe
 from megatron.tokenizer.hub import fetch
 
 if TYPE_CHECKING:
+    import numpy as np
     import tokenizers
 
 # GPT-NeoX takes `<|endoftext|>` whenever a vocabulary has it, so data made with it does too: it comes before what the
@@ -66,6 +68,26 @@ class LibraryTokenizer(Tokenizer):
     def id_map(self) -> dict[int, str]:
         """The model's vocabulary and the added tokens."""
         return {i: token for token, i in self.backend.get_vocab(with_added_tokens=True).items()}
+
+    def byte_counts(self) -> np.ndarray | None:
+        """By its decoder: GPT-2's bytes or SentencePiece's pieces; None for another (WordPiece)."""
+        added = self.backend.get_added_tokens_decoder()
+        ends = {i for i in (self.eod, self.pad) if i is not None}
+        special = {i for i, token in added.items() if token.special} | ends
+        if (decoder := self.backend.decoder) is None:
+            return None
+        description = decoder.__getstate__().decode()
+        if '"ByteLevel"' in description:
+            return byte_level_counts(self.vocab_size, self._ids, added.keys(), special)
+        if '"▁"' in description:
+            return sentence_piece_counts(self.vocab_size, self._ids, special | self._unknown())
+        return None
+
+    def _unknown(self) -> set[int]:
+        """The id of what is not in the vocabulary, if it has one."""
+        model = json.loads(self.backend.model.__getstate__())
+        name = model.get("unk_token")
+        return {i for i in (self.backend.token_to_id(name) if name else model.get("unk_id"),) if i is not None}
 
     def files(self) -> dict[str, Path]:
         """The files it was read from."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.errors import UserError
 from megatron.tokenizer.base import TOKENIZERS, Tokenizer, required_file
+from megatron.tokenizer.byte_counts import sentence_piece_counts
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -39,6 +43,12 @@ class SentencePieceTokenizer(Tokenizer):
     def id_map(self) -> dict[int, str]:
         """Every piece."""
         return {i: self.model.id_to_piece(i) for i in range(self.model.get_piece_size())}
+
+    def byte_counts(self) -> np.ndarray:
+        """Of the pieces; control pieces, and the unknown one, stand for no text."""
+        model, pieces = self.model, range(self.model.get_piece_size())
+        special = {i for i in pieces if model.is_control(i) or model.is_unknown(i)}
+        return sentence_piece_counts(self.vocab_size, self._ids, special)
 
     def declared_id(self, role: str) -> int | None:
         """Of the model file's own control pieces."""

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from megatron.errors import UserError
 from megatron.tokenizer.alphabet import byte_alphabet
 from megatron.tokenizer.base import TOKENIZERS, Tokenizer
+from megatron.tokenizer.byte_counts import byte_level_counts
 from megatron.tokenizer.ragged import Ragged
 
 if TYPE_CHECKING:
+    import numpy as np
     import tiktoken
 
 
@@ -47,6 +49,10 @@ class TiktokenTokenizer(Tokenizer):
         ranks = self.encoding._mergeable_ranks
         plain = {i: "".join(alphabet[byte] for byte in token) for token, i in ranks.items()}
         return plain | {i: token for token, i in self._tokens.items()}
+
+    def byte_counts(self) -> np.ndarray:
+        """The lengths of the tokens, which are bytes."""
+        return byte_level_counts(self.vocab_size, self._ids, (), set(self._tokens.values()))
 
     def files(self) -> dict[str, Path]:
         """The .tiktoken file and its description; none for an encoding known by name."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.training.engine import StepOut
+    from megatron.training.settled import Settled
     from megatron.training.trainer import Trainer
 
 
@@ -17,8 +19,9 @@ def due(step: int, every: int | None) -> bool:
 class Callback:
     """Base class: every hook does nothing. Hooks run in the order in which callbacks were given, on every rank.
 
-    A hook that communicates must do so on every rank. Rank 0 saves `state_dict` with each checkpoint, under the class
-    name. Numbers that a hook puts into `trainer.metrics` are part of the next log.
+    A hook that communicates must do so on every rank. One that waits for the device calls `trainer.settle()` first, so
+    that what it takes itself does not count as time in steps. Rank 0 saves `state_dict` with each checkpoint, under the
+    class name. Numbers that a hook puts into `trainer.metrics` are part of the next log.
     """
 
     @classmethod
@@ -41,17 +44,24 @@ class Callback:
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
         """`trainer.step` counts the step just done."""
 
+    def settled(self, trainer: Trainer, step: Settled) -> None:
+        """What a step came to is known on the host: after its own `after_step` hooks on a CPU, with the next step on an
+        accelerator; always before the model is evaluated or saved and before the end. Every step once, in order."""
+
     def logged(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
         """A set of metrics is ready (numbers, by their stable names)."""
 
     def evaluated(self, trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
         """An evaluation of `split` ("validation", "test", ...) finished."""
 
+    def sampled(self, trainer: Trainer, texts: Sequence[tuple[str, str]]) -> None:
+        """The model continued prompts: (prompt, text) of each, on every rank."""
+
     def saved(self, trainer: Trainer, path: str) -> None:
         """A complete checkpoint was written to `path`."""
 
     def error(self, trainer: Trainer, error: BaseException) -> None:
-        """The run ends by `error`. Must not communicate: other ranks may be gone."""
+        """The run ends by `error`, perhaps before `start`. Must not communicate: other ranks may be gone."""
 
     def end(self, trainer: Trainer) -> None:
         """The loop is over, whatever the reason, without an error."""

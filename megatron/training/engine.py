@@ -24,21 +24,25 @@ class StepOut:
     Attributes:
         loss: mean loss over the trained tokens of the global batch, 0-dim fp32, equal on every rank.
         grad_norm: global gradient norm before clipping, 0-dim fp32; None when nothing was trained.
-        skipped: the update was not applied (non-finite gradient, or no trained token in the batch).
+        skipped: the update was not applied (non-finite gradient, no trained token in the batch, or an outlier), 0-dim
+            bool on the device. Who needs it as a number asks `Callback.settled`.
         trained_tokens: number of trained tokens of the global batch.
         loss_scale: fp16 loss scale after the step, else None.
         padding: number of inputs of the global batch that are padding.
         votes: which of the things that ranks can vote for (`Engine.votes`) any rank of the job voted for, the same on
-            every rank; empty when the step came to no update.
+            every rank.
+        outlier: the update was not applied because loss or gradient norm lies far above those before, 0-dim bool on the
+            device; None where nobody looks (`skip_outliers`).
     """
 
     loss: Tensor
     grad_norm: Tensor | None
-    skipped: bool
+    skipped: Tensor
     trained_tokens: int
     loss_scale: float | None = None
     padding: int = 0
     votes: tuple[bool, ...] = ()
+    outlier: Tensor | None = None
 
 
 class Engine(Protocol):
@@ -51,14 +55,21 @@ class Engine(Protocol):
     before_update: Callable[[], None] | None
     beat: Callable[[], None]
     """Called at every sign of progress in long work: a micro-batch, a parameter that is read or written."""
+    waited: float
+    """Seconds that this rank has waited for the others at the start of steps, on the host."""
     votes: Callable[[], Sequence[bool]]
-    """What this rank votes for, asked at the start of a step: always the same number of things. Votes ride on
-    reductions that a step makes anyway."""
+    """What this rank votes for, asked at the start of a step: always the same number of things. They are added
+    up with the tokens of the batch."""
 
     def train_batch(self, batch: StepBatch, lr: float) -> StepOut: ...
     def eval_batch(self, batch: StepBatch) -> tuple[Tensor, int]: ...
     def evaluating(self) -> AbstractContextManager[None]:
         """Inside, the model computes as when it is evaluated, and `run_stage` may be called."""
+        ...
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the model's weights are their moving average (`ema_decay`), if it is kept; collective at both ends.
+        Nothing may be trained or saved."""
         ...
 
     def stage_layers(self) -> Sequence[nn.Module]:
@@ -71,13 +82,50 @@ class Engine(Protocol):
 
     def params(self) -> dict[str, Parameter]: ...
     def grads(self) -> dict[str, Tensor]: ...
+    def all_names(self) -> list[str]:
+        """Canonical names of the whole model's parameters in one order. The first call is collective over all ranks."""
+        ...
+
+    def norm_of(self, pieces: Sequence[Tensor]) -> Tensor:
+        """L2 norm over the whole model of tensors like those of `grads`, in their order; 0-dim fp32, the same on every
+        rank; only in `before_update`. Collective, all ranks."""
+        ...
+
+    def update_ratios(self) -> Callable[[], dict[str, Tensor]]:
+        """Remembers the master weights; what is returned gives, behind the update, the L2 norm of the change of each
+        over that of the weight, of all parameters of the model, the same on every rank. Both collective, all ranks."""
+        ...
+
     def grad_norms(self) -> dict[str, Tensor]: ...
     def param_norms(self) -> dict[str, Tensor]: ...
     def not_finite(self) -> list[str]: ...
-    def read(self, name: str, needed: bool = True) -> dict[str, Tensor]: ...
-    def moments(self) -> set[str]: ...
-    def write(self, name: str, values: dict[str, Tensor]) -> None: ...
-    def write_weight(self, name: str, weight: Tensor) -> None: ...
-    def finish_writing(self) -> None: ...
+    def share(self, name: str) -> range:
+        """Which elements of a parameter this rank answers for in a checkpoint: a range of the flattened
+        tensor-parallel part (of experts: that of all expert-parallel ranks together). The ranges of the ranks of the
+        data group are disjoint and cover it; one may be empty. Always the same. Does not communicate."""
+        ...
+
+    def read_share(self, name: str) -> dict[str, Tensor]:
+        """fp32 master weight (`weight`), optimizer moments and the weight's moving average (`ema`), if it is kept, of
+        the elements in `share`: 1-D, as long as it is, on any
+        device; they may be views of what the optimizer goes on with. State of another number of dimensions is not per
+        element, and whole. The same keys on every rank of the data group. Does not communicate."""
+        ...
+
+    def moments(self) -> set[str]:
+        """Names of what the optimizer keeps for each element of a parameter, as `read_share` has them; makes it when
+        the optimizer has not stepped yet."""
+        ...
+
+    def write_share(self, name: str, values: dict[str, Tensor]) -> None:
+        """Set what `read_share` gave: `weight`, and moments; those that are not given are as before the first step.
+        Does not communicate; call `finish_writing` once after the last one."""
+        ...
+
+    def finish_writing(self) -> None:
+        """Bring what other ranks wrote to those that need it: weights in the model's type, replicated state.
+        Collective."""
+        ...
+
     def scalars(self) -> dict[str, Any]: ...
     def load_scalars(self, values: dict[str, Any]) -> None: ...

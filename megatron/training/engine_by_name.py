@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron.mpu.owned import gather_experts, own_experts
+from megatron.log import get_logger
+from megatron.mpu.owned import is_owned
 from megatron.mpu.sharding import spec_of
 from megatron.mpu.state import ParallelState
+from megatron.optim.ema import EMA, WeightAverage
 from megatron.training.engine_gradients import Gradients
-from megatron.training.engine_state import OptimizerState
+from megatron.training.engine_state import WEIGHT, OptimizerState
+from megatron.training.engine_update import joint_norm
 from megatron.training.l2_norms import all_names, named_norms
+from megatron.training.outliers import Outliers
+
+logger = get_logger(__name__)
 
 # What a dynamic loss scale remembers (DeepSpeed's DynamicLossScaler); a fixed one has the first only.
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class StateByName:
-    """The half of `DeepSpeedEngine` (which sets these attributes) that does not step."""
+    """The half of an engine (which sets these attributes) that does not step."""
 
     state: ParallelState
     deepspeed: Any
     precision: str
-    skipped_steps: int = 0
+    skipped_steps: int | Tensor = 0  # 0-dim on the device after a step
     beat: Callable[[], None]
+    outliers: Outliers | None
+    average: WeightAverage | None = None
+    _await_weights: Callable[[], None]  # of the last update, that other ranks send
     _params: dict[str, Parameter]
     _gradients: Gradients
     _optimizer_state: OptimizerState
@@ -40,27 +50,55 @@ class StateByName:
 
     def params(self) -> dict[str, Parameter]:
         """This stage's parameters (tensor-parallel shards) by canonical name."""
+        self._await_weights()
         return self._params
 
     def grads(self) -> dict[str, Tensor]:
         """Local gradient pieces by canonical name; only valid inside `before_update`."""
         return {spec_of(p).key: g for g, p in self._gradients.pieces()}
 
+    def norm_of(self, pieces: Sequence[Tensor]) -> Tensor:
+        """See `Engine`."""
+        partitioned = self._gradients.partitioned
+        rows = zip(pieces, self._gradients.pieces(), strict=True)
+        owned = [piece for piece, (_, p) in rows if is_owned(spec_of(p), self.state, partitioned)]
+        return joint_norm(owned, partitioned, self.state)
+
+    @torch.no_grad()
+    def update_ratios(self) -> Callable[[], dict[str, Tensor]]:
+        """See `Engine`."""
+        state, names = self.state, self.all_names()
+
+        def masters() -> Iterator[tuple[Tensor, Parameter]]:
+            for p in self._params.values():
+                yield self._optimizer_state.read(p, self._share(p))[WEIGHT], p
+
+        before = [master.clone() for master, _ in masters()]
+
+        @torch.no_grad()
+        def ratios() -> dict[str, Tensor]:
+            moved = ((master - old, p) for old, (master, p) in zip(before, masters(), strict=True))
+            changes = named_norms(moved, names, state, partitioned=True)
+            weights = named_norms(masters(), names, state, partitioned=True)
+            return {name: (change / weights[name]).nan_to_num(0.0) for name, change in changes.items()}
+
+        return ratios
+
     def grad_norms(self) -> dict[str, Tensor]:
         """L2 norm of each gradient of the whole model, unclipped; only in `before_update`. Collective, all ranks."""
         partitioned, scale = self._gradients.partitioned, self._loss_scale() or 1.0
-        norms = named_norms(self._gradients.pieces(), self._all_names(), self.state, partitioned=partitioned)
+        norms = named_norms(self._gradients.pieces(), self.all_names(), self.state, partitioned=partitioned)
         return {name: norm / scale for name, norm in norms.items()}
 
     def param_norms(self) -> dict[str, Tensor]:
         """L2 norm of each weight of the whole model. Collective over all ranks."""
-        pieces = [(getattr(p, "ds_tensor", p), p) for p in self._params.values()]
+        pieces = [(getattr(p, "ds_tensor", p), p) for p in self.params().values()]
         partitioned = any(hasattr(p, "ds_tensor") for p in self._params.values())  # ZeRO-3
-        return named_norms(pieces, self._all_names(), self.state, partitioned=partitioned)
+        return named_norms(pieces, self.all_names(), self.state, partitioned=partitioned)
 
     def not_finite(self) -> list[str]:
         """Names of this rank's parameters in whose part here a weight is not finite. One pass over the weights."""
-        pieces = {name: getattr(p, "ds_tensor", p).detach() for name, p in self._params.items()}
+        pieces = {name: getattr(p, "ds_tensor", p).detach() for name, p in self.params().items()}
         pieces = {name: piece for name, piece in pieces.items() if piece.numel()}
         if not pieces:
             return []
@@ -68,52 +106,95 @@ class StateByName:
         ends = torch.stack([torch.stack(torch.aminmax(piece)).float() for piece in pieces.values()])
         return [name for name, fine in zip(pieces, ends.isfinite().all(dim=1).tolist(), strict=True) if not fine]
 
-    def _all_names(self) -> list[str]:
+    def all_names(self) -> list[str]:
+        """See `Engine`."""
         if self._names is None:
             self._names = all_names(self._params, self.state)
         return self._names
 
-    def read(self, name: str, needed: bool = True) -> dict[str, Tensor]:
-        """fp32 master weight and optimizer moments of a parameter: this rank's tensor-parallel part, experts of all
-        expert-parallel ranks. Collective over the data group; empty on ranks on which it is not `needed`."""
+    def share(self, name: str) -> range:
+        """See `Engine`."""
+        p = self._params[name]
+        before = self.state.ep_rank * p.numel() if self._has_own_experts(p) else 0
+        share = self._share(p)
+        return range(before + share.start, before + share.stop)
+
+    def read_share(self, name: str) -> dict[str, Tensor]:
+        """See `Engine`."""
         self.beat()
-        p, found = self._params[name], {}
-        for key, value in self._optimizer_state.read(p).items():
-            found[key] = gather_experts(value, spec_of(p), self.state, needed)
-        return found if needed else {}
+        p = self._params[name]
+        found = self._optimizer_state.read(p, self._share(p))
+        if self.average is not None and name in self.average.means:
+            found[EMA] = self.average.means[name]
+        return found
 
     def moments(self) -> set[str]:
-        """Names of what the optimizer keeps for each element of a parameter, as `read` and `write` have them."""
+        """See `Engine`."""
         if not self._optimizer_state.keys():
             self._optimizer_state.materialize()
         return set(self._optimizer_state.keys())
 
-    def write(self, name: str, values: dict[str, Tensor]) -> None:
-        """Set what `read` gave. Call on every data rank with the same values, then `finish_writing` once."""
-        if set(values) - {"weight"} and not self._optimizer_state.keys():
-            self._optimizer_state.materialize()
+    def write_share(self, name: str, values: dict[str, Tensor]) -> None:
+        """See `Engine`."""
         self.beat()
-        p = self._params[name]
-        mine = {key: own_experts(value, spec_of(p), self.state) for key, value in values.items()}
-        self._optimizer_state.write(p, mine)
-
-    def write_weight(self, name: str, weight: Tensor) -> None:
-        """Set a weight (and its master), leaving the optimizer's moments alone."""
-        p = self._params[name]
-        self._optimizer_state.write_weight(p, own_experts(weight, spec_of(p), self.state))
+        if set(values) - {WEIGHT, EMA} and not self._optimizer_state.keys():
+            self._optimizer_state.materialize()
+        p = self.params()[name]
+        self._optimizer_state.write(p, self._share(p), values)
+        if self.average is not None:
+            self.average.load(name, values)
 
     def finish_writing(self) -> None:
-        """Bring model weights in line with the masters after the last `write`."""
-        self._optimizer_state.publish()
+        """See `Engine`."""
+        replicated = []
+        for p in self._params.values():
+            group = self.state.group("expert_data" if self._has_own_experts(p) else "data")
+            if group is not None and self._optimizer_state.is_replicated(p):
+                replicated.append((p, group))
+        self._optimizer_state.publish(replicated)
+        if self.average is not None and self.average.begun:
+            self.average.begun.clear()
+            logger.info("what was loaded has no average of the weights (ema_decay): it begins with these weights")
+
+    def keep_average(self, decay: float) -> None:
+        """From now on keep the moving average of the weights that are trained."""
+        trained = {name: p for name, p in self.params().items() if p.requires_grad}
+        masters = {name: self._optimizer_state.master(p, self._share(p)) for name, p in trained.items()}
+        self.average = WeightAverage(decay, masters)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """See `Engine`. An error in here ends the run: other ranks may not be there to bring the weights back."""
+        if self.average is None:
+            yield
+            return
+        self._swap_average(self.average)
+        yield
+        self._swap_average(self.average)
+
+    def _swap_average(self, average: WeightAverage) -> None:
+        self._await_weights()
+        average.swap()
+        self.finish_writing()
+        self._await_weights()
+
+    def _has_own_experts(self, p: Parameter) -> bool:
+        return spec_of(p).experts and self.state.ep_size > 1
+
+    def _share(self, p: Parameter) -> range:
+        """The elements that this rank answers for, counted from the first one that it holds."""
+        share_experts = self.state.ep_size if self._has_own_experts(p) else 1
+        return self._optimizer_state.share(p, self.state.dp_rank // share_experts, self.state.dp_size // share_experts)
 
     def scalars(self) -> dict[str, Any]:
-        """The rest of the optimizer's state: update count, skipped steps, fp16 loss scale."""
-        return {
+        """The rest of the optimizer's state: update count, skipped steps, fp16 loss scale, window of outliers."""
+        found = {
             "optimizer_steps": self._optimizer_state.steps(),
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": int(self.skipped_steps),
             "loss_scale": self._loss_scale(),
             "loss_scaler": self._loss_scaler_state(),
         }
+        return found if self.outliers is None else {**found, "outliers": self.outliers.state()}
 
     def _loss_scaler_state(self) -> dict[str, Any]:
         scaler = self.deepspeed.optimizer.loss_scaler if self.precision == "fp16" else None
@@ -122,6 +203,8 @@ class StateByName:
     def load_scalars(self, values: dict[str, Any]) -> None:
         self._optimizer_state.set_steps(values["optimizer_steps"])
         self.skipped_steps = values["skipped_steps"]
+        if self.outliers is not None:
+            self.outliers.load(values.get("outliers"))
         if self.precision == "fp16":
             for name, value in values.get("loss_scaler", {}).items():
                 setattr(self.deepspeed.optimizer.loss_scaler, name, value)

@@ -41,7 +41,7 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
         "gradient_clipping": 0.0,
         "prescale_gradients": deepspeed.prescale_gradients,
         "gradient_predivide_factor": deepspeed.gradient_predivide_factor,
-        "communication_data_type": "fp32" if deepspeed.fp32_allreduce else deepspeed.communication_data_type,
+        "communication_data_type": deepspeed.communication_data_type,
         "steps_per_print": _steps_per_print(args),
         "wall_clock_breakdown": deepspeed.wall_clock_breakdown,
         "dump_state": deepspeed.dump_state,
@@ -49,7 +49,7 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": _zero(args),
         "fp16": _fp16(args),
-        # Gradients are accumulated by training/engine_update, not in hooks of DeepSpeed's.
+        # Gradients are accumulated in hooks of `partition_comm.GradientSums`, not in DeepSpeed's.
         "bf16": {
             **(optimizer.bf16 or {}),
             "enabled": optimizer.precision == "bfloat16",
@@ -69,6 +69,20 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
             config[key] = value
     config.update(deepspeed.deepspeed_extra_args or {})
     return {key: value for key, value in config.items() if value is not None}
+
+
+def owns_reduction(config: dict[str, Any]) -> bool:
+    """Whether gradients are reduced here, with this configuration of DeepSpeed: in fp32, and without the factors that
+    protect narrower types."""
+    zero = config["zero_optimization"]
+    return (
+        config["bf16"]["enabled"]
+        and zero["stage"] == 1
+        and not zero.get("offload_optimizer")
+        and config["data_types"]["grad_accum_dtype"] == config["communication_data_type"] == "fp32"
+        and not config["prescale_gradients"]
+        and config["gradient_predivide_factor"] == 1.0
+    )
 
 
 def _steps_per_print(args: NeoXArgs) -> int | None:

@@ -1,40 +1,34 @@
-"""One optimizer step of one data-parallel rank's batch, through DeepSpeed.
-
-It drives both of DeepSpeed's engines: the pipeline engine when the model is cut into stages, the plain one otherwise.
-
-Shapes: `g` micro-batches of a step (gradient accumulation), `b` micro-batch, `s` sequence.
-"""
+"""A step through DeepSpeed: its pipeline engine when the model is cut into stages, its plain one otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
 from megatron.data.batch import StepBatch
 from megatron.layers.carry import Carry
 from megatron.layers.kv_cache import KVCache
 from megatron.model.head import Then
-from megatron.model.sequential import run_stage
 from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState
-from megatron.training.compile import without_compile
-from megatron.training.engine import StepOut
-from megatron.training.engine_by_name import StateByName
+from megatron.training.engine_bf16 import Bf16Gradients
+from megatron.training.engine_config import owns_reduction
+from megatron.training.engine_deepspeed_state import DeepSpeedState
 from megatron.training.engine_experts import expert_parallel
 from megatron.training.engine_fp32 import keep_in_fp32
 from megatron.training.engine_gradients import find_gradients
-from megatron.training.engine_state import OptimizerState
-from megatron.training.engine_update import Update, clip_and_step
+from megatron.training.engine_step import StepEngine, packed_documents
 from megatron.training.engine_zero import ZeroGradients
+from megatron.training.partition_comm import Arrivals
 
 
-class DeepSpeedEngine(StateByName):
+class DeepSpeedEngine(StepEngine):
     """Trains a `SequentialModel` (one stage) or `LayerPipe` (pipeline) with DeepSpeed.
 
     Args:
@@ -59,15 +53,10 @@ class DeepSpeedEngine(StateByName):
         max_norm: float,
         grid: Any = None,
     ) -> None:
-        self.state = state
-        self.precision = precision
-        self.max_norm = max_norm
+        micro_batches = config["gradient_accumulation_steps"]
+        super().__init__(state, precision=precision, max_norm=max_norm, micro_batches=micro_batches)
         self.pipelined = state.pp_size > 1
         self.joint_passes = stage == 3
-        self.before_update: Callable[[], None] | None = None
-        self.beat: Callable[[], None] = lambda: None
-        self.votes: Callable[[], Sequence[bool]] = tuple
-        self._votes: tuple[bool, ...] = ()
         extra = {} if self.pipelined or grid is None else {"mpu": grid}
         fp32 = keep_in_fp32(model.parameters(), stage)
         with fp32, expert_parallel(model.parameters(), state) as has_experts:
@@ -77,19 +66,28 @@ class DeepSpeedEngine(StateByName):
         # From here on DeepSpeed reduces the gradients of experts apart from the others.
         self.deepspeed.has_moe_layers = has_experts
         self.module = self.deepspeed.module
-        self.micro_batches = config["gradient_accumulation_steps"]
         masters = stage > 0 or precision != "fp32"
-        self._optimizer_state = OptimizerState(self.deepspeed, stage, masters)
-        self._gradients = find_gradients(self.deepspeed.optimizer, stage)
+        self._optimizer_state = DeepSpeedState(self.deepspeed, stage, masters)
+        ranks = state.dp_size if owns_reduction(config) else None
+        self._gradients = find_gradients(self.deepspeed.optimizer, stage, micro_batches, ranks)
         self._params = dict(named_parameters(self.module))
+        for p in self.module.parameters():
+            if not p.requires_grad:
+                p._hp_grad = None  # DeepSpeed looks for it in a tied weight, frozen or not
         if precision == "fp16":
             # DeepSpeed would end the run at the smallest scale; `max_skipped_steps` decides that, with its exit code.
             self.deepspeed.optimizer.loss_scaler.raise_error_at_min_scale = False
-        self._update: Update | None = None
         self.deepspeed._take_model_step = self._take_model_step
+        if self.pipelined and self.deepspeed.steps_per_print() is None:
+            self.deepspeed.timers = NoopTimer()  # it keeps two events of the device per step until it prints
+        if self.pipelined:
+            self.deepspeed._aggregate_total_loss = lambda: self._loss
+            self.deepspeed._bcast_pipe_scalar = self._from_last_stage
         if self.pipelined and state.is_last_stage:
             self._announce_backward()
-        if state.dp_size == 1:
+        if isinstance(self._gradients, Bf16Gradients):
+            self._exchange_in_buckets(self._gradients)
+        if state.dp_size == 1 or ranks is not None:
             # A world of one has nothing to reduce; DeepSpeed would flatten, scale and copy back every gradient.
             self._switch_off_reduction(stage)
 
@@ -109,6 +107,19 @@ class DeepSpeedEngine(StateByName):
 
         self.module.loss_fn = announce_backward
 
+    def _exchange_in_buckets(self, gradients: Bf16Gradients) -> None:
+        """Wait for weights and reduced gradients where they are needed."""
+        arrivals = Arrivals(self.stage_layers(), gradients.buckets)
+        self.module.before_layer, self._await_weights = arrivals.wait_before, arrivals.wait_for_all
+        if self.pipelined:
+            find_tied = self.module.get_tied_weights_and_groups
+
+            def find_tied_when_reduced() -> Any:
+                gradients.wait()
+                return find_tied()
+
+            self.module.get_tied_weights_and_groups = find_tied_when_reduced
+
     def _switch_off_reduction(self, stage: int) -> None:
         if isinstance(self._gradients, ZeroGradients):
             return  # ZeRO's partitions are filled by its reduction, in a world of one as well
@@ -119,133 +130,82 @@ class DeepSpeedEngine(StateByName):
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def train_batch(self, batch: StepBatch, lr: float) -> StepOut:
-        """Forward, backward and update over a whole step. The same call on every rank.
-
-        Args:
-            batch: this data rank's share of the global batch.
-            lr: learning rate of this step.
-        """
-        trained, padding, *votes = self._counts(batch, self.votes())
-        self._votes = tuple(count > 0 for count in votes)
-        if trained == 0:
-            # Decided before any forward: a mean over nothing would be NaN.
-            return StepOut(torch.zeros((), device=self.state.device), None, True, 0, self._loss_scale(), padding)
-        self._set_lr(lr)
-        self._update = None
-        micro_batches = self._micro_batches(batch, weight=self.micro_batches * self.state.dp_size / trained)
+    def _forward_backward(self, micro_batches: Iterator[tuple[Any, Any]]) -> Tensor:
         if self.pipelined:
-            loss = self.deepspeed.train_batch(data_iter=micro_batches)
-        else:
-            loss = self._train_plain(micro_batches)
-        update = self._update
-        assert update is not None, "DeepSpeed finished a step without taking it"
-        self.skipped_steps += update.skipped
-        scale = self._loss_scale()
-        return StepOut(loss.detach(), update.norm, update.skipped, trained, scale, padding, update.votes)
-
-    def _train_plain(self, micro_batches: Iterator[tuple[Any, Any]]) -> Tensor:
+            self.deepspeed.train_batch(data_iter=micro_batches)
+            return self._loss
         self.module.train()
-        total = torch.zeros((), device=self.state.device)
+        self._total = torch.zeros((), device=self.state.device)
         for inputs, labels in micro_batches:
             loss = self.deepspeed(inputs, labels)
             self.deepspeed.backward(loss)
+            self._total += loss.detach()
             self.deepspeed.step()
-            total += loss.detach()
-        total /= self.micro_batches
-        if (group := self.state.group("data")) is not None:
-            dist.all_reduce(total, group=group)
-            total /= self.state.dp_size
-        return total
+        return self._loss
 
-    def eval_batch(self, batch: StepBatch) -> tuple[Tensor, int]:
-        """Summed loss over the trained tokens of the global batch (0-dim fp32, equal on every rank) and their number.
+    def _mean_loss(self) -> Tensor:
+        """Of all micro-batches of the step and all data ranks."""
+        if not self.state.is_last_stage:
+            return self._from_last_stage(None)
+        total = self.deepspeed.total_loss.float() if self.pipelined else self._total
+        mean = self._sum_over_data(total / self.micro_batches) / self.state.dp_size
+        return self._from_last_stage(mean) if self.pipelined else mean
 
-        The batch may hold another number of micro-batches than a training step.
-        """
-        count, (trained, _) = batch.tokens.shape[0], self._counts(batch)
-        micro_batches = self._micro_batches(batch, weight=1.0)
-        with torch.no_grad():
-            if self.pipelined:
-                # DeepSpeed averages over micro-batches and data ranks; undo it to get the sum.
-                mean = self.deepspeed.eval_batch(micro_batches, num_micro_batches=count)
-                return mean.detach().float() * count * self.state.dp_size, trained
-            self.module.eval()
-            total = torch.zeros((), device=self.state.device)
-            for inputs, labels in micro_batches:
-                total += self.deepspeed(inputs, labels)
-            self.module.train()
-            if (group := self.state.group("data")) is not None:
-                dist.all_reduce(total, group=group)
-        return total, trained
+    def _from_last_stage(self, number: Tensor | None) -> Tensor:
+        """A number that the last stage has. DeepSpeed's methods of this kind copy a zero from the host to the device
+        first, for which the host waits."""
+        known = torch.zeros((), device=self.state.device) if number is None else number.detach().float()
+        dist.broadcast(known, group=self.state.group("pipe"), group_src=self.state.pp_size - 1)
+        return known
 
-    # -- a forward pass of this stage's layers ------------------------------------------------------
+    def _forward(self, inputs: Any, labels: Any) -> Tensor:
+        return self.deepspeed(inputs, labels)
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """See `Engine`. Afterwards the module is as it was."""
-        training = self.module.training
-        self.module.eval()
-        try:
-            with torch.no_grad(), without_compile(self.module):
-                yield
-        finally:
-            self.module.train(training)
+    def _micro_batches(self, batch: StepBatch, weight: float) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        if not self.pipelined:
+            return super()._micro_batches(batch, weight)
+        # Every stage has the batch, and runs its micro-batches in order: hidden states alone are sent.
+        batch = batch.to(self.state.device, non_blocking=True)
+        documents = [{"documents": known} for known in packed_documents(batch)] or [{}] * len(batch.positions)
+        known = zip(batch.positions, documents, strict=True)
+        self.module.micro_batches = ({"positions": positions, **more} for positions, more in known)
+        pairs = super()._micro_batches(batch, weight)
+        return ((inputs[:1], labels) for inputs, labels in pairs)
+
+    def _eval_sum(self, micro_batches: Iterator[tuple[Any, Any]], count: int) -> Tensor:
+        if not self.pipelined:
+            return super()._eval_sum(micro_batches, count)
+        # DeepSpeed averages over micro-batches and data ranks; undo it to get the sum.
+        mean = self.deepspeed.eval_batch(micro_batches, num_micro_batches=count)
+        return mean.detach().float() * count * self.state.dp_size
 
     def stage_layers(self) -> Sequence[nn.Module]:
         """See `Engine`."""
-        return self.module.forward_funcs if self.pipelined else list(self.module.sequential)
+        return self.module.forward_funcs if self.pipelined else super().stage_layers()
 
     def run_stage(self, carry: Carry, cache: KVCache | None, then: Then | None) -> Any:
         """See `Engine`."""
         if not self.pipelined:
+            self._await_weights()  # layers with a cache are not awaited one by one
             return self.deepspeed(carry.to_tensors(), cache=cache, then=then)
-        return run_stage(self.stage_layers(), carry, self.module.recompute, cache, then)
-
-    # -- what a step counts -------------------------------------------------------------------------
-
-    def _counts(self, batch: StepBatch, votes: Sequence[bool] = ()) -> list[int]:
-        """Trained tokens and padding of the global batch, and the votes: they differ per data rank, so all are added
-        up over it."""
-        trained = batch.mask.sum(dtype=torch.float64)
-        counts = torch.cat([trained.view(1), trained.new_tensor([batch.padding, *votes])])
-        if (group := self.state.group("data")) is not None:
-            counts = counts.to(self.state.device)
-            dist.all_reduce(counts, group=group)
-        return [int(count) for count in counts.tolist()]
-
-    def _micro_batches(self, batch: StepBatch, weight: float) -> Iterator[tuple[tuple[Tensor, ...], Any]]:
-        """The step as (inputs, labels) pairs on the device. labels = (targets, mask, weight), see objectives."""
-        device = self.state.device
-        on_device = {
-            name: tensor.to(device, non_blocking=True)
-            for name in ("tokens", "targets", "mask", "positions", "doc_ids")
-            if (tensor := getattr(batch, name)) is not None
-        }
-        scale = torch.full((), weight, dtype=torch.float32, device=device)  # a tensor from Python waits for the device
-        for i in range(batch.tokens.shape[0]):
-            self.beat()
-            inputs = tuple(on_device[name][i] for name in ("tokens", "positions", "doc_ids") if name in on_device)
-            yield inputs, (on_device["targets"][i], on_device["mask"][i], scale)
-
-    # -- the update -------------------------------------------------------------------------------
+        return super().run_stage(carry, cache, then)
 
     def _take_model_step(self, lr_kwargs: Any = None) -> None:
         """Stands in for DeepSpeed's method of this name, in both of its engines."""
-        scale = self._loss_scale() or 1.0
-        self._update = clip_and_step(
-            self._gradients,
-            self.state,
-            max_norm=self.max_norm,
-            loss_scale=scale,
-            optimizer_skips=self.precision == "fp16",
-            before_update=self.before_update,
-            votes=self._votes,
-        )
-        self.deepspeed._step_applied = not self._update.skipped
+        self._loss = self._mean_loss()  # behind the update it would wait for the weights on their way
+        self._take_update(self._loss)
         self.deepspeed.losses = None
         self.deepspeed.global_steps += 1
         self.deepspeed.global_samples += self.deepspeed.train_batch_size()
+
+    def _set_micro_batches(self) -> None:
+        count, runtime = self.micro_batches, self.deepspeed
+        runtime.set_train_batch_size(count * runtime.train_micro_batch_size_per_gpu() * runtime.dp_world_size)
+        runtime.micro_steps = 0  # a step ends where their number is a multiple of `count`
+        if hasattr(runtime.optimizer, "gradient_accumulation_steps"):  # of ZeRO, which has a copy
+            runtime.optimizer.gradient_accumulation_steps = count
+        if isinstance(self._gradients, Bf16Gradients):
+            self._gradients.set_passes(count)
 
     def _set_lr(self, lr: float) -> None:
         for group in self.deepspeed.optimizer.param_groups:

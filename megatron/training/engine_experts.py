@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import deepspeed.runtime.engine
-import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 from torch.nn import Parameter
 
@@ -49,7 +48,7 @@ def expert_parallel(params: Iterable[Parameter], state: ParallelState) -> Iterat
         return
     for p in experts:
         p.allreduce, p.group_name = False, _NAME  # type: ignore[attr-defined]
-    same = state.group("expert_data") or dist.new_group([state.rank], use_local_synchronization=True)
+    same = state.group("expert_data") or deepspeed.comm.new_group([state.rank])
     deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP[_NAME] = same
     optimizer = deepspeed.runtime.engine.BF16_Optimizer
 

@@ -1,127 +1,112 @@
-"""The training state by canonical parameter name, whatever ZeRO did to it.
+"""The training state by parameter, whatever ZeRO did to it: which part of each a data-parallel rank has, and that part.
 
-A checkpoint must be readable at any layout, so what leaves here is whole over the data-parallel group
-and keyed by the parameter's own name; only tensor-parallel sharding remains (checkpoint/ undoes that).
+A checkpoint must be readable at any layout, so everything is keyed by the parameter and cut along its flattened
+elements; which rank has which of them is the engine's business. Nothing here communicates but `publish`.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron.mpu.sharding import spec_of
+from megatron.optim.matrices import is_matrix
+from megatron.training.partition_comm import all_gather
+
 WEIGHT = "weight"
+FIRST_WEIGHTS = ("x0",)  # state that begins with the weights (Madgrad); all else begins with zeros
+
+
+def even_cut(count: int, rank: int, ranks: int) -> range:
+    """Part `rank` of `ranks` of `count` elements: equal parts, of which the last ones may be shorter or empty."""
+    size = -(-count // ranks)
+    return range(min(rank * size, count), min((rank + 1) * size, count))
+
+
+def join_cuts(flat: Tensor, group: dist.ProcessGroup) -> None:
+    """Fill a 1-D tensor, of which each rank of the group has set its `even_cut`, with the others. Collective."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    mine = even_cut(flat.numel(), rank, ranks)
+    part = flat.new_zeros(len(even_cut(flat.numel(), 0, ranks)))
+    part[: len(mine)] = flat[mine.start : mine.stop]
+    whole = flat.new_empty(ranks * part.numel())
+    all_gather(whole, part, group=group)
+    flat.copy_(whole[: flat.numel()])
+
+
+def _per_element(state: dict[str, Any]) -> list[str]:
+    return [k for k, v in state.items() if torch.is_tensor(v) and v.ndim > 0 or k.startswith("exp_")]
 
 
 class OptimizerState:
-    """Reads and writes master weights and optimizer moments through the wrapped DeepSpeed optimizer.
-
-    Args:
-        engine: the DeepSpeed engine.
-        stage: the ZeRO stage that runs (0: the optimizer is a bare torch optimizer).
-    """
-
-    def __init__(self, engine: Any, stage: int, partitioned_masters: bool) -> None:
-        self.engine = engine
-        self.stage = stage
-        self.partitioned_masters = partitioned_masters
+    """Reads and writes master weights and optimizer moments, wherever an engine keeps them."""
 
     @property
+    @abstractmethod
     def _inner(self) -> torch.optim.Optimizer:
-        return self.engine.optimizer.optimizer if self.partitioned_masters else self.engine.optimizer
+        """The torch optimizer."""
 
-    def keys(self) -> list[str]:
-        """Names of the optimizer's per-element state (`exp_avg`, ...); empty before the first step."""
-        for state in self._inner.state.values():
-            return [k for k, v in state.items() if torch.is_tensor(v) and v.numel() > 1 or k.startswith("exp_")]
-        return []
+    @abstractmethod
+    def is_replicated(self, p: Parameter) -> bool:
+        """Whether every rank that has the parameter has all of its state."""
 
-    def read(self, p: Parameter) -> dict[str, Tensor]:
-        """fp32 master weight and moments of one parameter, in its local shape. Collective over the data group."""
-        if not self._has_master(p):
-            out = {WEIGHT: p.detach().float()}
-            out.update({k: self._inner.state[p][k].detach().float() for k in self.keys() if p in self._inner.state})
-            return out
-        self._link(p)
-        out = {WEIGHT: safe_get_full_fp32_param(p)}
-        out.update({k: safe_get_full_optimizer_state(p, k) for k in self.keys()})
-        shape = getattr(p, "ds_shape", p.shape)
-        return {k: v.detach().reshape(shape).float() for k, v in out.items()}
+    @abstractmethod
+    def share(self, p: Parameter, rank: int, ranks: int) -> range:
+        """Which of the flattened elements this rank answers for; `ranks` that hold the same share replicated ones."""
 
-    def write(self, p: Parameter, values: dict[str, Tensor]) -> None:
-        """The inverse of `read`; call `publish` once after the last parameter."""
-        if not self._has_master(p):
-            with torch.no_grad():
-                p.copy_(values[WEIGHT])
-            for key in self.keys():
-                if key in values and p in self._inner.state:
-                    self._inner.state[p][key].copy_(values[key])
-            return
-        if self.stage == 3:
-            self._write_partition(p, values[WEIGHT])  # `publish` cannot do it: DeepSpeed has no such call for stage 3
-        self._write_full(p, values[WEIGHT])
-        self._link(p)
-        for key in self.keys():
-            if key in values:
-                self._write_full(p, values[key], key)
+    @abstractmethod
+    def _pieces(self, p: Parameter, share: range) -> dict[str, Tensor]:
+        """Views of the memory that holds this rank's elements of a parameter."""
 
-    def write_weight(self, p: Parameter, weight: Tensor) -> None:
-        """Set only the weight (model dtype and, where there is one, the master)."""
-        if self.stage == 3:
-            self._write_partition(p, weight)
-        else:
-            with torch.no_grad():
-                p.copy_(weight.to(p.device))
-        if self._has_master(p):
-            self._write_full(p, weight.float())
+    def master(self, p: Parameter, share: range) -> Tensor:
+        """The fp32 weights of the elements in `share`, 1-D: a view of what the optimizer moves."""
+        return self._pieces(p, share)[WEIGHT].detach()
 
-    def _has_master(self, p: Parameter) -> bool:
-        """Whether the optimizer keeps a copy of its own; of what it does not train it keeps nothing."""
-        return self.partitioned_masters and p.requires_grad
+    def publish(self, replicated: Iterable[tuple[Parameter, dist.ProcessGroup]]) -> None:
+        """Bring every rank up to date with what `write` set on each. Collective.
 
-    def _write_partition(self, p: Parameter, weight: Tensor) -> None:
-        """Stage 3: set the parameter itself, in the model's type. Collective over the data group."""
-        with deepspeed.zero.GatheredParameters([p], modifier_rank=0), torch.no_grad():
-            p.copy_(weight.to(p.device))
-
-    def _write_full(self, p: Parameter, value: Tensor, key: str | None = None) -> None:
-        """Set this rank's part of the master weight, or of the moment `key`, from the full value."""
-        value = value.to(self.engine.device)
-        if self.stage == 3:
-            # DeepSpeed's own setter fails where the ranks' parts do not divide a parameter evenly.
-            zero = self.engine.optimizer
-            part, _ = zero._get_fp32_opt_state_partition(p, release_swap_buffers=False, optim_state_key=key)
-            mine = value.flatten()[part.numel() * zero._get_param_partition_rank(p) :][: part.numel()]
-            with torch.no_grad():
-                part[: mine.numel()].copy_(mine)
-        elif key is None:
-            safe_set_full_fp32_param(p, value)
-        else:
-            safe_set_full_optimizer_state(p, value, key)
-
-    def _link(self, p: Parameter) -> None:
-        """Stages 1 and 2: make the moments known to the parameters they belong to.
-
-        DeepSpeed does so once, after the step of the first parameter group, when those of the others do not exist yet.
+        `replicated`: the parameters whose state each rank of the group has whole, and of which it has set its share.
         """
-        mapping = getattr(p, "_hp_mapping", None)
-        if mapping is not None and not mapping.optim_fragment and self.keys():
-            self.engine.optimizer._hp_optimizer_states_linked = False
-            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+        with torch.no_grad():
+            for p, group in replicated:
+                for piece in self._pieces(p, range(p.numel())).values():
+                    if piece.ndim == 1:
+                        join_cuts(piece, group)
 
-    def publish(self) -> None:
-        """Bring the model's weights up to date with the masters that `write` set."""
-        if self.partitioned_masters and self.stage < 3:
-            self.engine.optimizer.update_lp_params()
+    def keys(self, p: Parameter | None = None) -> list[str]:
+        """Names of the optimizer's per-element state (`exp_avg`, ...) of a parameter, or of any; empty before the first
+        step."""
+        inner = self._inner
+        if not any("matrices" in group for group in inner.param_groups):
+            return next((_per_element(state) for state in inner.state.values()), [])
+        found: dict[str, None] = {}
+        for group in inner.param_groups:
+            if p is None or bool(group["matrices"]) == is_matrix(spec_of(p)):
+                states = (state for tensor in group["params"] if (state := inner.state.get(tensor)))
+                found |= dict.fromkeys(next((_per_element(state) for state in states), []))
+        return list(found)
+
+    def read(self, p: Parameter, share: range) -> dict[str, Tensor]:
+        """fp32 master weight and moments of the elements in `share`, 1-D. State that is not per element comes whole,
+        with another number of dimensions."""
+        return {key: value.detach().float() for key, value in self._pieces(p, share).items()}
+
+    def write(self, p: Parameter, share: range, values: dict[str, Tensor]) -> None:
+        """The inverse of `read`; call `publish` once after the last parameter. Moments that are not in `values` are as
+        before the first step."""
+        with torch.no_grad():
+            for key, piece in self._pieces(p, share).items():
+                value = values.get(key, values.get(WEIGHT) if key in FIRST_WEIGHTS else None)
+                if value is not None:
+                    piece.copy_(value.reshape(piece.shape))
+                elif key != WEIGHT:
+                    piece.zero_()
 
     def materialize(self) -> None:
         """Create the moments of an optimizer that has not stepped yet, so that `write` has something to fill.
@@ -132,12 +117,8 @@ class OptimizerState:
         """
         inner = self._inner
         saved = [(group["lr"], group.get("weight_decay", 0.0)) for group in inner.param_groups]
-        flat = self._flat_parameters()
         for group in inner.param_groups:
             group["lr"], group["weight_decay"] = 0.0, 0.0
-        if flat is not None:
-            for group, tensors in zip(inner.param_groups, flat, strict=True):
-                group["params"] = tensors
         # Offloaded masters keep the buffers of their gradients.
         gradients = [[p.grad for p in group["params"]] for group in inner.param_groups]
         with torch.no_grad():
@@ -150,18 +131,6 @@ class OptimizerState:
                     p.grad = gradient
         for group, (lr, decay) in zip(inner.param_groups, saved, strict=True):
             group["lr"], group["weight_decay"] = lr, decay
-        if self.partitioned_masters and self.stage < 3:
-            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
-
-    def _flat_parameters(self) -> list[list[Tensor]] | None:
-        """Stage 3 gives the inner optimizer one sub-group at a time; list them all, by parameter group."""
-        if self.stage != 3:
-            return None
-        zero = self.engine.optimizer
-        groups: list[list[Tensor]] = [[] for _ in self._inner.param_groups]
-        for sub_group, flat in enumerate(zero.fp32_partitioned_groups_flat):
-            groups[zero.sub_group_to_group_id[sub_group]].append(flat)
-        return groups
 
     def steps(self) -> float:
         """Updates applied so far, as the optimizer counts them (Adam's bias correction)."""

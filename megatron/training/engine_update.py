@@ -6,17 +6,17 @@ twice or not at all), so its clipping is always off and `clip_and_step` does the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from megatron.mpu.owned import is_owned, sum_owned
 from megatron.mpu.sharding import spec_of
 from megatron.mpu.state import ParallelState
 from megatron.training.engine_gradients import Gradients
+from megatron.training.outliers import Outliers
 
 # Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ and Megatron do.
 CLIP_EPSILON = 1e-6
@@ -28,36 +28,38 @@ class Update:
 
     Attributes:
         norm: global L2 norm of the gradient before clipping, 0-dim fp32 on the device.
-        skipped: the gradient was not finite and the weights were left alone.
-        votes: what any rank voted for.
+        skipped: the gradient was not finite, or the step is an outlier, and the weights were left alone; 0-dim bool on
+            the device.
+        outlier: it was the latter; None where nobody looks for outliers.
     """
 
     norm: Tensor
-    skipped: bool
-    votes: tuple[bool, ...] = ()
+    skipped: Tensor
+    outlier: Tensor | None = None
 
 
 @torch.no_grad()
-def global_norm(gradients: Gradients, state: ParallelState, votes: Sequence[bool] = ()) -> tuple[Tensor, Tensor]:
-    """L2 norm of the whole model's gradient, every parameter counted once; and on how many of the ranks over which it
-    is added up `votes` hold. Returns fp32 tensors: a 0-dim one and one as long as `votes`.
+def global_norm(gradients: Gradients, state: ParallelState) -> Tensor:
+    """L2 norm of the whole model's gradient, every parameter counted once; 0-dim fp32.
 
     Replicated parameters are counted on tensor-parallel rank 0, tied copies on the first stage only, experts where they
     are.
     """
-    # In fp32 whatever the type of the gradients: the norm of finite fp16 gradients may lie beyond fp16.
-    owned = [g for g, p in gradients.pieces() if is_owned(spec_of(p), state)]
+    owned = [g for g, p in gradients.pieces() if is_owned(spec_of(p), state, gradients.partitioned)]
+    if gradients.fixed_point is not None:
+        return gradients.fixed_point.norm(owned, state)
+    return joint_norm(owned, gradients.partitioned, state)
+
+
+@torch.no_grad()
+def joint_norm(owned: list[Tensor], partitioned: bool, state: ParallelState) -> Tensor:
+    """L2 norm of the tensors that ranks count, each its own, 0-dim fp32. Collective, see `sum_owned`."""
     if owned:
+        # In fp32 whatever their type: the norm of finite fp16 gradients may lie beyond fp16.
         squares = torch.stack(torch._foreach_norm(owned, 2, dtype=torch.float32)).square().sum().to(state.device)
     else:
         squares = torch.zeros((), device=state.device)
-    sums = torch.cat([squares.view(1), torch.zeros(len(votes), device=state.device)])
-    for index in (index for index, vote in enumerate(votes, start=1) if vote):
-        sums[index].fill_(1.0)  # unlike a copy from the host, this does not wait for the device
-    sum_owned(sums, state)
-    if gradients.partitioned and (group := state.group("data")) is not None:
-        torch.distributed.all_reduce(sums, group=group)
-    return sums[0].sqrt(), sums[1:]
+    return sum_owned(squares, state, partitioned).sqrt()
 
 
 @torch.no_grad()
@@ -67,33 +69,27 @@ def clip_and_step(
     *,
     max_norm: float,
     loss_scale: float = 1.0,
-    optimizer_skips: bool = False,
+    loss: Tensor | None = None,
+    outliers: Outliers | None = None,
     before_update: Callable[[], None] | None = None,
-    votes: Sequence[bool] = (),
 ) -> Update:
-    """Clip to `max_norm` (0 = off) and step, or skip the step when the norm is not finite.
+    """Clip to `max_norm` (0 = off) and step, or skip the step when the norm is not finite or the step is one of the
+    `outliers`. Decided on the device: the host waits for it only where the optimizer needs the answer
+    (`Gradients.step`).
 
     Args:
         loss_scale: what the gradients are multiplied by at this moment (fp16).
-        optimizer_skips: the optimizer must see the overflow itself, because it also owns the loss scale (fp16).
+        loss: of the step, 0-dim, for `outliers`.
         before_update: called with the gradients complete and not yet clipped.
-        votes: what the ranks of this rank's data-parallel group vote for.
     """
     if before_update is not None:
         before_update()
-    norm, counts = global_norm(gradients, state, votes)
-    norm = norm / loss_scale
-    finite, *agreed = torch.cat([torch.isfinite(norm).view(1), counts > 0]).tolist()  # the only time the host waits
-    skip = not finite
-    if not skip and max_norm > 0:
-        coefficient = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
-        scale_by(gradients.pieces(), coefficient)
-    gradients.step(skip and not optimizer_skips)
-    return Update(norm, skip, tuple(agreed))
-
-
-def scale_by(pieces: Iterable[tuple[Tensor, Parameter]], coefficient: Tensor) -> None:
-    """Multiply every gradient piece by a 0-dim tensor, in place, without reading it on the host."""
-    tensors = [g for g, _ in pieces]
-    if tensors:
-        torch._foreach_mul_(tensors, coefficient.to(tensors[0].device))  # offloaded ones are in the host's memory
+    norm = global_norm(gradients, state) / loss_scale
+    overflow = skipped = ~torch.isfinite(norm)
+    outlier = None
+    if outliers is not None and loss is not None:
+        outlier = outliers.judge(loss, norm)
+        skipped = overflow | outlier
+    scale = (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0) if max_norm > 0 else None
+    gradients.step(scale, skipped.to(norm.dtype), overflow)
+    return Update(norm, skipped, outlier)

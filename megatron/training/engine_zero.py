@@ -1,78 +1,46 @@
-"""Where DeepSpeed's own optimizers keep the accumulated gradients of a step: that of bf16, and those of ZeRO.
+"""Where DeepSpeed's ZeRO optimizers keep the accumulated gradients of a step, and what is taken out of their step.
 
-Both are `engine_gradients.Gradients`.
+They would look for overflow, compute a norm (of each group of parameters, with a collective over the pipeline: stages
+with other groups would wait for each other forever) and scale by a factor, each in a pass over all gradients: all of
+which `engine_update` has done or decided when they step. They keep the dynamic loss scale of fp16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-
-class Bf16Gradients:
-    """bf16 weights, fp32 masters and fp32 accumulation (DeepSpeed's BF16_Optimizer, ZeRO-1)."""
-
-    partitioned = False  # gradients are accumulated and reduced whole; only master and moments are partitioned
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-        optimizer.update_hp_grads = self.accumulate
-
-    @torch.no_grad()
-    def accumulate(self, clear_lp_grads: bool = False) -> None:
-        """Stands in for DeepSpeed's method, after each backward: add the bf16 gradients to the fp32 sums.
-
-        DeepSpeed's makes an fp32 copy of every gradient first, adds it to zeros, and keeps the bf16 gradient for the
-        next backward to be added to after it is zeroed. Here the first micro-batch is written, the others are added,
-        and the bf16 gradients are let go: four passes over all gradients less, and their memory.
-        """
-        outer = self.optimizer
-        rows = zip(outer.bf16_groups, outer.fp32_groups_gradients, outer.fp32_groups_has_gradients, strict=True)
-        for params, sums, started in rows:
-            for i, (p, total) in enumerate(zip(params, sums, strict=True)):
-                if p.grad is None:
-                    if not started[i]:
-                        total.zero_()  # what the step before left there
-                    continue
-                gradient = p.grad.reshape(total.shape)
-                if started[i]:
-                    total.add_(gradient)
-                else:
-                    total.copy_(gradient)
-                started[i], p._hp_grad, p.grad = True, total, None
-
-    def pieces(self) -> Iterator[tuple[Tensor, Parameter]]:
-        for params, gradients in zip(self.optimizer.bf16_groups, self.optimizer.fp32_groups_gradients, strict=True):
-            for p, gradient in zip(params, gradients, strict=True):
-                yield gradient, p
-
-    def step(self, skip: bool) -> None:
-        outer = self.optimizer
-        if not skip:
-            # BF16_Optimizer.step would first compute a norm of its own (one more pass over all gradients).
-            for master, gradient in zip(
-                outer.fp32_groups_flat_partition, outer.fp32_groups_gradient_flat_partition, strict=True
-            ):
-                master.grad = gradient.to(master.dtype)
-            outer.optimizer.step()
-            outer._lazy_init_hp_params_optimizer_state()
-            outer.update_lp_params()
-        outer.fp32_groups_has_gradients = [[False] * len(params) for params in outer.bf16_groups]
+from megatron.optim.scaled_step import kernel_scaling, scale_by, scales_in_kernel
+from megatron.training.native.fixed_point import FixedPointSums
 
 
 class ZeroGradients:
     """ZeRO stages 1-3 (DeepSpeedZeroOptimizer and its stage 3 sibling): each data rank holds its partition."""
 
     partitioned = True
+    fixed_point: FixedPointSums | None = None
 
     def __init__(self, optimizer: Any, stage: int) -> None:
         self.optimizer = optimizer
         self.stage = stage
         self.offloaded = bool(optimizer.offload_optimizer if stage == 3 else optimizer.cpu_offload)
+        self._scale: Tensor | None = None  # of the gradients, when the optimizer's kernel does not do it
+        self._overflow = self._lowers_scale = False
+        update_scale = optimizer._update_scale
+        optimizer._update_scale = lambda dropped: update_scale(self._lowers_scale)
+        optimizer.unscale_and_clip_grads = self._scale_flat
+        if stage == 3:
+            optimizer.check_overflow = lambda: None
+            # It is not finite where the step is to be dropped.
+            optimizer._get_norm_groups = lambda: [torch.tensor(torch.inf if self._overflow else 0.0)]
+        else:
+            optimizer.compute_grad_norm, optimizer.check_grad_overflow = False, True
+            optimizer.check_overflow = self._tell_overflow
 
     def pieces(self) -> Iterator[tuple[Tensor, Parameter]]:
         if self.offloaded:
@@ -100,20 +68,25 @@ class ZeroGradients:
                 *_, start, count = outer.grad_position[outer.get_param_id(p)]
                 yield master.grad.view(-1).narrow(0, start, count), p
 
-    def _forget_offloaded(self) -> None:
-        self.optimizer.micro_step_id = -1  # the next micro-batch writes, and does not add
-        if self.stage < 3:
-            self.optimizer._offload_accumulated_param_ids = set()
-            self.optimizer.reset_cpu_buffers()
+    def _tell_overflow(self, partition_gradients: bool = True) -> None:
+        self.optimizer.overflow = self._overflow
 
-    def step(self, skip: bool) -> None:
-        if not skip:
-            self.optimizer.step()
-        else:
-            for i in list(self.optimizer.averaged_gradients):
-                self.optimizer.averaged_gradients[i] = None
-            if self.stage < 3:
-                self.optimizer._release_preflattened_grad_buffers()
-            if self.offloaded:
-                self._forget_offloaded()
-        self.optimizer.zero_grad(set_to_none=True)
+    def _scale_flat(self, of: Any, norm: Any) -> None:
+        """`of`: in stage 3 the number of a sub-group, else flat gradients; in the type of the masters by now."""
+        flat = [self.optimizer.fp32_partitioned_groups_flat[of].grad] if self.stage == 3 else of
+        scale_by(flat, self._scale)
+
+    def step(self, scale: Tensor | None, found_inf: Tensor, overflow: Tensor) -> None:
+        outer, inner = self.optimizer, self.optimizer.optimizer
+        if outer.loss_scale != 1.0:  # read before the step, which may change it
+            scale = (torch.ones_like(found_inf) if scale is None else scale) / outer.loss_scale
+        in_kernel = scales_in_kernel(inner) and not self.offloaded
+        self._scale = None if in_kernel else scale
+        # The loss scale is a number of the host: it waits.
+        self._overflow = bool(found_inf) if outer.dynamic_loss_scale or not in_kernel else False
+        self._lowers_scale = self._overflow and bool(overflow)
+        with kernel_scaling(inner, scale, found_inf) if in_kernel else nullcontext():
+            outer.step()
+        if self._overflow:  # offloaded ones would be added to the next step's
+            outer.averaged_gradients.clear()
+        outer.zero_grad(set_to_none=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron.checkpoint.agreement import gather_over_stages
 from megatron.mpu.owned import is_owned, sum_owned
 from megatron.mpu.sharding import spec_of
 from megatron.mpu.state import ParallelState
@@ -16,13 +16,7 @@ from megatron.mpu.state import ParallelState
 
 def all_names(names: Iterable[str], state: ParallelState) -> list[str]:
     """Canonical names of the whole model in one order, from those of each stage. Collective over all stages."""
-    mine = list(names)
-    group = state.group("pipe")
-    if group is None:
-        return mine
-    stages: list[list[str]] = [[] for _ in range(state.pp_size)]
-    dist.all_gather_object(stages, mine, group=group)
-    return list(dict.fromkeys(name for stage in stages for name in stage))
+    return list(dict.fromkeys(name for stage in gather_over_stages(list(names), state) for name in stage))
 
 
 @torch.no_grad()
@@ -40,9 +34,7 @@ def named_norms(
     squares = torch.zeros(len(names), device=state.device)
     for tensor, p in pieces:
         spec = spec_of(p)
-        if is_owned(spec, state):
+        if is_owned(spec, state, partitioned):
             squares[index[spec.key]] += torch.linalg.vector_norm(tensor, dtype=torch.float32).square().to(state.device)
-    sum_owned(squares, state)
-    if partitioned and (group := state.group("data")) is not None:
-        dist.all_reduce(squares, group=group)
+    sum_owned(squares, state, partitioned)
     return dict(zip(names, squares.sqrt().unbind(), strict=True))

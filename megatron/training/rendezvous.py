@@ -56,13 +56,12 @@ def _compare_configs(mine: str, theirs: str) -> list[str]:
     return sorted(key for key in ours if ours[key] != others[key])
 
 
-# Parts of the errors of gloo and NCCL when a peer is gone or does not answer; most are a bare RuntimeError.
+# Parts of the errors of gloo and NCCL when a peer does not answer in time, or is gone; most are a bare RuntimeError.
+_SIGNS_OF_A_LIMIT = ("Timed out waiting", "Watchdog caught collective operation timeout")
 _SIGNS_OF_LOSS = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
-    "Timed out waiting",
-    "Watchdog caught collective operation timeout",
     "remote process exited or there was a network error",
 )
 
@@ -72,6 +71,12 @@ def lost_rank(error: BaseException) -> LostRankError | None:
     if not isinstance(error, RuntimeError):
         return None
     text = str(error)
-    if not isinstance(error, dist.DistNetworkError) and not any(sign in text for sign in _SIGNS_OF_LOSS):
-        return None
-    return LostRankError(f"another rank is gone or does not answer: {text.splitlines()[0] if text else error!r}")
+    first = text.splitlines()[0] if text else repr(error)
+    if any(sign in text for sign in _SIGNS_OF_A_LIMIT):
+        return LostRankError(
+            "another rank did not answer within collective_timeout, or in the first steps and on the host "
+            f"distributed_timeout; the other ranks' logs show which one stands still: {first}"
+        )
+    if isinstance(error, dist.DistNetworkError) or any(sign in text for sign in _SIGNS_OF_LOSS):
+        return LostRankError(f"another rank is gone: {first}")
+    return None

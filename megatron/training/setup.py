@@ -5,35 +5,52 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron import log
-from megatron.errors import DeepyError, LostRankError
 from megatron.model.gpt import gpt_layers
-from megatron.model.pipe import LayerPipe, SequentialModel
+from megatron.model.sequential import SequentialModel
 from megatron.mpu.random import seed_everything
+from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.derive import Facts, derive
-from megatron.neox_arguments.optimizer_params import optimizer_params
+from megatron.neox_arguments.lengths import cycle_ends, in_steps
+from megatron.neox_arguments.optimizer_params import KIND, optimizer_params
+from megatron.neox_arguments.parameter_rules import check_matches, parse_rules
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.objectives import OBJECTIVES
-from megatron.optim.groups import parameter_groups
+from megatron.optim.groups import freeze_parameters, parameter_groups
+from megatron.optim.matrices import WholeMatrices
 from megatron.optim.optimizers import build_optimizer
 from megatron.optim.schedules import schedule
+from megatron.rows import row
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.compile import compile_blocks, wants_compile
-from megatron.training.engine_config import deepspeed_config, effective_zero_stage
-from megatron.training.engine_deepspeed import DeepSpeedEngine
-from megatron.training.engine_experts import split_expert_groups
+from megatron.training.engine_config import effective_zero_stage
+from megatron.training.engine_step import StepEngine
+from megatron.training.l2_norms import all_names
+from megatron.training.native.engine import NativeEngine
+from megatron.training.outliers import Outliers
 from megatron.training.rendezvous import share_config
-from megatron.training.setup_deepspeed import grid_of, layer_partitioner, quiet_stdout
-from megatron.training.setup_distributed import find_rank, init_distributed, leave_job, open_store, pick_device
-from megatron.training.watchdog import collective_timeout
+from megatron.training.setup_deterministic import make_deterministic
+from megatron.training.setup_device import can_compile, pick_device, refuse_shared_gpus, warn_of_few_cores
+from megatron.training.setup_distributed import (
+    find_rank,
+    init_distributed,
+    leave_job,
+    open_store,
+    time_limits,
+)
+from megatron.training.time_limits import TimeLimits
 
 
 @dataclass(frozen=True)
@@ -45,12 +62,14 @@ class Process:
         state: this rank's place in the layout.
         tokenizer: the run's tokenizer.
         store: where the ranks met.
+        limits: for how long they wait for each other.
     """
 
     args: NeoXArgs
     state: ParallelState
     tokenizer: Tokenizer
     store: dist.Store | None = None
+    limits: TimeLimits | None = None
 
 
 def start_process(
@@ -88,6 +107,8 @@ def start_process(
     tokenizer = build_tokenizer(args.tokenizer)
     args = derive(args, Facts(vocab_size=tokenizer.vocab_size, num_devices=info.world_size))
     device = pick_device(info)
+    if args.training.deterministic:
+        make_deterministic()
     init_distributed(args, info, device, store)
     topology = Topology(
         {
@@ -96,12 +117,21 @@ def start_process(
             "model": args.parallel.model_parallel_size,
         }
     )
-    timeout = collective_timeout(args.launcher.watchdog_seconds)
+    limits = time_limits(args)
+    timeout = timedelta(seconds=limits.host)
     state = ParallelState.build(
-        topology, info.rank, device, args.parallel.sequence_parallel, args.parallel.expert_parallel_size, timeout
+        topology,
+        info.rank,
+        device,
+        args.parallel.sequence_parallel,
+        args.parallel.expert_parallel_size,
+        timeout,
+        timeout,
     )
+    refuse_shared_gpus(state)
+    warn_of_few_cores(state)
     seed_everything(args.training.seed, state)
-    return Process(args, state, tokenizer, store)
+    return Process(args, state, tokenizer, store, limits)
 
 
 def build_model(process: Process, seed: int | None) -> torch.nn.Module:
@@ -117,58 +147,101 @@ def build_model(process: Process, seed: int | None) -> torch.nn.Module:
         state=state,
     )
     objective = OBJECTIVES[args.training.train_impl]
-    with quiet_stdout():
-        if state.pp_size > 1:
-            return LayerPipe(layers, objective, args.parallel.pipe_partition_method, seed, state)
-        return SequentialModel(layers, objective, seed, state, layer_partitioner(args, state))
+    if args.optimizer.engine == "native":
+        return SequentialModel(layers, objective, seed, state)
+    from megatron.training.setup_deepspeed import (
+        build_deepspeed_model,  # and so DeepSpeed
+    )
+
+    timeout = timedelta(seconds=process.limits.host) if process.limits else None
+    return build_deepspeed_model(args, state, layers, objective, seed, timeout)
 
 
-def build_engine(process: Process, model: torch.nn.Module) -> DeepSpeedEngine:
-    """Wrap the model in DeepSpeed with its optimizer."""
+def build_engine(process: Process, model: torch.nn.Module) -> StepEngine:
+    """The engine of `engine` around the model, with its optimizer."""
     args, state = process.args, process.state
     optimizer_args = args.optimizer
     # muP: hidden matrices learn at lr / width multiplier (Yang et al. 2022, table 8, Adam).
     mult = 1.0 / args.model.mup_width_mult if args.model.use_mup else 1.0
-    groups = parameter_groups(model.parameters(), weight_decay=optimizer_args.weight_decay, matrix_lr_mult=mult)
-    if state.ep_size > 1:
-        groups = split_expert_groups(groups)
+    rules = parse_rules(optimizer_args.parameter_groups)
+    if rules:
+        names = all_names(dict(named_parameters(model)), state)
+        place = args.sources.get("parameter_groups")
+        check_matches(rules, names, f"{place}: " if place else "")
+        freeze_parameters(model.parameters(), rules)
+    groups = parameter_groups(
+        model.parameters(),
+        weight_decay=optimizer_args.weight_decay,
+        matrix_lr_mult=mult,
+        decay_embeddings=optimizer_args.decay_embeddings,
+        rules=rules,
+        matrices=WholeMatrices(state) if row(KIND, optimizer_args.optimizer_type).get("matrices") else None,
+    )
     params = optimizer_params(optimizer_args.optimizer_type, optimizer_args.optimizer)
-    optimizer = build_optimizer(optimizer_args.optimizer_type, groups, optimizer_args.lr, params)
+
+    def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return build_optimizer(optimizer_args.optimizer_type, groups, optimizer_args.lr, params)
+
+    fixed_point = args.training.deterministic == "layout"
+    if fixed_point and state.device.type == "cpu":
+        torch.set_num_threads(1)  # with more of them a sum over rows is cut into other parts
     stage = effective_zero_stage(args)
-    compiled = wants_compile(args.model, state, stage)
-    with quiet_stdout():
-        engine = DeepSpeedEngine(
+    compiled = wants_compile(args.model, state) and can_compile(args.model.torch_compile, state)
+    if optimizer_args.engine == "native":
+        assert isinstance(model, SequentialModel), "the native engine is one stage (rules_engine)"
+        engine: StepEngine = NativeEngine(
             model,
-            optimizer,
-            deepspeed_config(args),
+            groups,
+            build,
             state,
-            stage=stage,
             precision=optimizer_args.precision,
             max_norm=optimizer_args.gradient_clipping,
-            grid=grid_of(state),
+            micro_batches=args.training.gradient_accumulation_steps,
+            bucket_elements=(optimizer_args.zero_optimization or {}).get("reduce_bucket_size"),
+            fixed_point=fixed_point,
         )
+    else:
+        from megatron.training.setup_deepspeed import build_deepspeed_engine
+
+        engine = build_deepspeed_engine(args, state, model, groups, build, stage)
+    if isinstance(optimizer_args.skip_outliers, dict):  # as the rule leaves it
+        engine.outliers = Outliers(**optimizer_args.skip_outliers, device=state.device)
+    if optimizer_args.ema_decay is not None:
+        engine.keep_average(optimizer_args.ema_decay)
     if compiled:
-        compile_blocks(engine.module)
+        compile_blocks(engine.module, stage)
     return engine
 
 
 def build_schedule(args: NeoXArgs) -> Callable[[int], float]:
     """The learning rate as a function of completed steps."""
-    return schedule(
+    options, steps = args.schedule, args.schedule.steps or 0
+    rate = schedule(
         lr=args.optimizer.lr,
-        min_lr=args.schedule.min_lr,
-        decay_iters=args.schedule.lr_decay_iters,
-        warmup=args.schedule.warmup,
-        style=args.schedule.lr_decay_style,
+        min_lr=options.min_lr,
+        decay_iters=steps,
+        warmup=options.warmup_share,
+        style=options.lr_decay_style,
+        cooldown=partial(in_steps, options.lr_cooldown),
+        cooldown_style=options.lr_cooldown_style,
+        rewarmup=partial(in_steps, options.lr_rewarmup),
+        cycles=cycle_ends(options.lr_cycles, steps),
+        power=options.lr_decay_power,
     )
+    plan = BatchPlan.of(args)
+    return lambda step: rate(step) * plan.lr_factor(step)
 
 
 def run(process: Process, work: Callable[[Process], int]) -> int:
-    """Do a rank's work; leave the job in order, also with an error that all ranks agree on. Returns the exit code."""
+    """Do a rank's work and leave the job in order. Returns the exit code.
+
+    With an error that cannot be: the device's library would wait for operations in which others have to take part.
+    """
     try:
         code = work(process)
-    except DeepyError as error:
-        if not isinstance(error, LostRankError):  # leaving in order needs everybody
+    except BaseException as error:
+        log.note_failure(error)
+        if process.state.topology.world_size == 1:
             leave_job()
         raise
     leave_job()

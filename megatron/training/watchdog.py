@@ -3,83 +3,40 @@
 Each rank has a thread that publishes in the rendezvous store what the main thread is doing. When a rank's own main
 thread makes no progress for too long, the thread reads what the others do. While one of them may well be busy (a
 checkpoint, an evaluation, data), it waits; when none makes progress, or some do not even publish any more (SIGSTOP, a
-dead host, native code that holds the interpreter), every rank writes its Python stacks to its log and ends.
+dead host, native code that holds the interpreter), every rank writes its Python stacks to its log and ends. Before the
+checkpoint to start from is loaded, or the loop begins without one, it ends nothing.
+
+While ranks wait for each other on the host, the first of those that wait says each minute for whom, and for what.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron.errors import LostRankError
-from megatron.training.progress import PHASES, SLOW_SECONDS, Progress
+from megatron.log import get_logger
+from megatron.mpu.doing import Doing
+from megatron.training import flight_recorder
+from megatron.training.progress import SLOW_SECONDS, Progress
+from megatron.training.signs import Sign, name_awaited, name_silent
+
+logger = get_logger(__name__)
 
 # Where a rank waits for others, by the file of its innermost Python frame.
-_COLLECTIVES = ("torch/distributed/", "deepspeed/comm/", "megatron/mpu/collectives")
-
-
-def collective_timeout(seconds: float) -> timedelta | None:
-    """The timeout of torch's collectives under a watchdog of `seconds`: later than it, which knows whom to blame, and
-    long enough for what ranks may rightly wait for. None without a watchdog: torch's own."""
-    return timedelta(seconds=max(seconds, SLOW_SECONDS) + 600) if seconds > 0 else None
-
-
-@dataclass(frozen=True)
-class Sign:
-    """What a rank publishes.
-
-    Attributes:
-        beat: number of the publication.
-        step, phase: where its main thread is.
-        still: seconds for which it has made no progress there, as far as its process ran.
-        limit: seconds for which it may.
-        waits: it waits for other ranks.
-    """
-
-    beat: int
-    step: int
-    phase: str
-    still: float
-    limit: float
-    waits: bool
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Comparable between ranks: the smaller one is behind."""
-        return self.step, PHASES.index(self.phase)
-
-
-def name_silent(signs: Mapping[int, Sign | None], world_size: int) -> str:
-    """Who is to blame for a job that makes no progress: ranks that do not answer, else those behind the others, else
-    those that do not wait for others while the others do. `signs`: of the ranks; None for one that does not answer."""
-    answering = {rank: sign for rank, sign in signs.items() if sign is not None}
-    silent = [rank for rank in signs if rank not in answering]
-    if silent:
-        return f"{_ranks(silent, world_size)} not answer (stopped, or its host is gone)"
-    first = min(sign.place for sign in answering.values())
-    behind = [rank for rank, sign in answering.items() if sign.place == first]
-    busy = [rank for rank, sign in answering.items() if not sign.waits]
-    where = f"in step {first[0]} ({PHASES[first[1]]})"
-    if len(behind) < world_size:
-        return f"{_ranks(behind, world_size)} not continue {where}, the others are further"
-    if 0 < len(busy) < world_size:
-        return f"{_ranks(busy, world_size)} not continue {where}, the others wait for it"
-    return f"{f'all {world_size} ranks make' if world_size > 1 else 'the run makes'} no progress {where}"
-
-
-def _ranks(ranks: list[int], world_size: int) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown} of {world_size} {'do' if len(ranks) > 1 else 'does'}"
+_COLLECTIVES = ("torch/distributed/", "deepspeed/comm/", "megatron/mpu/collectives", "megatron/checkpoint/pieces")
 
 
 class Watchdog:
@@ -93,6 +50,9 @@ class Watchdog:
         record: called on one rank with the reason for which the job ends.
         slow_seconds: for which anything else may make no progress.
         end: ends this process with an exit code, at once.
+        doing: what the main thread does where others wait for it, and where it waits for them.
+        line_seconds: between two lines about who is awaited.
+        trace: file for the last collective operations of this rank when the job ends.
     """
 
     def __init__(
@@ -105,13 +65,18 @@ class Watchdog:
         record: Callable[[str], None],
         slow_seconds: float = SLOW_SECONDS,
         end: Callable[[int], Any] = os._exit,
+        doing: Doing | None = None,
+        line_seconds: float = 60.0,
+        trace: Path | None = None,
     ) -> None:
         self.progress, self.seconds, self.rank, self.world_size = progress, seconds, rank, world_size
         self.record, self.slow_seconds, self.end = record, max(slow_seconds, seconds), end
         self.period = min(max(seconds / 40, 0.1), 5.0)
         self._patience = max(1.0, 3 * self.period)  # for an answer of the store
         # Some ranks read the signs of all and decide, not thousands.
-        self._judges = rank % max(1, world_size // 16) == 0 or rank == 1
+        self._judges = self._is_judge(rank)
+        self.doing, self.line_seconds, self._lines = doing or Doing(), line_seconds, 0
+        self.trace = trace
         self._records = self._store_lost = False
         self._asking: threading.Thread | None = None
         self._shared = None if world_size == 1 else store
@@ -122,6 +87,7 @@ class Watchdog:
         self._count, self._still, self._longest = -1, 0.0, 0.0
         self._beat = 0
         self._seen: dict[int, tuple[int, float]] = {}
+        self._seen_waiting: dict[int, tuple[int, float]] = {}
 
     def __enter__(self) -> Watchdog:
         self._thread.start()
@@ -154,8 +120,7 @@ class Watchdog:
         if own.still <= own.limit or not (self._asking.is_alive() or self._store_lost):
             return reason[0]
         self._records = self.rank == 1
-        host = f"{_ranks([0], self.world_size)} not answer (stopped, or its host is gone)"
-        return f"no progress for {own.still:.0f} s: {host}"
+        return f"no progress for {own.still:.0f} s: {name_silent({0: None}, self.world_size)}"
 
     def _ask(self, own: Sign, reason: list[str | None]) -> None:
         try:
@@ -163,6 +128,7 @@ class Watchdog:
                 self._store = self._connect(self._shared)
             if self._store is not None and not self._store_lost:
                 self._store.set(_key(self.rank), json.dumps(vars(own)))
+                self._report_awaited(own)
             reason[0] = self._compare(own)
         except RuntimeError:  # the store's host is gone
             self._store_lost = True
@@ -175,6 +141,24 @@ class Watchdog:
             store.delete_key(_VERDICT)  # of the start before: torchrun keeps its store over restarts
         return store
 
+    def _is_judge(self, rank: int) -> bool:
+        return rank % max(1, self.world_size // 16) == 0 or rank == 1
+
+    def _report_awaited(self, own: Sign) -> None:
+        """A line about whom this rank waits for, now and then; from the first of the judges that wait."""
+        if own.waited < self.line_seconds:
+            self._lines = 0
+            self._seen_waiting.clear()
+        if not self._judges or own.waited < (self._lines + 1) * self.line_seconds:
+            return
+        self._lines = int(own.waited / self.line_seconds)
+        signs = self._read(own, self._seen_waiting)
+        for rank in filter(self._is_judge, range(self.rank)):
+            if (sign := signs[rank]) is not None and sign.meetings == own.meetings and sign.waited:
+                return
+        if (line := name_awaited(own, signs, self.world_size)) is not None:
+            logger.warning(line)
+
     def _compare(self, own: Sign) -> str | None:
         """Why the job has to end, from what the other ranks published."""
         if own.still <= own.limit / 2:
@@ -186,7 +170,7 @@ class Watchdog:
             return reason
         if not self._judges:
             return None
-        signs = self._read(own)
+        signs = self._read(own, self._seen)
         if own.still <= own.limit or not all(sign is None or sign.still > sign.limit for sign in signs.values()):
             return None
         reason = f"no progress for {own.still:.0f} s: {name_silent(signs, self.world_size)}"
@@ -209,16 +193,21 @@ class Watchdog:
         else:
             self._still += elapsed
         in_step = warm and phase == "training"
-        limit = max(self.seconds, 3 * self._longest) if in_step else self.slow_seconds
+        limit = (
+            max(self.seconds, 3 * self._longest) if in_step else self.slow_seconds if self.progress.began else math.inf
+        )
         self._beat += 1
-        return Sign(self._beat, step, phase, self._still, limit, self._still > limit / 2 and self._waits())
+        since, meetings = self.doing.waits_since, self.doing.meetings
+        waited = 0.0 if since is None else time.monotonic() - since
+        waits = self._still > limit / 2 and (since is not None or self._waits())
+        return Sign(self._beat, step, phase, self._still, limit, waits, str(self.doing), meetings, waited)
 
     def _waits(self) -> bool:
         frame = sys._current_frames().get(self._main or 0)
         return frame is not None and any(part in frame.f_code.co_filename for part in _COLLECTIVES)
 
-    def _read(self, own: Sign) -> dict[int, Sign | None]:
-        """The sign of every rank; None for one whose sign has not changed for a while."""
+    def _read(self, own: Sign, seen: dict[int, tuple[int, float]]) -> dict[int, Sign | None]:
+        """The sign of every rank; None for one whose sign has not changed for a while. `seen`: of the reads before."""
         assert self._store is not None or self.world_size == 1
         found: dict[int, Sign | None] = dict.fromkeys(range(self.world_size))
         found[self.rank] = own
@@ -230,9 +219,9 @@ class Watchdog:
             others = [rank for rank in others if self._store.check([_key(rank)])]
         for rank, text in zip(others, self._store.multi_get([_key(rank) for rank in others])):
             sign = Sign(**json.loads(text))
-            beat, since = self._seen.get(rank, (-1, now))
+            beat, since = seen.get(rank, (-1, now))
             if sign.beat != beat:
-                self._seen[rank] = (sign.beat, since := now)
+                seen[rank] = (sign.beat, since := now)
             if now - since < patience:
                 found[rank] = sign
         return found
@@ -244,7 +233,10 @@ class Watchdog:
         if self._records:
             self.record(f"LostRankError: {reason}")
             os.write(2, f"LostRankError: {reason}\n".encode())
-        else:
+        if self.trace is not None and self.world_size > 1:
+            with contextlib.suppress(OSError):
+                flight_recorder.dump(self.trace)
+        if not self._records:
             time.sleep(1.0)  # the first exit makes others end the rest: the reason is to be recorded before
         self.end(LostRankError.exit_code)
 

@@ -6,11 +6,13 @@ import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from megatron.checkpoint.rewinds import Rewind, Rewinding
+from megatron.data.batch import StepBatch
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
@@ -38,7 +40,8 @@ def out(
     loss: float = 2.0, norm: float | None = 1.0, *, skipped: bool = False, tokens: int = 32, **more: Any
 ) -> StepOut:
     """What a step reports."""
-    return StepOut(torch.tensor(loss), None if norm is None else torch.tensor(norm), skipped, tokens, **more)
+    grad_norm = None if norm is None else torch.tensor(norm)
+    return StepOut(torch.tensor(loss), grad_norm, torch.tensor(skipped), tokens, **more)
 
 
 class LoopEngine(fake_engine.FakeEngine):
@@ -53,14 +56,14 @@ class LoopEngine(fake_engine.FakeEngine):
 
     def train_batch(self, batch: Any, lr: float) -> StepOut:
         result = next(self.outs, None) or out()
-        if self.before_update is not None:
+        if self.before_update is not None and result.grad_norm is not None:
             self.before_update()
         if not result.skipped:
             self.step()
         return dataclasses.replace(result, votes=tuple(self.votes()))
 
     def param_norms(self) -> dict[str, torch.Tensor]:
-        return {}
+        return {name: weight.norm() for name, weight in self.masters.items()}
 
     def not_finite(self) -> list[str]:
         return [name for name, weight in self.masters.items() if not weight.isfinite().all()]
@@ -70,10 +73,11 @@ class LoopEngine(fake_engine.FakeEngine):
         return torch.tensor(self.eval_loss * 32), 32
 
 
-def batches(consumed: int) -> Any:
+def batches(consumed: int = 0, step: int | None = None) -> Any:
     """Batches that only know their place."""
+    none = torch.empty(0, dtype=torch.int64)
     while True:
-        yield SimpleNamespace(consumed=consumed)
+        yield StepBatch(none, none, none, none, None, step or 0, consumed, 0)
         consumed += KEYS["train_batch_size"]
 
 
@@ -88,9 +92,31 @@ def trainer_of(
     """A trainer of ten steps that has started; `run()` does the rest."""
     engine: Any = LoopEngine(state or ParallelState.single("cpu"), outs)
     args = args_of(**keys)
-    trainer = Trainer(args, engine, batches, callbacks, lambda step: args.optimizer.lr)
+    trainer = Trainer(args, engine.state, batches, callbacks, lambda step: args.optimizer.lr)
+    trainer.engine = engine
     trainer.call("start")
     return trainer
+
+
+class GoesBack(Callback):
+    """Leaves the loop, once, when step `at` is settled."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def settled(self, trainer: Trainer, step: Any) -> None:
+        if step.step == self.at:
+            self.at = -1
+            raise Rewinding([Rewind(0, step.step, step.step, step.step)])
+
+
+def run_and_go_back(trainer: Trainer, to: int) -> None:
+    """`trainer.run`, and again from step `to` when a `GoesBack` of its callbacks leaves it."""
+    with pytest.raises(Rewinding):
+        trainer.run()
+    trainer.abandon()
+    trainer.step, trainer.consumed = to, to * KEYS["train_batch_size"]
+    trainer.run()
 
 
 class Log(Callback):

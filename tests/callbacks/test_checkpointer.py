@@ -16,7 +16,7 @@ from megatron.errors import DeepyError, NumericsError, StopRequested
 from megatron.neox_arguments import NeoXArgs
 from megatron.run.end import report_stop
 from megatron.training.callback import Callback
-from tests.callbacks.fakes import Log, out, trainer_of
+from tests.callbacks.fakes import GoesBack, Log, out, run_and_go_back, trainer_of
 from tests.callbacks.test_stopping import SendsItself
 
 pytestmark = pytest.mark.cpu
@@ -129,6 +129,13 @@ def test_a_signal_during_skipped_steps_saves_and_gives_code_3(tmp_path):
 )
 def test_the_last_checkpoint_known_to_be_good_is_not_deleted(tmp_path, outs, left):
     assert run(tmp_path, outs, train_iters=6, checkpoint_factor=1, keep_last_n_checkpoints=1)[1] == left
+
+
+def test_a_checkpoint_that_is_written_again_after_going_back_is_judged_again(tmp_path):
+    """Step 5 says that the weights of 4 are ruined; after going back to 2 it says that those of the new 4 are good."""
+    saver, outs = Checkpointer(tmp_path, {}), [*[out()] * 4, out(500.0), *[out()] * 3, BAD]
+    run_and_go_back(trainer_of([saver, GoesBack(5)], outs, train_iters=6, checkpoint_factor=2), 2)
+    assert saver.good == 4
 
 
 def test_what_is_known_to_be_good_survives_a_restart(tmp_path):

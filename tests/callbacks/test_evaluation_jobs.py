@@ -138,7 +138,8 @@ def test_results_are_recorded_at_their_own_step_and_once_over_starts(tmp_path: P
     trainer = train(run, at)
     assert scores(run) == [(2, 0.25), (4, 0.5), (6, 0.75)]
     assert states(run) == {2: "recorded", 4: "recorded", 6: "recorded", 8: "submitted", 10: "submitted"}
-    assert trainer.held_checkpoints >= {8, 10} and not trainer.held_checkpoints & {2, 4, 6}
+    held = trainer.held_checkpoints["evaluation_jobs"]
+    assert held >= {8, 10} and not held & {2, 4, 6}
     finish(run, 8)  # after the end
     train(run, start=10)
     assert scores(run)[3:] == [(8, 0.5)] and slurm.steps() == [2, 4, 6, 8, 10]
@@ -225,9 +226,20 @@ def test_a_start_submits_what_was_lost_with_the_last_one(tmp_path: Path, slurm: 
     trainer.step = trainer.saved_step = 4
     jobs_of.loaded(trainer)
     jobs_of._wait()
-    assert slurm.steps() == [2, 4, 2, 4] and trainer.held_checkpoints == {2, 4}
+    assert slurm.steps() == [2, 4, 2, 4] and trainer.held_checkpoints == {"evaluation_jobs": {2, 4}}
     evaluations.file.write_text("{damaged")
     assert evaluations.read() == {}
+
+
+def test_a_checkpoint_that_replaces_one_after_going_back_is_evaluated_for_itself(
+    tmp_path: Path, slurm: FakeSlurm
+) -> None:
+    run = tmp_path / "run"
+    train(run, At(step3=lambda: finish(run, 2, 0.1), step5=lambda: finish(run, 4, 0.2)), train_iters=6)
+    finish(run, 6, 0.3)  # recorded by the next start, which begins before it
+    train(run, At(step5=lambda: finish(run, 4, 0.7)), start=2, train_iters=6)
+    assert slurm.steps() == [2, 4, 6, 4, 6] and states(run) == {2: "recorded", 4: "recorded", 6: "submitted"}
+    assert scores(run) == [(2, 0.1), (4, 0.2), (4, 0.7)] and not Evaluations(run).results(6).exists()
 
 
 def test_a_site_s_own_command_submits(tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:

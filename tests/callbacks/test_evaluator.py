@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from megatron.callbacks.evaluator import Evaluator, NamedSet, perplexity
-from tests.callbacks.fakes import KEYS, Log, batches, trainer_of
+from megatron.callbacks.samples import Samples
+from megatron.callbacks.task_evaluator import TaskEvaluator
+from megatron.tokenizer.simple import ByteTokenizer
+from tests.callbacks.fakes import KEYS, GoesBack, Log, args_of, batches, run_and_go_back, trainer_of
 
 pytestmark = pytest.mark.cpu
 
@@ -56,11 +63,56 @@ def test_a_stopped_run_leaves_its_last_evaluation_to_the_resumed_one():
     assert run(4, stop=Stop())[0] == [(4, "validation")]
 
 
+# A step that is about to be evaluated may itself be what the run goes back for.
+@pytest.mark.parametrize(("bad", "evaluated"), [(4, [4, 6]), (5, [4, 4, 6])])
+def test_a_run_that_goes_back_evaluates_the_same_step_again(bad, evaluated):
+    log = Log()
+    trainer = trainer_of([GoesBack(bad), Evaluator(4, 1, batches, None), log], train_iters=6)
+    run_and_go_back(trainer, 3)
+    assert [step for step, *_ in log.evaluated_] == evaluated
+
+
+@pytest.mark.parametrize(("module", "kind"), [("samples", Samples), ("task_evaluator", TaskEvaluator)])
+def test_a_run_that_goes_back_samples_and_scores_the_same_step_again(monkeypatch, module, kind):
+    """The model is asked nothing: only when it would be."""
+    at, one = [], kind.__new__(kind)
+    lead = {"samples": [("a", "b")], "task_evaluator": {"acc": 0.5}}[module]
+    team = SimpleNamespace(run=lambda work: work())
+    for name in ("live_stage", "TextGenerator", "evaluation_team", "used_as_model", "batch_size"):
+        made = nullcontext() if name == "used_as_model" else SimpleNamespace(team=team, run=team.run)
+        monkeypatch.setattr(f"megatron.callbacks.{module}.{name}", lambda *a, made=made, **k: made, raising=False)
+    monkeypatch.setattr(kind, "_lead", lambda self, team, step: (at.append(step), lead)[1])
+    values = {"args": args_of(), "tokenizer": None, "every": 4, "interval": 4, "ends": (), "exported": None}
+    vars(one).update(values, control=SimpleNamespace(broadcast=lambda x: x))
+    trainer = trainer_of([one, GoesBack(5)], train_iters=6)
+    monkeypatch.setattr(trainer.engine, "evaluating", nullcontext, raising=False)
+    run_and_go_back(trainer, 3)
+    assert [step for step in at if step] == [4, 4, 6]
+
+
 @pytest.mark.parametrize(("interval", "expected"), [(0, [10]), (-1, [10])])
 def test_without_interval_only_the_end_is_validated(interval, expected):
     evaluated, read = run(interval)
     assert [step for step, split in evaluated if split == "validation"] == expected
     assert read == consumed(0) + consumed(0)
+
+
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_the_average_of_the_weights_is_evaluated(evaluates):
+    """Once for each evaluation, around all that it reads; not while the model trains."""
+    seen = []
+    trainer = trainer_of([Evaluator(4, 2, batches, batches)], ema_decay=0.9, ema_evaluate=evaluates)
+
+    @contextmanager
+    def averaged():
+        before = len(trainer.engine.evaluated)
+        yield
+        seen.append((trainer.step, len(trainer.engine.evaluated) - before))
+
+    trainer.engine.averaged = averaged
+    trainer.run()
+    assert seen == ([(4, 2), (8, 2), (10, 2), (10, 2)] if evaluates else [])
+    assert len(trainer.engine.evaluated) == 8
 
 
 def test_without_iterations_or_data_nothing_is_evaluated():
@@ -101,6 +153,29 @@ def test_loss_is_per_token_and_perplexity_its_exponential():
     ((step, split, metrics),) = log.evaluated_
     assert (step, split) == (10, "validation")
     assert metrics == pytest.approx({"lm_loss": 3.0, "lm_loss_ppl": math.exp(3.0)})
+
+
+def test_bits_per_byte_count_the_bytes_of_the_trained_targets_of_each_set():
+    """Tokens of 1, 2 and 5 bytes; those that are not trained, and special ones, count none."""
+
+    class Sizes(ByteTokenizer):
+        def byte_counts(self):
+            return np.array([1, 2, 5, 0])
+
+    def scored(consumed):
+        while True:
+            targets = torch.tensor([[[0, 1, 2], [3, 2, 2]]])
+            yield SimpleNamespace(consumed=consumed, targets=targets, mask=torch.tensor([[[1.0, 1, 0], [1, 1, 0]]]))
+
+    log, sets = Log(), [NamedSet("a", ("t",), 1, scored), NamedSet("b", ("t",), 3, scored)]
+    trainer = trainer_of([Evaluator(10, 2, scored, None, sets, Sizes()), log])
+    losses = iter([10.0, 20.0, 8.0, 1.0, 2.0, 3.0])
+    trainer.engine.eval_batch = lambda batch: (torch.tensor(next(losses)), 4)
+    trainer.run()
+    found = [metrics["bits_per_byte"] for _, _, metrics in log.evaluated_]
+    expected = [30 / 16, 8 / 8, 6 / 24, 14 / 32]
+    assert found == pytest.approx([nats / math.log(2) for nats in expected])
+    assert [metrics["lm_loss"] for _, _, metrics in log.evaluated_] == pytest.approx([30 / 8, 2, 0.5, 14 / 16])
 
 
 @pytest.mark.parametrize(

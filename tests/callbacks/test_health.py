@@ -50,11 +50,10 @@ def test_empty_batches_neither_make_nor_end_a_streak():
 
 def test_a_streak_survives_a_restart():
     first, second = SkippedSteps(3), SkippedSteps(3)
-    first.after_step(trainer_of([]), BAD)
-    first.after_step(trainer_of([]), BAD)
+    trainer_of([first], [BAD] * 2, train_iters=2).run()
     second.load_state_dict(first.state_dict())
     with pytest.raises(NumericsError, match="3 updates in a row"):
-        second.after_step(trainer_of([]), BAD)
+        trainer_of([second], [BAD]).run()
 
 
 def check_replicas(rank, world, axis, name, interval):

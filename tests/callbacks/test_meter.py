@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import pytest
 import torch
 
 from megatron.callbacks.console import Console, training_line
+from megatron.callbacks.evaluator import Evaluator
 from megatron.callbacks.flops import Flops, device_peak
 from megatron.callbacks.meter import Meter
+from megatron.callbacks.stop_on_signal import StopOnSignal
 from megatron.neox_arguments.formulas import flops_per_token
-from tests.callbacks.fakes import Log, args_of, out, trainer_of
+from megatron.training.settled import Unsettled
+from tests.callbacks.fakes import GoesBack, Log, args_of, batches, out, run_and_go_back, trainer_of
 
 pytestmark = pytest.mark.cpu
 
@@ -22,25 +24,49 @@ UNHEALTHY = re.compile(r"traceback|exception|error:", re.IGNORECASE)
 FLOPS = Flops(per_step=6e12, world_size=3, peak=8e12, recompute_factor=4 / 3)
 
 
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    thread_time = monotonic
+
+
 @pytest.fixture
 def clock(monkeypatch):
-    """Each step takes half a second, however long it really takes."""
-    ticks = itertools.count()
-    monkeypatch.setattr("megatron.callbacks.meter.time.perf_counter", lambda: next(ticks) * 0.5)
+    made = Clock()
+    monkeypatch.setattr("megatron.training.progress.time", made)
+    return made
 
 
-def run(outs, interval=2, late=False, **keys):
-    log, meter = Log(), Meter(interval, FLOPS)
-    trainer = trainer_of([meter, log], outs, **keys)
-    if late:
-        meter.loaded = lambda trainer: (Meter.loaded(meter, trainer), setattr(meter, "late", True))
-    trainer.run()
+class Works(Log):
+    """Each step takes half a second, however long it really takes, and what follows it 100 seconds."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self.clock = clock
+
+    def before_update(self, trainer):
+        self.clock.now += 0.5
+
+    def after_step(self, trainer, out):
+        self.clock.now += 100.0
+
+
+def run(clock, outs, interval=2, **keys):
+    log, meter = Works(clock), Meter(interval, FLOPS)
+    trainer_of([meter, log], outs, **keys).run()
     return log.logged_
 
 
 def test_metrics_by_hand(clock):
+    """Evaluation and saving happen after the step; they do not make the steps look slow."""
     outs = [out(3.0, 0.5, tokens=30), out(2.0, 0.25, tokens=20)]
-    (step, metrics), *_ = run(outs, train_iters=2)
+    (step, metrics), *_ = run(clock, outs, train_iters=2)
     assert step == 2
     assert metrics == pytest.approx(
         {
@@ -64,27 +90,27 @@ def test_metrics_by_hand(clock):
 
 
 def test_padding_is_no_throughput(clock):
-    (_, metrics), *_ = run([out(padding=5), out(padding=7)], train_iters=2)
+    (_, metrics), *_ = run(clock, [out(padding=5), out(padding=7)], train_iters=2)
     assert metrics["runtime/tokens_per_sec"] == pytest.approx((2 * 4 * 8 - 12) / (2 * 0.5))
     assert metrics["train/tokens"] == 2 * 4 * 8
 
 
 def test_skipped_steps_are_counted_and_left_out_of_the_loss(clock):
     outs = [out(4.0), out(float("nan"), float("nan"), skipped=True), out(0.0, None, skipped=True, tokens=0), out(2.0)]
-    (_, metrics), *_ = run(outs, interval=4, train_iters=4)
+    (_, metrics), *_ = run(clock, outs, interval=4, train_iters=4)
     assert metrics["train/lm_loss"] == 3.0
     assert (metrics["train/skipped"], metrics["train/nan"], metrics["train/trained_tokens"]) == (2, 1, 96)
 
 
 def test_loss_scale_and_the_first_loss_are_logged_once(clock):
-    first, second = run([out(5.0, loss_scale=scale) for scale in (1024.0, 512.0, 512.0, 256.0)], train_iters=4)
+    first, second = run(clock, [out(5.0, loss_scale=scale) for scale in (1024.0, 512.0, 512.0, 256.0)], train_iters=4)
     assert first[1]["loss/init"] == 5.0 and "loss/init" not in second[1]
     assert (first[1]["train/loss_scale"], second[1]["train/loss_scale"]) == (512.0, 256.0)
 
 
 @pytest.mark.parametrize("interval", [0, -1])
-def test_no_log_interval_no_log(interval):
-    assert run([], interval=interval) == []
+def test_no_log_interval_no_log(clock, interval):
+    assert run(clock, [], interval=interval) == []
 
 
 def test_values_of_an_accelerator_are_read_one_step_later():
@@ -97,11 +123,51 @@ def test_values_of_an_accelerator_are_read_one_step_later():
 
     meter = Meter(2, FLOPS)
     trainer = trainer_of([meter, Listen()], [out(float(i)) for i in (1, 3, 5, 7)], train_iters=4)
-    meter.loaded(trainer)
-    meter.loaded = lambda trainer: None
-    meter.late = True
+    trainer.late = True
     trainer.run()
     assert heard == [(3, 2, 2.0), (4, 4, 6.0)]
+
+
+def test_a_run_that_goes_back_logs_what_it_trains_again_alone(clock):
+    """The log of step 4 is still to be read when step 4 is known to be bad: step 3 comes again, with other numbers."""
+    log, losses = Works(clock), [1, 3, 5, 900, 900, 7, 9, 11, 13]
+    trainer = trainer_of([GoesBack(4), Meter(2, FLOPS), log], [out(float(x)) for x in losses], train_iters=6)
+    trainer.late = True
+    run_and_go_back(trainer, 2)
+    assert [(step, metrics["train/lm_loss"]) for step, metrics in log.logged_] == [(2, 2.0), (4, 8.0), (6, 12.0)]
+    first, second, _ = (metrics["runtime/iteration_time"] for _, metrics in log.logged_)
+    assert first == second  # what was trained in between does not count
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of another device, which goes into no operation together with those of the CPU."""
+
+    device = torch.device("meta")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        parts = args[0] if func is torch.stack else ()
+        if len({isinstance(x, cls) for x in parts}) > 1:
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_callback_s_values_may_lie_on_another_device_than_the_loss(late):
+    class Adds(Log):
+        def after_step(self, trainer, out):
+            for name, value in (("first", 1.0), ("second", 2.0)):
+                trainer.metrics[f"here/{name}"] = torch.tensor([value])
+                trainer.metrics[f"there/{name}"] = torch.tensor(10 * value).as_subclass(Elsewhere)
+            trainer.metrics["number"] = 7
+
+    log = Log()
+    trainer = trainer_of([Adds(), Meter(2, FLOPS), log], [out(3.0), out(5.0)], train_iters=2)
+    trainer.late = late
+    trainer.run()
+    ((_, metrics),) = log.logged_
+    wanted = {"here/first": 1, "here/second": 2, "there/first": 10, "there/second": 20, "number": 7}
+    assert metrics.items() >= {**wanted, "train/lm_loss": 4, "train/learning_rate": 0.5}.items()
 
 
 def test_the_last_value_of_another_callback_is_logged_once():
@@ -115,25 +181,101 @@ def test_the_last_value_of_another_callback_is_logged_once():
     assert [(step, metrics.get("mine/step")) for step, metrics in log.logged_] == [(2, 2.0), (4, 3.0), (6, None)]
 
 
-def test_time_between_steps_does_not_count(monkeypatch):
-    """Evaluation and saving happen after the step; they must not make the steps look slow."""
-    now = [0.0]
-    monkeypatch.setattr("megatron.callbacks.meter.time.perf_counter", lambda: now[0])
+LAUNCH, DEVICE, OTHER = 0.002, 0.05, 100.0
 
-    class Slow(Log):
-        def before_update(self, trainer):
-            now[0] += 0.25  # the step itself
 
+class Behind:
+    """A device that takes `DEVICE` seconds for what the host gives it in `LAUNCH`, one step after the other."""
+
+    def __init__(self, clock, monkeypatch):
+        self.clock, self.done = clock, 0.0
+
+        class Step(Unsettled):
+            def __init__(this, step, out):
+                super().__init__(step, out)
+                this.done = self.done
+
+            def settle(this):
+                clock.now = max(clock.now, this.done)
+                return super().settle()
+
+        monkeypatch.setattr("megatron.training.trainer.Unsettled", Step)
+
+    def launch(self):
+        self.clock.now += LAUNCH
+        self.done = max(self.done, self.clock.now) + DEVICE
+
+    def drain(self):
+        self.clock.now = max(self.clock.now, self.done)
+
+
+@pytest.fixture
+def device(clock, monkeypatch):
+    return Behind(clock, monkeypatch)
+
+
+def run_behind(device, callbacks):
+    """Twelve steps on such a device; an evaluation waits for it and takes `OTHER` seconds."""
+    trainer = trainer_of(callbacks, train_iters=12)
+    trainer.late = True
+    train, evaluate = trainer.engine.train_batch, trainer.engine.eval_batch
+
+    def train_batch(batch, lr):
+        device.launch()
+        return train(batch, lr)
+
+    def eval_batch(batch):
+        device.drain()
+        device.clock.now += OTHER
+        return evaluate(batch)
+
+    trainer.engine.train_batch, trainer.engine.eval_batch = train_batch, eval_batch
+    trainer.run()
+    return trainer
+
+
+@pytest.mark.parametrize("every", [0, 1, 2, 3, 5])
+def test_steps_of_an_accelerator_count_whole_whatever_waits_for_it_between_them(device, every):
+    """The host launches the next one while the device works, unless the device was drained before."""
+    log = Log()
+    run_behind(device, [Meter(3, FLOPS), Evaluator(every, 1, batches, None), log])
+    assert len(log.logged_) == 4
+    for step, metrics in log.logged_:
+        idle = sum(n == 1 or (every > 0 and (n - 1) % every == 0) for n in range(step - 2, step + 1))
+        seconds = DEVICE + idle / 3 * LAUNCH
+        assert metrics["runtime/iteration_time"] == pytest.approx(seconds)
+        assert metrics["runtime/model_flops_utilization"] == pytest.approx(6e12 / 3 / 8e12 / seconds)
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_a_callback_that_waits_for_the_device_by_itself_counts_as_part_of_its_step(device, every):
+    class Waits(Log):
         def after_step(self, trainer, out):
-            now[0] += 100.0
+            if trainer.step % every == 0:
+                device.drain()
+                device.clock.now += 1.0
 
-    log, meter = Log(), Meter(2, FLOPS)
-    trainer_of([meter, Slow(), log], train_iters=4).run()
-    assert [metrics["runtime/iteration_time"] for _, metrics in log.logged_] == [0.25, 0.25]
+    log = Waits()
+    run_behind(device, [Meter(4, FLOPS), log])
+    seconds = sum(4 * metrics["runtime/iteration_time"] for _, metrics in log.logged_)
+    assert seconds == pytest.approx(12 * DEVICE + 12 / every + 12 / every * LAUNCH)
+
+
+def test_a_stop_is_given_the_time_of_whole_steps(device):
+    """With an evaluation after each step the host never waits for one in the step that follows."""
+
+    class Saves(Log):
+        def after_step(self, trainer, out):
+            trainer.progress.save_seconds = 0.5
+
+    trainer = run_behind(device, [Evaluator(1, 1, batches, None), Saves(), StopOnSignal()])
+    assert trainer.progress.stop_seconds == pytest.approx(2 * (LAUNCH + DEVICE) + OTHER + 0.5)
 
 
 def test_training_line_is_gpt_neox_s(clock):
-    (step, metrics), *_ = run([out(2.5, 0.25, loss_scale=512.0), out(2.5, 0.25, loss_scale=512.0)], train_iters=2)
+    (step, metrics), *_ = run(
+        clock, [out(2.5, 0.25, loss_scale=512.0), out(2.5, 0.25, loss_scale=512.0)], train_iters=2
+    )
     line = training_line(metrics, step, 300)
     assert line == (
         " samples/sec: 8.000 | iteration        2/     300 | elapsed time per iteration (ms): 500.0 | "
@@ -176,7 +318,18 @@ def test_flops_of_a_llama_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA GH200 480GB", 989e12), ("Tesla T4", None)]
+    ("name", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835.5e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B300 SXM6 AC", 2250e12),
+        ("NVIDIA GB300", 2500e12),
+        ("Tesla T4", None),
+    ],
 )
 def test_peak_of_a_device(monkeypatch, name, expected):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)

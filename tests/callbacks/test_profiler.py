@@ -13,7 +13,7 @@ import torch
 from megatron.callbacks.profiler import Profiler
 from megatron.errors import UserError
 from megatron.training.callback import Callback
-from tests.callbacks.fakes import args_of, trainer_of
+from tests.callbacks.fakes import GoesBack, args_of, run_and_go_back, trainer_of
 
 pytestmark = pytest.mark.cpu
 
@@ -49,6 +49,14 @@ def test_a_trace_holds_the_steps_asked_for(tmp_path: Path, steps: Any, begin: in
     assert numbers(events) == expected
     products = [event for event in events if event["name"] == "aten::mm"]
     assert len(products) == len(expected) and products[0]["args"]["Input Dims"][0] == [8, 8]
+
+
+@pytest.mark.parametrize("to", [1, 5])
+def test_a_run_that_goes_back_records_once_and_warns_of_nothing(tmp_path: Path, caplog: Any, to: int) -> None:
+    callbacks = [Profiler((2, 4), tmp_path, None, 0, False, False), Works(), GoesBack(6)]
+    with caplog.at_level("WARNING", "deepy"):
+        run_and_go_back(trainer_of(callbacks), to)
+    assert numbers(recorded(tmp_path)) == [3, 4] and caplog.messages == []
 
 
 def test_an_error_leaves_the_trace_of_the_steps_before(tmp_path: Path) -> None:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import time
 
+import psutil
 import pytest
 
-from megatron.callbacks import stop_on_signal
+from megatron.callbacks import RunContext, stop_on_signal
 from megatron.callbacks.exit_interval import ExitInterval
 from megatron.callbacks.run_status import RunStatus
 from megatron.callbacks.stop_on_signal import StopOnSignal
 from megatron.checkpoint.lock import SaveLock
-from megatron.cluster.devices import end_of_job
+from megatron.mpu.state import ParallelState
 from megatron.run.end import AnnouncedEnd
 from megatron.signals import STOP_SIGNALS, raise_stop_requests
 from megatron.training.callback import Callback
-from tests.callbacks.fakes import Log, trainer_of
+from tests.callbacks.fakes import GoesBack, Log, args_of, run_and_go_back, trainer_of
 
 pytestmark = pytest.mark.cpu
 
@@ -127,23 +129,47 @@ class TakesTime(Callback):
             trainer.progress.save_seconds = 0.5
 
 
-def test_a_run_stops_before_the_time_limit_of_its_job(tmp_path, monkeypatch):
+@pytest.mark.parametrize("limit", ["job", "exit_duration_in_mins"])
+def test_a_run_stops_before_its_time_limit(tmp_path, monkeypatch, limit):
     """Two steps, the longest pause and a checkpoint are 0.9 s, a quarter more is 1.1 s: that long before the end."""
     monkeypatch.setattr(stop_on_signal, "MARGIN_SECONDS", 0.0)
     monkeypatch.setattr(stop_on_signal, "FIRST_SAVE_SECONDS", 0.0)
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3))
-    until = end_of_job()
-    trainer = trainer_of([TakesTime(), StopOnSignal(until), Saves(), RunStatus(tmp_path)], train_iters=1000)
+    until = int(time.time()) + 3
+    # The other limit is there as well, and far away.
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(until if limit == "job" else until + 1000))
+    minutes = (until - psutil.Process().create_time()) / 60 + (10 if limit == "job" else 0)
+    stop = StopOnSignal.build(RunContext(args_of(exit_duration_in_mins=minutes), ParallelState.single("cpu"), 64))
+    trainer = trainer_of([TakesTime(), stop, Saves(), RunStatus(tmp_path)], train_iters=1000)
     trainer.run()
     left = until - time.time()
-    assert 0.6 < left < 1.4 and trainer.stop_code == 3 and "time limit" in trainer.stop_reason
+    assert 0.6 < left < 1.4 and trainer.stop_code == 3
+    assert ("time limit" if limit == "job" else f"exit_duration_in_mins {minutes:g}") in trainer.stop_reason
     assert 0.9 <= json.loads((tmp_path / "status.json").read_text())["stop_seconds"] < 1.2
 
 
 def test_a_run_that_begins_too_late_votes_after_its_first_measured_step():
-    trainer = trainer_of([StopOnSignal(time.time() - 60), Saves()])
+    trainer = trainer_of([StopOnSignal({"the limit": time.time() - 60}), Saves()])
     trainer.run()
     assert (trainer.step, trainer.stop_code) == (3, 3)
+
+
+@pytest.mark.parametrize("minutes", [None, 0, -1.0])
+def test_without_a_limit_nobody_votes_for_one(monkeypatch, minutes):
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    context = RunContext(args_of(exit_duration_in_mins=minutes), ParallelState.single("cpu"), 64)
+    assert set(StopOnSignal.build(context).deadlines.values()) == {math.inf}
+
+
+def test_every_rank_votes_for_the_same_names_whatever_its_environment_says(monkeypatch):
+    names = []
+    for end in ("", str(int(time.time()) + 1000)):
+        monkeypatch.setenv("SLURM_JOB_END_TIME", end)
+        context = RunContext(args_of(exit_duration_in_mins=1e6), ParallelState.single("cpu"), 64)
+        trainer = trainer_of([StopOnSignal.build(context)], train_iters=3)
+        trainer.run()
+        assert trainer.step == 3 and trainer.stop_reason is None
+        names.append(list(trainer.voters))
+    assert names[0] == names[1] and len(names[0]) == len(STOP_SIGNALS) + 2
 
 
 @pytest.mark.parametrize(("stop", "last"), [(None, 3), (2, 2)])
@@ -163,6 +189,12 @@ def test_the_lock_says_that_the_run_ends_while_its_last_checkpoint_is_written(tm
     with SaveLock(tmp_path) as lock:
         trainer_of([WritesCheckpoints(), *stops, AnnouncedEnd(lock)], train_iters=3).run()
     assert ending == {step: step == last for step in range(1, last + 1)}
+
+
+def test_a_run_that_goes_back_gives_the_signals_back():
+    before = signal.getsignal(signal.SIGTERM)
+    run_and_go_back(trainer_of([StopOnSignal(), GoesBack(3)], train_iters=4), 1)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_an_error_gives_the_signals_back():

@@ -223,17 +223,18 @@ def train_and_stop(rank: int, world: int, keys: dict[str, Any], layout: Layout, 
             os.kill(os.getpid(), signal.SIGTERM)
         before_pass(self)
 
-    with mock.patch.object(Lockstep, "before_pass", count):
+    # Before the first step a signal ends the start at once.
+    with mock.patch.object(Lockstep, "before_pass", count), mock.patch.object(TaskEvaluator, "loaded"):
         return runs.train(rank, world, keys, layout, runs.Faults()), passes
 
 
 def test_a_signal_to_one_rank_ends_the_evaluation_after_its_pass(tmp_path: Path, keys: dict[str, Any]):
-    keys = {**keys, "save": str(tmp_path / "save")}
+    keys = {**keys, "save": str(tmp_path / "save"), "eval_interval": 1, "train_iters": 4}
     layout = Layout(dp=2, pp=2)
     for report, passes in run_distributed(train_and_stop, layout.world, keys, layout, 2, timeout=110):
-        assert (report.steps, report.exit_code, report.evaluated) == ([1], 3, []) and "SIGTERM" in report.error
-        assert 2 <= passes <= 2 + layout.pp
-    assert find_checkpoint(keys["save"], None, "save").manifest.step == 1
+        assert (report.steps, report.exit_code, report.evaluated) == ([1, 2], 3, []) and "SIGTERM" in report.error
+        assert 2 <= passes <= 2 * (2 + layout.pp)  # and in the evaluation of the step that agrees to stop
+    assert find_checkpoint(keys["save"], None, "save").manifest.step == 2
 
 
 def train_with_local_tasks(rank: int, world: int, keys: dict[str, Any]) -> Report:

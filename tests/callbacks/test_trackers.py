@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 import zipfile
@@ -13,15 +14,21 @@ import pytest
 
 from megatron.callbacks import RunContext, build_callbacks
 from megatron.callbacks.comet import Comet
+from megatron.callbacks.evaluator import Evaluator
 from megatron.callbacks.flops import Flops
 from megatron.callbacks.meter import Meter
 from megatron.callbacks.metrics_file import MetricsFile
+from megatron.callbacks.prometheus import Prometheus
 from megatron.callbacks.tensorboard import TensorBoard
 from megatron.callbacks.tracker import Tracker
+from megatron.callbacks.trackio import Trackio
 from megatron.callbacks.weights_and_biases import WeightsAndBiases
+from megatron.cluster.tracker_id import tracker_id
 from megatron.errors import UserError
+from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
-from tests.callbacks.fakes import args_of, out, trainer_of, wandb_rows
+from megatron.run.start import TrackerIds
+from tests.callbacks.fakes import GoesBack, args_of, batches, out, run_and_go_back, trainer_of, wandb_rows
 
 pytestmark = pytest.mark.cpu
 
@@ -60,12 +67,13 @@ def test_tensorboard_reads_back(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("test/lm_loss")] == [(0, 1.5)]
 
 
-@pytest.mark.parametrize("module", ["torch.utils.tensorboard", "wandb", "comet_ml"])
+@pytest.mark.parametrize("module", ["torch.utils.tensorboard", "wandb", "comet_ml", "trackio"])
 def test_a_missing_package_names_the_requirements_file(monkeypatch, tmp_path, module):
     monkeypatch.setitem(sys.modules, module, None)
     build = {
         "wandb": lambda: WeightsAndBiases(args_of(), None, 0),
         "comet_ml": lambda: Comet(args_of(), None),
+        "trackio": lambda: Trackio(args_of(), None),
     }.get(module, lambda: TensorBoard(str(tmp_path)))
     with pytest.raises(UserError, match=r"requirements/requirements-\w+\.txt"):
         build()
@@ -167,8 +175,28 @@ def test_steps_that_wandb_has_are_not_sent_again(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     tracker = WeightsAndBiases(args_of(), str(tmp_path), 0)
     for step in (8, 9, 10, 11):
-        tracker.write({"x": 1.0}, step)
+        tracker.logged(trainer_of([]), {"x": 1.0}, step)
     assert fake.logged == [10, 11]
+
+
+@pytest.mark.parametrize("kind", [WeightsAndBiases, Comet, Trackio])
+def test_steps_that_are_trained_again_after_going_back_are_not_sent_again(monkeypatch, kind):
+    """What is evaluated of a step comes after its log, and is sent."""
+    sent, tracker = [], kind.__new__(kind)
+    monkeypatch.setattr(kind, "write", lambda self, metrics, step: sent.append(step))
+    monkeypatch.setattr(kind, "close", lambda self: None)
+    callbacks = [Meter(1, Flops(1.0, 1, None)), GoesBack(5), Evaluator(2, 1, batches, None), tracker]
+    run_and_go_back(trainer_of(callbacks, train_iters=6), 2)
+    assert sent == [1, 2, 2, 3, 4, 4, 5, 6, 6]
+
+
+@pytest.mark.parametrize("to", [0, 2])
+def test_metrics_jsonl_says_where_a_run_that_goes_back_begins_again(tmp_path, to):
+    path = tmp_path / "metrics.jsonl"
+    callbacks = [Meter(1, Flops(1.0, 1, None)), MetricsFile(path), GoesBack(4)]
+    run_and_go_back(trainer_of(callbacks, train_iters=4), to)
+    found = [(line["step"], line.get("start", False)) for line in lines(path)]
+    assert found == [(step, False) for step in (1, 2, 3, 4)] + [(to, True)] + [(n, False) for n in range(to + 1, 5)]
 
 
 @pytest.mark.slow
@@ -287,3 +315,65 @@ def test_a_line_that_was_cut_off_does_not_spoil_the_next(tmp_path):
     assert not tracker.holds({"eval_tasks/b": 1.0}, 1)
     tracker.write_late({"eval_tasks/a": 3.0}, 2)
     assert json.loads(path.read_text().splitlines()[-1])["eval_tasks/a"] == 3.0
+
+
+def test_trackio_keeps_one_run_with_each_step_once(monkeypatch, tmp_path):
+    """The real package and its database; the second start begins at a checkpoint before the last step that was sent."""
+    from trackio import sqlite_storage
+
+    for name, module in list(sys.modules.items()):  # its folder is read from the environment at its import
+        if name.split(".")[0] == "trackio" and hasattr(module, "TRACKIO_DIR"):
+            monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "db")
+    for steps, value in ((range(1, 5), 1.0), (range(3, 7), 2.0)):
+        tracker = Trackio(args_of(trackio_project="mine", trackio_run_name="first"), tmp_path / "run")
+        for step in steps:
+            tracker.logged(trainer_of([]), {"train/lm_loss": value}, step)
+        tracker.write_late({"eval_tasks/acc": 0.5}, 2)
+        tracker.write_texts([("once", " upon")], steps[-1])
+        tracker.close()
+    name = f"first-{(tmp_path / 'run/trackers/trackio').read_text()[:8]}"
+    assert sqlite_storage.SQLiteStorage.get_runs("mine") == [name]
+    rows = sqlite_storage.SQLiteStorage.get_logs("mine", name)
+    losses = {row["step"]: row["train/lm_loss"] for row in rows if "train/lm_loss" in row}
+    assert losses == {1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 6: 2} and sum("train/lm_loss" in row for row in rows) == 6
+    assert [row["step"] for row in rows if "eval_tasks/acc" in row] == [2, 2] and "upon" in str(rows)
+
+
+def test_prometheus_reads_the_newest_of_each_metric(tmp_path):
+    """Read by Prometheus's grammar of a line: a name, labels, a number."""
+    path = tmp_path / "new" / "run.prom"
+    tracker = Prometheus(path, 'a "b"\\')
+    tracker.write({"train/lm_loss": 2.5, "runtime/x.y": 1e-9}, 3)
+    tracker.write({"train/lm_loss": float("nan"), "up": float("inf"), "down": float("-inf")}, 4)
+    tracker.write_late({"eval_tasks/acc": 0.5}, 2)
+    text = path.read_text()
+    sample = r'([a-zA-Z_:][a-zA-Z0-9_:]*)\{run="a \\"b\\"\\\\"\} (NaN|[+-]Inf|-?[0-9.]+(?:e-?[0-9]+)?)'
+    found = dict(re.fullmatch(sample, line).groups() for line in text.splitlines() if not line.startswith("#"))
+    assert found == {
+        "deepy_train_lm_loss": "NaN",
+        "deepy_runtime_x_y": "1e-09",
+        "deepy_up": "+Inf",
+        "deepy_down": "-Inf",
+        "deepy_eval_tasks_acc": "0.5",
+        "deepy_step": "4.0",
+    }
+    assert text.count("# TYPE deepy_") == len(found) and text.endswith("\n")
+
+
+def test_ids_of_trackers_are_in_the_checkpoints_of_their_own_run(tmp_path):
+    def start(kind, saved):
+        return SimpleNamespace(kind=kind, checkpoint=SimpleNamespace(callbacks={"TrackerIds": saved}))
+
+    state = ParallelState.single("cpu")
+    first = tracker_id(tmp_path / "a", "wandb", "NO_SUCH_VARIABLE")
+    saved = json.loads(json.dumps(TrackerIds(tmp_path / "a").state_dict()))
+    assert saved == {"wandb": first}
+    for kind, folder, same in (("resume", "b", True), ("load", "c", False), ("init", "d", False)):
+        TrackerIds(tmp_path / folder).restore(start(kind, saved), state)
+        assert (tracker_id(tmp_path / folder, "wandb", "NO_SUCH_VARIABLE") == first) is same
+    (tmp_path / "e/trackers").mkdir(parents=True)
+    (tmp_path / "e/trackers/wandb").touch()  # asks for a new run
+    TrackerIds(tmp_path / "e").restore(start("resume", {**saved, "../up": "x", "bad": "a b"}), state)
+    assert tracker_id(tmp_path / "e", "wandb", "NO_SUCH_VARIABLE") not in (first, "")
+    assert sorted(one.name for one in (tmp_path / "e/trackers").iterdir()) == ["wandb"]
+    assert TrackerIds(None).state_dict() == {}

@@ -150,3 +150,18 @@ def test_norms_of_queries_and_keys_in_older_checkpoints(tmp_path: Path):
     )
     with pytest.raises(UserError, match="architecture: use_qk_layernorm"):
         check_config(saved, {**args.to_dict(), "use_qk_layernorm": False}, path=made, trains=False)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wanted", "advice"),
+    [
+        (["global"] * 2, ["global"] * 4, "layer_map: [0, 0, 1, 1]"),
+        (["local", "global"], ["local", "global"] * 2, "layer_map: [0, 1, 0, 1]"),
+        (["local", "global"], ["local"] * 3 + ["global"], "layer_map"),
+    ],
+)
+def test_a_deeper_model_is_advised_a_map_that_fits(kinds: list[str], wanted: list[str], advice: str) -> None:
+    saved = {"num_layers": 2, "attention_config": kinds}
+    with pytest.raises(UserError) as told:
+        check_config(saved, {"num_layers": 4, "attention_config": wanted}, path=Path("there"))
+    assert (advice in str(told.value)) == (advice != "layer_map")

@@ -72,7 +72,8 @@ def batch(step, state):
     mine = [m * state.dp_size + state.dp_rank for m in range(gas)]
     tokens, targets = text[mine, None, :-1], text[mine, None, 1:]
     positions = torch.arange(SEQ).expand_as(tokens)
-    return StepBatch(tokens, targets, mask[mine, None], positions, None, step, step * BATCH)
+    mask = mask[mine, None]
+    return StepBatch(tokens, targets, mask, positions, None, step, step * BATCH, int(mask.sum()))
 
 
 def train(rank, world, layout, keys, root, first, last, save):

@@ -16,7 +16,7 @@ from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.weights import save_weights
 from tests.distributed import run_distributed
 from tests.training.test_expert_parallel import MODELS
-from tests.training.tiny import Layout, build, step_batch
+from tests.training.tiny import Layout, build, step_batch, whole_state
 
 pytestmark = pytest.mark.cpu
 
@@ -120,7 +120,7 @@ def read_weights(rank: int, world: int, folder: str, keys: dict[str, Any], layou
     load_checkpoint(
         open_checkpoint(folder), engine, engine.state, heads=Heads.of(args.model), load_optim=False, load_rng=False
     )
-    return {name: engine.read(name)["weight"] for name in engine.params() if "experts" in name}
+    return {name: values["weight"] for name, values in whole_state(engine).items() if "experts" in name}
 
 
 def test_weights_brought_from_elsewhere_are_dealt_out(tmp_path: Path) -> None:

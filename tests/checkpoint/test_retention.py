@@ -24,8 +24,13 @@ def test_not_positive_keeps_all(n):
 
 
 def test_never_the_one_that_latest_names():
-    assert to_delete([3, 4, 8], 3, 1, ()) == [4]
+    assert to_delete([1, 3], 3, 1, ()) == [1]
     assert to_delete([7], 7, 1, ()) == []
+
+
+def test_later_ones_are_of_an_abandoned_line_and_do_not_count():
+    assert to_delete([2, 3, 4, 8], 3, 2, ()) == []
+    assert to_delete([2, 3, 4, 8], 3, 1, (), temporary=(8,)) == [2, 8]
 
 
 def test_natural_order():

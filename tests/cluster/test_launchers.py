@@ -67,7 +67,7 @@ def test_pdsh_would_expand_percent_signs_so_they_are_doubled() -> None:
 
 def test_openmpi() -> None:
     assert build_command("openmpi", JOB) == [
-        *("mpirun", "-n", "4", "--host", "worker-0:2,worker-1:2", "--map-by", "slot"),
+        *("mpirun", "-n", "4", "--host", "worker-0:2,worker-1:2", "--map-by", "slot", "--bind-to", "none"),
         *("-x", "MASTER_ADDR=worker-0", "-x", "MASTER_PORT=29500", "-x", "NCCL_DEBUG=INFO and more"),
         *RANK,
     ]
@@ -108,16 +108,22 @@ def test_slurm_counts_the_filtered_slots_and_never_gets_the_filter_strings() -> 
 
 
 def test_each_task_of_slurm_has_its_share_of_the_cores() -> None:
-    names = ("SRUN_CPUS_PER_TASK", "OMP_NUM_THREADS")
+    names = ("SRUN_CPUS_PER_TASK", "OMP_NUM_THREADS", "SLURM_CPU_BIND", "SLURM_DISTRIBUTION")
     given = {"SLURM_CPUS_ON_NODE": "288", "SLURM_NTASKS_PER_NODE": "4"}
+    all_nodes, asked, bound = dataclasses.replace(JOB, resources={}, in_allocation=8), "SLURM_CPUS_PER_TASK", "cores"
     for env, expected in (
-        (given, [None, "72"]),
-        (given | {"SLURM_CPUS_PER_TASK": "16"}, ["16", "16"]),
-        (given | {"SLURM_CPUS_PER_TASK": "16", "OMP_NUM_THREADS": "1", "SRUN_CPUS_PER_TASK": "8"}, ["8", "1"]),
+        (given, ["72", "72", bound, "block:block"]),
+        (given | {"SLURM_JOB_CPUS_PER_NODE": "288(x3),62"}, ["14", "14", bound, "block:block"]),  # the same everywhere
+        (given | {asked: "16"}, ["16", "16", bound, "block:block"]),
+        (given | {asked: "16", "OMP_NUM_THREADS": "1", "SRUN_CPUS_PER_TASK": "8"}, ["8", "1", bound, "block:block"]),
+        (given | {"SLURM_CPU_BIND": "none", "SLURM_DISTRIBUTION": "cyclic"}, ["72", "72", "none", "cyclic"]),
+        (given | {"SLURM_CPUS_ON_NODE": "6"}, [None, "1", None, None]),
+        ({"SLURM_CPUS_ON_NODE": "288"}, [None] * 4),
     ):
-        ours = command_environment("slurm", JOB, env)
+        ours = command_environment("slurm", all_nodes, env)
         assert [ours.get(name) for name in names] == expected
         assert set(command_environment("pdsh", JOB, env)) & set(names) == set(env) & set(names)
+    assert command_environment("slurm", JOB, {"SLURM_CPUS_ON_NODE": "288"})["SRUN_CPUS_PER_TASK"] == "144"
 
 
 def test_slurm_within_an_allocation_uses_all_its_tasks() -> None:

@@ -330,7 +330,7 @@ def test_a_hung_rank_obeys_a_stop_and_shows_where_it_hangs(tmp_path: Path) -> No
     (tmp_path / "up").mkdir()
     code = f"""
 import ctypes, faulthandler
-faulthandler.register(signal.SIGUSR2)
+faulthandler.register(signal.SIGURG)
 signal.signal(signal.SIGTERM, lambda *_: None)
 open({str(tmp_path)!r} + f'/up/{{rank}}', 'w').close()
 for _ in range(40):

@@ -46,6 +46,8 @@ def test_the_shipped_profiles_are_read(env: dict[str, str]) -> None:
     slingshot = by_name["isambard-slingshot"]
     assert slingshot.nccl == "system" and slingshot.nodes["pretrain"] == 64 and slingshot.gpus_per_node == 4
     assert slingshot.environment["NCCL_NET"] == "AWS Libfabric" and slingshot.environment["NCCL_CROSS_NIC"] == "1"
+    for profile in by_name.values():  # a host that waits for each collective operation, and torch that watches none
+        assert not [name for name in profile.environment if "BLOCKING_WAIT" in name or "ASYNC_ERROR" in name]
     assert slingshot.modules.purge and slingshot.modules.load[1] == "cuda/12.6"
     assert slingshot.preflight.plugin == "AWS Libfabric" and slingshot.preflight.bandwidth_gb_s == 20.0
     assert slingshot.time == "24:00:00" and slingshot.priority < by_name["infiniband"].priority == 900

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.data.batch import StepBatch
+from megatron.data.bounds import document_bounds
 from megatron.data.collate import CollateRules
+from megatron.data.copies import copy_ahead
 from megatron.data.loader import StepLoader, rank_samples
 from megatron.data.order.mixture import Mixture
 from megatron.data.order.phases import Phase
 from megatron.data.sample import Sample
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError
+from megatron.layers import documents
 from tests.data.corpus import write
 from tests.data.packing_cases import packing
 
@@ -207,7 +214,8 @@ def test_arrays_of_a_step() -> None:
     assert batch.targets.tolist() == [[[2, 3, 4, 5]]]
     assert batch.mask.tolist() == [[[1.0, 1.0, 1.0, 1.0]]]
     assert batch.positions.tolist() == [[[0, 1, 2, 3]]]
-    assert batch.doc_ids is None
+    assert batch.doc_ids is batch.bounds is None
+    assert batch.trained == 4
     assert (batch.tokens.dtype, batch.mask.dtype, batch.positions.dtype) == (torch.int64, torch.float32, torch.int64)
     assert batch.tokens.is_contiguous()
     assert batch.positions.is_contiguous()
@@ -217,6 +225,7 @@ def test_labels_move_with_the_targets() -> None:
     """Prompt "ab", answer "cd": exactly two trained positions, with targets c and d."""
     batch = only(One(1, 2, 3, 4, 9, starts=[0], labels=[-100, -100, 3, 4, -100]))
     assert batch.mask.tolist() == [[[0.0, 1.0, 1.0, 0.0]]]
+    assert batch.trained == 2
     assert batch.targets[batch.mask > 0].tolist() == [3, 4]
 
 
@@ -261,6 +270,28 @@ def test_packed_documents_get_their_own_numbers(tmp_path: Path) -> None:
             assert positions[i] == (0 if begins else positions[i - 1] + 1)
 
 
+def test_bounds_of_documents_are_known_before_the_device_is_asked() -> None:
+    """As the model would find them itself, then filled up."""
+    rng = np.random.default_rng(0)
+    for begins in (0.0, 0.02, 0.3, 1.0):
+        ids = (rng.random((3, 2, 40)) < begins).cumsum(-1)
+        bounds, longest = document_bounds(ids)
+        found = [documents.document_bounds(torch.from_numpy(micro)) for micro in ids]
+        assert longest == tuple(length for _, length in found)
+        needed = max(len(starts) for starts, _ in found)
+        assert bounds.dtype == np.int32 and needed <= bounds.shape[1] <= max(16, 1.25 * needed)
+        for row, (starts, _) in zip(bounds, found, strict=True):
+            assert row[: len(starts)].tolist() == starts.tolist() and (row[len(starts) :] == ids[0].size).all()
+
+
+def test_steps_have_few_numbers_of_bounds() -> None:
+    """So that the next step finds the memory and the compiled code of one before."""
+    ids = np.arange(4096).reshape(1, 1, -1)
+    sizes = [document_bounds(np.minimum(ids, n))[0].shape[1] for n in range(0, 4095, 3)]
+    assert sizes == sorted(sizes) and len(set(sizes)) == 33
+    assert all(size % 4 == 0 for size in sizes)  # each micro-batch's begin at whole 16 bytes
+
+
 def test_ids_beyond_the_vocabulary() -> None:
     with pytest.raises(UserError, match=r"\bid 9\b.*\b9 entries"):
         only(One(1, 2, 9), vocab_size=9)
@@ -280,3 +311,54 @@ def test_moving_a_batch() -> None:
     moved = batch.to("meta")
     assert moved.tokens.device.type == moved.doc_ids.device.type == "meta"
     assert (moved.step, moved.consumed) == (batch.step, batch.consumed)
+
+
+class Copying:
+    """A device on which a copy has its numbers once it has arrived."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.sources: dict[int, StepBatch] = {}
+
+    def start(self, batch: StepBatch) -> StepBatch:
+        self.events.append(("start", batch.step))
+        self.sources[batch.step] = batch
+        return dataclasses.replace(batch, tokens=torch.full_like(batch.tokens, -1))
+
+    def arrive(self, batch: StepBatch) -> None:
+        self.events.append(("arrive", batch.step))
+        batch.tokens.copy_(self.sources[batch.step].tokens)
+
+
+def test_each_batch_is_copied_while_the_one_before_it_is_used() -> None:
+    loader = StepLoader(Seq(12), micro_batch=2, gas=2, rules=RULES)
+    copying, found = Copying(), []
+    for batch in copy_ahead(loader.steps(), copying):
+        copying.events.append(("use", batch.step))
+        found.append(numbers(batch))
+    assert found == [numbers(batch) for batch in loader.steps()] and len(found) == 3
+    order = {event: i for i, event in enumerate(copying.events)}
+    assert len(order) == len(copying.events) == 9
+    for step in range(3):
+        assert order["start", step] < order["arrive", step] < order["use", step]
+    for step in range(2):
+        # Its copy runs during the step before, which does not wait for it.
+        assert order["arrive", step] < order["start", step + 1] < order["use", step]
+
+
+def test_a_loader_ends_with_whoever_copies_its_batches() -> None:
+    ended = []
+
+    def steps() -> Iterator[StepBatch]:
+        try:
+            yield from StepLoader(Seq(12), micro_batch=2, gas=2, rules=RULES).steps()
+        finally:
+            ended.append(True)
+
+    batches = copy_ahead(steps(), Copying())
+    next(batches)
+    assert not ended
+    del batches
+    gc.collect()
+    assert ended
+    assert list(copy_ahead(iter(()), Copying())) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import runpy
@@ -74,6 +75,8 @@ def deepy_here(
     monkeypatch.setattr(os, "environ", environment())
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["deepy.py", str(ROOT / script), "run.yml", *argv])
+    monkeypatch.setattr(os, "_exit", sys.exit)  # a run leaves at once, and would take pytest along
+    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: None)  # those of pytest are not yet due
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / "deepy.py"), run_name="__main__")
     assert isinstance(end.value.code, int)

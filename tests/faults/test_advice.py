@@ -40,7 +40,12 @@ RESUMING = [
     Row("optimizer", "optimizer.type=sgd", r"optimizer_type: .*\n.*set (no_load_optim=true)", "{0}"),
     Row("of init_from", "save=x | init_from.path=ckpt | optimizer.type=sgd", rf"\n.*{FROM_HERE}", "{0}"),
     Row("width", "hidden_size=64", r"hidden_size: 32 .* 64\n.*another `save`\.", NEW),
-    Row("depth", "num_layers=3 | load=ckpt | save=x", r"num_layers: .*another `save`, (load=null)", NEW + " | {0}"),
+    Row(
+        "depth",
+        "num_layers=3 | load=ckpt | save=x",
+        rf"num_layers: .*(load=null), and {INIT_FROM}",
+        NEW + " | {0} | {1}",
+    ),
     Row("epsilon", "rms_norm_epsilon=1e-3", r"rms_norm_epsilon: .*set (allow_config_changes=true)", "{0}"),
     Row("schedule kept", "min_lr=2e-5", r"min_lr.*Set (use_checkpoint_lr_scheduler): (true)", "{0}={1}"),
     Row("schedule changed", "min_lr=2e-5", r"min_lr.*or (override_lr_scheduler): (true)", "{0}={1}"),

@@ -37,8 +37,8 @@ def second_file(text: str) -> Callable[[Path], object]:
 
 
 CONFIG = [
-    Row("no length", "train_iters=null", r"set (train_iters) \(or (train_epochs)\)", "{0}=5"),
-    Row("no length, epochs", "train_iters=null", r"set (train_iters) \(or (train_epochs)\)", "{1}=1"),
+    Row("no length", "train_iters=null", r"set (train_iters) \(or (train_epochs),", "{0}=5"),
+    Row("no length, epochs", "train_iters=null", r"set (train_iters) \(or (train_epochs),", "{1}=1"),
     Row("no data", "data_path=null", r"set (data_path), train_data_paths", "{0}=data/text_document"),
     Row("no data, a list", "data_path=null", r"data_path, (train_data_paths)", "{0}=[data/text_document]"),
     Row("no batch", "train_batch_size=null", r"(train_micro_batch_size_per_gpu): must be set, or", "{0}=2"),

@@ -5,21 +5,24 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import stat
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from megatron.checkpoint.agreement import broadcast
 from megatron.data.order.datasets import build_datasets
 from megatron.errors import UserError
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments.derive import Facts
 from megatron.neox_arguments.schema_data import DataConfig
-from megatron.run.batches import agree_on_data
+from megatron.run.batches import agree_on_data, compare_copies
 from megatron.training.rendezvous import share_config
 from tests.data.corpus import GOLDEN, write
 from tests.distributed import run_distributed
@@ -73,12 +76,19 @@ def test_a_configuration_that_rank_0_cannot_read_ends_all(tmp_path: Path) -> Non
     assert shared(tmp_path, [0, 7, 7], own_files=True) == ["rank 0 cannot read this"] * 3
 
 
-def compare_data(rank: int, world: int, prefixes: list[str], shared_fs: bool) -> str:
-    config = DataConfig(data_path=prefixes[rank], split="1", use_shared_fs=shared_fs)
-    datasets = build_datasets(config, seq_length=8, seed=1234, train_samples=6)
+def compare_data(rank: int, world: int, folders: list[str], shared_fs: bool) -> str:
+    """Each rank on a machine of its own."""
+    os.chdir(folders[rank])
     state = ParallelState.build(Topology({"data": world}), rank, "cpu")
+    config = DataConfig(data_path="x", split="1", use_shared_fs=shared_fs)
     try:
-        agree_on_data(datasets, state, shared_fs)
+        datasets = build_datasets(config, seq_length=8, seed=1234, train_samples=6)
+        assert datasets.plan.files
+        with mock.patch.object(socket, "gethostname", lambda: f"node{rank}"):
+            if shared_fs:
+                compare_copies(broadcast(datasets, state), state)
+            else:
+                agree_on_data(datasets, state, shared_fs)
     except UserError as error:
         return str(error)
     return ""
@@ -87,11 +97,13 @@ def compare_data(rank: int, world: int, prefixes: list[str], shared_fs: bool) ->
 @pytest.mark.parametrize("shared_fs", [True, False])
 def test_ranks_whose_data_differ_do_not_train(tmp_path: Path, shared_fs: bool) -> None:
     """55: two nodes with a copy of the data each; one copy is older."""
-    first, same = write(tmp_path / "n0/x", GOLDEN), write(tmp_path / "n1/x", GOLDEN)
-    older = write(tmp_path / "n2/x", GOLDEN[::-1])
-    assert run_distributed(compare_data, 2, [first, same], shared_fs) == ["", ""]
-    for message in run_distributed(compare_data, 2, [first, older], shared_fs):
-        assert message.startswith("rank 1 read other data than rank 0: ")
+    folders = [str(tmp_path / f"n{node}") for node in range(3)]
+    for folder, documents in zip(folders, [GOLDEN, GOLDEN, GOLDEN[::-1]], strict=True):
+        write(Path(folder, "x"), documents)
+    assert run_distributed(compare_data, 2, folders[:2], shared_fs) == ["", ""]
+    for message in run_distributed(compare_data, 2, [folders[0], folders[2]], shared_fs):
+        assert "rank 1" in message or "node1" in message
+        assert "other data than rank 0" in message
 
 
 def test_an_index_that_one_node_built_otherwise_is_found(tmp_path: Path) -> None:

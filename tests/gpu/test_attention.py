@@ -47,9 +47,8 @@ def rules_of(case: str, backend: Any, dtype: torch.dtype) -> dict[str, Any]:
     window = 40 if "window" in case else None
     rules: dict[str, Any] = {"causal": True, "scale": 0.2, "window": window}
     if "documents" in case:
-        rules["documents"] = Documents.of(
-            document_ids(), {(backend.form_for(torch.empty(0, dtype=dtype, device="cuda")), window)}
-        )
+        form = backend.form_for(torch.empty(0, dtype=dtype, device="cuda"))
+        rules["documents"] = Documents(document_ids()).prepare({(form, window)})
     if "capped" in case:
         rules["softcap"] = 1.5  # scores are up to 8
     if "alibi" in case:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.mpu.cross_entropy import Projection, linear_cross_entropy, weighted_linear_cross_entropy
+from megatron.mpu.product_sums import add_product, sums_products
 from megatron.mpu.state import ParallelState
 
 pytestmark = pytest.mark.gpu
@@ -57,3 +58,17 @@ def test_a_chunk_of_logits_is_all_that_exists() -> None:
         total.backward()
     # Whole logits would be 134 MB in bf16; a chunk is 8 MB, and its gradient as much.
     assert torch.cuda.max_memory_allocated() - before < 40e6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_products_add_to_fp32_sums(dtype: torch.dtype) -> None:
+    """cuBLAS's own addition, to the first rows of a larger sum and from a transposed factor, as the loss asks."""
+    assert sums_products(torch.device("cuda"))
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (torch.randn(CHUNK, n, generator=generator, device="cuda").to(dtype) for n in (VOCAB, HIDDEN))
+    whole = torch.ones(PADDED, HIDDEN, device="cuda")
+    whole[:VOCAB] = torch.nan
+    for first in (True, False, False):
+        add_product(whole[:VOCAB], a.t(), b, first)
+    exact = 3 * (a.double().t() @ b.double())
+    assert (whole[:VOCAB] - exact).abs().max() < 1e-5 * exact.abs().max() and (whole[VOCAB:] == 1).all()

@@ -10,19 +10,22 @@ from typing import Any
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
 from werkzeug.serving import make_server
 
-REFUSED = b"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>not today</Message></Error>"
+_ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>not today</Message></Error>"
+_ERRORS = {403: ("403 Forbidden", "AccessDenied"), 503: ("503 Slow Down", "SlowDown")}
 
 
 class S3Server:
     """`with` it, requests to `endpoint` are answered.
 
     `log` has them, as (method, path), and `query` is what the newest asks; those for which `refuses(method, path)` is
-    true are answered with 403, and `gate` holds back every PUT until it is set.
+    true are answered with 403, or with 503 when it is that number; of the answers for which `cuts(method, path)` is
+    true half the content comes, and `gate` holds back every PUT until it is set.
     """
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []
-        self.refuses: Callable[[str, str], bool] = lambda method, path: False
+        self.refuses: Callable[[str, str], bool | int] = lambda method, path: False
+        self.cuts: Callable[[str, str], bool] = lambda method, path: False
         self.query = ""
         self.gate = threading.Event()
         self.gate.set()
@@ -35,10 +38,14 @@ class S3Server:
             self.query = environ["QUERY_STRING"]
             if method == "PUT":
                 self.gate.wait(60)
-            if self.refuses(method, path):
+            if refused := self.refuses(method, path):
+                status, code = _ERRORS[403 if refused is True else refused]
                 environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-                start_response("403 Forbidden", [("Content-Type", "application/xml"), ("Connection", "close")])
-                return [REFUSED]
+                start_response(status, [("Content-Type", "application/xml"), ("Connection", "close")])
+                return [_ERROR.format(code).encode()]
+            if self.cuts(method, path):
+                whole = b"".join(inner(environ, start_response))
+                return [whole[: len(whole) // 2]]
             return inner(environ, start_response)
 
         self._server = make_server("127.0.0.1", 0, answer, threaded=True, request_handler=MotoRequestHandler)

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,27 +37,6 @@ from tests.training.tiny import Layout
 pytestmark = pytest.mark.cpu
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[S3Server]:
-    with S3Server() as server:
-        yield server
-
-
-@pytest.fixture
-def s3(running: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[S3Server]:
-    """The server, with one empty bucket `bucket`, and this process as its client."""
-    for name, value in {**running.environment, "HOME": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    running.refuses = lambda method, path: False
-    resource = boto3.resource("s3")
-    bucket = resource.create_bucket(Bucket="bucket")
-    running.log.clear()
-    yield running
-    running.gate.set()
-    running.refuses = lambda method, path: False
-    bucket.objects.all().delete()
-
-
 def keys() -> list[str]:
     return [one.key for one in boto3.resource("s3").Bucket("bucket").objects.all()]
 
@@ -72,6 +51,13 @@ def uploader(save: Path) -> S3Upload:
 
 def train(save: Path, callback: Callback | None = None, **more: Any) -> None:
     trainer_of([Checkpointer(save, {"run.yml": "a: 1\n"}), callback or uploader(save)], **more).run()
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def content(root: Path) -> dict[str, bytes]:
@@ -171,10 +157,7 @@ def test_a_failed_upload_is_reported_and_tried_again_at_the_next_save(
     class Look(Callback):
         def before_step(self, trainer: Any) -> None:
             if trainer.step == 7:
-                deadline = time.monotonic() + 60
-                while not any("AccessDenied" in line for line in caplog.messages):
-                    assert time.monotonic() < deadline
-                    time.sleep(0.05)
+                wait_for(lambda: any("AccessDenied" in line for line in caplog.messages))
                 seen.append("it failed")
 
     trainer_of([Checkpointer(save, {}), uploader(save), Look()], checkpoint_factor=4).run()
@@ -228,6 +211,28 @@ def test_the_rights_to_put_get_and_list_objects_are_enough(tmp_path: Path, s3: S
     trainer.step, trainer.consumed = 5, 77  # as after going back: step 10 is replaced
     trainer.run()
     assert S3Folder.of(options(save)).list_steps() == [5, 10]
+
+
+def test_a_busy_store_while_an_asynchronous_save_is_sent_delays_no_step_and_the_next_save_sends_it(
+    tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    save, seen, steps = tmp_path / "mine", [], []
+    s3.refuses = lambda method, path: method == "PUT" and not seen and 503
+
+    class Look(Callback):
+        def after_step(self, trainer: Any, out: Any) -> None:
+            steps.append(trainer.step)
+            if trainer.step == 5 and saver._writing is not None:
+                saver._writing.thread.join(30)  # after the next vote the checkpoint is complete and to be sent
+            if trainer.step == 7:
+                assert list_checkpoints(save).steps == (4,)
+                wait_for(lambda: any("SlowDown" in line for line in caplog.messages))
+                seen.append("it failed")
+
+    saver = Checkpointer(save, {})
+    trainer_of([saver, uploader(save), Look()], checkpoint_factor=4, async_save=True).run()
+    assert steps == [*range(1, 11)] and S3Folder.of(options(save)).list_steps() == [4, 8, 10]
+    assert any(line.startswith("global_step4 ") and "SlowDown" in line for line in caplog.messages)
 
 
 def test_training_does_not_wait_but_the_end_does(tmp_path: Path, s3: S3Server) -> None:
@@ -337,7 +342,7 @@ def wait_for_rank_0(rank: int, world: int, save: Path) -> tuple[int, int, str]:
         raise UserError("s3_path: gone")
 
     gathers = mock.Mock(wraps=dist.all_gather_object)
-    with mock.patch("megatron.run.start.fetch_newest", fetch), mock.patch.object(dist, "all_gather_object", gathers):
+    with mock.patch("megatron.run.start.fetch_first", fetch), mock.patch.object(dist, "all_gather_object", gathers):
         try:
             share_start(args_of(save=str(save), s3_path="s3://bucket"), state)
         except UserError as error:
@@ -350,6 +355,22 @@ def test_no_rank_waits_for_rank_0_in_one_long_collective(tmp_path: Path) -> None
     train(save, Callback(), train_iters=2)
     for sending, downloading, error in run_distributed(wait_for_rank_0, 2, save):
         assert sending >= 3 and downloading >= 3 and "s3_path: gone" in error
+
+
+def test_a_run_that_goes_back_sends_one_thing_at_a_time(tmp_path: Path) -> None:
+    save, sent = tmp_path / "mine", []
+    train(save, Callback(), train_iters=2)
+    stored: Any = SimpleNamespace(
+        address="s3://slow",
+        upload=lambda folder: (time.sleep(0.3), sent.append(folder.name))[1] or 1,
+        write_latest=lambda step: sent.append(step),
+    )
+    trainer: Any = SimpleNamespace(state=ParallelState.single("cpu"), progress=SimpleNamespace(beat=lambda: None))
+    upload = S3Upload(save, stored)
+    upload.loaded(trainer)
+    upload.loaded(trainer)
+    upload.end(trainer)
+    assert sent == ["global_step2", 2]
 
 
 def test_a_bucket_that_cannot_be_read(tmp_path: Path, s3: S3Server, caplog: pytest.LogCaptureFixture) -> None:

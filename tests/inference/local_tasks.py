@@ -44,8 +44,9 @@ def write_task(
     ending: str = "yaml",
     document: dict[str, Any] | None = None,
     missing: bool = False,
+    number: int = 9,
 ) -> Path:
-    """The file of a task over nine documents. `document`: what all of them have; `missing`: their file is not there."""
+    """The file of a task over `number` documents. `document`: what all have; `missing`: their file is not there."""
     folder.mkdir(parents=True, exist_ok=True)
     choices = {"choices": [" hello", "l", " world he", "\n"]}
     documents = [
@@ -55,7 +56,7 @@ def write_task(
             **choices,
             **(document or {}),
         }
-        for i in range(9)
+        for i in range(number)
     ]
     data = folder / f"{name}.jsonl"
     if not missing:

@@ -35,20 +35,21 @@ def one_rank(layout: Layout, rank: int) -> ParallelState:
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_a_rank_holds_its_shard_and_at_most_one_whole_parameter_on_the_way(
+def test_a_rank_holds_its_shard_and_its_part_of_one_parameter_on_the_way(
     folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ):
     layout = Layout(pp=2, tp=2)
-    alive, most, original = set(), [], CheckpointReader._full
+    alive, most, original = set(), [], CheckpointReader.local_weight
 
-    def full(self, *arguments):
+    def local_weight(self, *arguments):
         value = original(self, *arguments)
+        assert value.untyped_storage().nbytes() == value.numel() * value.itemsize  # and not a part of the whole
         alive.add(id(value))
         weakref.finalize(value, alive.discard, id(value))
         most.append(len(alive))
         return value
 
-    monkeypatch.setattr(CheckpointReader, "_full", full)
+    monkeypatch.setattr(CheckpointReader, "local_weight", local_weight)
     args, state = inference_args(GPT_NEOX, layout), one_rank(layout, rank)
     stage = build_stage(args, state, Letters(), open_checkpoint(folder))
     assert max(most) == 1 and not alive

@@ -3,6 +3,8 @@ adapter, with the tokenizers that were published."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from functools import cached_property
 from pathlib import Path
@@ -25,9 +27,10 @@ from megatron.errors import UserError
 from megatron.inference.build import build_stage
 from megatron.inference.evaluation_team import evaluation_team
 from megatron.inference.exported_text import as_exported
+from megatron.inference.generate import generate as REAL
 from megatron.inference.harness import HarnessModel
 from megatron.inference.inputs import inherit_tokens
-from megatron.inference.modes import TextGenerator, find_ends
+from megatron.inference.modes import TextGenerator, find_ends, write_texts
 from megatron.inference.team import Control
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
@@ -35,6 +38,7 @@ from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.inference import for_inference
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.model_tokens import stop_ids
+from megatron.training.setup import Process
 from tests.convert.chat_models import chat_model
 from tests.data.chat.chats import THREE, rows
 from tests.inference.test_harness import assert_same, requests
@@ -105,6 +109,47 @@ def write(args: NeoXArgs, tokenizer: Tokenizer, checkpoint: Checkpoint, prompt: 
     stage = build_stage(args, state, tokenizer, checkpoint)
     generator = TextGenerator(Control(state), stage, tokenizer, args, find_ends(args, tokenizer, checkpoint))
     return generator.complete([prompt])[0]
+
+
+@pytest.mark.parametrize("chat", ["llama3.1", "qwen3"], indirect=True)  # its template begins with the start; without
+def test_a_chat_is_what_transformers_makes_of_it(chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens, and the same answer, for texts, for chats of a file, and in a conversation."""
+    conversation = [{"role": "user", "content": "One"}]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": conversation}) + '\n{"prompt": "Two"}\n')
+    asked: list[list[int]] = []
+    monkeypatch.setattr(
+        "megatron.inference.modes.generate", lambda *given, **more: asked.extend(given[1]) or REAL(*given, **more)
+    )
+
+    def run_generate(*overrides: str, typed: str = "") -> str:
+        given = (*overrides, "maximum_tokens=12", "temperature=0")
+        args, tokenizer, _ = opened(chat.imported.config, *given)
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            assert write_texts(Process(args, ParallelState.single(), tokenizer)) == 0
+        return shown.getvalue()
+
+    def theirs(*turns: str, system: str | None = None) -> tuple[list[int], str]:
+        roles = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+        first = [] if system is None else [{"role": "system", "content": system}]
+        ids = chat.tokenizer.apply_chat_template([*first, *roles], add_generation_prompt=True, return_dict=False)
+        text = chat.theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :].tolist()
+        kept = [token for token in text if token not in ENDS[chat.name]]
+        return ids, chat.tokenizer.decode(kept)
+
+    out = tmp_path / "out.jsonl"
+    run_generate(
+        f"sample_input_file={tmp_path}/in.jsonl", "chat=true", "chat_system=Be brief.", f"sample_output_file={out}"
+    )
+    expected = [theirs("One"), theirs("Two", system="Be brief.")]
+    assert sorted(asked) == sorted(ids for ids, _ in expected)
+    assert [json.loads(line)["text"] for line in out.read_text().splitlines()] == [text for _, text in expected]
+    asked.clear()
+    shown = run_generate("text_gen_type=interactive", "chat=true", typed="One\nTwo\n/new\nTwo\n")
+    first, answer = theirs("One")
+    expected = [(first, answer), theirs("One", answer, "Two"), theirs("Two")]
+    assert asked == [ids for ids, _ in expected]
+    assert shown == "".join(f"{text}\n" for _, text in expected)
 
 
 def ids_of(path: Path) -> dict[str, Any]:

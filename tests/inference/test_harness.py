@@ -371,7 +371,7 @@ def test_a_chat_template_writes_the_question(tmp_path: Path):
 
 def test_without_a_chat_template_chats_are_refused(model: Model):
     with pytest.raises(UserError, match="eval_chat_template: .*chat_template.jinja"):
-        as_exported(model.tokenizer, None).require_chat_template()
+        as_exported(model.tokenizer, None).require_chat_template("eval_chat_template")
 
 
 def test_data_that_cannot_be_loaded_names_the_task(task_folder: Path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import pytest
 
+from megatron.cluster.command_line import parse_launcher_command_line
 from megatron.errors import UserError
-from megatron.inference.inputs import check_requests, output_path, read_prompts, requested_checkpoint
+from megatron.inference.inputs import check_requests, output_path, prompts_of, read_prompts, requested_checkpoint
 from megatron.inference.modes import prompts_from
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
@@ -100,6 +102,8 @@ def test_bad_prompt_files(tmp_path: Path, content: bytes | None, prompt_end: str
     ("kind", "overrides", "message"),
     [
         ("eval", (), "eval_tasks is not set"),
+        ("eval", ("eval_suite=cor",), "eval_suite: .*Did you mean 'core'"),
+        ("train", ("eval_suite=cor",), "eval_suite: .*Did you mean 'core'"),
         ("generate", ("text_gen_type=input-file",), "needs sample_input_file"),
         ("generate", ("sample_input_file=nowhere.txt",), "nowhere.txt does not exist"),
         ("generate", ("text_gen_type=interactive", 'prompt_end=""'), "prompt_end is empty"),
@@ -111,12 +115,46 @@ def test_requests_that_make_no_sense(tmp_path: Path, kind: str, overrides: tuple
         check_requests(derive(prepared(tmp_path, MODEL, *overrides)).generation, kind)
 
 
+def test_prompts_of_the_command_line(tmp_path: Path):
+    text = MODEL + "text_gen_type: unconditional\n"
+    options = derive(prepared(tmp_path, text, "prompt=one two")).generation
+    assert (options.text_gen_type, prompts_of(options)) == ("input-file", ["one two"])
+    assert prompts_of(derive(prepared(tmp_path, text, 'prompt=["1e-4", "#x "]')).generation) == ["1e-4", "#x "]
+    with pytest.raises(UserError, match=r"prompt: sample_input_file is set, too \(a.txt\)"):
+        prompts_of(derive(prepared(tmp_path, text, "prompt=x", "sample_input_file=a.txt")).generation)
+    with pytest.raises(UserError, match="prompt: number 2 is empty"):
+        prompts_of(derive(prepared(tmp_path, text, 'prompt=[x, " "]')).generation)
+    parsed = parse_launcher_command_line([__file__, str(tmp_path / "run.yml"), "--prompt", "1e-4", "a: b"])
+    assert parsed.overrides == ['prompt=["1e-4", "a: b"]']
+
+
+def test_prompts_and_chats_of_a_jsonl_file(tmp_path: Path):
+    turns = [{"role": "user", "content": "hi"}]
+    path = tmp_path / "prompts.jsonl"
+    options = derive(prepared(tmp_path, MODEL, f"sample_input_file={path}")).generation
+    path.write_text(json.dumps({"prompt": " a\n", "id": 1}) + "\n\n" + json.dumps({"messages": turns}) + "\n")
+    assert prompts_of(options) == [" a\n", turns]
+    for line, message in (
+        ("nothing", r"prompts.jsonl:1 is not JSON"),
+        ('{"text": "x"}', r"prompts.jsonl:1 has neither"),
+    ):
+        path.write_text(line)
+        with pytest.raises(UserError, match=f"sample_input_file: .*{message}"):
+            prompts_of(options)
+
+
+def test_a_system_turn_needs_a_chat(tmp_path: Path):
+    with pytest.raises(UserError, match="chat_system.*chat: true"):
+        derive(prepared(tmp_path, MODEL, "chat_system=Be brief."))
+
+
 def test_where_records_go(tmp_path: Path):
     options = derive(prepared(tmp_path, MODEL)).generation
     assert output_path(options, False) == Path("samples.txt")
     options = derive(prepared(tmp_path, MODEL, "sample_input_file=in.txt")).generation
     assert output_path(options, False) == Path("in.txt.output.jsonl")
     assert output_path(options, True) == Path("samples.txt")
+    assert output_path(derive(prepared(tmp_path, MODEL, "prompt=x")).generation, False) is None
 
 
 def test_a_missing_checkpoint_is_never_random_weights(tmp_path: Path):

@@ -65,3 +65,10 @@ def test_a_number_of_the_command_line_counts_as_the_configs(tmp_path):
     user = ["train_micro_batch_size_per_gpu=6", "gas=2"]
     overrides = adapt([str(path)], user, profile(tmp_path, 2), {}, others=[]).overrides
     assert batches(path, [*user, *overrides]) == (48, 3, 4)
+
+
+def test_a_schedule_of_batch_sizes_counts_as_the_batch(tmp_path):
+    path = config(tmp_path, (None, 8, None))
+    path.write_text(path.read_text() + "batch_size_schedule: [[0, 32], [9, 96]]\n")
+    adapted = adapt([str(path)], [], profile(tmp_path, 2), {}, others=[])
+    assert batches(path) == (96, 8, 3) and batches(path, adapted.overrides) == (96, 4, 6)

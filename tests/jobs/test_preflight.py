@@ -12,7 +12,7 @@ import pytest
 
 from megatron.cluster.profile import ClusterProfile, Preflight
 from megatron.errors import LostRankError, StopRequested, UserError
-from megatron.jobs.preflight import Findings, check, judge, measure, networks_of, table, version_text
+from megatron.jobs.preflight import Findings, check, judge, main, measure, networks_of, table, version_text
 from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.cpu
@@ -183,6 +183,16 @@ def test_the_processes_run_this_deepy_in_the_folder_of_another(path: Path, monke
 
 def speed_of(rank: int, world_size: int) -> float:
     return measure("gloo", 2**20, repeats=2)
+
+
+def test_by_hand_it_explains_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    monkeypatch.setattr("sys.argv", ["preflight"])
+    with pytest.raises(UserError, match="SLURM_PROCID"):
+        main()
+    monkeypatch.setattr("sys.argv", ["preflight", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        main()
 
 
 def test_a_real_all_reduce_is_measured() -> None:

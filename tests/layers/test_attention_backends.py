@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import _fa3
 
 from megatron.errors import UserError
+from megatron.layers import attention_kernels, attention_packed
 from megatron.layers.attention_backends import choose_backend
 from megatron.layers.attention_contract import ATTENTION_BACKENDS, Backend, Call, Task
 from megatron.layers.attention_masks import visible_mask
@@ -61,7 +63,7 @@ def _visible(rules: dict[str, Any], row: int, i: int, j: int) -> bool:
 
 IDS = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [4, 4, 5, 5, 5, 6, 6]])
 NUMBERS = Documents(IDS)
-READY = Documents.of(IDS, {(form, w) for form in ("bounds", "mask", "blocks") for w in (None, 1, 3)})
+READY = Documents(IDS).prepare({(form, w) for form in ("bounds", "mask", "blocks") for w in (None, 1, 3)})
 RULES: list[dict[str, Any]] = [
     {"causal": True},
     {"causal": False},
@@ -228,6 +230,70 @@ def test_choice_of_the_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_backend(Task(GPU, documents=True)).name == "flex"
 
 
+@pytest.mark.parametrize(
+    ("installed", "capability", "works", "expected"),
+    [
+        (True, (9, 0), True, "varlen by FlashAttention 3"),
+        (True, (9, 0), False, "varlen by FlashAttention 2"),  # the package has no kernels
+        (False, (9, 0), True, "varlen by FlashAttention 2"),
+        (True, (8, 0), True, "varlen by FlashAttention 2"),  # version 3 is for Hopper alone
+    ],
+)
+def test_flash_attention_3_is_switched_on_where_it_is_installed(
+    installed: bool, capability: tuple[int, int], works: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own switch and table, with a stand-in for the kernels."""
+    registered: list[str] = []
+
+    def register() -> types.SimpleNamespace:
+        if not works:
+            raise RuntimeError("does not expose FA3 kernels")
+        registered.append("FA3")
+        return types.SimpleNamespace(remove=lambda: None)
+
+    torch.nn.attention.register_flash_attention_impl("FA3", register_fn=register)
+    found = types.SimpleNamespace() if installed else None
+    monkeypatch.setattr(attention_packed, "find_spec", lambda name: found)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    try:
+        for task in (Task(GPU, documents=True), Task(GPU, window=True)):
+            assert str(choose_backend(task)) == str(choose_backend(task, "varlen")) == expected
+        assert choose_backend(Task(GPU)).kernel == choose_backend(Task(CPU, documents=True)).kernel == ""
+        assert registered == ["FA3"] * expected.endswith("3")  # once for all layers
+    finally:
+        torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+        torch.nn.attention.register_flash_attention_impl("FA3", register_fn=_fa3.register_flash_attention_fa3)
+
+
+class _OnGpu(Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_the_kernel_of_packed_documents_is_looked_up_when_a_layer_is_built(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in a forward pass, which is compiled; there it gets the documents' borders and the window."""
+    looked_up: list[None] = []
+
+    def kernel(
+        q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, _: Tensor, __: int, ___: int, *, scale: float, window_size: Any
+    ) -> Tensor:
+        assert window_size[1] == 0
+        q, k, v, bounds = (x.as_subclass(Tensor) for x in (q, k, v, bounds))
+        return attention_packed.packed_attention(q, k, v, bounds, scale, window_size[0], None)[0]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention_kernels, "gpu_kernel", lambda: looked_up.append(None) or kernel)
+    backend = ATTENTION_BACKENDS["varlen"]()
+    assert len(looked_up) == 1
+    inputs, rules = _inputs(2), {"causal": True, "scale": 0.3, "window": window, "documents": READY}
+    out = backend.attend(*(x.as_subclass(_OnGpu) for x in inputs), Call(**rules))
+    assert (out - _reference(*(x.double() for x in inputs), rules)).abs().max() < 1e-5 and len(looked_up) == 1
+
+
 def test_capped_scores_go_where_they_can_be_capped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never silently dropped: a back-end that does not declare it is not taken, whatever its table entry says."""
     monkeypatch.setitem(sys.modules, "flash_attn", None)
@@ -291,6 +357,16 @@ def test_flash_attn_caps_from_the_version_that_can(
     choice.backend.attend(q, k, v, Call(0.3, softcap=0.7))
     choice.backend.attend(q, k, v, Call(0.3))
     assert [call.get("softcap") for call in calls] == [0.7, None]
+
+
+def test_flash_attn_is_asked_for_its_repeatable_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = _flash_attn(monkeypatch, "2.8.3")
+    q = torch.randn(1, 4, 2, 8, dtype=torch.bfloat16)
+    flash = ATTENTION_BACKENDS["flash"]()
+    for deterministic in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda value=deterministic: value)
+        flash.attend(q, q, q, Call(causal=True, scale=1.0))
+    assert [call.get("deterministic") for call in calls] == [None, True]
 
 
 def test_flash_attn_leaves_what_it_cannot_do_to_the_capped_formula(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.layers.moe.dispatch import Dispatch, ExchangedRows, LocalDispatch, LocalRows, build_dispatch
+from megatron.layers.carry import Context
+from megatron.layers.moe import MixtureOfExperts, dispatch
+from megatron.layers.moe.dispatch import Dispatch, ExchangedRoute, LocalRoute, Route, build_dispatch
 from megatron.layers.moe.grouped_linear import Groups, grouped_linear
-from megatron.layers.moe.permute import gather_rows, order_by
+from megatron.layers.moe.permute import combine_rows, gather_rows, order_by
 from megatron.mpu.exchange import Exchange
 from megatron.mpu.initial_weights import first_expert
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from tests.distributed import run_distributed
+from tests.host_waits import HostWaits
+from tests.model.networks import tiny
+from tests.model.test_moe import EVERYTHING
 
 pytestmark = pytest.mark.cpu
 
@@ -34,13 +41,17 @@ def inputs(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return x, experts, weights, keep, matrices
 
 
-def through(dispatch: Dispatch, rank: int, dropping: bool, first: int, count: int) -> dict[str, Tensor]:
+def layer(x: Tensor, route: Route, matrices: Tensor, weights: Tensor) -> Tensor:
+    rows = grouped_linear(route.to_experts(gather_rows(x, route.order)), matrices, route.groups)
+    return combine_rows(route.from_experts(rows), weights, route.order)
+
+
+def through(send: Dispatch, rank: int, dropping: bool, first: int, count: int) -> dict[str, Tensor]:
     x, experts, weights, keep, matrices = inputs(rank)
     own = matrices[first : first + count].clone().requires_grad_()
     x.requires_grad_()
     weights.requires_grad_()
-    sent = dispatch(x, experts, keep if dropping else None)
-    y = sent.combine(grouped_linear(sent.rows, own, sent.groups), weights)
+    y = layer(x, send(experts, keep if dropping else None), own, weights)
     (y * torch.arange(1, HIDDEN + 1)).sum().backward()
     return {"y": y.detach(), "x": x.grad, "weights": weights.grad, "matrices": own.grad}
 
@@ -89,22 +100,43 @@ def test_outputs_and_gradients_are_those_of_the_definition(dp: int, tp: int, dro
         torch.testing.assert_close(held, whole[found["first"] : found["first"] + len(held)])
 
 
+def waits_of_a_layer(rank: int, world: int, spread: bool) -> dict[str, int]:
+    """Forward and backward as on a GPU: rows are not trimmed, and experts have grouped products.
+
+    `spread`: all experts get tokens; else the last ones none, nor the rank that holds them.
+    """
+    state = ParallelState.single()
+    if world > 1:
+        state = ParallelState.build(Topology({"pipe": 1, "data": world, "model": 1}), rank, "cpu", ep_size=world)
+    layer = MixtureOfExperts(tiny(**EVERYTHING, moe_capacity_factor=1.0), state)
+    layer.experts.grouped = frozenset({torch.float32})
+    if spread:
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter)
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    with mock.patch.object(dispatch, "order_by", partial(order_by, trim=False)), HostWaits() as waits:
+        y, loss = layer(x, Context(torch.arange(16).expand(2, 16)))
+        (y.sum() + loss).backward()
+    return dict(waits.found)
+
+
+def test_the_host_never_waits_for_a_layer_whose_experts_are_here() -> None:
+    assert waits_of_a_layer(0, 1, spread=True) == {}
+
+
+@pytest.mark.parametrize("spread", [True, False])
+def test_the_host_waits_once_for_a_layer_whose_rows_travel(spread: bool) -> None:
+    """To know how many rows it sends and gets; nothing else of either direction reads from the device."""
+    assert run_distributed(waits_of_a_layer, 2, spread) == [{"exchange.py:plan": 1}] * 2
+
+
 def test_rows_behind_the_last_group_stay_where_they_are() -> None:
     x, experts, weights, keep, matrices = inputs(0)
     bucket = experts.masked_fill(~keep, EXPERTS)
     order = order_by(bucket, EXPERTS, complete=False, trim=False)  # as on a GPU
-    own = LocalRows(gather_rows(x, order), order)
     here = int(order.groups.sizes.sum())
-    assert here < len(own.rows)
-    alone = ParallelState.single()
-    travelled = Exchange(alone, order.groups.sizes, [here], [here], torch.arange(here), torch.arange(here))
-
-    class Nowhere(Exchange):
-        def from_experts(self, rows: Tensor) -> Tensor:
-            return rows
-
-    rows = own.rows[: sum(travelled.send)]
-    sent = ExchangedRows(rows, Groups(travelled.counts), own, Nowhere(alone, travelled.counts, [here], [here]))
-    y = sent.combine(grouped_linear(sent.rows, matrices, sent.groups), weights)
-    local = LocalDispatch(0, EXPERTS, EXPERTS)(x, experts, keep)
-    torch.testing.assert_close(y, local.combine(grouped_linear(local.rows, matrices, local.groups), weights))
+    assert here < len(order.token)
+    nowhere = Exchange(ParallelState.single(), order.groups.sizes, [here], [here])
+    route = ExchangedRoute(order, Groups(order.groups.sizes), nowhere)
+    local = LocalRoute(order_by(bucket, EXPERTS, complete=False))
+    torch.testing.assert_close(layer(x, route, matrices, weights), layer(x, local, matrices, weights))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from megatron.layers.moe import dispatch
 from megatron.layers.moe.capacity import capacity, within_capacity
@@ -104,12 +105,57 @@ def test_rows_go_to_their_experts_and_come_back_weighted(part: tuple[int, int], 
     keep = torch.rand(9, 2, generator=torch.Generator().manual_seed(5)) < 0.6 if dropping else None
 
     def run(x: Tensor, weights: Tensor) -> Tensor:
-        sent = LocalDispatch(first, count, 4)(x, chosen, keep)
-        number = torch.arange(first + 1, first + count + 1, dtype=x.dtype).repeat_interleave(sent.groups.sizes)
-        return sent.combine(sent.rows * number.unsqueeze(1), weights)
+        order = LocalDispatch(first, count, 4)(chosen, keep).order
+        number = torch.arange(first + 1, first + count + 1, dtype=x.dtype).repeat_interleave(order.groups.sizes)
+        return combine_rows(gather_rows(x, order) * number.unsqueeze(1), weights, order)
 
     torch.testing.assert_close(run(x, weights), _reference(x, chosen, weights, first, count, keep))
     assert torch.autograd.gradcheck(run, (x, weights))
+
+
+@pytest.mark.parametrize(
+    ("form", "backend"),
+    [("complete", "aot_eager"), ("behind", "aot_eager"), pytest.param("behind", "inductor", marks=pytest.mark.full)],
+)
+def test_both_ways_compile_to_one_graph_each(form: str, backend: str) -> None:
+    """As blocks that are not compiled whole have them: the same sums and gradients for every number of tokens, the rows
+    behind the last group left out."""
+    torch._dynamo.reset()
+    counters.clear()
+    gather, combine = (torch.compile(f, fullgraph=True, backend=backend) for f in (gather_rows, combine_rows))
+    for tokens in (9, 13, 21):
+        chosen = _chosen(tokens)
+        bucket = chosen if form == "complete" else chosen.masked_fill(_chosen(tokens, seed=5) < 2, 4)
+        order = order_by(bucket, 4, complete=form == "complete", trim=False)
+        push, number = _random(tokens, 3, seed=3), torch.ones(len(order.token), 1, dtype=torch.float64)
+        here = sum(order.groups.host)
+        number[:here, 0] = torch.arange(1.0, 5.0, dtype=torch.float64).repeat_interleave(order.groups.sizes)
+        x, weights = _random(tokens, 3).requires_grad_(), _random(tokens, 2, seed=1).requires_grad_()
+
+        def outcome(y: Tensor, x: Tensor, weights: Tensor, push: Tensor = push) -> list[Tensor]:
+            return [y, *torch.autograd.grad((y * push).sum(), (x, weights))]
+
+        # What is behind the last group is anything, both ways.
+        rows = _Spoilt.apply(gather(x, order) * number, here)
+        found = outcome(combine(rows, weights, order), x, weights)
+        expected = outcome(_reference(x, chosen, weights, 0, 4, bucket != 4), x, weights)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    # The first size as it is, the others as one symbol.
+    assert counters["stats"]["unique_graphs"] == 4 and not counters["graph_break"]
+
+
+class _Spoilt(torch.autograd.Function):
+    """Rows from `here` on, and their gradients, become NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, here: int) -> Tensor:
+        ctx.here = here
+        return torch.cat([rows[:here], torch.full_like(rows[here:], math.nan)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.cat([grad[: ctx.here], torch.full_like(grad[ctx.here :], math.nan)]), None
 
 
 def test_rows_of_an_expert_are_in_the_order_of_the_tokens() -> None:
@@ -175,13 +221,13 @@ def test_rows_of_nobody_reach_nothing(rank: int, dropping: bool, monkeypatch: py
     inputs = [x, weights, *layer.parameters()]
 
     def run() -> list[Tensor]:
-        sent = LocalDispatch(2 * rank, 2, 4)(x, chosen, keep)
-        out = sent.combine(layer(sent.rows, sent.groups), weights)
+        order = LocalDispatch(2 * rank, 2, 4)(chosen, keep).order
+        out = combine_rows(layer(gather_rows(x, order), order.groups), weights, order)
         return [out, *torch.autograd.grad((out * _random(9, 32, seed=3)).sum(), inputs)]
 
     expected = run()
     monkeypatch.setattr(dispatch, "order_by", partial(order_by, trim=False))
-    monkeypatch.setattr(grouped_linear_module, "_takes_grouped", lambda x, weight: True)
+    monkeypatch.setattr(grouped_linear_module, "_takes_grouped", lambda *_: True)
     monkeypatch.setattr(grouped_linear_module, "_torch_grouped", lambda: lambda x, w, offs: _Poisoned.apply(x, w, offs))
     for found, theirs in zip(run(), expected, strict=True):
         torch.testing.assert_close(found, theirs)
@@ -192,7 +238,7 @@ def test_torchs_grouped_product_is_used_as_it_wants_to_be(monkeypatch: pytest.Mo
     x, weight = (_random(*shape).float().requires_grad_() for shape in ((32, 16), (3, 8, 16)))
     groups, push = _groups([16, 0, 16]), _random(32, 8, seed=4).float()
     expected = torch.autograd.grad((grouped_linear(x, weight, groups) * push).sum(), (x, weight))
-    monkeypatch.setattr(grouped_linear_module, "_takes_grouped", lambda x, weight: True)
+    monkeypatch.setattr(grouped_linear_module, "_takes_grouped", lambda *_: True)
     found = torch.autograd.grad((grouped_linear(x, weight, groups) * push).sum(), (x, weight))
     torch.testing.assert_close(found, expected)
 

@@ -7,14 +7,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
 
+from megatron.layers.attention_contract import ATTENTION_BACKENDS, Backend, Call
+from megatron.layers.attention_sdpa import manual
 from megatron.model.block import TransformerBlock
+from megatron.registry import ADDITIONS, withdraw
+from megatron.training.compile import compile_blocks
 from tests.model.networks import GEMMA2, GEMMA3, LLAMA, PHI, batch, build, logits, tiny
+from tests.model.recurrent import BOTH, MAMBA_HYBRID
+from tests.model.test_moe import EVERYTHING
 
 pytestmark = pytest.mark.cpu
 
@@ -106,6 +115,62 @@ def test_compiled_blocks_compute_the_same(changes: dict[str, Any]) -> None:
         gradients.append([p.grad for p in network.parameters()])
     for eager, traced in zip(*gradients, strict=True):
         assert torch.allclose(eager, traced, rtol=1e-5, atol=1e-7)
+
+
+# What is compiled of a network with breaks: (whole blocks, those around breaks, those by functions), graphs.
+PIECES: list[tuple[dict[str, Any], int, tuple[int, int, int], int]] = [
+    ({**MAMBA_HYBRID, "intra_document_masking": True, "checkpoint_policy": "full"}, 0, (2, 2, 0), 12),
+    (BOTH, 0, (2, 2, 0), 10),
+    ({**EVERYTHING, "checkpoint_policy": "full", "checkpoint_num_layers": 2}, 0, (1, 2, 0), 7),
+    ({**EVERYTHING, "checkpoint_policy": "selective"}, 0, (1, 0, 2), 6),
+    (LLAMA, 3, (0, 0, 2), 2),
+    ({"attention_backend": "apart", "num_layers": 9}, 0, (0, 9, 0), 4),
+    ({"attention_backend": "apart", "checkpoint_policy": "full"}, 0, (0, 2, 0), 4),
+]
+
+
+@pytest.fixture(autouse=True)
+def _kernel_of_another_package() -> Iterator[None]:
+    """`apart`, for the tests of this file alone."""
+    added = len(ADDITIONS)
+    ATTENTION_BACKENDS.register("apart")(_apart)
+    yield
+    withdraw(added)
+
+
+def _apart() -> Backend:
+    """A kernel that no graph can hold."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        assert not torch.compiler.is_compiling()
+        return manual(q, k, v, call)
+
+    return Backend(attend, one_graph=lambda task: False)
+
+
+@pytest.mark.parametrize(("changes", "zero_stage", "counts", "graphs"), PIECES, ids=str)
+def test_what_is_no_graph_is_compiled_around(
+    changes: dict[str, Any], zero_stage: int, counts: tuple[int, int, int], graphs: int
+) -> None:
+    """The same numbers as without, with graphs that serve all blocks of a kind and every step."""
+    counters.clear()
+    plain, compiled = build(tiny(**changes)), build(tiny(**changes))
+    backend = "eager" if "attention_config" in changes else "aot_eager"  # the graphs of recurrent blocks are many
+    assert compile_blocks(compiled, zero_stage, backend) == counts
+    for step in range(2):
+        tokens, positions, targets = batch(seed=step)
+        doc_ids = [positions // (7 - 3 * step)] if changes.get("intra_document_masking") else []
+        labels = (targets, torch.ones(targets.shape), torch.tensor(1 / targets.numel()))
+        losses = [network((tokens, positions, *doc_ids), labels) for network in (plain, compiled)]
+        for loss in losses:
+            loss.backward()
+        assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
+        assert counters["stats"]["unique_graphs"] == graphs
+    assert not [reason for reason in counters["graph_break"] if "torch.compiler.disable" not in reason]
+    for eager, traced in zip(plain.parameters(), compiled.parameters(), strict=True):
+        assert (eager.grad is None) == (traced.grad is None)
+        if eager.grad is not None:
+            assert torch.allclose(eager.grad, traced.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_importing_the_network_does_not_import_the_compiler():

@@ -187,11 +187,11 @@ def test_masks_are_made_once_per_micro_batch(changes: dict[str, Any], masks: int
     window = {"sliding_window_width": 3} if "attention_config" in changes else {}
     network = build(masked(num_layers=6, checkpoint_policy=policy, **changes, **window))
     _, _, ids = packed()
-    prepared = Documents.of
+    prepare = Documents.prepare
     with (
         mock.patch.object(documents, "visible_mask", side_effect=visible_mask) as made_masks,
         mock.patch.object(attention_contract, "visible_mask", side_effect=AssertionError),
-        mock.patch.object(Documents, "of", side_effect=prepared) as prepared_batches,
+        mock.patch.object(Documents, "prepare", autospec=True, side_effect=prepare) as prepared_batches,
         mock.patch.object(documents, "document_bounds", side_effect=documents.document_bounds) as bounds,
     ):
         gradients(network, ids < 3)

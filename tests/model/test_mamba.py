@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from megatron.layers.kv_cache import KVCache
-from megatron.model.mamba_block import MambaBlock
 from megatron.model.partition import layer_rows, partition
 from megatron.mpu.sharding import named_parameters
 from megatron.neox_arguments.formulas import flops_per_token
-from megatron.training.compile import compile_blocks
-from tests.model.networks import VOCAB, batch, build, logits, tiny
+from tests.model.networks import VOCAB, batch, build, tiny
 from tests.model.recurrent import MAMBA, MAMBA2, MAMBA_HYBRID, STATES
 
 pytestmark = pytest.mark.cpu
@@ -67,12 +65,3 @@ def test_stages_count_blocks_of_every_kind_unless_configured_otherwise() -> None
     assert partition(rows, 2, "type:transformer|mlp") == [0, 3, 7]  # GPT-NeoX's default
     rows = layer_rows(tiny(**{**STATES, "num_layers": 4, "attention_config": ["global", "mamba", "mamba", "global"]}))
     assert partition(rows, 2, "type:mamba") == [0, 3, 7]
-
-
-def test_only_blocks_that_are_one_graph_are_compiled() -> None:
-    network = build(tiny(**MAMBA_HYBRID))
-    assert compile_blocks(network, backend="eager") == 2
-    assert not any(block._compiled_call_impl for block in network.modules() if isinstance(block, MambaBlock))
-    tokens, positions, _ = batch()
-    expected = logits(build(tiny(**MAMBA_HYBRID)), tokens, positions)
-    assert (logits(network, tokens, positions) - expected).abs().max() < 1e-5

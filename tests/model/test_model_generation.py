@@ -128,6 +128,42 @@ def test_logits_are_those_of_the_last_stage(run: Path, world: int):
     assert Letters().detokenize(best) == record["text"]
 
 
+@pytest.mark.parametrize("how", [(1, 1, "recompute=true"), (2, 2, "recompute=false")], ids=["alone", "spread"])
+def test_stop_strings_and_log_probabilities_are_the_same_everywhere(run: Path, how: tuple[int, int, str]):
+    """A stop string of three tokens; log-probabilities by the logits, in fp64, whatever the temperature."""
+    common = (f"sample_input_file={run}/prompts.txt", "maximum_tokens=12", "temperature=0.8", "seed=5")
+    generate_py(0, 1, run, (*common, "return_logits=true", f"sample_output_file={run}/free.jsonl"))
+    free = records(run / "free.jsonl")
+    stop = free[1]["text"][4:7]
+    assert len(stop) == 3
+    pipe, model, cache = how
+    given = (*common, "return_logprobs=true", f"sample_output_file={run}/stopped.jsonl", cache)
+    given += (f"stop_strings={[stop]}", f"pipe_parallel_size={pipe}", f"model_parallel_size={model}")
+    run_distributed(generate_py, pipe * model, run, given)
+    for record, whole in zip(records(run / "stopped.jsonl"), free, strict=True):
+        assert set(record) == RECORD | {"logprobs"}
+        text = whole["text"].split(stop)[0]
+        assert record["text"] == text and record["finished"] == (stop in whole["text"] or whole["finished"])
+        kept = len(text) + 3 if stop in whole["text"] else len(text)
+        assert record["length"] == len(record["logprobs"]) == kept
+        assert "".join(one["token"] for one in record["logprobs"]) == whole["text"][:kept]
+        logits = torch.tensor(whole["logits"][:kept], dtype=torch.float64)
+        for row, one in zip(logits.log_softmax(dim=-1), record["logprobs"], strict=True):
+            assert one["logprob"] == pytest.approx(float(row[one["id"]]), abs=2e-4)
+
+
+def test_a_prompt_of_the_command_line_is_shown_as_it_is_completed(run: Path):
+    common = ("temperature=0", "maximum_tokens=6")
+    (run / "two.txt").write_text("abc\nxyz\n")
+    generate_py(0, 1, run, (*common, f"sample_input_file={run}/two.txt", f"sample_output_file={run}/two.jsonl"))
+    (_, first, _), (_, second, _) = texts(run / "two.jsonl")
+    given = (*common, "prompt=abc", "pipe_parallel_size=2", f"sample_output_file={run}/shown.jsonl")
+    assert run_distributed(generate_py, 2, run, given) == [f"abc{first}\n", ""]
+    assert [text for _, text, _ in texts(run / "shown.jsonl")] == [first]
+    shown = generate_py(0, 1, run, (*common, "prompt=[abc, xyz]", f"sample_output_file={run}/both.jsonl"))
+    assert shown == f"abc{first}\nxyz{second}\n"
+
+
 def test_a_prompt_that_is_too_long_says_so_and_the_others_are_completed(run: Path):
     limit = GPT_NEOX["max_position_embeddings"]
     (run / "long.txt").write_text("y" * limit + "\nabc\n")

@@ -10,11 +10,9 @@ import torch
 
 from megatron.layers.kv_cache import KVCache
 from megatron.model.partition import layer_rows, partition
-from megatron.model.rwkv_block import RwkvBlock
 from megatron.mpu.sharding import named_parameters
 from megatron.neox_arguments.formulas import flops_per_token
-from megatron.training.compile import compile_blocks
-from tests.model.networks import VOCAB, batch, build, logits, tiny
+from tests.model.networks import VOCAB, batch, build, tiny
 from tests.model.recurrent import RWKV, RWKV_HYBRID, WIDTHS
 
 pytestmark = pytest.mark.cpu
@@ -71,12 +69,3 @@ def test_stages_count_blocks_of_every_kind_unless_configured_otherwise() -> None
     rows = layer_rows(tiny(**{**RWKV_HYBRID, "attention_config": ["global", "rwkv4", "rwkv4", "global"]}))
     assert partition(rows, 2, "type:transformer|mlp") == [0, 3, 7]  # GPT-NeoX's default
     assert partition(rows, 2, "type:rwkv") == [0, 3, 7]
-
-
-def test_only_blocks_that_are_one_graph_are_compiled() -> None:
-    network = build(tiny(**RWKV_HYBRID))
-    assert compile_blocks(network, backend="eager") == 2
-    assert not any(block._compiled_call_impl for block in network.modules() if isinstance(block, RwkvBlock))
-    tokens, positions, _ = batch()
-    expected = logits(build(tiny(**RWKV_HYBRID)), tokens, positions)
-    assert (logits(network, tokens, positions) - expected).abs().max() < 1e-5

@@ -14,6 +14,7 @@ from megatron.model.block import TransformerBlock
 from megatron.mpu.sharding import named_parameters, unshard
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
+from megatron.training.compile import compile_blocks
 from tests.distributed import run_distributed
 from tests.model.networks import GEMMA2, GEMMA3, LLAMA, NEOX, PHI, VOCAB, batch, build, logits, tiny
 from tests.model.recurrent import AMLP, AMLP_HYBRID, RPE
@@ -50,13 +51,13 @@ def _tensor_parallel_state(rank: int, world: int, sequence_parallel: bool) -> Pa
     return ParallelState.build(topology, rank, torch.device("cpu"), sequence_parallel)
 
 
-def _step(changes: dict[str, Any], state: ParallelState, padding: int, compiled: bool = False) -> Outcome:
+def _step(changes: dict[str, Any], state: ParallelState, padding: int, backend: str | None = None) -> Outcome:
     torch._dynamo.reset()
     network = build(tiny(**{"init_method_std": 0.2, **changes}), state, padding=padding)
-    if compiled:
+    if backend is not None:
         for layer in network.sequential:
             if isinstance(layer, TransformerBlock):
-                layer.compile(backend="aot_eager", fullgraph=True)
+                layer.compile(backend=backend, fullgraph=True)
     tokens, positions, targets = batch()
     doc_ids = [(positions >= 6).long()] if changes.get("intra_document_masking") else []
     mask = (positions % 3 > 0).float()
@@ -68,11 +69,11 @@ def _step(changes: dict[str, Any], state: ParallelState, padding: int, compiled:
 
 
 def _steps(
-    rank: int, world: int, forms: list[dict[str, Any]], sequence_parallel: bool, compiled: bool = False
+    rank: int, world: int, forms: list[dict[str, Any]], sequence_parallel: bool, backend: str | None = None
 ) -> list[Outcome]:
     state = _tensor_parallel_state(rank, world, sequence_parallel)
     # Another padding than on one rank: 2 x 40 rows, so that the second rank's padding is not a whole shard.
-    return [_step(changes, state, padding=80, compiled=compiled) for changes in forms]
+    return [_step(changes, state, padding=80, backend=backend) for changes in forms]
 
 
 def _compare(forms: list[dict[str, Any]], ranks: list[list[Outcome]]) -> None:
@@ -101,7 +102,16 @@ def test_equal_to_one_rank(sequence_parallel: bool) -> None:
 
 def test_equal_to_one_rank_when_blocks_are_compiled() -> None:
     forms = [NEOX, FORMS[5], FORMS[9]]
-    _compare(forms, run_distributed(_steps, 2, forms, True, True, timeout=240))
+    _compare(forms, run_distributed(_steps, 2, forms, True, "aot_eager", timeout=240))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_equal_to_one_rank_with_the_code_that_inductor_makes(sequence_parallel: bool) -> None:
+    """Its own lowering of collectives: buffers that it reuses in place, where it waits, what it moves across them."""
+    forms = [{**LLAMA, "checkpoint_policy": "selective" if sequence_parallel else "none"}]
+    _compare(forms, run_distributed(_steps, 2, forms, sequence_parallel, "inductor", timeout=580))
 
 
 def _count_graphs(rank: int, world: int) -> list[int]:
@@ -149,3 +159,26 @@ def test_dropout_agrees_where_tensors_are_replicated_and_differs_where_they_are_
     assert first.float().mean().item() == pytest.approx(0.5, abs=0.06)
     assert not torch.equal(heads, other_heads)
     assert loss == other_loss
+
+
+def _masked(rank: int, world: int, sequence_parallel: bool) -> list[tuple[tuple[int, int, int] | None, float, Tensor]]:
+    """(what is compiled, loss, a gradient) with dropout, without and with compilation, from the same random state."""
+    state = _tensor_parallel_state(rank, world, sequence_parallel)
+    outcomes = []
+    for compiled in (False, True):
+        network = build(tiny(**LLAMA, hidden_dropout=0.2, attention_dropout=0.2), state, padding=80)
+        counts = compile_blocks(network, backend="aot_eager") if compiled else None
+        tokens, positions, targets = batch()
+        torch.manual_seed(4)
+        loss = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor(0.1)))
+        loss.backward()
+        outcomes.append((counts, loss.item(), network.sequential[1].mlp.linear2.weight.grad))
+    return outcomes
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_blocks_are_compiled_around_masks_that_ranks_agree_on(sequence_parallel: bool) -> None:
+    for (_, loss, gradient), (counts, again, traced) in run_distributed(_masked, 2, sequence_parallel, timeout=120):
+        assert counts == (0, 2, 0)
+        assert again == loss
+        torch.testing.assert_close(traced, gradient)

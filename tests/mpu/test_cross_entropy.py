@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.errors import UserError
 from megatron.mpu import cross_entropy
-from megatron.mpu.cross_entropy import Projection, linear_cross_entropy, weighted_linear_cross_entropy
+from megatron.mpu.cross_entropy import Projection, ZLoss, linear_cross_entropy, weighted_linear_cross_entropy
+from megatron.mpu.product_sums import add_product
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from tests.distributed import run_distributed
+from tests.product_sums import Shapes, summing
 
 pytestmark = pytest.mark.cpu
 
@@ -212,6 +214,41 @@ def test_chunks_are_summed_in_fp32() -> None:
     assert ((weight.grad.double() - reference).abs().max() / reference.abs().max()) < 5e-3
 
 
+@pytest.fixture
+def sums() -> Iterator[Shapes]:
+    with summing() as calls:
+        yield calls
+
+
+def test_chunks_are_added_in_the_product(sums: Shapes, compiled: bool) -> None:
+    """Once per chunk, to sums in fp32 of the real vocabulary's rows; of fp32 weights by torch's own product."""
+    hidden, weight, targets, grad = case(torch.bfloat16)
+    wanted = expected(hidden, weight, targets, grad)
+    for got in both_ways(hidden, weight, targets, grad, SINGLE, 7, compiled):
+        for value, reference in zip(got, wanted, strict=True):
+            assert (value.double() - reference).abs().max() / reference.abs().max() < 2e-2
+    chunks = [(VOCAB, min(7, TOKENS - start), HIDDEN) for start in range(0, TOKENS, 7)]
+    assert sums == 2 * [(*chunks[0], 0), *chunks[1:]]
+    sums.clear()
+    both_ways(*(x.float() for x in case(torch.bfloat16)[:2]), targets, grad, SINGLE, 7, compiled)
+    assert sums == []
+
+
+def test_a_product_that_adds_rounds_nothing_but_the_sum(sums: Shapes) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, generator=generator).bfloat16() for size in ((5, 9), (9, 4)))
+    exact, rounded, total = torch.ones(5, 4, dtype=torch.float64), torch.ones(5, 4), torch.ones(5, 4)
+    for _ in range(20):
+        exact += a.double() @ b.double()
+        rounded += a.mm(b)
+        add_product(total, a, b)
+    for kind in (torch.float32, torch.bfloat16):  # the first: whatever memory held
+        written = torch.full((5, 4), torch.nan)
+        add_product(written, a.to(kind), b.to(kind), first=True)
+        torch.testing.assert_close(written, a.float() @ b.float(), rtol=0.01, atol=0.05)
+    assert (total - exact).abs().max() < 1e-5 * exact.abs().max() < 0.1 * (rounded - exact).abs().max()
+
+
 def test_weights_below_the_range_of_fp16_keep_their_gradient() -> None:
     """1 / (number of tokens) underflows fp16; the loss scale that saves it only arrives in backward."""
     hidden, weight, targets, _ = case(torch.float16)
@@ -331,3 +368,44 @@ def test_targets_outside_the_vocabulary_are_refused(bad: int) -> None:
     ):
         with pytest.raises(UserError, match="outside the vocabulary of 67"):
             call()
+
+
+def _z_gradients(rank: int, world: int, compiled: bool) -> tuple[Tensor, ...]:
+    """(value, Σ weights · logsumexp², gradients of hidden, this rank's weight and bias) with a z-loss."""
+    state = ParallelState.build(Topology({"pipe": 1, "data": 1, "model": world}), rank, torch.device("cpu"))
+    hidden, weight, targets, grad = case()
+    rows = padded_vocab(world)
+    mine = slice(rank * rows // world, (rank + 1) * rows // world)
+    part = pad(weight, rows)[mine].clone().requires_grad_()
+    bias = pad(some_bias(), rows)[mine].clone().requires_grad_()
+    hidden.requires_grad_()
+    z_loss = ZLoss(Z_WEIGHT, torch.device("cpu"))
+    projection = Projection(VOCAB, state, 7, compiled, softcap=3.0, z_loss=z_loss)
+    value, _ = weighted_linear_cross_entropy(hidden, part, targets, grad, projection, bias)
+    value.backward()
+    with torch.no_grad():  # an evaluation does not count
+        weighted_linear_cross_entropy(hidden, part, targets, grad, projection, bias)
+    return value.detach(), z_loss.total, hidden.grad, part.grad, bias.grad
+
+
+Z_WEIGHT = 0.05
+
+
+@pytest.mark.parametrize(("world", "compiled"), [(1, False), (3, False), (1, True)])
+def test_z_loss(world: int, compiled: bool) -> None:
+    """In the gradient, in fp64, and beside the value; 3 ranks: one of them holds padding alone."""
+    hidden, weight, targets, grad = case()
+    inputs = [x.requires_grad_() for x in (hidden, weight, some_bias())]
+    logits = 3.0 * torch.tanh((inputs[0] @ inputs[1].T + inputs[2]) / 3.0)
+    plain = (F.cross_entropy(logits, targets, reduction="none") * grad).sum()
+    squares = (torch.logsumexp(logits, -1).square() * grad).sum()
+    wanted = torch.autograd.grad(plain + Z_WEIGHT * squares, inputs)
+    ranks = run_distributed(_z_gradients, world, compiled, timeout=120)
+    for value, total, hidden_gradient, *_ in ranks:
+        torch.testing.assert_close(value, plain.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(total.double(), squares.detach(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(hidden_gradient, wanted[0], rtol=1e-10, atol=1e-12)
+    for place, full in ((3, wanted[1]), (4, wanted[2])):
+        found = torch.cat([rank[place] for rank in ranks])
+        torch.testing.assert_close(found[:VOCAB], full, rtol=1e-10, atol=1e-12)
+        assert not found[VOCAB:].any()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -92,11 +91,13 @@ def reached(rank: int, world: int, dp: int, tp: int, ep: int) -> dict[str, Any]:
             ranks = [0] * group.size()
             torch.distributed.all_gather_object(ranks, rank, group=group)
         groups[name] = ranks
-    part = owned.gather_experts(module.experts.detach(), sharding.spec_of(module.experts), state)
+    parts = [module.experts.detach()] * ep
+    if ep > 1:
+        torch.distributed.all_gather_object(parts, parts[0], group=state.group("expert"))
     counted = [p.detach().square().sum() for p in module.parameters() if owned.is_owned(sharding.spec_of(p), state)]
     return {
         **groups,
-        "part": part,
+        "part": torch.cat(parts),
         "tp": state.tp_rank,
         "count": owned.count_parameters(module, state),
         "norm": float(owned.sum_owned(torch.stack([*counted, torch.zeros(())]).sum(), state).sqrt()),
@@ -198,25 +199,3 @@ def test_one_expert_at_a_time_is_drawn() -> None:
     sharding.bind(module, 2)
     initial_weights.initialize(module, 1, state)
     assert drawn == [(3, 2)] * (EXPERTS // 4)
-
-
-def gathered_where_needed(rank: int, world: int) -> tuple[Tensor, list[tuple[int, ...]]]:
-    """What comes back, and the sizes of what came over the wire."""
-    state = ParallelState.build(Topology({"pipe": 1, "data": world, "model": 1}), rank, "cpu", ep_size=world)
-    local = layer(state).experts.detach()
-    sizes: list[tuple[int, ...]] = []
-    broadcast = torch.distributed.broadcast
-
-    def watched(x: Tensor, **named: Any) -> Any:
-        sizes.append(tuple(x.shape))
-        return broadcast(x, **named)
-
-    with mock.patch.object(torch.distributed, "broadcast", watched):
-        return owned.gather_experts(local, spec(), state, needed=rank == 1), sizes
-
-
-def test_experts_are_gathered_piece_by_piece_and_only_where_they_are_needed() -> None:
-    full = whole()
-    for rank, (found, sizes) in enumerate(run_distributed(gathered_where_needed, 4)):
-        assert torch.equal(found, full if rank == 1 else full[2 * rank : 2 * rank + 2])
-        assert sizes == [(2, 3, 2)] * 4

@@ -120,3 +120,19 @@ def test_sequence_parallel_needs_divisible_samples(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="seq_length 30 .*model_parallel_size 4; .*28 or 32"):
         derived(tmp_path, sequence_parallel=True, model_parallel_size=4, seq_length=30)
     assert derived(tmp_path, sequence_parallel=True, model_parallel_size=4).parallel.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    ("key", "bad", "good"),
+    [
+        ("distributed_timeout", (-3, 0, 1e8, 1e300), (0.5, 9e7)),
+        ("collective_timeout", (1e8, 1e300), (-1, 0, 9e7)),
+        ("watchdog_seconds", (1e8, 1e300), (-1, 0, 9e7)),
+    ],
+)
+def test_seconds_of_waiting_are_checked_with_the_rest(key: str, bad: tuple, good: tuple, tmp_path: Path) -> None:
+    for value in bad:
+        with pytest.raises(UserError, match=rf"a\.yml:[0-9]+: {key}: must be .*below 1e\+08"):
+            derived(tmp_path, **{key: value})
+    for value in good:
+        assert derived(tmp_path, **{key: value}).get(key) == value

@@ -86,7 +86,26 @@ def test_zero(tmp_path: Path) -> None:
             {"optimizer": {"type": "adamm"}},
             "'adamm' .*'adam'.*: adam, adamw, .*, lion, .*, sgd, sm3",
         ),
-        ({"optimizer": {"type": "Muon"}}, "Muon is not available: "),
+        ({"optimizer": {"type": "Adafactor"}}, "optimizer.type: Adafactor .*rows .*muon or lion"),
+        ({"optimizer": {"type": "sophia"}}, "optimizer.type: sophia .*Hessian .*adamw"),
+        ({"optimizer": {"type": "schedule_free"}}, "optimizer.type: schedule_free .*ema_decay"),
+        ({"optimizer": {"type": "Muon"}, "zero_stage": 2}, "optimizer.type: muon .*stage 2 .*stage 1"),
+        ({"optimizer": {"type": "Muon"}, "precision": "fp16"}, "optimizer.type: muon .*bfloat16"),
+        ({"optimizer": {"type": "Muon"}, "use_mup": True, "mup_base_hidden_size": 16}, "muon .*use_mup"),
+        (
+            {"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+            "optimizer.type: muon .*offload_optimizer",
+        ),
+        (
+            {"optimizer": {"type": "Muon"}, "precision": "bfloat16", "data_types": {"grad_accum_dtype": "bf16"}},
+            "optimizer.type: muon .*grad_accum_dtype",
+        ),
+        (
+            {"optimizer": {"type": "Muon"}, "zero_stage": 1, "num_gpus": 2},
+            "muon .*stage 1 .*0, or engine: native",
+        ),
+        ({"optimizer": {"type": "Muon", "params": {"ns_steps": 0}}}, "params.ns_steps: must be 1 to 100, is 0"),
+        ({"optimizer": {"type": "Muon", "params": {"adjust_lr_fn": "rms"}}}, "adjust_lr_fn: 'rms' .*match_rms_adamw"),
         ({"optimizer": {"type": "SM3", "params": {"beta": 1.0}}}, r"optimizer\.params\.beta: must be in \[0, 1\)"),
         (
             {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
@@ -107,7 +126,7 @@ def test_zero(tmp_path: Path) -> None:
         ({"fp32_allreduce": True, "communication_data_type": "bf16"}, "fp32_allreduce is set"),
         (
             {"warmup": 2000, "train_iters": 8000},
-            r"warmup: .*not 2000: .*0\.25",
+            "warmup: .*not 2000: .* write 2000 steps",
         ),
         ({"lr_decay_fraction": 1.5}, "lr_decay_fraction: is a fraction"),
         ({"min_lr": 0.1}, "min_lr: 0.1 is above lr 0.001"),
@@ -305,3 +324,22 @@ def test_what_sm3_takes_its_maxima_over(tensor: int, stage: int, said: str | Non
     args = derived(tmp_path, facts=Facts(num_devices=2), **keys, model_parallel_size=tensor)
     notes = [note for note in args.notes if "SM3" in note]
     assert len(notes) == (said is not None) and all(said in note for note in notes if said)
+
+
+@pytest.mark.parametrize(
+    ("entry", "named"),
+    [
+        ({"match": "*.bias", "wieght_decay": 0}, ["entry 1", "'wieght_decay'", "'weight_decay'"]),
+        ({"match": "*.bias", "lr_mult": -1}, ["entry 1", "lr_mult", "-1"]),
+        ({"match": "*.bias", "weight_decay": True}, ["entry 1", "weight_decay", "True"]),
+        ({"match": "*.bias", "freeze": 1}, ["entry 1", "freeze", "1"]),
+        ({"match": [], "freeze": True}, ["entry 1", "match", "[]"]),
+        ({"freeze": True}, ["entry 1", "match", "None"]),
+        ({"match": "*.bias"}, ["entry 1", "*.bias", "freeze"]),
+    ],
+)
+def test_a_wrong_entry_of_parameter_groups_is_named(entry: dict, named: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        derived(tmp_path, parameter_groups=[{"match": "*", "lr_mult": "1e-1"}, entry])
+    assert ".yml:" in str(refused.value)
+    assert all(part in str(refused.value) for part in ["parameter_groups", *named])

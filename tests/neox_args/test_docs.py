@@ -35,6 +35,14 @@ def test_the_command_writes_them(tmp_path: Path) -> None:
     assert {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "docs").iterdir()} == documents()
 
 
+@pytest.mark.parametrize(("flag", "code"), [("--help", 0), ("--no-such", 2)])
+def test_a_flag_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, code: int) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main([flag])
+    assert end.value.code == code and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("changes", "said", "silent"),
     [

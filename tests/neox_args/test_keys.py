@@ -23,6 +23,7 @@ NEOX = {name: ast.literal_eval(default) for name, _, default in (line.split("\t"
 OTHER_DEFAULTS = {
     "gradient_accumulation_steps": None,
     "communication_data_type": None,
+    "fp32_allreduce": True,
     "mamba_selective_scan_fusion": None,
     "mamba_causal_conv_fusion": None,
 }

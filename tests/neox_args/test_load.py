@@ -258,6 +258,7 @@ def test_sources_and_explain(tmp_path: Path) -> None:
     assert "gradient_clipping = 1.0" in text and "default: 1.0" in text and "GPT-NeoX" in text
     assert re.search("choices: .*learned.* rotary", args.explain("pos_emb"))
     assert "no effect" in args.explain("clip_grad")
+    assert "differs from GPT-NeoX: " in args.explain("fp32_allreduce")
     assert "not available" in args.explain("soft_prompt_tuning")
     with pytest.raises(UserError, match="Did you mean 'num_layers'"):
         args.explain("num_layer")

@@ -28,7 +28,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": "Adma"}}, "optimizer.type: 'Adma' .*'adam'"),
     ({"lr": -1}, "lr: must be 0 or more, is -1"),
     ({"train_batch_size": 7}, "train_batch_size: 7 is not a multiple of micro 4"),
-    ({"warmup": 20}, "warmup: .*not 20: for 20 steps write 0.2$"),
+    ({"warmup": 20}, "warmup: .*not 20: for 20 steps write 20 steps$"),
     ({"split": "a"}, "split: 'a' "),
     ({"save_everything": True}, "unknown key 'save_everything'"),
     ({"eval_iters": -1}, "eval_iters: must be 0 .*is -1"),

@@ -15,15 +15,26 @@ from tests.neox_args.helpers import derived, loaded
 
 pytestmark = pytest.mark.cpu
 
-WHOLE = {"path": "a", "iteration": None, "data": "continue", "optimizer": "keep", "step": "continue"}
+WHOLE = {
+    "path": "a",
+    "iteration": None,
+    "data": "continue",
+    "optimizer": "keep",
+    "step": "continue",
+    "vocab": "keep",
+    "layer_map": None,
+}
+RESET = {"path": "a", "optimizer": "reset"}
 
 
 def test_what_is_left_out_continues(tmp_path: Path) -> None:
     args = derived(tmp_path, init_from={"path": "a"})
     assert args.checkpoint.init_from == WHOLE and derive(args).checkpoint.init_from == WHOLE
     assert derive(NeoXArgs.from_saved(args.to_dict())).checkpoint.init_from == WHOLE
-    given = {"path": "a", "iteration": 5, "data": "restart", "optimizer": "reset", "step": "restart"}
-    assert derived(tmp_path, init_from=given).checkpoint.init_from == given
+    given = {"path": "a", "iteration": 5, "data": "restart", "optimizer": "reset", "step": "restart", "vocab": "resize"}
+    args = derived(tmp_path, init_from={**given, "layer_map": [0, 0, 1]}, num_layers=3)
+    assert args.checkpoint.init_from == {**given, "layer_map": [0, 0, 1]}
+    assert derive(NeoXArgs.from_saved(args.to_dict())).checkpoint.init_from == {**given, "layer_map": [0, 0, 1]}
     assert derived(tmp_path).checkpoint.init_from is None
 
 
@@ -49,6 +60,12 @@ def test_keys_from_the_command_line(tmp_path: Path) -> None:
         ({"init_from": WHOLE, "no_load_optim": True}, "no_load_optim: init_from is set too.*init_from.optimizer=reset"),
         ({"init_from": WHOLE, "iteration": 0}, "iteration: init_from is set too.*init_from.iteration"),
         ({"init_from": WHOLE, "save": "./a/"}, r"save: .*init_from\.path"),
+        ({"init_from": {"path": "a", "vocab": "resize"}}, r"vocab: resize .*init_from\.optimizer=reset"),
+        ({"init_from": {"path": "a", "layer_map": [0]}}, r"layer_map .*init_from\.optimizer=reset"),
+        ({"init_from": {"path": "a", "vocab": 8}}, "init_from.vocab: .*keep, resize"),
+        ({"init_from": {**RESET, "layer_map": [0, 0, 1]}, "num_layers": 2}, "3 entries, num_layers is 2"),
+        ({"init_from": {**RESET, "layer_map": [0, -1]}, "num_layers": 2}, "init_from: layer_map: -1 "),
+        ({"init_from": {**RESET, "layer_map": ["a"]}, "num_layers": 2}, r"init_from\.layer_map"),
     ],
     ids=str,
 )

@@ -8,7 +8,8 @@ from megatron.errors import UserError
 from megatron.mpu.sharding import ParamSpec, parameter, zeros
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.optimizer_params import optimizer_params
-from megatron.optim.groups import parameter_groups
+from megatron.neox_arguments.parameter_rules import parse_rules
+from megatron.optim.groups import freeze_parameters, parameter_groups
 from megatron.optim.optimizers import build_optimizer
 
 pytestmark = pytest.mark.cpu
@@ -120,3 +121,24 @@ def test_weights_decay_and_vectors_do_not():
     groups = parameter_groups([matrix, embedding, bias], weight_decay=0.1, matrix_lr_mult=0.5)
     found = {id(p): (g["weight_decay"], g["lr_mult"]) for g in groups for p in g["params"]}
     assert found == {id(matrix): (0.1, 0.5), id(embedding): (0.1, 1.0), id(bias): (0.0, 1.0)}
+
+
+def test_embeddings_decay_unless_told_otherwise_and_rules_win_in_order():
+    state = ParallelState.single()
+    table = parameter(ParamSpec(shape=(5, 3), init=zeros, kind="embedding", name="0.word_embeddings.weight"), state)
+    head = parameter(ParamSpec(shape=(5, 3), init=zeros, kind="embedding", name="5.final_linear.weight"), state)
+    bias = parameter(ParamSpec(shape=(3,), init=zeros, name="2.mlp.bias"), state)
+    rules = parse_rules(
+        [
+            {"match": ["2.*", "5.*"], "lr_mult": 0.25, "weight_decay": "1e-2"},
+            {"match": "*.bias", "weight_decay": 0.5},
+            {"match": "0.*", "freeze": True},
+            {"match": "0.word*", "freeze": False},
+        ]
+    )
+    freeze_parameters([table, head, bias], rules)
+    groups = parameter_groups([table, head, bias], weight_decay=0.1, decay_embeddings=False, rules=rules)
+    found = {id(p): (g["weight_decay"], g["lr_mult"]) for g in groups for p in g["params"]}
+    assert found == {id(table): (0.0, 1.0), id(head): (0.01, 0.25), id(bias): (0.5, 0.25)}
+    freeze_parameters([table], rules[:3])
+    assert not table.requires_grad and parameter_groups([table], weight_decay=0.1) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from megatron.data.loader import StepLoader
 from megatron.data.view.origin import samples_with
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.plan.inspect_run import RunData, Steps, _known_steps, open_run
 from megatron.run.data import collate_rules, open_data
 from tests.checkpoint.starts import put
@@ -229,6 +231,16 @@ def test_steps_where_checkpoints_know_of_other_batch_sizes() -> None:
         assert {steps.step_of(sample) for sample in steps.samples(step)} == {step}
     with pytest.raises(UserError, match=r"steps 0 and 10 .*\(44 samples in 10 steps\)"):
         Steps(8, ((0, 0), (10, 44))).samples(3)
+
+
+def test_steps_of_a_growing_batch_where_checkpoints_agree_with_it() -> None:
+    """They do up to step 6; then somebody trained with 3 samples per step."""
+    steps = Steps(8, ((0, 0), (6, 20), (8, 26)), BatchPlan(((0, 2), (4, 6), (9, 8))))
+    sizes = [2, 2, 2, 2, 6, 6, 3, 3, 6, 8, 8]
+    first = list(accumulate(sizes, initial=0))
+    assert [steps.samples(k) for k in range(11)] == [range(*pair) for pair in pairwise(first)]
+    for step in range(11):
+        assert {steps.step_of(sample) for sample in steps.samples(step)} == {step}
 
 
 def checkpoint(save: Path, step: int, consumed: int) -> Checkpoint:

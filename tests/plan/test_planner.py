@@ -118,6 +118,8 @@ def test_checkpoint_plan(run_config: Path, tmp_path: Path) -> None:
         "checkpoints",
     )
     assert ", 3 kept: " in lines[2]  # 90, 100 and the explicit 5
+    every = ("checkpoint_factor=50", "temporary_checkpoint_minutes=15")
+    assert ", 3 kept: " in section(dry_run(run_config, save, *every), "checkpoints")[2]  # 50, 100 and a temporary one
     lines = section(dry_run(run_config, save, "checkpoint_scale=log", "checkpoint_factor=2"), "checkpoints")
     assert "after steps 1, 2, 4, 8, 16, 32, 64, 100 " in lines[1]
     assert section(dry_run(run_config), "checkpoints")[1].startswith("nothing is saved")
@@ -198,10 +200,11 @@ def test_every_shipped_mixture_dry_runs(
 def test_the_command_is_quick_exits_0_or_2_and_imports_no_torch(run_config: Path) -> None:
     (run_config.parent / "train.py").touch()
     code = (
-        "import runpy, sys\n"
+        "import atexit, runpy, sys\n"
+        "heavy = {'torch', 'deepspeed', 'transformers'}\n"
+        "atexit.register(lambda: print('heavy:', sorted(heavy & set(sys.modules))))\n"
         f"sys.argv = ['deepy.py', 'train.py', {str(run_config)!r}, '--dry-run', *sys.argv[1:]]\n"
-        f"try: runpy.run_path({str(ROOT / 'deepy.py')!r}, run_name='__main__')\n"
-        "finally: print('heavy:', sorted({'torch', 'deepspeed', 'transformers'} & set(sys.modules)))\n"
+        f"runpy.run_path({str(ROOT / 'deepy.py')!r}, run_name='__main__')\n"
     )
     env = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
 

@@ -28,6 +28,7 @@ STYLES = {
     ],
 }
 VOCAB = 99
+BUCKET = "zero_optimization.reduce_bucket_size=10"
 
 
 def derived(folder: Path, ranks: int, *overrides: str) -> NeoXArgs:
@@ -77,15 +78,18 @@ def test_weights_gradients_and_optimizer_in_fp32_and_bf16(tmp_path: Path) -> Non
     # bf16 over 2 ranks: ZeRO 1; gradients accumulate in fp32, masters and moments are shared out
     half = memory(derived(tmp_path, 2, "precision=bfloat16"))
     assert (half.weights, half.gradients, half.optimizer) == (2000, 4000, 12000 / 2)
-    assert memory(derived(tmp_path, 2, "precision=bfloat16", "data_types.grad_accum_dtype=bf16")).gradients == 2000
+    in_bf16 = ("precision=bfloat16", "data_types.grad_accum_dtype=bf16", BUCKET)  # in DeepSpeed's own optimizer
+    assert memory(derived(tmp_path, 2, *in_bf16)).gradients == max(2 * (1000 + 10), (2 + 4) * 500)
 
 
 @pytest.mark.parametrize(
-    ("stage", "expected"), [(0, (4000, 4000, 8000)), (1, (4000, 4000, 2000)), (2, (4000, 1000, 2000)), (3, (1000,) * 2)]
+    ("stage", "expected"),
+    [(0, (4000, 4000, 8000)), (1, (4000, 4040, 3000)), (2, (4000, 2040, 3000)), (3, (1000, 2040, 3000))],
 )
 def test_zero_divides_by_data_ranks(tmp_path: Path, stage: int, expected: tuple[int, ...]) -> None:
-    found = memory(derived(tmp_path, 4, f"zero_optimization.stage={stage}"))
-    assert (found.weights, found.gradients, found.optimizer)[: len(expected)] == expected
+    """Its optimizers have masters in fp32 too, and their buckets' elements are four bytes in fp32."""
+    found = memory(derived(tmp_path, 4, f"zero_optimization.stage={stage}", BUCKET))
+    assert (found.weights, found.gradients, found.optimizer) == expected
 
 
 EXPERTS = ("moe_num_experts=8", "moe_router_type=topk", "moe_top_k=2", "moe_intermediate_size=24")

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import tokenizers
 import yaml
 
-from megatron.errors import UserError
+from megatron.errors import LostRankError, UserError
+from megatron.run import train as run_module
 from megatron.run.start import TokenizerIdentity
 from megatron.tokenizer import create_tokenizer
-from tests.training.runs import KEYS, Faults, corpus, run
+from megatron.training.callback import Callback
+from tests.distributed import run_distributed
+from tests.training.runs import KEYS, Faults, corpus, process_of, run
 from tests.training.tiny import Layout
 
 pytestmark = pytest.mark.cpu
@@ -25,6 +31,20 @@ UNHEALTHY = re.compile(r"traceback|exception|error:", re.IGNORECASE)
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def test_bits_per_byte_are_the_same_at_every_layout(tmp_path, data):
+    found = []
+    for layout in (Layout(), Layout(pp=2, dp=2)):
+        keys = {"data_path": data, "save": str(tmp_path / f"pp{layout.pp}"), "eval_iters": 1, "train_iters": 1}
+        run({**keys, "callbacks": {"checkpointer": False}}, layout)
+        metrics = [json.loads(line) for line in Path(keys["save"], "metrics.jsonl").read_text().splitlines()]
+        found.append(
+            [(m["validation/bits_per_byte"], m["validation/lm_loss"]) for m in metrics if "validation/lm_loss" in m]
+        )
+    assert found[0] == [pytest.approx(one, rel=1e-5) for one in found[1]]
+    # A token is a byte, but for the ends of documents, which are about one in 50.
+    assert all(1.0 < bits * math.log(2) / loss < 1.1 for bits, loss in found[0])
 
 
 def test_console_and_run_folder(tmp_path, data, capsys):
@@ -122,3 +142,48 @@ def test_a_run_is_not_continued_with_other_token_ids(tmp_path):
     with pytest.raises(UserError, match="another tokenizer"):
         TokenizerIdentity(tokenizer("b", "a"), allow=False).load_state_dict(saved)
     TokenizerIdentity(tokenizer("b", "a"), allow=True).load_state_dict(saved)
+
+
+class FailsIn(Callback):
+    """Raises in a hook, or in a function of the run before there is an engine, and notes what it hears of."""
+
+    def __init__(self, place, error):
+        self.place, self.failure, self.heard = place, error, []
+
+    def fail(self, place):
+        if place == self.place:
+            raise self.failure
+
+    def start(self, trainer):
+        self.fail("start")
+
+    def before_step(self, trainer):
+        self.fail("before_step")
+
+    def error(self, trainer, error):
+        self.heard.append((type(error), trainer.state.rank, trainer.step))
+
+
+def fail_in(place, keys, folder):
+    """What callbacks hear of a run that fails in this place, and the state in `status.json`."""
+    lost, callbacks = place == "build_engine", run_module.build_callbacks
+    callback = FailsIn(place, RuntimeError("Connection reset by peer" if lost else "CUDA out of memory"))
+    process = process_of(0, keys, Layout())
+    with mock.patch.object(run_module, "build_callbacks", lambda *a: [callback, *callbacks(*a)]):
+        with mock.patch.object(run_module, place, lambda *a: callback.fail(place), create=True):
+            with pytest.raises(LostRankError if lost else RuntimeError):
+                run_module.train(process)
+    return callback.heard, json.loads((folder / "status.json").read_text())["state"]
+
+
+def fail_in_each(rank, world, *arguments):
+    return {place: fail_in(place, *arguments) for place in ("build_model", "build_engine", "start", "before_step")}
+
+
+def test_callbacks_hear_once_of_an_error_before_there_is_an_engine_as_of_later_ones(tmp_path, data):
+    found = run_distributed(fail_in_each, 1, {"data_path": data, "save": str(tmp_path), "engine": "native"}, tmp_path)[
+        0
+    ]
+    once = [(RuntimeError, 0, 0)], "failed"
+    assert found == {**dict.fromkeys(found, once), "build_engine": ([(LostRankError, 0, 0)], "failed")}
+    assert len(found) == 4

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from megatron import log
+from megatron.callbacks.context import Batches
 from megatron.data.batch import StepBatch
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.errors import DeepyError
@@ -30,7 +32,7 @@ from megatron.training.callback import Callback
 from megatron.training.setup import Process
 from megatron.training.setup_deepspeed import init_deepspeed
 from tests.distributed import run_distributed
-from tests.training.tiny import LLAMA, Layout
+from tests.training.tiny import LLAMA, Layout, whole_state
 
 KEYS: dict[str, Any] = {
     **LLAMA,
@@ -62,9 +64,13 @@ class Faults:
     """What goes wrong, by the number of the step (the first is 1)."""
 
     nan_gradients: tuple[int, ...] = ()
+    huge_gradients: tuple[int, ...] = ()
+    ruined: tuple[int, int] = (0, 0)  # (step, how many times): the weights are
     all_masked: tuple[int, ...] = ()
     corrupt_weight: tuple[int, int] | None = None  # (rank, step)
     signal: tuple[int, int, int] | None = None  # (rank, step, number): the rank gets it in this step
+    slow: tuple[int, float] = (-1, 0.0)  # (rank, seconds that it takes longer to read the data of a step)
+    late: bool = False  # no fault: what a step comes to is known with the next one, as on an accelerator
 
 
 @dataclass
@@ -92,9 +98,19 @@ class Recorder(Callback):
     """Writes down the run, and makes the faults."""
 
     def __init__(self, report: Report, faults: Faults) -> None:
-        self.report, self.faults = report, faults
+        self.report, self.faults, self.ruined = report, faults, 0
+
+    def start(self, trainer: Any) -> None:
+        trainer.late = self.faults.late
 
     def before_step(self, trainer: Any) -> None:
+        if self.faults.slow[0] == trainer.state.rank:
+            time.sleep(self.faults.slow[1])
+        if self.faults.ruined[0] == trainer.step + 1 and self.ruined < self.faults.ruined[1]:
+            self.ruined += 1
+            with torch.no_grad():
+                for p in trainer.engine.params().values():
+                    p.mul_(20.0)
         if self.faults.corrupt_weight == (trainer.state.rank, trainer.step + 1):
             with torch.no_grad():
                 next(iter(trainer.engine.params().values())).view(-1)[0] += 1e-3
@@ -105,12 +121,15 @@ class Recorder(Callback):
         if trainer.step + 1 in self.faults.nan_gradients:
             for gradient in trainer.engine.grads().values():
                 gradient.fill_(torch.nan)
+        if trainer.step + 1 in self.faults.huge_gradients:
+            for gradient in trainer.engine.grads().values():
+                gradient.mul_(10.0)
 
     def after_step(self, trainer: Any, out: Any) -> None:
         self.report.steps.append(trainer.step)
         self.report.loss.append(float(out.loss))
         self.report.grad_norm.append(None if out.grad_norm is None else float(out.grad_norm))
-        self.report.skipped.append(out.skipped)
+        self.report.skipped.append(bool(out.skipped))
         self.report.lr.append(trainer.lr)
 
     def logged(self, trainer: Any, metrics: dict[str, float], step: int) -> None:
@@ -120,8 +139,8 @@ class Recorder(Callback):
         self.report.evaluated.append((trainer.step, split, metrics))
 
     def end(self, trainer: Any) -> None:
-        for name in trainer.engine.params():
-            for key, value in trainer.engine.read(name).items():
+        for name, values in whole_state(trainer.engine).items():
+            for key, value in values.items():
                 self.report.state[f"{name}/{key}"] = digest(value)
 
 
@@ -155,12 +174,12 @@ def train(rank: int, world: int, keys: dict[str, Any], layout: Layout, faults: F
 def _watched(report: Report, faults: Faults) -> Iterator[None]:
     callbacks, batches = run_module.build_callbacks, run_module.build_batches
 
-    def steps(inner: Callable[[int], Iterator[StepBatch]]) -> Callable[[int], Iterator[StepBatch]]:
-        def watched(consumed: int) -> Iterator[StepBatch]:
-            for batch in inner(consumed):
+    def steps(inner: Batches) -> Batches:
+        def watched(consumed: int = 0, step: int | None = None) -> Iterator[StepBatch]:
+            for batch in inner(consumed, step):
                 report.tokens.append([digest(sample) for sample in batch.tokens.flatten(0, 1)])
                 masked = batch.step + 1 in faults.all_masked
-                yield dataclasses.replace(batch, mask=torch.zeros_like(batch.mask)) if masked else batch
+                yield dataclasses.replace(batch, mask=torch.zeros_like(batch.mask), trained=0) if masked else batch
 
         return watched
 

@@ -27,6 +27,7 @@ def test_what_is_written_for_a_plain_config():
         "gradient_clipping": 0.0,  # we clip
         "prescale_gradients": False,
         "gradient_predivide_factor": 1.0,
+        "communication_data_type": "fp32",  # DeepSpeed's default is the model's type
         "wall_clock_breakdown": False,
         "dump_state": False,
         "zero_allow_untested_optimizer": True,
@@ -52,7 +53,7 @@ def test_what_is_written_for_a_plain_config():
         ({"train_micro_batch_size_per_gpu": 4}, "gradient_accumulation_steps", 2),
         ({"prescale_gradients": True}, "prescale_gradients", True),
         ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor", 2.0),
-        ({"fp32_allreduce": True}, "communication_data_type", "fp32"),
+        ({"precision": "bfloat16", "fp32_allreduce": False}, "communication_data_type", "bf16"),
         ({"communication_data_type": "bf16"}, "communication_data_type", "bf16"),
         ({"steps_per_print": 7}, "steps_per_print", 7),
         ({"wall_clock_breakdown": True}, "wall_clock_breakdown", True),

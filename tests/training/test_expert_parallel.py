@@ -1,7 +1,6 @@
 """Expert parallelism changes no number: the same curve at any ep x tp x pp, micro-batch and recomputation.
 
-The reference is one rank with one micro-batch, which tests/layers/test_moe* hold against plain formulas. The mutation
-tests prove that these tests see the mistakes they are there for.
+The reference is one rank with one micro-batch, which tests/layers/test_moe* hold against plain formulas.
 """
 
 from __future__ import annotations
@@ -17,59 +16,24 @@ import pytest
 import torch
 
 from megatron.callbacks.replica_check import ReplicaCheck
-from megatron.data.batch import StepBatch
 from megatron.errors import NumericsError
 from megatron.mpu.exchange import Exchange
 from megatron.mpu.state import ParallelState
 from megatron.training.compile import compile_blocks
 from tests.distributed import run_distributed
-from tests.training import runs
-from tests.training.tiny import LLAMA, NEOX, SEQUENCE, Layout, build, step_batch
+from tests.training import models, runs
+from tests.training.tiny import Layout, build, step_batch, whole_state
 
 pytestmark = pytest.mark.cpu
 
 STEPS = 20
-EXPERTS = {
-    "moe_num_experts": 8,
-    "moe_router_type": "topk",
-    "moe_top_k": 2,
-    "moe_intermediate_size": 24,
-    "moe_expert_bias": True,
-}
-MODELS = {
-    # a dense layer beside one with experts, tied, with losses of balance
-    "llama": {
-        **LLAMA,
-        **EXPERTS,
-        "moe_layers": ["dense", "moe"],
-        "moe_aux_loss_coeff": 0.02,
-        "moe_z_loss_coeff": 0.01,
-        "moe_shared_expert_size": 16,
-    },
-    # parallel residual, experts in every layer, one expert per token: many get none
-    "neox": {**NEOX, **EXPERTS, "moe_top_k": 1},
-    # dropping by document
-    "documents": {**LLAMA, **EXPERTS, "intra_document_masking": True, "moe_capacity_factor": 1.0},
-}
+MODELS = {"llama": models.MODELS["moe"], "neox": models.MODELS["moe-all"], "documents": models.MODELS["moe-documents"]}
 RECOMPUTED = {"checkpoint_activations": True}
-
-
-def with_documents(batch: StepBatch) -> StepBatch:
-    """Documents of 5, 7 and 4 tokens in each sample."""
-    lengths = torch.tensor([5, 7, 4])
-    numbers = torch.arange(3).repeat_interleave(lengths)
-    positions = torch.cat([torch.arange(int(n)) for n in lengths])
-    assert len(positions) == SEQUENCE
-    shape = batch.tokens.shape
-    return dataclasses.replace(
-        batch, doc_ids=numbers.expand(shape).contiguous(), positions=positions.expand(shape).contiguous()
-    )
 
 
 def train(rank: int, world: int, keys: dict[str, Any], layout: Layout, steps: int) -> dict[str, Any]:
     """The curve, what every weight and moment is in the end (its squared sum), and how rows travelled."""
     engine, args, lr = build(rank, keys, layout)
-    documents = with_documents if args.model.intra_document_masking else lambda batch: batch
     curve: dict[str, Any] = {"loss": [], "grad_norm": [], "least": [], "sent": []}
     plan = Exchange.plan.__func__
 
@@ -81,15 +45,15 @@ def train(rank: int, world: int, keys: dict[str, Any], layout: Layout, steps: in
 
     with mock.patch.object(Exchange, "plan", classmethod(watched)):
         for step in range(steps):
-            out = engine.train_batch(documents(step_batch(step, args, engine.state)), lr(step))
+            out = engine.train_batch(step_batch(step, args, engine.state), lr(step))
             curve["loss"].append(float(out.loss))
             curve["grad_norm"].append(float(out.grad_norm))
-        total, tokens = engine.eval_batch(documents(step_batch(99, args, engine.state)))
+        total, tokens = engine.eval_batch(step_batch(99, args, engine.state))
     curve["eval"] = [float(total) / tokens]
     curve["state"] = {
         f"{name}/{key}": float(value.double().square().sum())
-        for name in engine.params()
-        for key, value in engine.read(name).items()
+        for name, values in whole_state(engine).items()
+        for key, value in values.items()
     }
     return curve
 
@@ -131,6 +95,8 @@ COVERING = [
     ("neox", Layout(pp=2, dp=2, ep=2, micro=1), {}),
     ("llama", Layout(pp=2, dp=2, ep=2), RECOMPUTED),
     ("documents", Layout(dp=2, ep=2, micro=4), {}),
+    ("llama", Layout(dp=4, ep=2, micro=1, engine="native"), {}),
+    ("neox", Layout(dp=2, tp=2, ep=2, engine="native"), RECOMPUTED),
 ]
 MORE = [
     ("llama", Layout(pp=2, dp=2, tp=2, ep=2, sequence_parallel=True), {}),
@@ -139,6 +105,9 @@ MORE = [
     ("documents", Layout(pp=2, dp=2, ep=2, micro=1), {}),
     ("llama", Layout(dp=2, tp=2, micro=4), {}),
     ("neox", Layout(dp=2, zero=1), {}),
+    ("neox", Layout(dp=4, ep=4, micro=1, engine="native"), {}),
+    ("documents", Layout(dp=4, tp=2, ep=4, micro=1, engine="native"), {}),
+    ("llama", Layout(dp=2, tp=2, micro=4, engine="native"), {}),
 ]
 
 
@@ -170,29 +139,6 @@ def test_ranks_without_rows_and_experts_without_tokens_take_part() -> None:
     assert all(len(set(curve["sent"])) > 3 for curve in curves), "rows were never dealt out unevenly"
 
 
-MUTATIONS = [
-    "drop_expert_reduction",
-    "divide_by_ranks_that_hold_the_same",
-    "reduce_over_all_data_ranks",
-    "experts_look_replicated",
-    "norm_of_own_experts",
-    "dense_counted_by_every_expert_rank",
-    "experts_numbered_per_rank",
-    "rows_stay_sorted_by_rank",
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_mutations_are_seen(mutation: str) -> None:
-    from tests.training.expert_mutations import train_mutated
-
-    layout = Layout(dp=4, ep=2, micro=1)
-    curves = run_distributed(train_mutated, layout.world, mutation, MODELS["llama"], layout, 6, timeout=110)
-    with pytest.raises(AssertionError):
-        assert_same("llama", layout, curves)
-
-
 def train_bf16(rank: int, world: int, keys: dict[str, Any], layout: Layout, steps: int) -> Any:
     """`train`, and the types and sizes of weights, masters and gradients."""
     curve = train(rank, world, keys, layout, steps)
@@ -217,14 +163,20 @@ def train_bf16(rank: int, world: int, keys: dict[str, Any], layout: Layout, step
     ids=name_of,
 )
 def test_bf16_trains_as_one_rank_does(layout: Layout) -> None:
-    """With fp32 masters, divided among the ranks that hold the same weights."""
+    """With fp32 masters, divided among the ranks that hold the same weights.
+
+    Later steps differ by more than rounding: a token whose two best experts are nearly as good goes to the other one,
+    also on one rank in other micro-batches.
+    """
     keys = {**MODELS["llama"], "precision": "bfloat16"}
     layout = dataclasses.replace(layout, zero=1)
-    ours = run_distributed(train_bf16, 1, keys, Layout(micro=8), STEPS)[0]
+    ours, other = (run_distributed(train_bf16, 1, keys, Layout(micro=micro), STEPS)[0] for micro in (8, 1))
     for curve in run_distributed(train_bf16, layout.world, keys, layout, STEPS, timeout=110):
         assert curve["weights"] == {torch.bfloat16} and curve["gradients"] == {torch.float32}
-        assert curve["loss"] == pytest.approx(ours["loss"], rel=1e-3)
-        assert curve["grad_norm"] == pytest.approx(ours["grad_norm"], rel=2e-2)
+        for key, rounding in (("loss", 1e-3), ("grad_norm", 2e-2)):
+            rerouted = max(abs(a / b - 1) for a, b in zip(other[key], ours[key], strict=True))
+            assert curve[key][: STEPS // 2] == pytest.approx(ours[key][: STEPS // 2], rel=rounding)
+            assert curve[key] == pytest.approx(ours[key], rel=max(rounding, 3 * rerouted))
         assert curve["loss"] == pytest.approx(one_rank("llama")["loss"], rel=5e-3)
         assert curve["masters"] < curve["held"]
 
@@ -234,7 +186,7 @@ def check_replicas(rank: int, world: int, corrupt: str, at: int) -> str:
     if rank == at:
         with torch.no_grad():
             engine.params()[corrupt].view(-1)[0] += 1e-3
-    trainer: Any = SimpleNamespace(state=engine.state, engine=engine, step=1)
+    trainer: Any = SimpleNamespace(state=engine.state, engine=engine, step=1, settle=lambda: None)
     try:
         ReplicaCheck(1).after_step(trainer, None)  # type: ignore[arg-type]
     except NumericsError as error:
@@ -264,7 +216,7 @@ def train_compiled(rank: int, world: int, keys: dict[str, Any], layout: Layout, 
 
     def compiled(*arguments: Any) -> Any:
         engine, args, lr = original(*arguments)
-        assert compile_blocks(engine.module, backend="aot_eager") == args.model.num_layers
+        assert sum(compile_blocks(engine.module, backend="aot_eager")) == args.model.num_layers
         return engine, args, lr
 
     with mock.patch("tests.training.test_expert_parallel.build", compiled):
@@ -308,7 +260,7 @@ def test_an_expert_without_tokens_decays_as_it_does_on_one_rank() -> None:
 def balanced_run(folder: Path, layout: Layout, **more: Any) -> list[runs.Report]:
     folder.mkdir(exist_ok=True)
     keys = {
-        **EXPERTS,
+        **models.EXPERTS,
         "data_path": runs.corpus(folder / "data"),
         "moe_top_k": 2,
         "moe_bias_balancing_rate": 0.01,
@@ -346,6 +298,7 @@ def test_whole_runs_log_and_balance_alike_and_resume_at_another_division(tmp_pat
 def test_what_the_layout_may_change_expert_parallelism_does_not() -> None:
     """Sinkhorn, dropping, noise and dropout depend on a rank's tokens and random numbers, not on who holds experts."""
     keys = {**MODELS["neox"], "moe_router_type": "sinkhorn", "moe_capacity_factor": 1.0, "hidden_dropout": 0.1}
+    del keys["moe_aux_loss_coeff"]  # which balances top-k routing
     noisy = {**MODELS["llama"], "moe_jitter_eps": 0.1}
     for chosen in (keys, noisy):
         alone, shared = (run_distributed(train, 2, chosen, Layout(dp=2, ep=ep), STEPS)[0] for ep in (1, 2))

@@ -48,6 +48,29 @@ def test_a_streak_of_nan_gradients_ends_the_run_and_leaves_the_last_good_checkpo
         assert again.steps == [3, 4, 5, 6] and again.loss == whole.loss[2:] and again.state == whole.state
 
 
+def test_a_streak_that_is_known_a_step_late_ends_the_run_at_the_last_good_checkpoint(tmp_path, data):
+    """As on an accelerator: that step 5 was skipped is known when step 6 is under way."""
+    save, layout = tmp_path / "save", Layout(dp=2, zero=1)
+    keys = {"data_path": data, "save": str(save), "precision": "bfloat16"}
+    keys = {**keys, "checkpoint_factor": 2, "max_skipped_steps": 2, "log_interval": 3}
+    for report in run(keys, layout, Faults(nan_gradients=(4, 5), late=True)):
+        assert report.exit_code == 4 and re.search(r"\b2 updates .*iteration 5\b", report.error)
+        assert f"Last finite loss: {report.loss[2]:.4f}" in report.error
+        assert (report.steps, report.skipped) == ([1, 2, 3, 4, 5], [False] * 3 + [True] * 2)
+        assert [step for step, _ in report.logged] == [3]
+    assert steps_in(save) == [2, 4] and (save / "latest").read_text().strip() == "global_step2"
+    # A checkpoint knows of all its steps: written at 4, it has the first of the streak.
+    state = torch.load(save / "global_step4" / "mp_rank_00_model_states.pt", weights_only=True)
+    assert state["skipped_steps"] == 1
+    status = json.loads((save / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 4, 6)
+    straight = run({**keys, "save": None}, layout)
+    for again, whole in zip(run(keys, layout, Faults(late=True)), straight, strict=True):
+        assert again.exit_code == 0 and again.steps == [3, 4, 5, 6]
+        assert again.loss == whole.loss[2:] and again.state == whole.state
+        assert again.logged[-1][1]["train/lm_loss"] == whole.logged[-1][1]["train/lm_loss"]
+
+
 @pytest.mark.parametrize("keys", [{}, {"precision": "bfloat16"}], ids=str)
 def test_one_skipped_step_leaves_the_weights_and_moves_the_schedule_on(tmp_path, data, keys):
     save = tmp_path / "save"

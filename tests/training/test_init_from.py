@@ -214,6 +214,7 @@ def test_later_starts_continue_and_remember_where_from(paths, phase1, tmp_path, 
     assert again.steps == [5, 6]
     assert f"init_from: {folder})" in capsys.readouterr().out
     taken = {"path": folder, "iteration": 2, "data": "continue", "optimizer": "keep", "step": "continue"}
+    taken |= {"vocab": "keep", "layer_map": None}
     assert manifest(tmp_path / "save", 6)["config"]["init_from"] == taken
     assert yaml.safe_load((tmp_path / "save" / "resolved.yml").read_text())["init_from"] == taken
     # The latest is written down by its number, so that the record still tells it when more has come.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed import run_distributed
-from tests.training.tiny import NEOX, Layout, build, step_batch
+from tests.training.tiny import NEOX, Layout, build, step_batch, whole_state
 
 pytestmark = pytest.mark.cpu
 
@@ -32,10 +32,6 @@ def _train(built: tuple[Any, Any, Any], steps: range) -> Curve:
     return curve
 
 
-def _everything(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: {key: x.clone() for key, x in engine.read(name).items()} for name in engine.params()}
-
-
 def _with_a_bad_step(built: tuple[Any, Any, Any]) -> tuple[Curve, dict[str, dict[str, torch.Tensor]]]:
     """Curve and state of five steps, the third of which is skipped because a gradient is not finite."""
     engine = built[0]
@@ -48,7 +44,7 @@ def _with_a_bad_step(built: tuple[Any, Any, Any]) -> tuple[Curve, dict[str, dict
     engine.before_update = spoil
     curve += _train(built, range(2, 3))
     engine.before_update = None
-    return curve + _train(built, range(3, 5)), _everything(engine)
+    return curve + _train(built, range(3, 5)), whole_state(engine)
 
 
 def _offloaded(rank: int, world: int) -> list[tuple[Any, Any]]:
@@ -89,10 +85,12 @@ def _moved(rank: int, world: int) -> dict[str, tuple[Curve, Curve]]:
         keys = {**NEOX, "optimizer": optimizer, "warmup": 0.0}
         first = _build(rank, keys, Layout(dp=2, micro=2, zero=1), zero)
         _train(first, range(2))
-        state, scalars = _everything(first[0]), first[0].scalars()
+        state, scalars = whole_state(first[0]), first[0].scalars()
         other = _build(rank, keys, Layout(dp=2, micro=1, zero=2), zero)
         for parameter, values in state.items():
-            other[0].write(parameter, values)
+            share = other[0].share(parameter)
+            mine = {key: value.view(-1)[share.start : share.stop] for key, value in values.items()}
+            other[0].write_share(parameter, mine)
         other[0].finish_writing()
         other[0].load_scalars(scalars)
         found[name] = (_train(first, range(2, 5)), _train(other, range(2, 5)))
@@ -117,3 +115,22 @@ def _without_a_rate(rank: int, world: int) -> float:
 
 def test_a_learning_rate_of_zero_changes_no_weight() -> None:
     assert run_distributed(_without_a_rate, 1, timeout=60) == [0.0]
+
+
+def _thawed(rank: int, world: int) -> dict[str, float]:
+    """How far state lies from what it is before the first step, by its name, once weights are written without it."""
+    keys = {**NEOX, "optimizer": KINDS["madgrad"], "warmup": 0.0}
+    built = _build(rank, keys, Layout(micro=2), {})
+    _train(built, range(2))
+    engine, found = built[0], dict.fromkeys(("weight", "x0", "s", "grad_sum_sq"), 0.0)
+    for name in engine.params():
+        given = torch.linspace(-1, 1, len(engine.share(name)))
+        engine.write_share(name, {"weight": given})
+        expected = {"weight": given, "x0": given}
+        for key, value in engine.read_share(name).items():
+            found[key] = max(found[key], float((value.view(-1) - expected.get(key, 0.0)).abs().max()))
+    return found
+
+
+def test_weights_without_their_state_begin_anew() -> None:
+    assert run_distributed(_thawed, 1, timeout=60) == [{"weight": 0.0, "x0": 0.0, "s": 0.0, "grad_sum_sq": 0.0}]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from megatron.training.progress import SLOW_SECONDS, Progress
-from megatron.training.watchdog import Sign, Watchdog, collective_timeout, name_silent
+from megatron.mpu.doing import Doing
+from megatron.training.progress import Progress
+from megatron.training.signs import Sign, name_awaited, name_silent
+from megatron.training.watchdog import Watchdog
 
 pytestmark = pytest.mark.cpu
 
@@ -52,6 +54,7 @@ class Rank:
 
     def __init__(self, store: dist.Store | None, rank: int, world: int, seconds: float, slow: float) -> None:
         self.progress, self.reasons, self.ended = Progress(), [], []
+        self.progress.began = True
         arguments = (seconds, rank, world, store, self.reasons.append, slow, self.end)
         self.watchdog = Watchdog(self.progress, *arguments)
 
@@ -161,8 +164,33 @@ def test_the_first_two_steps_and_steps_that_were_always_long_are_waited_for() ->
     assert [code for code, _ in rank.ended] == [5] and "the run makes no progress in step 5" in rank.reasons[0]
 
 
-def test_the_collectives_of_torch_wait_longer_than_the_watchdog() -> None:
-    for seconds in (30.0, 600.0, 7200.0):
-        timeout = collective_timeout(seconds)
-        assert timeout is not None and timeout > timedelta(seconds=max(seconds, SLOW_SECONDS))
-    assert collective_timeout(0) is None  # torch's own
+def test_a_rank_that_waits_says_for_whom_and_for_what() -> None:
+    def at(meetings: int, waited: float, doing: str = "") -> Sign:
+        return Sign(1, 0, DATA, 0.0, 60.0, False, doing, meetings, waited)
+
+    signs = {0: at(7, 120.4), 1: at(7, 3.0), 2: at(7, 100.0), 3: at(6, 0.0, "loading X (layer 12)")}
+    assert name_awaited(signs[0], signs, 4) == "waiting 120 s for rank 3 of 4: loading X (layer 12)"
+    assert name_awaited(signs[0], {**signs, 2: None}, 4).startswith("waiting 120 s for ranks 2, 3 of 4: it does not")
+    assert name_awaited(signs[0], {**signs, 3: at(7, 0.1)}, 4) is None  # it has just come
+
+
+def test_the_first_rank_that_waits_reports_it_again_and_again_and_nothing_ends_before_the_loop(
+    store: dist.Store, caplog
+) -> None:
+    state = [Doing(), Doing(), Doing()]
+    with contextlib.ExitStack() as stack:
+        for rank in range(3):
+            made = Watchdog(
+                Progress(), 0.4, rank, 3, store, print, 0.4, lambda code: 1 / 0, doing=state[rank], line_seconds=0.5
+            )
+            stack.enter_context(made)
+        stack.enter_context(state[0].now("building the sample index"))
+        state[0].detail = "3 of 7"
+        for one in state[1:]:
+            stack.enter_context(one.waiting())
+        time.sleep(2.3)
+    seconds = [re.fullmatch(LINE, message)[1] for message in caplog.messages]
+    assert 3 <= len(seconds) <= 4 and seconds[0] in "01" and seconds[-1] == "2"
+
+
+LINE = r"waiting (\d+) s for rank 0 of 3: building the sample index \(3 of 7\)"

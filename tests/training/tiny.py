@@ -15,12 +15,16 @@ import numpy as np
 import torch
 
 from megatron.data.batch import StepBatch
+from megatron.data.collate import CollateRules
+from megatron.data.loader import StepLoader
+from megatron.data.sample import IGNORE, Sample
 from megatron.mpu.owned import own_experts
 from megatron.mpu.random import stable_seed
 from megatron.mpu.sharding import named_parameters, shard
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.training.setup import Process, build_engine, build_model, build_schedule
 from megatron.training.setup_deepspeed import init_deepspeed
@@ -98,6 +102,7 @@ class Layout:
     zero: int = 0
     sequence_parallel: bool = False
     ep: int = 1
+    engine: str = "deepspeed"
 
     @property
     def world(self) -> int:
@@ -106,6 +111,7 @@ class Layout:
     @property
     def name(self) -> str:
         more = ("-sp" if self.sequence_parallel else "") + (f"-ep{self.ep}" if self.ep > 1 else "")
+        more += "-native" if self.engine == "native" else ""
         return f"pp{self.pp}dp{self.dp}tp{self.tp}-mb{self.micro}-z{self.zero}{more}"
 
     def keys(self) -> dict[str, Any]:
@@ -116,6 +122,7 @@ class Layout:
             "sequence_parallel": self.sequence_parallel,
             "expert_parallel_size": self.ep,
             "zero_optimization": {"stage": self.zero},
+            "engine": self.engine,
         }
 
 
@@ -145,38 +152,38 @@ def randomize_vectors(model: torch.nn.Module, state: ParallelState) -> None:
                 p.copy_(own_experts(shard(full, p.spec, state.tp_rank, state.tp_size), p.spec, state))
 
 
-def global_batch(step: int, all_masked: bool = False) -> tuple[np.ndarray, np.ndarray]:
+def global_batch(step: int) -> tuple[np.ndarray, np.ndarray]:
     """tokens [batch, s + 1] and the mask of targets [batch, s] of one step."""
     rng = np.random.RandomState(1000 + step)
     tokens = rng.randint(0, VOCAB, (BATCH, SEQUENCE + 1)) ** 2 // VOCAB  # low ids are likelier: something to learn
     share = np.linspace(0.05, 1.0, BATCH)[:, None]  # samples differ in how much of them is trained
     mask = (rng.rand(BATCH, SEQUENCE) < share).astype(np.float32)
     mask[step % BATCH] = 0.0  # one sample of each step trains nothing
-    return tokens, mask * (0.0 if all_masked else 1.0)
+    return tokens, mask
 
 
-def step_batch(step: int, args: NeoXArgs, state: ParallelState, all_masked: bool = False) -> StepBatch:
-    """This data rank's share: micro-batch m is the m-th block of micro x dp samples, the rank's slice of it."""
-    tokens, mask = global_batch(step, all_masked)
-    micro, gas, dp = (
-        args.training.train_micro_batch_size_per_gpu,
-        args.training.gradient_accumulation_steps,
-        state.dp_size,
+class Samples:
+    """The samples of all steps, each of three documents with borders of its own."""
+
+    def __getitem__(self, number: int) -> Sample:
+        tokens, mask = (part[number % BATCH] for part in global_batch(number // BATCH))
+        labels = np.concatenate([[IGNORE], np.where(mask > 0, tokens[1:], IGNORE)])
+        return Sample(tokens, starts=np.array([0, 4 + number % 3, 12 - number % 4]), labels=labels)
+
+
+def step_batch(step: int, args: NeoXArgs, state: ParallelState) -> StepBatch:
+    """This data rank's share of a step, as a run reads it."""
+    rules = CollateRules(SEQUENCE, intra_document_masking=args.model.intra_document_masking, vocab_size=VOCAB)
+    loader = StepLoader(
+        Samples(),  # type: ignore[arg-type]
+        micro_batch=args.training.train_micro_batch_size_per_gpu,
+        gas=args.training.gradient_accumulation_steps,
+        rules=rules,
+        dp_rank=state.dp_rank,
+        dp_size=state.dp_size,
+        plan=(plan := BatchPlan.of(args)),
     )
-
-    def mine(x: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x.reshape(gas, dp, micro, -1)[:, state.dp_rank]))
-
-    positions = torch.arange(SEQUENCE).expand(gas, micro, SEQUENCE).contiguous()
-    return StepBatch(
-        tokens=mine(tokens[:, :-1]),
-        targets=mine(tokens[:, 1:]),
-        mask=mine(mask),
-        positions=positions,
-        doc_ids=None,
-        step=step,
-        consumed=step * BATCH,
-    )
+    return loader.read(plan.samples(step), step)
 
 
 def build(rank: int, keys: dict[str, Any], layout: Layout) -> tuple[Any, NeoXArgs, Any]:
@@ -186,6 +193,28 @@ def build(rank: int, keys: dict[str, Any], layout: Layout) -> tuple[Any, NeoXArg
     model = build_model(process, args.training.seed)
     randomize_vectors(model, process.state)
     return build_engine(process, model), args, build_schedule(args)
+
+
+def whole_state(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Master weight and moments of this rank's tensor-parallel part of each parameter (with all experts), joined from
+    what each data rank answers for. Collective over the data group."""
+    mine = {
+        name: (engine.share(name), {key: value.clone() for key, value in engine.read_share(name).items()})
+        for name in engine.params()
+    }
+    everybody = [mine] * engine.state.dp_size
+    if (group := engine.state.group("data")) is not None:
+        torch.distributed.all_gather_object(everybody, mine, group=group)
+    found = {}
+    for name, p in engine.params().items():
+        shares = (shares[name] for shares in everybody)
+        pieces = sorted(((share.start, share.stop, part) for share, part in shares if share), key=lambda x: x[:2])
+        assert [start for start, _, _ in pieces] == [0, *(stop for _, stop, _ in pieces[:-1])], (
+            f"{name}: shares overlap"
+        )
+        shape = p.spec.local_shape(engine.state.tp_size)
+        found[name] = {key: torch.cat([part[key] for _, _, part in pieces]).view(shape) for key in mine[name][1]}
+    return found
 
 
 def train(rank: int, world: int, keys: dict[str, Any], layout: Layout, steps: int) -> dict[str, list[float]]:

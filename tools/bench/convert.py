@@ -26,6 +26,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from flags import positive
+
+from megatron.errors import run_cli
+
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {  # layers, hidden size, heads, width of the feed-forward
     "10M": (2, 96, 4, 256),
@@ -49,11 +55,15 @@ class Used:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1.5B", help="parameters (default 1.5B)")
-    parser.add_argument("--architecture", choices=("llama", "neox"), default="llama")
-    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
-    parser.add_argument("--tp", type=int, default=1, help="files of the checkpoint (default 1)")
+    parser.add_argument(
+        "--architecture", choices=("llama", "neox"), default="llama", help="of the model (default llama)"
+    )
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the weights (default bf16)"
+    )
+    parser.add_argument("--tp", type=positive, default=1, help="files of the checkpoint (default 1)")
     parser.add_argument("--max-shard-size", default="5GB", help="of the Hugging Face folders (default 5GB)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each step (default 3)")
+    parser.add_argument("--rounds", type=positive, default=3, help="turns of each step (default 3)")
     parser.add_argument("--folder", help="where to write (default: a temporary folder)")
     parser.add_argument("--part", nargs=3, metavar=("PART", "FROM", "TO"), help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -265,4 +275,4 @@ def equal(given: argparse.Namespace, source: Path, back: Path) -> None:
 PARTS = {"make": make, "copy": copy, "durable": durable, "equal": equal}
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

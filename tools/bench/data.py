@@ -22,6 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from flags import positive
 from loading import bench_growth, bench_packings, bench_resume
 
 from megatron.data import index_builders
@@ -29,21 +30,28 @@ from megatron.data.index_builders import build_blend, build_sample_index, fallba
 from megatron.data.index_builders.shuffle import shuffle
 from megatron.data.packing import Segment
 from megatron.data.packing.packed import packed_index
+from megatron.errors import run_cli
 
 Contender = tuple[str, Callable[[], object], float]  # name, call, share of the whole that it does
+
+PARTS = ("index", "shuffle", "blend", "packings", "growth", "resume")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=1_000_000)
-    parser.add_argument("--tokens", type=int, default=500_000_000)
-    parser.add_argument("--seq-length", type=int, default=2048)
-    parser.add_argument("--blend-samples", type=int, default=10_000_000)
-    parser.add_argument("--blend-sources", type=int, default=10)
-    parser.add_argument("--loader-samples", type=int, default=20_000)
-    parser.add_argument("--growth-samples", type=int, default=100_000)
-    parser.add_argument("--only", nargs="+", choices=("index", "shuffle", "blend", "packings", "growth", "resume"))
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--documents", type=positive, default=1_000_000, help="of the corpus (default 1,000,000)")
+    parser.add_argument("--tokens", type=positive, default=500_000_000, help="of the corpus (default 500,000,000)")
+    parser.add_argument("--seq-length", type=positive, default=2048, help="tokens of a sample (default 2048)")
+    parser.add_argument("--blend-samples", type=positive, default=10_000_000, help="of a blend (default 10,000,000)")
+    parser.add_argument("--blend-sources", type=positive, default=10, help="of a blend (default 10)")
+    parser.add_argument(
+        "--loader-samples", type=positive, default=20_000, help="that each packing loads (default 20,000)"
+    )
+    parser.add_argument(
+        "--growth-samples", type=positive, default=100_000, help="in which memory may grow (default 100,000)"
+    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="parts to measure (default: all)")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns of each; the best is shown (default 5)")
     parser.add_argument("--skip-slow", action="store_true", help="leave out the plain loops")
     args = parser.parse_args()
     if index_builders._native is None:
@@ -196,4 +204,4 @@ def plain_blend(weights: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarr
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -22,19 +22,27 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from flags import positive
+
+from megatron.errors import run_cli
+
 VOCAB = 8192
 TASKS = ("train", "prefill", "decode")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", nargs="+", choices=["mamba", "mamba2"], default=["mamba", "mamba2"])
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender (default 3, after one warm-up)")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--kind", nargs="+", choices=["mamba", "mamba2"], default=["mamba", "mamba2"], help="(default: both)"
+    )
+    parser.add_argument("--layers", type=positive, default=2, help="blocks of the model (default 2)")
+    parser.add_argument("--hidden", type=positive, default=256, help="hidden size (default 256)")
+    parser.add_argument("--batch", type=positive, default=1, help="sequences (default 1)")
+    parser.add_argument("--tokens", type=positive, default=256, help="per sequence (default 256)")
+    parser.add_argument(
+        "--rounds", type=positive, default=3, help="turns of each contender (default 3, after one warm-up)"
+    )
+    parser.add_argument("--threads", type=positive, default=1, help="of torch (default 1)")
     options = parser.parse_args()
     import torch
     from transformers.utils import logging
@@ -172,4 +180,4 @@ def timer_of(task: Callable[[], None], times: int = 1) -> Callable[[], float]:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -25,6 +25,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from flags import positive
+
+from megatron.errors import run_cli
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -50,11 +54,15 @@ Step = Callable[[], None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--precision", nargs="+", choices=["fp32", "bfloat16"], default=["fp32", "bfloat16"])
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each contender (default 7, after one warm-up)")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="(default: all)")
+    parser.add_argument(
+        "--precision", nargs="+", choices=["fp32", "bfloat16"], default=["fp32", "bfloat16"], help="(default: both)"
+    )
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="(default: both)")
+    parser.add_argument(
+        "--rounds", type=positive, default=7, help="turns of each contender (default 7, after one warm-up)"
+    )
+    parser.add_argument("--threads", type=positive, default=2, help="of torch (default 2)")
     options = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
@@ -203,4 +211,4 @@ def transformers(shape: Shape, part: str, dtype: Any, way: str, ours: Any) -> tu
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

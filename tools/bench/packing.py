@@ -24,7 +24,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from flags import positive
+
 from megatron.data.packing import PACKINGS
+from megatron.errors import run_cli
 
 # Name: (median length, sigma of its logarithm).
 LIKE = {"chat": (400, 0.9), "web": (500, 1.3)}
@@ -44,10 +47,12 @@ class Lengths:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--documents", type=int, default=1_000_000, help="for padding and building")
-    parser.add_argument("--seq-length", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=20_000_000, help="for loading")
-    parser.add_argument("--no-loading", action="store_true")
+    parser.add_argument(
+        "--documents", type=positive, default=1_000_000, help="for padding and building (default 1,000,000)"
+    )
+    parser.add_argument("--seq-length", type=positive, default=2048, help="tokens of a sample (default 2048)")
+    parser.add_argument("--tokens", type=positive, default=20_000_000, help="for loading (default 20,000,000)")
+    parser.add_argument("--no-loading", action="store_true", help="only padding and building")
     parser.add_argument("--one", nargs=2, metavar=("LIKE", "PACK_IMPL"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -114,12 +119,12 @@ def load(like: str, name: str, args: argparse.Namespace) -> list[str]:
         for _ in loader.steps():
             pass
         seconds = time.process_time() - start
-        samples = range(loader.num_steps() * loader.train_batch_size)
+        samples = range(loader.plan.samples(loader.num_steps()))
         tokens = sum(piece.length for i in samples for piece in dataset.locate(i).pieces)
         start = time.perf_counter()
-        next(loader.steps((loader.num_steps() - 1) * loader.train_batch_size))
+        next(loader.steps(loader.plan.samples(loader.num_steps() - 1)))
         return [f"{tokens / seconds / 1e6:.1f}", f"{(time.perf_counter() - start) * 1e3:.1f}"]
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

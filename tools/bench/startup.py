@@ -28,7 +28,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from flags import positive
+
 from megatron.cluster.devices import reserve_port
+from megatron.errors import run_cli
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,9 +55,9 @@ engine.step()
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each (default 5, after one warm-up)")
-    parser.add_argument("--config", default="configs/tiny.yml")
+    parser.add_argument("--ranks", type=positive, default=1, help="processes, on CPUs (default 1)")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns of each (default 5, after one warm-up)")
+    parser.add_argument("--config", default="configs/tiny.yml", help="of the run (default configs/tiny.yml)")
     parser.add_argument("--resume", action="store_true", help="resume a checkpoint, with and without its checksums")
     parser.add_argument("overrides", nargs="*", help="key=value, as for deepy.py")
     options = parser.parse_args()
@@ -142,4 +145,4 @@ def by_hand(ranks: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -33,8 +33,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from flags import positive
+
+from megatron.errors import run_cli
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 ALONE = ("gigatoken", "fastokens", "tiktoken", "tokenizers")
 PROSE = (".html", ".htm", ".txt", ".rst", ".md", ".pod", ".dz")
@@ -56,14 +61,22 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="make the corpus from the documentation in this folder")
     parser.add_argument("--vocab-file", help="GPT-2's encoder.json")
     parser.add_argument("--merge-file", help="GPT-2's vocab.bpe")
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[20, 200], metavar="N", help="of text, per table")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1], metavar="N", help="of Deepy's tool")
-    parser.add_argument("--rounds", type=int, default=3, help="the best of this many is shown")
     parser.add_argument(
-        "--slow-limit", type=float, default=50, metavar="N", help="slow encoders are left out of larger corpora"
+        "--megabytes", type=float, nargs="+", default=[20, 200], metavar="N", help="of text, per table (default 20 200)"
+    )
+    parser.add_argument(
+        "--workers", type=positive, nargs="+", default=[1], metavar="N", help="of Deepy's tool (default 1)"
+    )
+    parser.add_argument("--rounds", type=positive, default=3, help="the best of this many is shown (default 3)")
+    parser.add_argument(
+        "--slow-limit",
+        type=float,
+        default=50,
+        metavar="N",
+        help="slow encoders are left out above this many MB (default 50)",
     )
     parser.add_argument("--neox", type=Path, help="a checkout of GPT-NeoX")
-    parser.add_argument("--neox-python", default=sys.executable, help="a Python with its requirements")
+    parser.add_argument("--neox-python", default=sys.executable, help="a Python with its requirements (default: this)")
     parser.add_argument("--alone", nargs=3, metavar=("ENCODER", "TOKENIZER_JSON", "CORPUS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.alone:
@@ -227,4 +240,4 @@ def _texts_of(path: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Training speed and memory of Deepy, a hand-written torch loop and Hugging Face's Trainer, as ratios within one run.
+"""Training speed and memory of Deepy's engines, a hand-written torch loop and Hugging Face's Trainer, as ratios.
 
 The model is a GPT-NeoX-style GPT: 6 layers, 384 wide, 6 heads, vocabulary 8192 untied, sequence 512, batch 8, AdamW
 with clipping at 1.0. Contenders take turns, a few steps each, so that changes of the machine's speed affect all; the
@@ -8,8 +8,9 @@ seconds, which other processes disturb less. Peak memory is that of one process 
 
     python tools/bench/train_step.py                      # fp32 and bf16, big and small steps
     python tools/bench/train_step.py --precision fp32 --shape big --rounds 7
-    python tools/bench/train_step.py --shape long --contenders plain deepy masked masked-torch   # packed documents
+    python tools/bench/train_step.py --shape long --contenders deepy masked masked-torch   # packed documents
 
+`deepy` runs on DeepSpeed, `native` on the native engine.
 `masked` is this library with intra_document_masking and four documents to a sequence; `masked-torch` the same with a
 mask for torch's attention instead of one document after the other.
 """
@@ -33,6 +34,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from flags import positive
+
+from megatron.errors import run_cli
+
 LAYERS, HIDDEN, HEADS, VOCAB = 6, 384, 6, 8192
 SHAPES = {"big": (8, 512), "small": (1, 64), "long": (2, 2048)}  # batch, tokens per sequence
 STEPS = {"big": 2, "small": 12, "long": 2}  # steps of one turn
@@ -43,11 +48,23 @@ Step = Callable[[], None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", nargs="+", choices=["fp32", "bfloat16"], default=["fp32", "bfloat16"])
-    parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=["big", "small"])
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=DEFAULT)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contender (default 5, after one warm-up)")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--precision", nargs="+", choices=["fp32", "bfloat16"], default=["fp32", "bfloat16"], help="(default: both)"
+    )
+    parser.add_argument(
+        "--shape", nargs="+", choices=list(SHAPES), default=["big", "small"], help="(default: big small)"
+    )
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        choices=list(CONTENDERS),
+        default=DEFAULT,
+        help=f"besides plain (default: {' '.join(DEFAULT)})",
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=5, help="turns of each contender (default 5, after one warm-up)"
+    )
+    parser.add_argument("--threads", type=positive, default=2, help="of torch (default 2)")
     parser.add_argument("--no-memory", action="store_true", help="skip the peak-memory runs")
     parser.add_argument("--memory-of", choices=list(CONTENDERS), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -72,7 +89,7 @@ def prepare(threads: int) -> None:
 def report(precision: str, shape: str, options: argparse.Namespace) -> None:
     """Time all contenders in turn and print one table."""
     batch, tokens = SHAPES[shape]
-    steps = {name: CONTENDERS[name](precision, shape) for name in options.contenders}
+    steps = {name: CONTENDERS[name](precision, shape) for name in dict.fromkeys(("plain", *options.contenders))}
     for step in steps.values():
         turn(step, 2)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -156,10 +173,12 @@ def plain(precision: str, shape: str) -> Step:
 
 def deepy(precision: str, shape: str, **changes: Any) -> Step:
     """This library: the model, the loss and the DeepSpeed engine that train.py builds, with changes to the config."""
+    import numpy as np
     import torch
     import torch.distributed as dist
 
     from megatron.data.batch import StepBatch
+    from megatron.data.collate import StepArrays, complete
     from megatron.mpu.state import ParallelState
     from megatron.neox_arguments import NeoXArgs
     from megatron.neox_arguments.derive import Facts, derive
@@ -194,15 +213,12 @@ def deepy(precision: str, shape: str, **changes: Any) -> Step:
     columns, ids = torch.arange(length).expand(1, batch, length).contiguous(), None
     if args.model.intra_document_masking:
         ids, columns = columns // (length // DOCUMENTS), columns % (length // DOCUMENTS)
-    step_batch = StepBatch(
-        tokens=tokens[None],
-        targets=targets[None],
-        mask=torch.ones(1, batch, length),
-        positions=columns,
-        doc_ids=ids,
-        step=0,
-        consumed=0,
+    mask = np.ones((1, batch, length), np.float32)
+    arrays = StepArrays(
+        tokens[None].numpy(), targets[None].numpy(), mask, columns.numpy(), None if ids is None else ids.numpy()
     )
+    complete(arrays)
+    step_batch = StepBatch.from_arrays(arrays, step=0, consumed=0)
     return lambda: engine.train_batch(step_batch, 1e-3) and None
 
 
@@ -261,11 +277,12 @@ def hugging_face(precision: str, shape: str) -> Step:
 CONTENDERS: dict[str, Callable[[str, str], Step]] = {
     "plain": plain,
     "deepy": deepy,
+    "native": partial(deepy, engine="native"),
     "masked": partial(deepy, intra_document_masking=True),
     "masked-torch": partial(deepy, intra_document_masking=True, attention_backend="torch"),
     "hf-trainer": hugging_face,
 }
-DEFAULT = ["plain", "deepy", "hf-trainer"]
+DEFAULT = ["deepy", "native", "hf-trainer"]
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

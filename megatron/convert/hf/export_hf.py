@@ -53,6 +53,7 @@ def export(
     config_files: Sequence[str] = (),
     iteration: int | None = None,
     reference: Reference | None = None,
+    averaged: bool = False,
     precision: str = "auto",
     architecture: str | None = None,
     families: Sequence[str] = (),
@@ -72,6 +73,7 @@ def export(
             agree with it.
         iteration: which checkpoint of a `save` folder; None for the latest.
         reference: the published model it should be, with the tokenizer to write; its network must agree too.
+        averaged: the moving averages of the weights (`ema_decay`) in their place.
         precision: `auto` (as trained), `fp16`, `bf16` or `fp32`.
         architecture: a name of `FAMILIES` (`neox`, `llama`, ...); None takes the first that can express the model.
         families: the only architectures that will do; () takes all.
@@ -88,6 +90,8 @@ def export(
     reader, settings = open_source(
         checkpoint, config_files, vocab_is_hf=vocab_is_hf, iteration=iteration, reference=reference
     )
+    if averaged:
+        reader.use_averages()
     family = choose_family(settings.model, architecture, families)
     table = family.table(settings.model)
     _check_names(reader, table)

@@ -56,8 +56,11 @@ class HuggingFaceReader(CheckpointReader):
         rule = self._rules[name]
         return rule.transform.load(OneByOne(self._source.tensor, rule.theirs))
 
-    def local_weight(self, name: str, spec: ParamSpec, tp_rank: int, tp_size: int) -> Tensor:
-        return shard(self.weight(name), spec, tp_rank, tp_size).clone()
+    def local_weight(
+        self, name: str, spec: ParamSpec, tp_rank: int, tp_size: int, share: range | None = None
+    ) -> Tensor:
+        local = shard(self.weight(name), spec, tp_rank, tp_size)
+        return local.clone() if share is None else local.reshape(-1)[share.start : share.stop]
 
     def _type_of(self, name: str) -> str:
         return str(self._source.tensors[self._rules[name].theirs[0]].dtype).removeprefix("torch.")

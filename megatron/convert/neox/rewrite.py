@@ -83,7 +83,8 @@ def _open(
     if not checkpoint.by_neox:
         reader = CheckpointReader(checkpoint)
         saved = {**saved_config(reader).to_dict(), "model_parallel_size": tp, "pipe_parallel_size": 0}
-        batch = {"train_batch_size": None, "gradient_accumulation_steps": None, "train_micro_batch_size_per_gpu": 1}
+        unset = ("train_batch_size", "gradient_accumulation_steps", "batch_size_schedule", "rampup_batch_size")
+        batch = {**dict.fromkeys(unset), "train_micro_batch_size_per_gpu": 1}
         facts = Facts(vocab_size=reader.entry(WORD_EMBEDDINGS).shape[0])
         return reader, derive(NeoXArgs.from_saved({**saved, **batch}, source=str(folder)), facts)
     tokenizer = folder.parent / _TOKENIZER_OF_20B

@@ -11,7 +11,7 @@ import numpy as np
 from megatron.data.index_builders import build_blend
 from megatron.data.order.phases import Phase, Weights, lengths
 from megatron.data.sample import IGNORE, NO_SAMPLES, Provenance, Sample, SampleDataset, Wanted
-from megatron.data.tokens.cache import IndexCache, content_key
+from megatron.data.tokens.cache import Arrays, IndexCache, content_key
 from megatron.errors import UserError
 
 BLEND_VERSION = 1
@@ -67,42 +67,42 @@ class Blend:
         # A source of weight 0 is owed nothing, but would be taken when the others are owed exactly nothing too.
         self._drawn = [d for d, weight in enumerate(weights) if weight > 0]
         self.taken = [0] * len(weights)
-        self._source: np.ndarray | None = None
+        self._arrays: Arrays | None = None
         if len(self._drawn) == 1:
             self.taken[self._drawn[0]] = samples
             return
         active = np.asarray([weights[d] for d in self._drawn], dtype=np.float64)
         active /= np.sum(active)  # GPT-NeoX normalises twice, and the last bit decides ties
 
-        def build() -> dict[str, np.ndarray]:
+        def build() -> Arrays:
             source, sample = build_blend(active, samples)
             taken = [np.count_nonzero(source == d) for d in range(len(active))]
             return {"source": source, "sample": sample, "taken": np.asarray(taken, dtype=np.int64)}
 
         key = content_key({"kind": "blend", "version": BLEND_VERSION, "samples": samples}, active)
-        arrays = cache.arrays("blend", key, build)
-        self._source, self._sample = arrays["source"], arrays["sample"]
-        for d, taken in zip(self._drawn, arrays["taken"], strict=True):
+        self._arrays = cache.arrays("blend", key, build)
+        for d, taken in zip(self._drawn, self._arrays["taken"], strict=True):
             self.taken[d] = int(taken)
 
     def draw(self, index: int) -> tuple[int, int]:
         """The source of draw `index`, and how many draws before it were from that source."""
-        if self._source is None:
+        if self._arrays is None:
             return self._drawn[0], index
-        return self._drawn[int(self._source[index])], int(self._sample[index])
+        return self._drawn[int(self._arrays["source"][index])], int(self._arrays["sample"][index])
 
     def draws_of(self, source: int) -> np.ndarray:
         """The draws that are from a source, ascending."""
         if source not in self._drawn:
             return NO_SAMPLES
-        if self._source is None:
+        if self._arrays is None:
             return np.arange(self.samples)
-        return np.flatnonzero(self._source == self._drawn.index(source))
+        return np.flatnonzero(self._arrays["source"] == self._drawn.index(source))
 
     def digest(self) -> str:
         """Hash of the arrays. Reads all of them."""
         described = {"drawn": self._drawn, "samples": self.samples}
-        return content_key(described, *(() if self._source is None else (self._source, self._sample)))
+        arrays = () if self._arrays is None else (self._arrays["source"], self._arrays["sample"])
+        return content_key(described, *arrays)
 
 
 class Mixture:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megatron.neox_arguments.batch_plan import BatchPlan
+
 Weights = tuple[float, ...]
 
 _SAME = 1e-12  # weights that differ by less were written in two ways
@@ -42,7 +44,8 @@ class Phase:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: `consumed` samples of its order before step `steps`; every later step takes `batch`.
+    """How far a run is: `consumed` samples of its order before step `steps`; later steps take what `batches` says, by
+    default `batch`, which is what an evaluation takes at a time.
 
     `start`: the run's own first step, and the samples consumed before it. (0, 0), unless it started from another run's
     checkpoint (`init_from`), of which it continues the steps, the samples, or both.
@@ -52,15 +55,21 @@ class Progress:
     steps: int = 0
     consumed: int = 0
     start: tuple[int, int] = (0, 0)
+    batches: BatchPlan | None = None
+
+    @property
+    def _plan(self) -> BatchPlan:
+        return self.batches or BatchPlan.constant(self.batch)
 
     def samples_at(self, step: int) -> int:
-        """Samples consumed before `step`. Exact for past steps if the batch size never changed."""
+        """Samples consumed before `step`. Exact for past steps if their batches were those of the plan."""
         first, before = self.start
-        return max(before, self.consumed + (step - self.steps) * self.batch) if step > first else before
+        since = self._plan.samples(step) - self._plan.samples(self.steps)
+        return max(before, self.consumed + since) if step > first else before
 
     def step_at(self, samples: int) -> int:
         """The last step before which at most `samples` samples are consumed."""
-        return max(self.start[0], self.steps + (samples - self.consumed) // self.batch)
+        return max(self.start[0], self._plan.whole_steps(self._plan.samples(self.steps) + samples - self.consumed))
 
 
 def alike(one: Sequence[float], other: Sequence[float]) -> bool:

@@ -12,16 +12,23 @@ NAMES = ("train", "valid", "test")
 
 
 def sample_counts(
-    *, train_iters: int, eval_interval: int, eval_iters: int, train_batch_size: int
+    *,
+    train_iters: int,
+    eval_interval: int,
+    eval_iters: int,
+    train_batch_size: int,
+    train_samples: int | None = None,
 ) -> tuple[int, int, int]:
-    """Samples for training, for all validations of the run, and for the test at its end.
+    """Samples for training (`train_samples`, where steps differ in size), for all validations of the run, and for the
+    test at its end.
 
     As in GPT-NeoX: validation is counted at every multiple of `eval_interval` and once more at the end. An
     `eval_interval` of 0 or less leaves only that last one. Raises `UserError` for more samples than can be indexed.
     """
     validations = (train_iters // eval_interval if eval_interval > 0 else 0) + 1
     evaluation = max(eval_iters, 0) * train_batch_size
-    counts = train_iters * train_batch_size, validations * evaluation, evaluation
+    trained = train_iters * train_batch_size if train_samples is None else train_samples
+    counts = trained, validations * evaluation, evaluation
     for key, samples in zip(("train_iters", "eval_iters", "eval_iters"), counts, strict=True):
         if samples > _MOST_SAMPLES:
             raise UserError(f"{key}: {samples} samples, with train_batch_size {train_batch_size}; at most 2^36 work")

@@ -16,9 +16,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ _ONCE = Once(LOGGER)
 _NO_WRITING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 _WORTH_LOGGING = 5.0  # seconds of building
 
-Arrays = dict[str, np.ndarray]
+Arrays = Mapping[str, np.ndarray]
 
 
 def content_key(description: dict[str, Any], *arrays: np.ndarray) -> str:
@@ -67,6 +68,34 @@ class Entry:
     built: bool
     bytes: int
     seconds: float
+
+
+class StoredArrays(Arrays):
+    """The arrays of a published entry, memory-mapped. Pickled as their place: another process maps them when it first
+    asks for one.
+
+    Raises `UserError` when the entry is damaged.
+    """
+
+    def __init__(self, entry: Path, key: str) -> None:
+        self._place = entry, key
+        _ = self._mapped
+
+    @cached_property
+    def _mapped(self) -> dict[str, np.ndarray]:
+        return _load(*self._place)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_place": self._place}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._mapped[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._mapped)
+
+    def __len__(self) -> int:
+        return len(self._mapped)
 
 
 class IndexCache:
@@ -104,7 +133,7 @@ class IndexCache:
             return None, True, build()
         entry = self.folder / f"{name}-{key[:32]}"
         if _is_published(entry):
-            return entry, False, _load(entry, key)
+            return entry, False, StoredArrays(entry, key)
         if not _writable(self.folder):
             return None, True, self._in_memory(build)
         built = False
@@ -117,7 +146,7 @@ class IndexCache:
                 if not _publish(entry, key, arrays):
                     return None, True, self._in_memory(lambda: arrays)
                 built = True
-        return entry, built, _load(entry, key)
+        return entry, built, StoredArrays(entry, key)
 
     def _in_memory(self, build: Callable[[], Arrays]) -> Arrays:
         _ONCE.warning(
@@ -145,7 +174,15 @@ class IndexCaches:
     def of(self, prefix: str | Path) -> IndexCache:
         """The cache for the dataset at `prefix`."""
         folder = index_folder(prefix, self.shared, self.root)
-        return IndexCache(folder, self.entries, lambda message: self.announce(message))
+        return IndexCache(folder, self.entries, self._tell)
+
+    @property
+    def stored(self) -> bool:
+        """Whether all entries that were asked for are on disk, none only in this process's memory."""
+        return all(entry.path is not None for entry in self.entries)
+
+    def _tell(self, message: str) -> None:
+        self.announce(message)
 
 
 def _is_published(entry: Path) -> bool:
@@ -225,7 +262,7 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _load(entry: Path, key: str) -> Arrays:
+def _load(entry: Path, key: str) -> dict[str, np.ndarray]:
     try:
         meta = json.loads((entry / "meta.json").read_text())
         arrays = {name: np.load(entry / f"{name}.npy", mmap_mode="r") for name in meta["arrays"]}

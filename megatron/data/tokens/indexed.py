@@ -34,6 +34,7 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -53,6 +54,7 @@ _OLD_NUMBERS = 6  # in the header of the old format
 FileIdentity = tuple[str, int, int]
 """A file: path, size in bytes, CRC-32 of a sample of its bytes (`checksums.sample_crc32`)."""
 _CHECKED = 1 << 15  # items of an index that are checked together: they fit into a cache
+_OF_FILES = ("sizes", "pointers", "doc_idx", "dtype", "_content", "_first")  # what `_open` finds
 _AGAIN = "the index is damaged: copy it again from its source, or write the dataset again"
 
 DTYPES: dict[int, np.dtype] = {
@@ -80,17 +82,19 @@ class IndexedDataset:
 
     Raises `UserError` naming the file when one is missing, of another format, not of the size in its header, or when
     the index contradicts itself. The whole index is read for that (`check_index`).
+
+    One that another process has pickled opens its files when something of them is first asked for.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = find_prefix(prefix)
+        for suffix in (".idx", ".bin"):
+            refuse_lfs_pointer(Path(f"{self.prefix}{suffix}"))
         self._open()
         check_index(self)
 
     def _open(self) -> None:
         idx_path, bin_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
-        refuse_lfs_pointer(idx_path)
-        refuse_lfs_pointer(bin_path)
         code, self.sizes, self.pointers, self.doc_idx = _read_index(idx_path)
         items = len(self.sizes)
         found = bin_path.stat().st_size
@@ -119,11 +123,13 @@ class IndexedDataset:
         return len(self.sizes)
 
     def __getstate__(self) -> dict:
-        return {"prefix": self.prefix}
+        return {name: value for name, value in vars(self).items() if name not in _OF_FILES}
 
-    def __setstate__(self, state: dict) -> None:
-        self.prefix = state["prefix"]
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OF_FILES or "prefix" not in vars(self):
+            raise AttributeError(name)
         self._open()
+        return vars(self)[name]
 
     @property
     def parts(self) -> list[IndexedDataset]:

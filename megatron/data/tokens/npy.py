@@ -57,14 +57,6 @@ class NpyTokens(IndexedDataset):
         self._eod, self._given, self._cache = eod, dtype, cache or IndexCache(None)
         self._open()
 
-    def __getstate__(self) -> dict:
-        return {"path": self.prefix, "eod": self._eod, "dtype": self._given, "folder": self._cache.folder}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__init__(  # type: ignore[misc]
-            state["path"], eod=state["eod"], dtype=state["dtype"], cache=IndexCache(state["folder"])
-        )
-
     def _open(self) -> None:
         path = Path(self.prefix)
         self._content, self.dtype = read_npy(path, self._given)
@@ -112,12 +104,6 @@ class MaskLabels(IndexedDataset):
     def __init__(self, path: str | Path, data: IndexedDataset) -> None:
         self.prefix, self._data = str(path), data
         self._open()
-
-    def __getstate__(self) -> dict:
-        return {"path": self.prefix, "data": self._data}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__init__(state["path"], state["data"])  # type: ignore[misc]
 
     def _open(self) -> None:
         self._content, found = read_npy(Path(self.prefix), "bool")

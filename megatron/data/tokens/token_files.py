@@ -79,12 +79,6 @@ class JoinedTokens(IndexedDataset):
         self._parts, self.prefix = list(parts), prefix
         self._open()
 
-    def __getstate__(self) -> dict:
-        return {"parts": self._parts, "prefix": self.prefix}
-
-    def __setstate__(self, state: dict) -> None:
-        self.__init__(state["parts"], state["prefix"])  # type: ignore[misc]
-
     def _open(self) -> None:
         parts = self._parts
         self.dtype = np.result_type(*(part.dtype for part in parts))

@@ -25,8 +25,12 @@ class Activation:
     function: Function
     gated: bool = False
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.function(x)
+    def __call__(self, wide: Tensor) -> Tensor:
+        """[t, F], or with a gate [t, 2F] = [up ; gate] -> [t, F]."""
+        if not self.gated:
+            return self.function(wide)
+        up, gate = wide.chunk(2, dim=-1)
+        return self.function(gate) * up
 
 
 gelu_tanh: Function = partial(F.gelu, approximate="tanh")

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.layers.moe.layer import MixtureOfExperts
-from megatron.mpu.sharding import spec_of
+from megatron.mpu.sharding import block_of
 
 
 def moe_layers(module: nn.Module) -> dict[int, MixtureOfExperts]:
     """The mixtures of experts of a stage by the number of their block, from 0, in order."""
     found = [part for part in module.modules() if isinstance(part, MixtureOfExperts)]
-    # Canonical names begin with GPT-NeoX's number of the layer, whose blocks start at 2.
-    return {int(spec_of(part.router.weight).name.partition(".")[0]) - 2: part for part in found}
+    return {block_of(part.router.weight): part for part in found}
 
 
 @torch.no_grad()

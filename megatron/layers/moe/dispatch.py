@@ -18,27 +18,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.layers.moe.grouped_linear import Groups
-from megatron.layers.moe.permute import Order, combine_rows, gather_rows, order_by
+from megatron.layers.moe.permute import Order, order_by
 from megatron.mpu.exchange import Exchange
 from megatron.mpu.state import ParallelState
 
 
-class Dispatched(Protocol):
-    """Tokens that have come to their experts.
+class Route(Protocol):
+    """The way of one batch of tokens to their experts and back.
 
-    * `rows` [r, h]: of this rank's experts, in their order; may continue behind the last group (`Groups`).
-    * `groups`: how many rows each of this rank's experts has.
+    * `order`: of the rows [r'] that this rank's tokens become.
+    * `groups`: how many rows [r] each of this rank's experts gets. They may continue behind the last group (`Groups`).
     """
 
     @property
-    def rows(self) -> Tensor: ...
+    def order(self) -> Order: ...
     @property
     def groups(self) -> Groups: ...
 
-    def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
-        """What the experts made of `rows` [r, h] and the weights [t, k] of the assignments -> Σ weight · output [t, h].
+    def to_experts(self, rows: Tensor) -> Tensor:
+        """Rows of this rank's tokens [r', h] in their order -> those of this rank's experts [r, h]."""
+        ...
 
-        A partial sum: over the tensor-parallel ranks it is whole.
+    def from_experts(self, outputs: Tensor) -> Tensor:
+        """What the experts made of them [r, h] -> what became of this rank's tokens [r', h], in the order again.
+
+        Over the tensor-parallel ranks these are all of a token's assignments.
         """
         ...
 
@@ -46,25 +50,27 @@ class Dispatched(Protocol):
 class Dispatch(Protocol):
     """How tokens come to experts."""
 
-    def __call__(self, x: Tensor, experts: Tensor, keep: Tensor | None) -> Dispatched:
-        """x [t, h] and the experts [t, k] int64 of each token. `keep` bool [t, k]: which assignments are not dropped
-        (None: all are kept)."""
+    def __call__(self, experts: Tensor, keep: Tensor | None) -> Route:
+        """`experts` [t, k] int64 of each token. `keep` bool [t, k]: which assignments are not dropped (None: all are
+        kept)."""
         ...
 
 
 @dataclass(frozen=True)
-class LocalRows:
-    """The rows of experts that are all on this rank."""
+class LocalRoute:
+    """To experts that are all on this rank."""
 
-    rows: Tensor
     order: Order
 
     @property
     def groups(self) -> Groups:
         return self.order.groups
 
-    def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
-        return combine_rows(outputs, weights, self.order)
+    def to_experts(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def from_experts(self, outputs: Tensor) -> Tensor:
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -75,28 +81,29 @@ class LocalDispatch:
     count: int
     total: int
 
-    def __call__(self, x: Tensor, experts: Tensor, keep: Tensor | None) -> LocalRows:
+    def __call__(self, experts: Tensor, keep: Tensor | None) -> LocalRoute:
         bucket, complete = experts - self.first, self.count == self.total and keep is None
         if not complete:
             here = (bucket >= 0) & (bucket < self.count)
             bucket = bucket.masked_fill(~(here if keep is None else here & keep), self.count)
-        order = order_by(bucket, self.count, complete=complete)
-        return LocalRows(gather_rows(x, order), order)
+        return LocalRoute(order_by(bucket, self.count, complete=complete))
 
 
 @dataclass(frozen=True)
-class ExchangedRows:
-    """The rows of all ranks of the group "expert" for this rank's experts."""
+class ExchangedRoute:
+    """To experts on all ranks of the group "expert"."""
 
-    rows: Tensor
+    order: Order
     groups: Groups
-    own: LocalRows
     exchange: Exchange
 
-    def combine(self, outputs: Tensor, weights: Tensor) -> Tensor:
+    def to_experts(self, rows: Tensor) -> Tensor:
+        return self.exchange.to_experts(rows[: sum(self.exchange.send)])
+
+    def from_experts(self, outputs: Tensor) -> Tensor:
         back = self.exchange.from_experts(outputs)
         # On a GPU the rows of this rank's tokens continue behind the last group (`Groups`); nobody reads those.
-        return self.own.combine(F.pad(back, (0, 0, 0, len(self.own.rows) - len(back))), weights)
+        return F.pad(back, (0, 0, 0, len(self.order.token) - len(back)))
 
 
 @dataclass(frozen=True)
@@ -106,11 +113,10 @@ class ExchangedDispatch:
     part: LocalDispatch
     state: ParallelState
 
-    def __call__(self, x: Tensor, experts: Tensor, keep: Tensor | None) -> ExchangedRows:
-        own = self.part(x, experts, keep)
-        exchange = Exchange.plan(own.groups.sizes, self.state)
-        rows = exchange.to_experts(own.rows[: sum(exchange.send)])
-        return ExchangedRows(rows, Groups(exchange.counts), own, exchange)
+    def __call__(self, experts: Tensor, keep: Tensor | None) -> ExchangedRoute:
+        order = self.part(experts, keep).order
+        exchange = Exchange.plan(order.groups.sizes, self.state)
+        return ExchangedRoute(order, Groups(exchange.counts), exchange)
 
 
 def build_dispatch(experts: int, state: ParallelState) -> Dispatch:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.layers.activations import build_activation
 from megatron.layers.init import build_init
-from megatron.layers.moe.grouped_linear import Groups, grouped_linear
+from megatron.layers.moe.grouped_linear import Groups, grouped_linear, grouped_types
 from megatron.mpu import sharding
 from megatron.mpu.sharding import InitFunction, ParamSpec
 from megatron.mpu.state import ParallelState
@@ -26,28 +26,30 @@ if TYPE_CHECKING:
 class Experts(nn.Module):
     """linear2(act(linear1(x))) or linear2(act(gate) · up), each row by its own expert."""
 
+    elementwise = ("activate",)
+
     def __init__(self, model: ModelConfig, state: ParallelState) -> None:
         super().__init__()
         activation = build_activation(model.activation, bias_gelu_fusion=model.bias_gelu_fusion)
-        self.function, self.gated = activation.function, activation.gated
+        self.activate = activation.__call__
+        self.grouped = grouped_types(state.device)
         experts, h, width = model.moe_num_experts, model.hidden_size, model.moe_intermediate_size
-        wide = 2 * width if self.gated else width
+        wide = 2 * width if activation.gated else width
 
-        def make(shape: tuple[int, ...], init: InitFunction, kind: str = "matrix") -> nn.Parameter:
-            spec = ParamSpec(shape=(experts, *shape), init=init, split_dim=0, kind=kind, experts=True)
+        def make(
+            shape: tuple[int, ...], init: InitFunction, kind: str = "matrix", blocks: tuple[int, ...] = ()
+        ) -> nn.Parameter:
+            spec = ParamSpec(
+                shape=(experts, *shape), init=init, split_dim=0, kind=kind, experts=True, expert_blocks=blocks
+            )
             return sharding.parameter(spec, state)
 
-        self.linear1 = make((wide, h), build_init(model))
+        self.linear1 = make((wide, h), build_init(model), blocks=(width, width) if activation.gated else ())
         self.linear2 = make((h, width), build_init(model, residual=True))
         self.bias1 = make((wide,), sharding.zeros, "vector") if model.moe_expert_bias else None
         self.bias2 = make((h,), sharding.zeros, "vector") if model.moe_expert_bias else None
 
     def forward(self, rows: Tensor, groups: Groups) -> Tensor:
         """[r, h] in groups by expert -> [r, h]."""
-        wide = grouped_linear(rows, self.linear1, groups, self.bias1)
-        if self.gated:
-            up, gate = wide.chunk(2, dim=-1)
-            wide = self.function(gate) * up
-        else:
-            wide = self.function(wide)
-        return grouped_linear(wide, self.linear2, groups, self.bias2)
+        wide = grouped_linear(rows, self.linear1, groups, self.bias1, self.grouped)
+        return grouped_linear(self.activate(wide), self.linear2, groups, self.bias2, self.grouped)

@@ -9,7 +9,7 @@ weights together, which is what autograd would make of `weight[g]`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -55,10 +55,20 @@ class Groups:
         return torch.searchsorted(self.offsets, torch.arange(rows, device=self.sizes.device), right=True)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, groups: Groups, bias: Tensor | None = None) -> Tensor:
-    """x [r, in], weight [G, out, in], bias [G, out] -> [r, out]: row i of group g is x_i · weight_gᵀ + bias_g."""
-    if not _takes_grouped(x, weight):
-        return one_by_one(x, weight, bias, groups.bounds)
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    groups: Groups,
+    bias: Tensor | None = None,
+    grouped: Collection[torch.dtype] = (),
+) -> Tensor:
+    """x [r, in], weight [G, out, in], bias [G, out] -> [r, out]: row i of group g is x_i · weight_gᵀ + bias_g.
+
+    `grouped`: the types for which torch's grouped product may be used (`grouped_types`).
+    """
+    if not _takes_grouped(x, weight, grouped):
+        # Without rows there is nothing to ask the device for.
+        return one_by_one(x, weight, bias, groups.bounds if len(x) else [0] * (len(weight) + 1))
     y = _torch_grouped()(x, weight.transpose(1, 2), offs=groups.offsets)
     if bias is None:
         return y
@@ -127,24 +137,34 @@ def _torch_grouped() -> Callable[..., Tensor]:
     return getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 
-def _takes_grouped(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product does this: on a GPU, in a type it takes there, rows of whole 16 bytes."""
-    if not x.is_cuda or x.dtype != weight.dtype or x.shape[0] == 0:
+def _takes_grouped(x: Tensor, weight: Tensor, grouped: Collection[torch.dtype]) -> bool:
+    """Whether torch's grouped product does this: in a type it takes, with rows of whole 16 bytes."""
+    if x.dtype not in grouped or x.dtype != weight.dtype or x.shape[0] == 0:
         return False
-    aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
-    return aligned and works_grouped(x.dtype, x.device.index or 0)
+    return all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
+
+
+def grouped_types(device: torch.device) -> frozenset[torch.dtype]:
+    """The types that torch's grouped product takes on a device; none but on a GPU, where alone it is faster.
+
+    Ask when a layer is built, never in its forward pass: finding out is a backward pass of its own, whose tensors
+    activation checkpointing would count as the layer's, and which inference mode does not allow.
+    """
+    if device.type != "cuda":
+        return frozenset()
+    return frozenset(t for t in (torch.bfloat16, torch.float16, torch.float32) if works_grouped(t, device))
 
 
 @cache
-def works_grouped(dtype: torch.dtype, device: int) -> bool:
-    """Tried once: forward and backward of two tiny groups on a GPU."""
-    x = torch.ones(32, 32, dtype=dtype, device=f"cuda:{device}", requires_grad=True)
-    weight = torch.ones(2, 32, 32, dtype=dtype, device=x.device, requires_grad=True)
-    offsets = torch.tensor([16, 32], dtype=torch.int32, device=x.device)
-    try:
-        with torch.enable_grad():
+def works_grouped(dtype: torch.dtype, device: torch.device) -> bool:
+    """Tried once: forward and backward of two tiny groups."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(32, 32, dtype=dtype, device=device, requires_grad=True)
+        weight = torch.ones(2, 32, 32, dtype=dtype, device=device, requires_grad=True)
+        offsets = torch.tensor([16, 32], dtype=torch.int32, device=device)
+        try:
             y = _torch_grouped()(x, weight.transpose(1, 2), offs=offsets)
             y.backward(torch.ones_like(y))
-    except (AttributeError, RuntimeError):  # not in this torch; not for this type or device
-        return False
-    return bool((y == 32).all())
+        except (AttributeError, RuntimeError):  # not in this torch; not for this type or device
+            return False
+        return bool((y == 32).all())

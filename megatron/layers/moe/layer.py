@@ -25,6 +25,7 @@ from megatron.layers.moe.dispatch import build_dispatch
 from megatron.layers.moe.expert_load import Load
 from megatron.layers.moe.experts import Experts
 from megatron.layers.moe.losses import balance_loss, z_loss
+from megatron.layers.moe.permute import combine_rows, gather_rows
 from megatron.layers.moe.router import Router, Routing
 from megatron.layers.parts import MLPS, FeedForward
 from megatron.mpu import sharding
@@ -54,7 +55,8 @@ class SharedExpertGate(nn.Module):
 class MixtureOfExperts(FeedForward):
     """Router, experts, and a shared expert if there is one. See the module's text."""
 
-    one_graph = False  # the experts' rows depend on the data
+    uncompiled = ("forward",)  # the experts' rows depend on the data
+    elementwise = ("gather", "combine")
 
     def __init__(self, model: ModelConfig, state: ParallelState) -> None:
         super().__init__()
@@ -69,6 +71,7 @@ class MixtureOfExperts(FeedForward):
             self.shared_expert = DenseMLP(model, state, width=model.moe_shared_expert_size, bias=False)
             self.shared_expert_gate = SharedExpertGate(model, state) if model.moe_shared_expert_gate else None
         self.dispatch = build_dispatch(model.moe_num_experts, state)
+        self.gather, self.combine = gather_rows, combine_rows
         self.load = Load(model.moe_num_experts, state.device)
 
     @staticmethod
@@ -87,8 +90,9 @@ class MixtureOfExperts(FeedForward):
             sequence = _sequence_of_tokens(len(x), sequences, context.documents, x.device)
             keep = within_capacity(routing.experts, sequence, self.num_experts, self.capacity_factor)
         loss, weights = self._losses(routing, keep, sequences)
-        sent = self.dispatch(x, routing.experts, keep)
-        y = sent.combine(self.experts(sent.rows, sent.groups), weights)
+        route = self.dispatch(routing.experts, keep)
+        rows = self.experts(route.to_experts(self.gather(x, route.order)), route.groups)
+        y = self.combine(route.from_experts(rows), weights, route.order)
         if self.shared_expert is not None:
             shared = self.shared_expert(x, entered=True, reduce=False)[0]
             y = y + (shared if self.shared_expert_gate is None else shared * self.shared_expert_gate(x))

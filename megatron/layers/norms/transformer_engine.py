@@ -17,11 +17,11 @@ from megatron.mpu.state import ParallelState
 class _ByEngine:
     """What both share: the module `kind` of Transformer Engine, or None where it cannot run."""
 
-    one_graph = True
+    uncompiled: tuple[str, ...] = ()
 
     def _borrow(self, kind: str, width: int, eps: float, device: torch.device) -> None:
         engine, self.how = find(device)
-        self.one_graph = engine is None
+        self.uncompiled = () if engine is None else ("forward",)
 
         def make(dtype: torch.dtype) -> nn.Module:
             made: nn.Module = getattr(engine, kind)(width, eps=eps, dtype=dtype, device="meta")

@@ -27,6 +27,8 @@ class Rotary(Table):
     (longrope), their rows follow the others.
     """
 
+    elementwise = ("forward",)
+
     def __init__(
         self, dims: int, base: float, length: int, device: torch.device, scaling: Mapping[str, Any] | None = None
     ) -> None:

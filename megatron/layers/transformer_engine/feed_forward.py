@@ -93,6 +93,7 @@ class EngineMLP(DenseMLP):
         super().__init__(model, state)
         self.state = state
         self.engine, self._how = find(state.device)
+        self.uncompiled = () if self.engine is None else ("forward",)
         tanh = model.activation == "gelu" and model.bias_gelu_fusion
         self.name = ACTIVATIONS.get("gelu_tanh" if tanh else model.activation)
         self.fused: FusedFeedForward | None = None

@@ -16,7 +16,7 @@ OPTIMIZERS: Registry[Builder] = Registry(
     "optimizer.type",
     wants="a function (groups, lr, params) -> torch.optim.Optimizer",
     fits=callable,
-    fields=("params", "moments", "decays"),
+    fields=("params", "moments", "decays", "matrices"),
 )
 """Builders of optimizers. An entry is a function `(groups, lr, params) -> torch.optim.Optimizer`:
 
@@ -32,7 +32,9 @@ Its row:
   `float`, in an attribute `params` of a plugin's class);
 * `moments=2`: how many fp32 tensors of a parameter's size it keeps; `{"always": 2, "momentum": 1}`: one more where that
   parameter of the optimizer is not 0. A plugin that leaves it out is estimated with 2;
-* `decays=False`: it takes no weight decay.
+* `decays=False`: it takes no weight decay;
+* `matrices=True`: it needs whole matrices: groups of them have a `WholeMatrices` under `matrices`, those of the rest
+  None, and layouts that cut them otherwise are refused.
 """
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.data.tokens.builder import IndexedDatasetBuilder
+from megatron.jobs.chain import REQUEUE
 from tests.cluster.real.slurm_cluster import Cluster, await_true
 
 pytestmark = pytest.mark.timeout(400)
@@ -95,7 +96,8 @@ def await_link(folder: Path, number: int, log: Path, fact: str = "started") -> d
 
     def there() -> bool:
         links = chain(folder)["links"]
-        return len(links) >= number and links[number - 1][fact] is not None
+        # What follows is noted as a requeue before it is known whether SLURM refuses that.
+        return len(links) >= number and links[number - 1][fact] not in (None, REQUEUE)
 
     await_true(there, f"{fact} of link {number}", 120, log=log)
     return chain(folder)["links"][number - 1]

@@ -35,7 +35,7 @@ class Job:
     @property
     def losses(self) -> list[float]:
         lines = (self.folder / "run/metrics.jsonl").read_text().splitlines()
-        return [record["train/lm_loss"] for record in map(json.loads, lines)]
+        return [record["train/lm_loss"] for record in map(json.loads, lines) if "train/lm_loss" in record]
 
     def log(self) -> str:
         return read_tail(self.folder / f"neox-training-{self.id}.out", 1000)

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.order.datasets import DataPlan, build_datasets, epoch_samples, plan_datasets
+from megatron.data.order.data_plan import DataPlan
+from megatron.data.order.datasets import build_datasets, epoch_samples, plan_datasets
 from megatron.data.order.phases import Progress
 from megatron.data.order.saved_order import SavedOrder
 from megatron.data.packing.samples import PackedSamples

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.order.datasets import DataPlan
+from megatron.data.order.data_plan import DataPlan
 from megatron.data.order.phases import Progress, phases_from
 from megatron.data.order.saved_order import SavedOrder
 from megatron.errors import UserError

@@ -97,6 +97,7 @@ def test_the_blend_is_kept(tmp_path: Path) -> None:
     sources = [Numbers("a", 50), Numbers("b", 50)]
     first = Mixture(sources, constant(0.5, 0.5), 40, IndexCache(tmp_path))
     again = Mixture(sources, constant(0.5, 0.5), 40, IndexCache(tmp_path))
-    assert isinstance(again._blends[0]._source, np.memmap)
+    assert again._blends[0]._arrays is not None
+    assert isinstance(again._blends[0]._arrays["source"], np.memmap)
     assert [first[i] for i in range(40)] == [again[i] for i in range(40)]
     assert again.taken == [20, 20]

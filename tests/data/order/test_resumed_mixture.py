@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.order.datasets import DataPlan, plan_datasets
+from megatron.data.order.data_plan import DataPlan
+from megatron.data.order.datasets import plan_datasets
 from megatron.data.order.phases import Progress
 from megatron.data.order.saved_order import SavedOrder
 from megatron.data.tokens.indexed import IndexedDataset

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from megatron.data.collate import CollateRules
 from megatron.data.loader import StepLoader
-from megatron.data.order.datasets import DataPlan, build_datasets, epoch_samples, plan_datasets
+from megatron.data.order.data_plan import DataPlan
+from megatron.data.order.datasets import build_datasets, epoch_samples, plan_datasets
 from megatron.data.order.phases import Progress
 from megatron.data.order.sources import head, named_paths, names_of, tail
 from megatron.data.tokens.indexed import IndexedDataset

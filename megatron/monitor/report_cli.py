@@ -1,0 +1,60 @@
+"""`tools/report.py`: flags, and where the page goes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.errors import UserError
+from megatron.files import write_atomically
+from megatron.log import configure
+from megatron.monitor.folder import find_folders
+from megatron.monitor.history import read_history
+from megatron.monitor.report import build_page
+
+_DESCRIPTION = """One HTML page about runs: curves of loss, learning rate, norms, throughput and evaluations, runs laid
+over each other, with spikes and restarts. It is one file that opens without a network, and can be sent to others.
+
+    python tools/report.py checkpoints/small                      writes checkpoints/small/report.html
+    python tools/report.py runs/a runs/b -o compare.html          two runs in one page
+    python tools/report.py runs -o all.html                       all runs below a folder
+    python tools/report.py runs/a --metrics 'gradient_norms/*'    only these
+
+RUN is the folder that the run has as `save` (or `log_dir`); it may still be running."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; returns its exit code."""
+    flags = argparse.ArgumentParser(description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders that runs are below")
+    flags.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: report.html in the first RUN")
+    flags.add_argument(
+        "--metrics",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="metrics to show, such as 'runtime/*'; default: all, of those per parameter or task the first 16",
+    )
+    given = flags.parse_args(argv)
+    configure()
+    folders = list(dict.fromkeys(folder for run in given.runs for folder in _folders(run)))
+    page = build_page([read_history(folder) for folder in folders], given.metrics)
+    output = given.output or given.runs[0] / "report.html"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(output, page)
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {error.strerror}") from error
+    print(f"{output}: {len(folders)} run{'s' * (len(folders) != 1)}, {len(page) / 1e6:.1f} MB", flush=True)
+    return 0
+
+
+def _folders(run: Path) -> list[Path]:
+    """The run folder itself, or those below."""
+    if (run / "metrics.jsonl").is_file():
+        return [run]
+    found = [one for one in find_folders([run]) if (one / "metrics.jsonl").is_file()]
+    if not found:
+        raise UserError(f"{run}: neither it nor a folder below is that of a run: there is no metrics.jsonl")
+    return found

@@ -1,0 +1,89 @@
+"""Sums whose bits do not depend on the order of their terms, hence not on the layout.
+
+Floating-point addition rounds: which rank and which pass adds what shows in the last bits of a gradient, and after some
+hundred steps in all of them. Integers do not round. A gradient is rounded to a multiple of 2^-50 once, per sample, and
+the multiples are added up as int64, in whatever order (`deterministic: layout`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.mpu.owned import sum_owned
+from megatron.mpu.state import ParallelState
+
+UNITS = 2.0**50  # of 1
+MOST = 2.0**13  # what a sum of int64 multiples holds: 2^63 / UNITS
+# Of a square between 0 and 1: a coarse part and the rest, whose sums hold 2^37 and 2^32 of them.
+COARSE, FINE = 2.0**26, 2.0**58
+
+
+def to_fixed(x: Tensor) -> Tensor:
+    """Multiples of 1 / UNITS, int64."""
+    return (x.double() * UNITS).round_().to(torch.int64)
+
+
+def from_fixed(x: Tensor) -> Tensor:
+    """fp32 again: rounded once."""
+    return (x.double() / UNITS).float()
+
+
+class FixedPointSums:
+    """What is added up in fixed point in one step.
+
+    Args:
+        device: of the gradients.
+
+    Attributes:
+        terms: how many samples of all ranks are added up in each sum.
+        refused: whether a term was too large for its sum, or not finite: the norm is infinite then; 0-dim bool.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.terms = 1
+        self.refused = torch.zeros((), dtype=torch.bool, device=device)
+        self._loss = torch.zeros(2, dtype=torch.int64, device=device)  # the sum, and how many were not finite
+
+    def clear(self) -> None:
+        """Before a step."""
+        self.refused.zero_()
+        self._loss.zero_()
+
+    def add_loss(self, loss: Tensor) -> None:
+        """One sample's part of the step's loss, 0-dim."""
+        self._loss += torch.stack([to_fixed(loss.nan_to_num(0.0, 0.0, 0.0)), (~loss.isfinite()).to(torch.int64)])
+
+    def loss(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
+        """That of all samples, 0-dim fp32; NaN when one is not finite."""
+        total, bad = sum_over_ranks(self._loss).unbind()
+        return torch.where(bad > 0, torch.nan, from_fixed(total))
+
+    def add(self, total: Tensor, gradient: Tensor, first: bool) -> None:
+        """Add one sample's gradient to its sum, int64; the first of a step is written."""
+        gradient = gradient.reshape(total.shape)
+        self.refused |= ~(gradient.abs() < MOST / self.terms).all()  # NaN is not below anything
+        fixed = to_fixed(gradient)
+        if first:
+            total.copy_(fixed)
+        else:
+            total.add_(fixed)
+
+    def norm(self, owned: list[Tensor], state: ParallelState) -> Tensor:
+        """L2 norm of pieces that together hold the model's gradient once, 0-dim fp32. Collective."""
+        largest = torch.stack([piece.abs().amax() for piece in owned if piece.numel()] or [self.refused.float()]).amax()
+        largest = torch.where(self.refused, torch.inf, largest).double()
+        for name in ("model_pipe", "data"):
+            if (group := state.group(name)) is not None:
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        coarse, fine = (torch.zeros((), dtype=torch.int64, device=state.device) for _ in range(2))
+        for piece in owned:
+            squares = (piece.double() / largest).nan_to_num_(0.0).square_()
+            high = (squares * COARSE).round_()
+            coarse += high.to(torch.int64).sum()
+            fine += ((squares - high / COARSE) * FINE).round_().to(torch.int64).sum()
+        sums = sum_owned(torch.stack([coarse, fine]), state, partitioned=True).double()
+        return (largest * (sums[0] / COARSE + sums[1] / FINE).sqrt()).float().where(largest.isfinite(), torch.inf)
