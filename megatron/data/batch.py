@@ -5,8 +5,8 @@ Shapes: b micro-batch, s sequence, gas micro-batches of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,14 @@ class StepBatch:
         bounds: int32 `[gas, n]`, where the documents of each micro-batch start, as `bounds.document_bounds` has them;
             None without `intra_document_masking`.
         longest: the length of the longest document of each micro-batch, with `bounds`.
+        answers: int64 `[gas, b, s]`, the number of the answer that each target belongs to, -1 = none; None where the
+            objective does not read them. Numbers run through a micro-batch, and answers 2i and 2i + 1 are a pair, where
+            there are pairs.
+        answered: how many answers each micro-batch has.
+        extras: float32, by name: per target `[gas, b, s]`, or per answer `[gas, n]`, n the most answers of a
+            micro-batch of this rank, with 0 where a micro-batch has less. With `answers` there is `answer_tokens`, how
+            many tokens of each answer are trained.
+        counts: what the objective counts in it, if that was worked out while the tensors were on the host.
     """
 
     tokens: Tensor
@@ -46,13 +54,20 @@ class StepBatch:
     padding: int = 0
     bounds: Tensor | None = None
     longest: tuple[int, ...] = ()
+    answers: Tensor | None = None
+    answered: Sequence[int] = ()
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    counts: Sequence[float] | None = None
 
     @classmethod
     def from_arrays(cls, arrays: StepArrays, step: int, consumed: int) -> StepBatch:
         """Tensors sharing the memory of numpy arrays."""
-        named = {field.name: getattr(arrays, field.name) for field in fields(arrays)}
+        named = {one.name: getattr(arrays, one.name) for one in fields(arrays)}
+        carried = named.pop("carried")
+        named |= {"answers": carried.answers, "answered": carried.answered}
         tensors: dict[str, Any] = {n: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for n, x in named.items()}
-        return cls(**tensors, step=step, consumed=consumed)
+        extras = {name: torch.from_numpy(values) for name, values in carried.extras.items()}
+        return cls(**tensors, extras=extras, step=step, consumed=consumed)
 
     def pin_memory(self) -> StepBatch:
         """The same in page-locked memory, from which copies to a GPU need not wait."""
@@ -63,10 +78,13 @@ class StepBatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those of the attributes that are."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        """Those of the attributes that are, and the extras."""
+        return {**self._attributes(), **self.extras}
+
+    def _attributes(self) -> dict[str, Tensor]:
+        named = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: x for name, x in named.items() if isinstance(x, Tensor)}
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> StepBatch:
-        changed: dict[str, Any] = {name: change(x) for name, x in self.tensors().items()}
-        return replace(self, **changed)
+        changed: dict[str, Any] = {name: change(x) for name, x in self._attributes().items()}
+        return replace(self, **changed, extras={name: change(x) for name, x in self.extras.items()})

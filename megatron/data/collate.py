@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.data.answers import Carried
 from megatron.data.bounds import document_bounds
 from megatron.data.sample import Sample
 from megatron.errors import UserError
@@ -25,6 +26,7 @@ class CollateRules:
             to guess how the next document begins.
         intra_document_masking: positions restart and document numbers grow at each document.
         vocab_size: when given, an id outside `[0, vocab_size)` is an error here and not deep in the model.
+        reads: which of the samples' extras the objective reads, "answers" for their answers.
     """
 
     seq_length: int
@@ -32,6 +34,7 @@ class CollateRules:
     eod_mask_loss: bool = False
     intra_document_masking: bool = False
     vocab_size: int | None = None
+    reads: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.eod_mask_loss and self.eod is None:
@@ -44,6 +47,7 @@ class StepArrays:
 
     * `padding`: how many inputs are padding; `trained`: the sum of the mask.
     * `bounds`, `longest`: see `document_bounds`.
+    * `carried`: answers and extras.
     """
 
     tokens: np.ndarray
@@ -51,27 +55,29 @@ class StepArrays:
     mask: np.ndarray
     positions: np.ndarray
     doc_ids: np.ndarray | None
+    carried: Carried
     padding: int = 0
     trained: int = 0
     bounds: np.ndarray | None = None
     longest: tuple[int, ...] = ()
 
 
-def allocate(rules: CollateRules, gas: int, micro_batch: int) -> StepArrays:
-    """Arrays for `fill`: nothing masked, positions counting through."""
-    shape = (gas, micro_batch, rules.seq_length)
+def allocate(rules: CollateRules, gas: int, rows: int) -> StepArrays:
+    """Arrays for `fill`, so many rows a micro-batch: nothing masked, positions counting through."""
+    shape = (gas, rows, rules.seq_length)
     return StepArrays(
         tokens=np.empty(shape, np.int64),
         targets=np.empty(shape, np.int64),
         mask=np.ones(shape, np.float32),
         positions=np.broadcast_to(np.arange(rules.seq_length, dtype=np.int64), shape).copy(),
         doc_ids=np.zeros(shape, np.int64) if rules.intra_document_masking else None,
+        carried=Carried(shape, rules.reads),
     )
 
 
-def untrained(rules: CollateRules, gas: int, micro_batch: int) -> StepArrays:
+def untrained(rules: CollateRules, gas: int, rows: int) -> StepArrays:
     """The arrays of a step that trains nothing, whatever its samples are."""
-    arrays = allocate(rules, gas, micro_batch)
+    arrays = allocate(rules, gas, rows)
     for part in (arrays.tokens, arrays.targets, arrays.mask):
         part[...] = 0
     complete(arrays)
@@ -102,6 +108,7 @@ def fill(arrays: StepArrays, micro: int, row: int, sample: Sample, rules: Collat
         counter = np.arange(rules.seq_length)
         arrays.doc_ids[at] = np.cumsum(begins) - 1
         arrays.positions[at] = counter - np.maximum.accumulate(np.where(begins, counter, 0))
+    arrays.carried.write(at, sample)
 
 
 def cut(arrays: StepArrays, length: int) -> None:
@@ -118,6 +125,7 @@ def cut(arrays: StepArrays, length: int) -> None:
     arrays.positions = counter - np.maximum.accumulate(np.where(begins, counter, 0), axis=-1)
     if arrays.doc_ids is not None:
         arrays.doc_ids = np.cumsum(begins, axis=-1) - 1
+    arrays.carried.cut(rows)
 
 
 def complete(arrays: StepArrays) -> None:
@@ -126,6 +134,7 @@ def complete(arrays: StepArrays) -> None:
     arrays.trained = int(arrays.mask.sum(dtype=np.float64))
     if arrays.doc_ids is not None:
         arrays.bounds, arrays.longest = document_bounds(arrays.doc_ids)
+    arrays.carried.complete(arrays.mask)
 
 
 def mask_row(mask: np.ndarray, starts: np.ndarray | None, length: int) -> None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 
 import numpy as np
 
 from megatron.data.batch import StepBatch
 from megatron.data.collate import CollateRules, allocate, complete, cut, fill, untrained
-from megatron.data.sample import SampleDataset
+from megatron.data.sample import Sample, SampleDataset
 from megatron.neox_arguments.batch_plan import BatchPlan
 
 
@@ -25,14 +26,15 @@ class StepLoader:
     """Steps of one data-parallel rank.
 
     Args:
-        dataset: gives a `Sample` for each number in `[0, len)`.
-        micro_batch: sequences per micro-batch and rank.
+        dataset: gives a `Sample` for each number in `[0, len)`, or a tuple of `rows` of them.
+        micro_batch: items of the dataset per micro-batch and rank.
         gas: micro-batches per step (gradient accumulation), where the plan does not say otherwise.
         dp_rank, dp_size: this rank among the data-parallel ones.
         rules: how samples become arrays.
         num_workers: background threads; 0 reads when the step is asked for.
         pin_memory: return page-locked memory.
         plan: samples of each step over all ranks, multiples of micro_batch * dp_size; by default always the same.
+        rows: samples in an item; item i of a micro-batch is its rows from rows * i on. All else counts items.
     """
 
     def __init__(
@@ -47,12 +49,13 @@ class StepLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         plan: BatchPlan | None = None,
+        rows: int = 1,
     ) -> None:
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank {dp_rank} of dp_size {dp_size}")
         self.dataset, self.rules = dataset, rules
         self.micro_batch, self.gas, self.dp_rank, self.dp_size = micro_batch, gas, dp_rank, dp_size
-        self.num_workers, self.pin_memory = num_workers, pin_memory
+        self.num_workers, self.pin_memory, self.rows = num_workers, pin_memory, rows
         self.plan = plan or BatchPlan.constant(micro_batch * gas * dp_size)
 
     def num_steps(self, consumed: int = 0, step: int = 0) -> int:
@@ -63,20 +66,30 @@ class StepLoader:
     def read(self, consumed: int, step: int) -> StepBatch:
         """The step of this number, which begins after `consumed` samples."""
         gas = self.plan.batch_size(step) // (self.micro_batch * self.dp_size)
+        rows = self.rows * self.micro_batch
         if self.plan.skips(step):
-            return StepBatch.from_arrays(untrained(self.rules, gas, self.micro_batch), step, consumed)
+            return StepBatch.from_arrays(untrained(self.rules, gas, rows), step, consumed)
         numbers = rank_samples(
             consumed, micro_batch=self.micro_batch, gas=gas, dp_rank=self.dp_rank, dp_size=self.dp_size
         )
-        arrays = allocate(self.rules, gas, self.micro_batch)
-        for micro, row_numbers in enumerate(numbers.tolist()):
-            for row, number in enumerate(row_numbers):
-                fill(arrays, micro, row, self.dataset[number], self.rules)
+        arrays = allocate(self.rules, gas, rows)
+        for micro, items in enumerate(numbers.tolist()):
+            samples = chain.from_iterable(self._samples(number) for number in items)
+            for row, sample in enumerate(samples):
+                fill(arrays, micro, row, sample, self.rules)
         if self.plan.lengths:
             cut(arrays, self.plan.seq_length(step))
         complete(arrays)
         batch = StepBatch.from_arrays(arrays, step, consumed)
         return batch.pin_memory() if self.pin_memory else batch
+
+    def _samples(self, number: int) -> tuple[Sample, ...]:
+        """Those of one item."""
+        item = self.dataset[number]
+        samples = item if isinstance(item, tuple) else (item,)
+        if len(samples) != self.rows:
+            raise ValueError(f"item {number} is {len(samples)} samples, expected {self.rows}")
+        return samples
 
     def steps(self, consumed: int = 0, step: int | None = None) -> Iterator[StepBatch]:
         """The steps after `consumed` samples, while a whole step is left.

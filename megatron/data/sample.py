@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -29,12 +29,29 @@ class Sample:
         starts: where documents begin, increasing positions in `[0, s + 1)`; None when the dataset does not know.
         labels: `[s + 1]`, equal to `tokens` where trained and -100 elsewhere; None trains every token.
         length: tokens of the documents, in `[1, s + 1]`; None for part of a stream.
+        answers: int `[s + 1]`, the number, counted from 0, of the answer that each token belongs to; -1 = none. What is
+            trained of an answer `labels` say, so its prompt may have its number. An answer has a token behind the
+            first, and answers 2i and 2i + 1 are a pair, where there are pairs. None: the sample is one answer.
+        extras: float, by name: per token `[s + 1]`, or per answer.
     """
 
     tokens: np.ndarray
     starts: np.ndarray | None = None
     labels: np.ndarray | None = None
     length: int | None = None
+    answers: np.ndarray | None = None
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+Item = Sample | tuple[Sample, ...]
+
+
+def untrained_like(sample: Sample) -> Sample:
+    """A sample of the same shape that is all padding."""
+    labels = None if sample.labels is None else np.full_like(sample.labels, IGNORE)
+    extras = {name: np.zeros_like(values) for name, values in sample.extras.items()}
+    start = np.zeros(1, dtype=np.int64)
+    return replace(sample, tokens=np.zeros_like(sample.tokens), starts=start, labels=labels, length=1, extras=extras)
 
 
 @dataclass(frozen=True)
@@ -66,11 +83,14 @@ class Provenance:
 
 
 class SampleDataset(Protocol):
-    """Samples in their order. An index outside `[0, len)` raises `IndexError`; nothing wraps around."""
+    """Samples in their order. An index outside `[0, len)` raises `IndexError`; nothing wraps around.
+
+    Of unpacked pairs an item is two samples, (chosen, rejected), which are two rows of a batch and stay together.
+    """
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Sample: ...
+    def __getitem__(self, index: int) -> Item: ...
 
     def locate(self, index: int) -> Provenance:
         """The documents that sample `index` is made of."""

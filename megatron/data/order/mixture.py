@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron.data.index_builders import build_blend
 from megatron.data.order.phases import Phase, Weights, lengths
-from megatron.data.sample import IGNORE, NO_SAMPLES, Provenance, Sample, SampleDataset, Wanted
+from megatron.data.sample import NO_SAMPLES, Item, Provenance, SampleDataset, Wanted, untrained_like
 from megatron.data.tokens.cache import Arrays, IndexCache, content_key
 from megatron.errors import UserError
 
@@ -176,7 +176,7 @@ class Mixture:
     def __len__(self) -> int:
         return self.samples
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> Item:
         source, sample = self.draw(index)
         return self.sources[source][sample]
 
@@ -195,15 +195,13 @@ class ReadOnce:
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> Item:
         if not 0 <= index < self.length:
             raise IndexError(f"sample {index} of {self.length}")
         if index < self.samples:
             return self.source[index]
         like = self.source[0]
-        tokens = np.zeros_like(like.tokens)
-        labels = None if like.labels is None else np.full_like(like.labels, IGNORE)
-        return Sample(tokens, np.zeros(1, dtype=np.int64), labels, length=1)
+        return tuple(map(untrained_like, like)) if isinstance(like, tuple) else untrained_like(like)
 
     def locate(self, index: int) -> Provenance:
         """The documents of sample `index`; an empty one has none."""
