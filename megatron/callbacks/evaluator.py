@@ -92,10 +92,8 @@ def evaluate_sets(trainer: Trainer, sets: Sequence[NamedSet], sizes: Tensor | No
 
 
 def evaluated_weights(trainer: Trainer) -> AbstractContextManager[None]:
-    """Inside, the model has the weights that are evaluated: their moving average, if there is one for that."""
-    options = trainer.args.optimizer
-    wanted = options.ema_decay is not None and options.ema_evaluate
-    return trainer.engine.averaged() if wanted else nullcontext()
+    """Inside, the model has the weights that are evaluated: their average, if there is one for that."""
+    return trainer.engine.averaged() if trainer.args.optimizer.ema_evaluate else nullcontext()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron.checkpoint.agreement import gather
 from megatron.mpu.state import ParallelState
+from megatron.optim.ema import EVALUATED
 
 _KEYS = 32  # more than any optimizer keeps for a parameter
 
@@ -63,7 +64,7 @@ class Pieces:
 
     def not_finite(self, dtypes: Mapping[str, torch.dtype]) -> list[str]:
         """The parameters of which this rank's share is not finite in the type that is written."""
-        shares = {name: next(iter(share.values())) for name, share in self._mine.items()}
+        shares = {name: share[_written(share)] for name, share in self._mine.items()}
         return [name for name, weight in shares.items() if not weight.to(dtypes[name]).isfinite().all()]
 
     def size(self, file: File) -> int:
@@ -127,9 +128,9 @@ class Pieces:
 
     def _keys(self, file: File, name: str) -> Iterator[tuple[int, str, torch.dtype]]:
         """(tag of its message, key, type) of the values of a parameter in a file."""
-        weights = file.dtypes is not None
-        for number, key in enumerate(self._mine[name]):
-            if number == 0 or not weights:
+        weights, mine = file.dtypes is not None, self._mine[name]
+        for number, key in enumerate(mine):
+            if key == _written(mine) if weights else key != EVALUATED:
                 tag = 2 * (_KEYS * self._index[name] + number) + weights
                 yield tag, key, file.dtypes[name] if file.dtypes is not None else torch.float32
 
@@ -140,6 +141,11 @@ class Pieces:
             bounds = self._bounds[:, self._index[name]]
             held += (bounds[:, 1] - bounds[:, 0]) * sum(dtype.itemsize for _, _, dtype in self._keys(file, name))
         return held
+
+
+def _written(share: Mapping[str, Tensor]) -> str:
+    """The key of what a file of weights holds."""
+    return EVALUATED if EVALUATED in share else next(iter(share))
 
 
 def deal(files: Sequence[File], held: Sequence[np.ndarray]) -> list[list[File]]:

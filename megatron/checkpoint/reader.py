@@ -22,7 +22,9 @@ from megatron.checkpoint.neox_layout import Heads, from_disk, to_disk
 from megatron.checkpoint.neox_names import stored_name
 from megatron.errors import UserError
 from megatron.mpu.sharding import ParamSpec, shard, unshard, zeros
+from megatron.neox_arguments.optimizer_params import KIND
 from megatron.optim.ema import EMA
+from megatron.rows import row
 
 WEIGHT = "weight"
 
@@ -79,8 +81,10 @@ class CheckpointReader:
         return self._full(name, lambda rank: self._weights(name, rank))
 
     def master(self, name: str) -> Tensor:
-        """The full weight in fp32, as the optimizer goes on with it, where that is stored; else `weight`."""
-        if not self.manifest.optimizer:
+        """The full weight in fp32, as the optimizer goes on with it, where that is stored and not another than those to
+        be evaluated; else `weight`."""
+        kind = self.manifest.config.get("optimizer_type")
+        if not self.manifest.optimizer or (kind is not None and row(KIND, kind).get("averages")):
             return self.weight(name)
         return self._full(name, lambda rank: self._moments(name, rank)[WEIGHT])
 

@@ -96,7 +96,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_mixture.per_source),
     Rule(rules_mixture.valid_sets, fills=("valid_sets",)),
     Rule(rules_mixture.budgets, fills=("experiment_budget",)),
-    Rule(rules_schedule.average),
+    Rule(rules_schedule.average, fills=("lr_decay_style",)),
     Rule(rules_schedule.schedule, fills=("min_lr", "lr_decay_iters", "warmup", *rules_schedule.FILLED)),
     Rule(rules_train.checkpoints),
     Rule(rules_health.gradient_noise),

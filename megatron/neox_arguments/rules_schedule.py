@@ -11,6 +11,7 @@ from megatron.neox_arguments.draft import Draft
 from megatron.neox_arguments.formulas import flops_per_token
 from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.lengths import Length, in_steps, parse_count
+from megatron.neox_arguments.optimizer_params import KIND
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.rows import row
 
@@ -93,8 +94,17 @@ def schedule(draft: Draft) -> None:
 
 
 def average(draft: Draft) -> None:
-    """The moving average of the weights."""
+    """The moving average of the weights; an optimizer that averages them itself has that one, and a constant rate."""
     draft.check(lambda decay: 0 < decay < 1, "must be in (0, 1)", "ema_decay")
+    kind, style = draft["optimizer_type"], draft["lr_decay_style"]
+    if not row(KIND, kind).get("averages"):
+        return
+    if not draft.is_set("lr_decay_style"):
+        draft.imply("lr_decay_style", "constant", "optimizer.type")
+    elif style != "constant":
+        draft.note(f"{kind} stands in for a schedule: lr_decay_style {style} lowers its rate besides")
+    if draft["ema_decay"] is not None:
+        draft.fail("ema_decay", f"{kind} averages the weights itself; leave it out")
 
 
 def _min_lr(draft: Draft) -> None:

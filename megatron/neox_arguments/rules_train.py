@@ -85,6 +85,12 @@ def optimizer(draft: Draft) -> None:
             draft.fail(f"optimizer.params.{name}", f"must be in [0, {limit}), is {draft[name]}")
     if not 0 <= used.get("beta", 0) < 1:
         draft.fail("optimizer.params.beta", f"must be in [0, 1), is {used['beta']}")
+    weight_of_average = draft["betas"][0] if draft["betas"] else draft["momentum"]
+    if row(KIND, draft["optimizer_type"]).get("averages") and not weight_of_average:
+        name = "betas" if draft["betas"] else "momentum"
+        draft.fail(
+            f"optimizer.params.{name}", f"{draft['optimizer_type']} needs one above 0: the weight of the average"
+        )
     if used.get("nesterov") and not draft["momentum"]:
         draft.fail("optimizer.params.nesterov", "needs a momentum above 0")
 

@@ -14,8 +14,6 @@ _OPTIMIZERS = {
     "adafactor": "what it keeps of rows and columns cannot move to another layout; use muon or lion, which keep one "
     "number for each weight of a matrix",
     "sophia": "its Hessian needs passes of its own, which no engine takes; use adamw",
-    "schedule_free_adamw": "evaluation and checkpoints have no place for its second set of weights; use adamw with "
-    "lr_decay_style: constant and ema_decay",
 }
 _BNB = "8-bit optimizers are not available; use optimizer.type Adam"
 
@@ -34,6 +32,9 @@ class OptimizerConfig:
         unavailable=_OPTIMIZERS,
         spellings={
             "schedule_free": "schedule_free_adamw",
+            "schedulefree": "schedule_free_adamw",
+            "adamwschedulefree": "schedule_free_adamw",
+            "sgdschedulefree": "schedule_free_sgd",
             "fusedadam": "adam",
             "onebit_adam": "onebitadam",
             "cpuadam": "cpu_adam",
@@ -103,7 +104,8 @@ class OptimizerConfig:
     )
     ema_evaluate: bool = key(
         True,
-        "Validation, test, tasks and samples of training, eval.py and generate.py use ema_decay's average.",
+        "Validation, test, tasks and samples of training, eval.py and generate.py use ema_decay's average (in training "
+        "that of a schedule_free optimizer too).",
         new=True,
     )
     skip_outliers: bool | int | dict[str, Any] | None = key(

@@ -1,4 +1,5 @@
-"""The exponential moving average of the weights: m <- d m + (1 - d) w after each update, from the first weights on."""
+"""Weights that are evaluated in place of those in training: the exponential moving average, m <- d m + (1 - d) w after
+each update, from the first weights on; or what an optimizer makes of its own (schedule-free)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,18 @@ import torch
 from torch import Tensor
 
 EMA = "ema"
-"""Its name beside the optimizer's moments, in `Engine.read_share` and checkpoints."""
+"""The name of the moving average beside the optimizer's moments, in `Engine.read_share` and checkpoints."""
+EVALUATED = "evaluated"
+"""In `Engine.read_share`: what an optimizer makes of weights and state, for files of weights alone."""
+
+
+@torch.no_grad()
+def exchange(masters: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+    """Exchange weights, by parameter, and what is evaluated in their place."""
+    for name, other in others.items():
+        weights = masters[name].clone()
+        masters[name].copy_(other)
+        other.copy_(weights)
 
 
 class WeightAverage:
@@ -46,11 +58,3 @@ class WeightAverage:
         if EMA not in values:
             self.begun.add(name)
         self.means[name].copy_(values.get(EMA, self.masters[name]))
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        """Exchange averages and weights."""
-        for name, mean in self.means.items():
-            weights = self.masters[name].clone()
-            self.masters[name].copy_(mean)
-            mean.copy_(weights)

@@ -7,9 +7,10 @@ bf16 and fp16, else 4) and a bytes of a gradient (4, but 2 in fp16 at ZeRO 1), a
 | part      | bytes                                                                                             |
 |-----------|---------------------------------------------------------------------------------------------------|
 | weights   | w, in ZeRO 3 w / dp                                                                               |
-| moments   | 4 per moment, `moments` of the optimizer's row (Adam 2, Lion 1); from ZeRO 1 on divided by dp     |
+| moments   | 4 per moment, `moments` of the optimizer's row (Adam 2, Lion 1), and `block_moments` of blocks,    |
+|           | whose parameters are nearly all matrices (Muon 1); from ZeRO 1 on divided by dp                   |
 | masters   | 4 / dp from ZeRO 1 on; none in fp32 with the native engine, whose weights they are                |
-| average   | 4 / dp with ema_decay                                                                             |
+| average   | 4 / dp with ema_decay, or while a schedule-free optimizer's is evaluated or saved                 |
 | gradients | without ZeRO, in bf16 at ZeRO 1, and with the native engine: 4; in fixed point: 8 + 4 / dp        |
 |           | else ZeRO 1: a and one bucket (two with overlap_comm), or (a + 4) / dp if that is more            |
 |           | ZeRO 2: (a + w) / dp and one bucket (two with overlap_comm)                                       |
@@ -41,7 +42,7 @@ from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.block_sizes import MAMBA, RWKV, is_gated
 from megatron.neox_arguments.formulas import loss_chunk
-from megatron.neox_arguments.optimizer_params import optimizer_params
+from megatron.neox_arguments.optimizer_params import KIND, optimizer_params
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.neox_arguments.schema_train import OptimizerConfig
 from megatron.plan.stages import Held
@@ -75,12 +76,16 @@ def estimate(args: NeoXArgs, *, held: Held, stage: int, blocks: Sequence[int], p
         stage_of_zero = 1
     half = args.optimizer.precision != "fp32"
     parts = (held.parameters - held.experts) / dp + held.experts / (dp / ep)  # of what ZeRO divides
-    state_bytes = 4 * moments(args.optimizer) + (4 if half or (stage_of_zero and not native) else 0)
+    master = 4 if half or (stage_of_zero and not native) else 0
+    in_blocks = (held.blocks - held.experts) / dp + held.experts / (dp / ep) if stage_of_zero else held.blocks
+    others = (parts if stage_of_zero else held.parameters) - in_blocks
+    averages = args.optimizer.ema_decay is not None or row(KIND, args.optimizer.optimizer_type).get("averages")
     return Memory(
         weights=(2 if half else 4) * (parts if stage_of_zero == 3 else held.parameters),
         gradients=_gradients(args, stage_of_zero, held.parameters, parts),
-        optimizer=state_bytes * (parts if stage_of_zero else held.parameters)
-        + (4 * parts if args.optimizer.ema_decay is not None else 0),
+        optimizer=(4 * moments(args.optimizer) + master) * others
+        + (4 * moments(args.optimizer, of_blocks=True) + master) * in_blocks
+        + (4 * parts if averages else 0),
         activations=_activations(args, stage=stage, blocks=blocks, padded_vocab_size=padded_vocab_size),
     )
 
@@ -103,10 +108,13 @@ def _gradients(args: NeoXArgs, stage: int, whole: float, parts: float) -> float:
     return (each + 4) * parts + 4 * bucket
 
 
-def moments(optimizer: OptimizerConfig) -> int:
-    """Tensors of a parameter's size that the optimizer keeps; 2 for a plugin that does not state it."""
-    kind, name = "optimizer.type", optimizer.optimizer_type
+def moments(optimizer: OptimizerConfig, *, of_blocks: bool = False) -> int:
+    """Tensors of a parameter's size that the optimizer keeps, of a parameter in a block or of another; 2 for a plugin
+    that does not state it."""
+    kind, name = KIND, optimizer.optimizer_type
     found = row(kind, name)
+    if of_blocks and "block_moments" in found:
+        return int(found["block_moments"])
     if "moments" not in found and name not in added(kind):
         place = rows(kind)[name].place
         raise UserError(f"{place}: {kind} {name!r}: register it with moments=, the number of tensors it keeps")

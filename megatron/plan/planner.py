@@ -6,6 +6,7 @@ from megatron.checkpoint.start import Start
 from megatron.cluster.launch import Placement
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
+from megatron.neox_arguments.formulas import parameter_count
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.plan import sections
 from megatron.plan.memory import estimate
@@ -96,7 +97,7 @@ def _parts(
                 notes = [*data.notes(), *evaluation_notes(data, args.training.eval_iters)]
                 parts.append(sections.data(data.table(), notes))
         begins = start.step if start.kind in ("load", "init") else 0  # after steps of another folder
-        saves = saves_of(args, sum(stage.parameters or 0 for stage in stages), begins)
+        saves = saves_of(args, parameter_count(args.model, vocab_size), begins)
         parts.append(sections.checkpoints(start, saves, args.checkpoint.save))
     elif start is not None:
         parts.append(sections.with_title("checkpoint", [f"reads {start.path}"]))

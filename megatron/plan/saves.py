@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.checkpoint.cadence import save_steps
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.formulas import ParameterCount
 from megatron.plan.memory import moments
 
 
@@ -21,11 +22,11 @@ class Saves:
     free: int | None
 
 
-def saves_of(args: NeoXArgs, parameters: int, first: int = 0) -> Saves | None:
+def saves_of(args: NeoXArgs, count: ParameterCount, first: int = 0) -> Saves | None:
     """The checkpoints of the whole run, which begins at step `first`; None when `save` is not set.
 
-    One checkpoint holds the weights in the run's precision and, with optimizer state, fp32 masters and
-    the tensors that the optimizer keeps.
+    `count`: of the whole model. One checkpoint holds the weights in the run's precision and, with optimizer state, fp32
+    masters and the tensors that the optimizer keeps.
     """
     checkpoint, steps = args.checkpoint, args.training.train_iters or 0
     if checkpoint.save is None:
@@ -43,8 +44,11 @@ def saves_of(args: NeoXArgs, parameters: int, first: int = 0) -> Saves | None:
     minutes = checkpoint.temporary_checkpoint_minutes
     kept += minutes is not None and minutes > 0  # one at a time
     weight = 4 if args.optimizer.precision == "fp32" else 2
-    kinds = 1 + moments(args.optimizer) + (args.optimizer.ema_decay is not None)
-    each = parameters * (weight + (0 if checkpoint.no_save_optim else 4 * kinds))
+    each: float = weight * count.total
+    if not checkpoint.no_save_optim:
+        kinds = 1 + moments(args.optimizer) + (args.optimizer.ema_decay is not None)
+        fewer = moments(args.optimizer) - moments(args.optimizer, of_blocks=True)
+        each += 4 * (kinds * count.total - fewer * count.layers)
     return Saves(saved, kept, each, _free(Path(checkpoint.save)))
 
 

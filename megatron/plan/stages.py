@@ -23,10 +23,12 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters that one rank of a stage holds, padding and tied copies too, and how many of them are experts'."""
+    """Parameters that one rank of a stage holds, padding and tied copies too, and how many of them are in blocks, and
+    experts'."""
 
     parameters: int
     experts: int = 0
+    blocks: int = 0
 
 
 def topology(args: NeoXArgs, *, experts: bool = False) -> Topology:
@@ -87,7 +89,8 @@ def stage_sizes(args: NeoXArgs, vocab_size: int) -> tuple[list[StageRow], list[H
     for stage in table:
         layers = sizes[stage.start : stage.stop]
         total = sum(layer.local for layer in layers) + (copy if stage is table[-1] else 0)
-        held.append(Held(total, sum(layer.experts for layer in layers)))
+        blocks = sum(layer.local for layer, placed in zip(layers, stage.layers, strict=True) if placed.is_block)
+        held.append(Held(total, sum(layer.experts for layer in layers), blocks))
     return table, held
 
 

@@ -68,8 +68,8 @@ class Engine(Protocol):
         ...
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside, the model's weights are their moving average (`ema_decay`), if it is kept; collective at both ends.
-        Nothing may be trained or saved."""
+        """Inside, the model's weights are their moving average (`ema_decay`), or what the optimizer averages itself, if
+        either is kept; collective at both ends. Nothing may be trained or saved."""
         ...
 
     def stage_layers(self) -> Sequence[nn.Module]:
@@ -108,8 +108,9 @@ class Engine(Protocol):
     def read_share(self, name: str) -> dict[str, Tensor]:
         """fp32 master weight (`weight`), optimizer moments and the weight's moving average (`ema`), if it is kept, of
         the elements in `share`: 1-D, as long as it is, on any
-        device; they may be views of what the optimizer goes on with. State of another number of dimensions is not per
-        element, and whole. The same keys on every rank of the data group. Does not communicate."""
+        device; they may be views of what the optimizer goes on with. `evaluated`: what files of weights hold in place
+        of `weight`. State of another number of dimensions is not per element, and whole. The same keys on every rank of
+        the data group. Does not communicate."""
         ...
 
     def moments(self) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatron.log import get_logger
 from megatron.mpu.owned import is_owned
 from megatron.mpu.sharding import spec_of
 from megatron.mpu.state import ParallelState
-from megatron.optim.ema import EMA, WeightAverage
+from megatron.optim.ema import EMA, EVALUATED, WeightAverage, exchange
 from megatron.training.engine_gradients import Gradients
 from megatron.training.engine_state import WEIGHT, OptimizerState
 from megatron.training.engine_update import joint_norm
@@ -126,6 +126,8 @@ class StateByName:
         found = self._optimizer_state.read(p, self._share(p))
         if self.average is not None and name in self.average.means:
             found[EMA] = self.average.means[name]
+        elif (evaluated := self._optimizer_state.evaluated(found)) is not None:
+            found[EVALUATED] = evaluated
         return found
 
     def moments(self) -> set[str]:
@@ -165,16 +167,27 @@ class StateByName:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """See `Engine`. An error in here ends the run: other ranks may not be there to bring the weights back."""
-        if self.average is None:
+        if self.average is None and not self._optimizer_state.averages:
             yield
             return
-        self._swap_average(self.average)
+        averages = self._evaluated() if self.average is None else self.average.means
+        self._exchange(averages)
         yield
-        self._swap_average(self.average)
+        self._exchange(averages)
 
-    def _swap_average(self, average: WeightAverage) -> None:
+    def _evaluated(self) -> dict[str, Tensor]:
+        """What the optimizer makes of weights and state, by name."""
+        found = {}
+        for name, p in self._params.items():
+            evaluated = self._optimizer_state.evaluated(self._optimizer_state.read(p, self._share(p)))
+            if evaluated is not None:
+                found[name] = evaluated
+        return found
+
+    def _exchange(self, averages: Mapping[str, Tensor]) -> None:
         self._await_weights()
-        average.swap()
+        masters = {name: self._optimizer_state.master(p, self._share(p)) for name, p in self._params.items()}
+        exchange(masters, averages)
         self.finish_writing()
         self._await_weights()
 
@@ -194,6 +207,8 @@ class StateByName:
             "loss_scale": self._loss_scale(),
             "loss_scaler": self._loss_scaler_state(),
         }
+        if counters := self._optimizer_state.counters():
+            found["optimizer_counters"] = counters
         return found if self.outliers is None else {**found, "outliers": self.outliers.state()}
 
     def _loss_scaler_state(self) -> dict[str, Any]:
@@ -202,6 +217,7 @@ class StateByName:
 
     def load_scalars(self, values: dict[str, Any]) -> None:
         self._optimizer_state.set_steps(values["optimizer_steps"])
+        self._optimizer_state.set_counters(values.get("optimizer_counters", {}))
         self.skipped_steps = values["skipped_steps"]
         if self.outliers is not None:
             self.outliers.load(values.get("outliers"))

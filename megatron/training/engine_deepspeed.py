@@ -206,7 +206,3 @@ class DeepSpeedEngine(StepEngine):
             runtime.optimizer.gradient_accumulation_steps = count
         if isinstance(self._gradients, Bf16Gradients):
             self._gradients.set_passes(count)
-
-    def _set_lr(self, lr: float) -> None:
-        for group in self.deepspeed.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_mult", 1.0)

@@ -7,7 +7,7 @@ elements; which rank has which of them is the engine's business. Nothing here co
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from megatron.optim.matrices import is_matrix
 from megatron.training.partition_comm import all_gather
 
 WEIGHT = "weight"
-FIRST_WEIGHTS = ("x0",)  # state that begins with the weights (Madgrad); all else begins with zeros
+FIRST_WEIGHTS = ("x0", "z")  # state that begins with the weights (Madgrad, schedule-free); all else begins with zeros
 
 
 def even_cut(count: int, rank: int, ranks: int) -> range:
@@ -67,6 +67,22 @@ class OptimizerState:
     def master(self, p: Parameter, share: range) -> Tensor:
         """The fp32 weights of the elements in `share`, 1-D: a view of what the optimizer moves."""
         return self._pieces(p, share)[WEIGHT].detach()
+
+    @property
+    def averages(self) -> bool:
+        """Whether the optimizer's weights in training are not those to be evaluated."""
+        return hasattr(self._inner, "average")
+
+    @torch.no_grad()
+    def evaluated(self, values: Mapping[str, Tensor]) -> Tensor | None:
+        """Of what `read` found, the weights to be evaluated, a new tensor; None where they are those in training."""
+        return self._inner.average(values) if self.averages and len(values) > 1 else None  # type: ignore[attr-defined]
+
+    def set_lr(self, lr: float) -> None:
+        """The learning rate of the schedule, which groups scale."""
+        for group in self._inner.param_groups:
+            group["scheduled_lr"] = lr
+            group["lr"] = lr * group.get("lr_mult", 1.0)
 
     def publish(self, replicated: Iterable[tuple[Parameter, dist.ProcessGroup]]) -> None:
         """Bring every rank up to date with what `write` set on each. Collective.
@@ -140,8 +156,21 @@ class OptimizerState:
         return 0.0
 
     def set_steps(self, steps: float) -> None:
+        self._set("step", steps)
+
+    def counters(self) -> dict[str, float]:
+        """What else the optimizer counts: numbers, the same for all parameters."""
         for state in self._inner.state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"].fill_(steps)
-            elif "step" in state:
-                state["step"] = steps
+            return {key: value for key, value in state.items() if key != "step" and isinstance(value, float)}
+        return {}
+
+    def set_counters(self, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            self._set(key, value)
+
+    def _set(self, key: str, value: float) -> None:
+        for state in self._inner.state.values():
+            if torch.is_tensor(state.get(key)):
+                state[key].fill_(value)
+            elif key in state:
+                state[key] = value

@@ -69,9 +69,6 @@ class StepEngine(StateByName):
     def _set_micro_batches(self) -> None:
         """Steps have `self.micro_batches` from here on."""
 
-    @abstractmethod
-    def _set_lr(self, lr: float) -> None: ...
-
     def train_batch(self, batch: StepBatch, lr: float) -> StepOut:
         """Forward, backward and update over a whole step. The same call on every rank.
 
@@ -85,7 +82,7 @@ class StepEngine(StateByName):
             # Decided before any forward: a mean over nothing would be NaN.
             nothing = torch.zeros((), device=self.state.device)
             return StepOut(nothing, None, nothing == 0, 0, self._loss_scale(), padding, votes)
-        self._set_lr(lr)
+        self._optimizer_state.set_lr(lr)
         if len(batch.tokens) != self.micro_batches:
             self.micro_batches = len(batch.tokens)
             self._set_micro_batches()

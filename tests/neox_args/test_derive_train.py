@@ -66,6 +66,14 @@ def test_timers_are_off_in_a_pipeline_and_that_is_reported(tmp_path: Path) -> No
     assert derived(tmp_path, wall_clock_breakdown=True).deepspeed.wall_clock_breakdown
 
 
+def test_a_schedule_free_optimizer_has_a_constant_rate_unless_told_otherwise(tmp_path: Path) -> None:
+    free = {"optimizer": {"type": "AdamWScheduleFree"}}
+    assert derived(tmp_path, **free).schedule.lr_decay_style == "constant"
+    told = derived(tmp_path, **free, lr_decay_style="cosine")
+    assert told.schedule.lr_decay_style == "cosine"
+    assert any("schedule_free_adamw stands in for a schedule" in note for note in told.notes)
+
+
 def test_zero(tmp_path: Path) -> None:
     assert derived(tmp_path).optimizer.zero_stage == 0
     assert derived(tmp_path, zero_optimization={"stage": 3}).optimizer.zero_stage == 3
@@ -88,7 +96,11 @@ def test_zero(tmp_path: Path) -> None:
         ),
         ({"optimizer": {"type": "Adafactor"}}, "optimizer.type: Adafactor .*rows .*muon or lion"),
         ({"optimizer": {"type": "sophia"}}, "optimizer.type: sophia .*Hessian .*adamw"),
-        ({"optimizer": {"type": "schedule_free"}}, "optimizer.type: schedule_free .*ema_decay"),
+        ({"optimizer": {"type": "schedule_free"}, "ema_decay": 0.9}, "ema_decay: schedule_free_adamw averages"),
+        (
+            {"optimizer": {"type": "schedule_free_sgd", "params": {"momentum": 0}}},
+            "optimizer.params.momentum: schedule_free_sgd .*above 0",
+        ),
         ({"optimizer": {"type": "Muon"}, "zero_stage": 2}, "optimizer.type: muon .*stage 2 .*stage 1"),
         ({"optimizer": {"type": "Muon"}, "precision": "fp16"}, "optimizer.type: muon .*bfloat16"),
         ({"optimizer": {"type": "Muon"}, "use_mup": True, "mup_base_hidden_size": 16}, "muon .*use_mup"),

@@ -56,6 +56,10 @@ def test_parameters_per_rank_are_those_of_the_built_model(tmp_path: Path, style:
         numbers = [p.numel() for module in modules for p in module.parameters()]
         tied_twice = args.tokenizer.padded_vocab_size * 32 // tp if pp == 1 and layers[-1].tied else 0
         assert sum(numbers) - tied_twice == expected.parameters
+        blocks = [
+            p.numel() for m, row in zip(modules, stage.layers, strict=True) if row.is_block for p in m.parameters()
+        ]
+        assert sum(blocks) == expected.blocks
         assert sum(p.numel() for module in modules for p in module.parameters() if p.spec.experts) == expected.experts
 
 
@@ -128,6 +132,12 @@ def test_a_token_keeps_the_rows_of_its_experts(tmp_path: Path) -> None:
     experts = memory(derived(tmp_path, 1, *EXPERTS)).activations
     tokens, rows, width = 2 * 16, 2, 32
     assert experts - dense == 4 * 4 * tokens * rows * 2 * width  # 4 blocks, 4 bytes
+
+
+def test_an_optimizer_may_keep_less_of_blocks(tmp_path: Path) -> None:
+    args = derived(tmp_path, 2, "optimizer.type=Muon", "precision=bfloat16")
+    found = estimate(args, held=Held(1000, blocks=700), stage=0, blocks=range(4), padded_vocab_size=128)
+    assert found.optimizer == (8 * 700 + 12 * 300) / 2
 
 
 def test_sgd_without_momentum_has_no_state(tmp_path: Path) -> None:

@@ -148,6 +148,9 @@ def held(rank: int, world: int, keys: dict[str, Any], layout: Layout) -> tuple[f
     return found[0] / parameters, (plan.total - plan.activations) / parameters, parameters / place.parameters
 
 
+OUTSIDE_BLOCKS = 2 * 68 * 128 / (2 * 68 * 128 + 2 * 11 * 128**2)  # share of embedding and output matrix
+
+
 @pytest.mark.parametrize(
     ("precision", "layout", "expected"),
     [
@@ -157,14 +160,18 @@ def held(rank: int, world: int, keys: dict[str, Any], layout: Layout) -> tuple[f
         ("fp32", Layout(engine="native"), 4 + 4 + 8),
         ("fp32", Layout(dp=2, engine="native"), 4 + 4 + 8 / 2),
         ("layout", Layout(dp=2, micro=1, engine="native"), 4 + 8 + (4 + 8) / 2),
+        ("muon", Layout(dp=2, engine="native"), 2 + 4 + (4 + 4 + 4 * OUTSIDE_BLOCKS) / 2),
     ],
     ids=lambda x: getattr(x, "name", x),
 )
 def test_bytes_per_parameter_are_those_of_the_plan(precision: str, layout: Layout, expected: float) -> None:
     """Weights, sums of gradients, and this rank's part of masters and moments; nothing else is kept. "layout": fp32,
-    with `deterministic`."""
-    more = {"precision": "fp32", "deterministic": "layout"} if precision == "layout" else {"precision": precision}
-    keys = {**NEOX, "hidden_size": 128, **more}
+    with `deterministic`; "muon": bf16, one moment of matrices and two of the rest."""
+    more = {
+        "layout": {"precision": "fp32", "deterministic": "layout"},
+        "muon": {"precision": "bfloat16", "optimizer": {"type": "Muon"}},
+    }
+    keys = {**NEOX, "hidden_size": 128, **more.get(precision, {"precision": precision})}
     for counted, planned, parameters in run_distributed(held, layout.world, keys, layout):
         assert counted == pytest.approx(expected, rel=0.03)
         assert planned == pytest.approx(expected, rel=1e-3) and parameters == 1

@@ -16,15 +16,15 @@ OPTIMIZERS: Registry[Builder] = Registry(
     "optimizer.type",
     wants="a function (groups, lr, params) -> torch.optim.Optimizer",
     fits=callable,
-    fields=("params", "moments", "decays", "matrices"),
+    fields=("params", "moments", "block_moments", "decays", "matrices", "averages"),
 )
 """Builders of optimizers. An entry is a function `(groups, lr, params) -> torch.optim.Optimizer`:
 
 * `groups` from `groups.parameter_groups`, each with its `weight_decay`, which is decoupled; `params` holds what
   `optimizer.params` sets, over the defaults of the row;
 * the learning rate is read from each group at every step; gradients are clipped already;
-* what it keeps of a parameter is tensors of the parameter's shape in `state[p]`, and `step` if it counts, so that
-  checkpoints carry it to any layout.
+* what it keeps of a parameter is tensors of the parameter's shape in `state[p]`, `step` if it counts, and numbers that
+  are the same for all parameters, so that checkpoints carry it to any layout.
 
 Its row:
 
@@ -32,7 +32,10 @@ Its row:
   `float`, in an attribute `params` of a plugin's class);
 * `moments=2`: how many fp32 tensors of a parameter's size it keeps; `{"always": 2, "momentum": 1}`: one more where that
   parameter of the optimizer is not 0. A plugin that leaves it out is estimated with 2;
+* `block_moments=1`: the same of parameters in blocks, nearly all of which are matrices, where it is another number;
 * `decays=False`: it takes no weight decay;
+* `averages=True`: the weights in training are not those to be evaluated. Its method `average(values)` makes these, of
+  some elements, from `weight` and what it keeps. Files of weights in checkpoints hold them;
 * `matrices=True`: it needs whole matrices: groups of them have a `WholeMatrices` under `matrices`, those of the rest
   None, and layouts that cut them otherwise are refused.
 """

@@ -122,6 +122,7 @@ class Muon(torch.optim.AdamW):
 @OPTIMIZERS.register(
     "muon",
     moments=2,
+    block_moments=1,
     matrices=True,
     params={
         "momentum": 0.95,

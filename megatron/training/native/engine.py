@@ -98,10 +98,6 @@ class NativeEngine(StepEngine):
     def _set_micro_batches(self) -> None:
         self._gradients.set_passes(self.micro_batches)
 
-    def _set_lr(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_mult", 1.0)
-
 
 def masters_of(groups: Groups, buckets: list[Bucket]) -> Groups:
     """The groups with what this rank owns of the masters in place of the parameters; those that it owns nothing of are
