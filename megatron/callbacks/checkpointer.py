@@ -136,9 +136,9 @@ class Checkpointer(Callback):
             self.save(trainer, temporary=True)
 
     def _ends(self, trainer: Trainer) -> bool:
-        """Whether this is the last step, whose checkpoint is to last. What else ranks vote for is a stop."""
-        stops = trainer.stop_reason is not None or not trainer.voted <= {WRITING, TEMPORARY}
-        return stops or trainer.step >= (trainer.args.training.train_iters or 0)
+        """Whether this is the last step, whose checkpoint is to last."""
+        stops = trainer.stop_reason is not None or trainer.voted & trainer.ends
+        return bool(stops) or trainer.step >= (trainer.args.training.train_iters or 0)
 
     def _is_due(self, trainer: Trainer, step: int) -> bool:
         """Whether a checkpoint of this step is to last."""

@@ -76,7 +76,7 @@ class StopOnSignal(Callback):
         for name, until in self.deadlines.items():
             self._voters[name] = partial(self._is_late, trainer, until)
         trainer.voters.update(self._voters)
-        trainer.stopping = lambda: any(vote() for vote in self._voters.values())
+        trainer.ends.update(self._voters)
 
     def loaded(self, trainer: Trainer) -> None:
         # Not before: while a checkpoint is loaded nothing is trained yet, and a signal ends the start at once.

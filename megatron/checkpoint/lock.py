@@ -77,11 +77,11 @@ class SaveLock:
         self._thread = threading.Thread(target=self._beat, name="save-lock", daemon=True)
         self._thread.start()
 
-    def announce_end(self) -> None:
-        """Note in the lock that the job ends after this step: the next one waits for its last checkpoint."""
+    def announce_end(self, ending: bool = True) -> None:
+        """Note in the lock whether the job ends after this step: the next one waits for its last checkpoint."""
         with suppress(OSError):  # a full disk is for the save to report
             if self.held():
-                write_atomically(self.path, json.dumps({**self._content, "ending": True}))
+                write_atomically(self.path, json.dumps({**self._content, "ending": ending}))
 
     def release(self) -> None:
         """Give the lock back; does nothing when it is not ours any more."""

@@ -40,6 +40,9 @@ class AnnouncedEnd(Callback):
     def __init__(self, lock: SaveLock) -> None:
         self.lock = lock
 
+    def loaded(self, trainer: Trainer) -> None:
+        self.lock.announce_end(False)  # a run that has gone back from its last step trains on
+
     def before_step(self, trainer: Trainer) -> None:
         if trainer.step + 1 == trainer.args.training.train_iters:
             self.lock.announce_end()  # already here: the last checkpoint is written in callbacks that come before

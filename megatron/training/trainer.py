@@ -50,8 +50,8 @@ class Trainer:
             They are read once per log; on an accelerator one step later, so that no step waits for the device.
         voters: what ranks vote for in each step, by name: whether this one is for it, asked at the start of the step.
             Set in the hook `start`, the same names in the same order on every rank.
+        ends: of those names, the ones for which a vote of any rank ends the run after that step.
         voted: of those names, what any rank of the job voted for in the step just done; the same on every rank.
-        stopping: whether this rank has a reason to stop; its own, not agreed on.
         late: what the device works out is read one step later, when it has long been computed: on an accelerator.
     """
 
@@ -83,8 +83,8 @@ class Trainer:
         self.held_checkpoints: dict[str, set[int]] = {}
         self.metrics: dict[str, float | Tensor] = {}
         self.voters: dict[str, Callable[[], bool]] = {}
+        self.ends: set[str] = set()
         self.voted: set[str] = set()
-        self.stopping: Callable[[], bool] = lambda: False
         self.late = state.device.type != "cpu"
         self._unsettled: Unsettled | None = None
         self._failed = False
@@ -124,6 +124,10 @@ class Trainer:
         if self.stop_reason is None:
             self.stop_reason, self.stop_code = reason, exit_code
 
+    def stopping(self) -> bool:
+        """Whether this rank has a reason to stop; its own, not agreed on."""
+        return any(self.voters[name]() for name in self.ends)
+
     def settle(self) -> None:
         """Tell the callbacks what the last step came to, unless they know: waits for it.
 
@@ -138,8 +142,11 @@ class Trainer:
             self.call("settled", outcome)
 
     def abandon(self) -> None:
-        """Forget the steps under way: what they began from is about to be replaced."""
+        """Forget the steps under way, and the stop that one of them asked for by plan: what they began from is about to
+        be replaced. A stop that somebody else asked for stays (`stop_code`)."""
         self._unsettled = None
+        if self.stop_code == 0:
+            self.stop_reason = None
         self.metrics.clear()
         self.progress.abandon()
 

@@ -213,6 +213,15 @@ def test_the_checkpoint_with_which_a_run_stops_lasts(tmp_path: Path, planned: bo
     assert (saved, left, marked) == ([3], [3], [])
 
 
+def test_what_else_ranks_vote_for_ends_no_run(tmp_path: Path) -> None:
+    class Votes(Callback):
+        def start(self, trainer: Any) -> None:
+            trainer.voters["of a plugin"] = lambda: True
+
+    saved, left, marked = temporary(tmp_path, before=[Votes()], checkpoint_factor=0, train_iters=4)
+    assert (saved, left) == ([3, 4], [4]) and not marked
+
+
 def test_temporary_ones_do_not_count_for_those_that_are_kept(tmp_path: Path) -> None:
     saved, left, marked = temporary(tmp_path, checkpoint_factor=5, keep_last_n_checkpoints=2, train_iters=13)
     assert (saved, left) == ([3, 5, 8, 10, 13], [10, 13]) and not marked

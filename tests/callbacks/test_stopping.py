@@ -20,6 +20,7 @@ from megatron.checkpoint.lock import SaveLock
 from megatron.mpu.state import ParallelState
 from megatron.run.end import AnnouncedEnd
 from megatron.signals import STOP_SIGNALS, raise_stop_requests
+from megatron.training import progress
 from megatron.training.callback import Callback
 from tests.callbacks.fakes import GoesBack, Log, args_of, run_and_go_back, trainer_of
 
@@ -117,34 +118,44 @@ def test_a_second_ctrl_c_ends_the_run_at_once_unless_it_is_the_same_one(tmp_path
 
 
 class TakesTime(Callback):
-    """Steps of 0.1 s, an evaluation of 0.2 s after step 2, and a checkpoint of 0.5 s at step 3."""
+    """Steps of 1 s, an evaluation of 2 s after step 2, and a checkpoint of 5 s at step 3, on a clock of its own."""
+
+    def __init__(self, now):
+        self.now = now
+
+    def time(self):
+        return self.now
+
+    monotonic = time
 
     def before_update(self, trainer):
-        time.sleep(0.1)
+        self.now += 1
 
     def after_step(self, trainer, out):
         if trainer.step == 2:
-            time.sleep(0.2)
+            self.now += 2
         if trainer.step == 3:
-            trainer.progress.save_seconds = 0.5
+            trainer.progress.save_seconds = 5.0
 
 
 @pytest.mark.parametrize("limit", ["job", "exit_duration_in_mins"])
 def test_a_run_stops_before_its_time_limit(tmp_path, monkeypatch, limit):
-    """Two steps, the longest pause and a checkpoint are 0.9 s, a quarter more is 1.1 s: that long before the end."""
-    monkeypatch.setattr(stop_on_signal, "MARGIN_SECONDS", 0.0)
+    """Two steps, the longest pause and a checkpoint are 9 s, a quarter more and 10 s is 21.25 s: the first step
+    that ends later than that before the end is the last."""
     monkeypatch.setattr(stop_on_signal, "FIRST_SAVE_SECONDS", 0.0)
-    until = int(time.time()) + 3
+    clock = TakesTime(int(time.time()))
+    monkeypatch.setattr(stop_on_signal, "time", clock)
+    monkeypatch.setattr(progress, "time", clock)
+    until = clock.now + 50
     # The other limit is there as well, and far away.
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(until if limit == "job" else until + 1000))
     minutes = (until - psutil.Process().create_time()) / 60 + (10 if limit == "job" else 0)
     stop = StopOnSignal.build(RunContext(args_of(exit_duration_in_mins=minutes), ParallelState.single("cpu"), 64))
-    trainer = trainer_of([TakesTime(), stop, Saves(), RunStatus(tmp_path)], train_iters=1000)
+    trainer = trainer_of([clock, stop, Saves(), RunStatus(tmp_path)], train_iters=1000)
     trainer.run()
-    left = until - time.time()
-    assert 0.6 < left < 1.4 and trainer.stop_code == 3
+    assert until - clock.now == 21 and trainer.stop_code == 3
     assert ("time limit" if limit == "job" else f"exit_duration_in_mins {minutes:g}") in trainer.stop_reason
-    assert 0.9 <= json.loads((tmp_path / "status.json").read_text())["stop_seconds"] < 1.2
+    assert json.loads((tmp_path / "status.json").read_text())["stop_seconds"] == pytest.approx(9)
 
 
 def test_a_run_that_begins_too_late_votes_after_its_first_measured_step():

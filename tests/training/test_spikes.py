@@ -11,11 +11,14 @@ from unittest import mock
 import pytest
 
 from megatron.callbacks.checkpointer import Checkpointer
+from megatron.callbacks.exit_interval import ExitInterval
 from megatron.callbacks.garbage_collection import GarbageCollection
 from megatron.callbacks.loss_spikes import LossSpikes
 from megatron.checkpoint.find import open_checkpoint
+from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.rewinds import Rewind, choose_rewind, read_rewinds
 from megatron.run import rewind as going_back
+from megatron.run.end import AnnouncedEnd
 from megatron.training.callback import Callback
 from tests.callbacks.fakes import Log, out, trainer_of
 from tests.training.runs import Faults, corpus, run
@@ -170,6 +173,33 @@ def test_the_watchdog_takes_going_back_for_no_step(tmp_path):
         with pytest.raises(ZeroDivisionError):
             going_back.train_with_rewinds(trainer)
     assert phases == ["callbacks"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_planned_stop_in_the_step_of_a_spike_is_planned_no_more(tmp_path, late):
+    ending = []
+
+    class Looks(Callback):
+        def before_step(self, trainer):
+            ending.append(json.loads((tmp_path / "lock.json").read_text())["ending"])
+
+    with SaveLock(tmp_path) as lock:
+        _, trainer = spiking(tmp_path, ExitInterval(8), Looks(), AnnouncedEnd(lock), steps=12)
+        trainer.late = late
+        going_back.train_with_rewinds(trainer)
+    assert trainer.step == 8 and trainer.stop_reason == "exit_interval 8" and ending == [False] * (8 + 4)
+
+
+def test_a_stop_that_was_asked_for_in_the_step_of_a_spike_stays(tmp_path):
+    class Asked(Callback):
+        def after_step(self, trainer, out):
+            if trainer.step == 8:
+                trainer.request_stop("stopped by SIGTERM", 3)
+
+    _, trainer = spiking(tmp_path)
+    trainer.callbacks.insert(0, Asked())
+    going_back.train_with_rewinds(trainer)
+    assert (trainer.step, trainer.saved_step, trainer.stop_code) == (4, 4, 3)
 
 
 def test_later_checkpoints_know_what_is_left_out(tmp_path):
