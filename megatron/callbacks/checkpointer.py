@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,7 @@ class Checkpointer(Callback):
         self._writing: BackgroundSave | None = None
         self._saved_at = time.monotonic()
         self._temporary: set[int] | None = None  # None: not looked up
+        self._began: int | None = None  # at which step, until a save follows
 
     @classmethod
     def build(cls, context: RunContext) -> Checkpointer:
@@ -119,7 +120,7 @@ class Checkpointer(Callback):
             trainer.saved_step = trainer.step  # it was read from a checkpoint; the same one is not written again
         elif 0 in (trainer.args.checkpoint.extra_save_iters or ()):
             self.save(trainer)
-        self._saved_at = time.monotonic()
+        self._saved_at, self._began = time.monotonic(), trainer.step
 
     def settled(self, trainer: Trainer, step: Settled) -> None:
         self._last = step
@@ -233,7 +234,10 @@ class Checkpointer(Callback):
         self._announce(trainer, trainer.step, path, temporary)
 
     def _begin(self, trainer: Trainer, temporary: bool) -> Save:
-        options = trainer.args.checkpoint
+        options, began, self._began = trainer.args.checkpoint, self._began, None
+        if trainer.state.rank == 0 and began is not None:
+            with suppress(OSError):  # a full disk is for the save to report
+                list_checkpoints(self.root).abandon_after(began)
         return Save(
             self.root,
             trainer.step,

@@ -12,7 +12,7 @@ import torch
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
 from megatron.checkpoint.agreement import broadcast, together
-from megatron.checkpoint.rewinds import STATE, Rewind, Rewinding, choose_rewind, from_rows, read_rewinds, to_rows
+from megatron.checkpoint.rewinds import Rewind, Rewinding, choose_rewind, from_rows, read_rewinds, to_rows
 from megatron.data.batch import StepBatch
 from megatron.errors import NumericsError
 from megatron.log import get_logger
@@ -114,7 +114,7 @@ class LossSpikes(Callback):
         if self.goes_back and self.root is not None:
             with together("looking for a checkpoint to go back to", trainer.state):
                 if trainer.state.rank == 0:
-                    chosen = choose_rewind(self.root, first, step.step, self.before, self.rewinds)
+                    chosen = choose_rewind(self.root, first, step.step, self.before)
             chosen = broadcast(chosen, trainer.state)
         if chosen is None:
             logger.warning(report + ("" if not self.goes_back else "; no checkpoint is old enough to go back to"))
@@ -138,12 +138,12 @@ class LossSpikes(Callback):
             "high": self._high,
             "flagged": self._flagged,
             "seen": self._seen,
-            STATE: to_rows(self.rewinds),
+            "rewinds": to_rows(self.rewinds),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._window.load(state["window"])
         self._high = [list(values) for values in state["high"]]
         self._flagged, self._seen = [list(steps) for steps in state["flagged"]], state["seen"]
-        known = from_rows(state.get(STATE, ()))
+        known = from_rows(state.get("rewinds", ()))
         self.rewinds = known + [one for one in self.rewinds if one not in known]

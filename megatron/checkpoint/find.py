@@ -5,7 +5,9 @@ A checkpoint is opened once: what needs it is passed the `Checkpoint`, which kno
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +18,9 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.neox_folder import is_neox_folder
 from megatron.checkpoint.plain import read_plain
+from megatron.checksums import file_crc32
 from megatron.errors import UserError
+from megatron.files import read_json, write_atomically
 
 _BY_NEOX = "written by GPT-NeoX"
 Damaged = Mapping[Path, str]
@@ -39,6 +43,11 @@ class Checkpoint:
     manifest: Manifest
     by_neox: bool = False
     skipped: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> int:
+        """CRC-32 of its manifest: another checkpoint that takes its name has another one."""
+        return file_crc32(self.path / layout.MANIFEST)
 
     @property
     def skipped_note(self) -> str:
@@ -129,13 +138,15 @@ class Listing:
         root: the folder (it need not exist).
         checkpoints: the complete ones by step, ascending.
         incomplete: folders named like a checkpoint that are not complete: name → what is wrong.
-        latest: the step to resume from: the highest complete one not above the step that the file `latest` names; the
-            highest of all where there is none or no such file.
+        abandoned: the complete ones of a line that a run went back from: they stay until they are replaced.
+        latest: the step to resume from: of the others the highest one not above the step that the file `latest` names;
+            the highest of all where there is none or no such file.
     """
 
     root: Path
     checkpoints: Mapping[int, Checkpoint] = field(default_factory=dict)
     incomplete: Mapping[str, str] = field(default_factory=dict)
+    abandoned: frozenset[int] = frozenset()
     latest: int | None = None
 
     @property
@@ -166,6 +177,8 @@ class Listing:
         if not self.root.is_dir():
             return f"folder {self.root} does not exist"
         parts = [f"complete steps: {list(self.steps)}" if self.steps else "no complete checkpoint"]
+        if self.abandoned:
+            parts.append(f"of a line that the run went back from: {sorted(self.abandoned)}")
         if self.incomplete:
             parts.append("incomplete: " + ", ".join(f"{name} ({why})" for name, why in self.incomplete.items()))
         if not self.steps and not self.incomplete:
@@ -175,6 +188,16 @@ class Listing:
             if "config.json" in entries:
                 parts.append("this looks like a Hugging Face folder, not a checkpoint of Deepy")
         return "; ".join(parts)
+
+    def abandon_after(self, step: int) -> None:
+        """Record that the run goes on from the checkpoint of `step`: later ones are of a line that is abandoned.
+
+        Raises `OSError`.
+        """
+        left = {later for later in self.steps if later > step} | (self.abandoned - {step})
+        if left != self.abandoned:
+            record = {layout.step_folder(one): self.checkpoints[one].identity for one in sorted(left)}
+            write_atomically(self.root / layout.ABANDONED, json.dumps(record, indent=1) + "\n")
 
 
 def list_checkpoints(root: str | Path, neox: bool = False, damaged: Damaged = NONE_DAMAGED) -> Listing:
@@ -199,9 +222,20 @@ def list_checkpoints(root: str | Path, neox: bool = False, damaged: Damaged = NO
         else:
             complete[step] = found
     named = _step_in_latest(root)
-    before = [step for step in complete if named is not None and step <= named]
-    latest = max(before or complete, default=None)  # later ones may be of an abandoned line
-    return Listing(root, dict(sorted(complete.items())), incomplete, latest)
+    abandoned = _abandoned(root, complete)
+    line = complete.keys() - abandoned
+    before = [step for step in line if named is not None and step <= named]
+    latest = max(before or line, default=None)
+    return Listing(root, dict(sorted(complete.items())), incomplete, abandoned, latest)
+
+
+def _abandoned(root: Path, complete: Mapping[int, Checkpoint]) -> frozenset[int]:
+    """Which of the checkpoints the record names, and nothing has replaced since; none where it cannot be read."""
+    recorded: dict[str, Any] = {}
+    with suppress(OSError, UserError):
+        recorded = read_json(root / layout.ABANDONED)
+    named = {step: one for step, one in complete.items() if one.path.name in recorded}
+    return frozenset(step for step, one in named.items() if one.identity == recorded[one.path.name])
 
 
 def _step_in_latest(root: Path) -> int | None:

@@ -2,6 +2,7 @@
 
     <save>/latest                                     text "global_step<N>"
     <save>/lock.json                                  who may write here (lock.py)
+    <save>/abandoned.json                             checkpoints of a line that the run went back from (find.py)
     <save>/global_step<N>/manifest.json               written last: a folder without it is not a checkpoint
     <save>/global_step<N>/configs/                    the run's YAML files as they were, and resolved.yml
     <save>/global_step<N>/layer_II-model_TT-model_states.pt    weights of layer II, tensor-parallel rank TT
@@ -23,6 +24,7 @@ FORMAT_VERSION = 1
 LATEST = "latest"
 MANIFEST = "manifest.json"
 LOCK = "lock.json"
+ABANDONED = "abandoned.json"
 CONFIGS = "configs"
 RESOLVED = "resolved.yml"  # in CONFIGS, next to copies of the user's files
 

@@ -22,6 +22,7 @@ def to_delete(
     extra: Collection[int],
     good: int | None = None,
     temporary: Collection[int] = (),
+    abandoned: Collection[int] = (),
 ) -> list[int]:
     """Steps to delete, ascending.
 
@@ -33,11 +34,14 @@ def to_delete(
         extra: `extra_save_iters`; these stay, whatever their number.
         good: the newest that is known to be good; stays until a newer one has taken its place.
         temporary: those that go once a newer one is complete.
+        abandoned: those of a line that the run went back from do not count either; they go with older ones.
     """
     if latest is None:
         latest = max(complete, default=0)
-    lasting = sorted(step for step in complete if step not in temporary and step <= latest)
-    gone = lasting[:-keep_last_n] if keep_last_n is not None and keep_last_n > 0 else []
+    lasting = [step for step in complete if step not in temporary and step <= latest]
+    line = sorted(step for step in lasting if step not in abandoned)
+    oldest = line[-keep_last_n:][:1] if keep_last_n is not None and keep_last_n > 0 else []
+    gone = [step for step in lasting if step < min(oldest, default=0)]
     kept = {*extra, latest, good}
     return sorted(step for step in {*gone, *temporary} if step not in kept)
 
@@ -56,7 +60,7 @@ def apply_retention(
     if not temporary and (keep_last_n is None or keep_last_n <= 0):
         return []
     listing = list_checkpoints(root)
-    gone = to_delete(listing.steps, listing.latest, keep_last_n, extra or (), good, temporary)
+    gone = to_delete(listing.steps, listing.latest, keep_last_n, extra or (), good, temporary, listing.abandoned)
     deleted = []
     for step in gone:
         trash = listing.root / layout.trash_folder(step)

@@ -1,8 +1,8 @@
 """Going back to an earlier checkpoint of the same run, past the samples that spoilt it: the record of it in `save`.
 
 The record is of its own, because the checkpoint that the run goes back to does not know of it: a start from there must
-leave out the same steps. Later checkpoints know of it (the state of the callback `CALLBACK`): that tells them from
-those of a line that was abandoned, and a machine that has them alone leaves out the same.
+leave out the same steps. Later checkpoints know of it (the state of `callbacks/loss_spikes`): a machine that has them
+alone leaves out the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from megatron.errors import UserError
 from megatron.files import from_json, read_json, write_atomically
 
 FILE = "rewinds.json"
-CALLBACK, STATE = "LossSpikes", "rewinds"  # where checkpoints have it
 _ADVICE = "Delete it: those rewinds count that the checkpoint knows"
 
 
@@ -75,16 +74,16 @@ def from_rows(rows: Sequence[Mapping[str, int]]) -> list[Rewind]:
     return [from_json(Rewind, one) for one in rows]
 
 
-def choose_rewind(root: Path, first: int, last: int, before: int, rewinds: Sequence[Rewind] = ()) -> Rewind | None:
+def choose_rewind(root: Path, first: int, last: int, before: int) -> Rewind | None:
     """Where a run goes back to whose loss is high from step `first` to `last`; None without a checkpoint for it.
-    `rewinds`: the record so far.
 
     The weights of a checkpoint are known to be good once the loss of the next step was: so that of `first - 2` at the
     latest. If there is one from before the `before` steps that are left out with the high ones, it is the newest of
     those.
     """
-    found = list_checkpoints(root).checkpoints
-    good = [step for step, one in found.items() if step <= first - 2 and _is_whole(one) and _continues(one, rewinds)]
+    found = list_checkpoints(root)
+    line = [(step, one) for step, one in found.checkpoints.items() if step not in found.abandoned]
+    good = [step for step, one in line if step <= first - 2 and _is_whole(one)]
     if not good:
         return None
     to = max((step for step in good if step < first - before), default=good[-1])
@@ -95,12 +94,3 @@ def _is_whole(checkpoint: Checkpoint) -> bool:
     """Whether a run can go on from it exactly (an earlier start may have had `no_save_optim` or `no_save_rng`)."""
     files = checkpoint.manifest.files
     return checkpoint.manifest.optimizer and layout.rng_file(0) in files and checkpoint.state_problem is None
-
-
-def _continues(checkpoint: Checkpoint, rewinds: Sequence[Rewind]) -> bool:
-    """Whether it is of the line that the run is on: from before each of these, or made by a run that knew of it."""
-    later = [one for one in rewinds if one.to < checkpoint.manifest.step]
-    if not later:
-        return True
-    known = from_rows(checkpoint.callbacks.get(CALLBACK, {}).get(STATE, ()))
-    return all(one in known for one in later)

@@ -93,20 +93,22 @@ def _decide(options: CheckpointConfig, to_write: bool, damaged: Damaged) -> Star
         if to_write:
             check_folder("save", Path(save))
         saved = list_checkpoints(save, damaged=damaged)
-        if saved.latest is not None:
-            newest = saved.choose(None, "save")
-            if same and iteration is not None and newest.manifest.config.get("iteration") != iteration:
-                return _start_from(saved.choose(iteration, "load"), options)
+        newest = None if saved.latest is None else saved.choose(None, "save")
+        began_with = None if newest is None else newest.manifest.config.get("iteration")
+        if same and iteration is not None and saved.steps and began_with != iteration:
+            return _start_from(saved.choose(iteration, "load"), options)
+        if newest is not None:
             return _resume(newest, options, init)
         if saved.holds_neox and (problem := _unlike_their_run(options, same)):
             # A new run among them would look like GPT-NeoX's run, continued.
             raise UserError(f"save: {save} holds checkpoints of GPT-NeoX, and {problem}; name another folder in `save`")
         if saved.holds_neox:
             return _start_from(find_checkpoint(save, damaged=damaged), options)
-        if saved.incomplete and not options.restart_if_damaged:
+        if (saved.incomplete or saved.steps) and not options.restart_if_damaged:
+            other = f", take iteration={saved.steps[-1]} with `load` not set" if saved.steps else ""
             raise UserError(
                 f"save: {save} holds {saved.describe()}. A new run would begin at step 0 and replace what is left of "
-                "this one. Copy the folder again from where it is whole, set another `save`, or set "
+                f"this one. Copy the folder again from where it is whole{other}, set another `save`, or set "
                 "restart_if_damaged=true to begin there from zero"
             )
     if init is not None:

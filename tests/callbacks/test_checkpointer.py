@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 
 import pytest
@@ -12,6 +13,7 @@ from megatron.callbacks.checkpointer import Checkpointer, config_texts
 from megatron.callbacks.exit_interval import ExitInterval
 from megatron.callbacks.skipped_steps import SkippedSteps
 from megatron.callbacks.stop_on_signal import StopOnSignal
+from megatron.checkpoint.find import list_checkpoints
 from megatron.errors import DeepyError, NumericsError, StopRequested
 from megatron.neox_arguments import NeoXArgs
 from megatron.run.end import report_stop
@@ -56,6 +58,14 @@ def run(folder, outs=(), start=0, stop_at=None, **keys):
 )
 def test_cadence(tmp_path, keys, expected):
     assert run(tmp_path, **keys) == (expected, expected)
+
+
+def test_what_a_run_that_goes_on_from_an_earlier_one_leaves_behind_is_not_resumed_from(tmp_path):
+    run(tmp_path, extra_save_iters=[4, 5])
+    assert run(tmp_path, start=4, train_iters=4) == ([], [4, 5, 10]) and list_checkpoints(tmp_path).latest == 10
+    assert run(tmp_path, start=4, train_iters=6) == ([6], [4, 5, 6, 10])
+    shutil.rmtree(tmp_path / "global_step6")
+    assert list_checkpoints(tmp_path).latest == 4
 
 
 def test_files_of_one_name_are_all_kept_with_the_checkpoint(tmp_path):

@@ -33,6 +33,12 @@ def test_later_ones_are_of_an_abandoned_line_and_do_not_count():
     assert to_delete([2, 3, 4, 8], 3, 1, (), temporary=(8,)) == [2, 8]
 
 
+def test_abandoned_ones_do_not_count_and_go_with_older_ones():
+    assert to_delete([2, 4, 5, 6, 8], 6, 2, (), abandoned=(5, 8)) == [2]
+    assert to_delete([2, 4, 5, 6, 8], 6, 1, (), abandoned=(5, 8)) == [2, 4, 5]
+    assert to_delete([2, 4, 5, 6, 8], 6, None, (), abandoned=(5, 8)) == []
+
+
 def test_natural_order():
     assert to_delete([9, 10, 100], 100, 2, ()) == [9]
 

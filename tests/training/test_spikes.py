@@ -14,7 +14,7 @@ from megatron.callbacks.checkpointer import Checkpointer
 from megatron.callbacks.exit_interval import ExitInterval
 from megatron.callbacks.garbage_collection import GarbageCollection
 from megatron.callbacks.loss_spikes import LossSpikes
-from megatron.checkpoint.find import open_checkpoint
+from megatron.checkpoint.find import list_checkpoints, open_checkpoint
 from megatron.checkpoint.lock import SaveLock
 from megatron.checkpoint.rewinds import Rewind, choose_rewind, read_rewinds
 from megatron.run import rewind as going_back
@@ -219,11 +219,15 @@ def test_a_rewind_does_not_go_back_to_a_line_that_was_abandoned(tmp_path):
     trainer.callbacks = trainer.callbacks[1:]
     trainer.run()
     assert choose_rewind(tmp_path, 9, 9, 0).to == 6
-    assert choose_rewind(tmp_path, 9, 9, 0, [FOUND]).to == 4
+    _, trainer = spiking(tmp_path)
+    with mock.patch.object(going_back, "write_latest", side_effect=OSError("killed")):
+        with pytest.raises(OSError, match="killed"):
+            going_back.train_with_rewinds(trainer)
+    assert choose_rewind(tmp_path, 9, 9, 0).to == list_checkpoints(tmp_path).latest == 4
+    shutil.rmtree(tmp_path)
     _, trainer = spiking(tmp_path)
     going_back.train_with_rewinds(trainer)
-    assert choose_rewind(tmp_path, 9, 9, 0, [FOUND]).to == 6
-    assert choose_rewind(tmp_path, 9, 9, 0, [FOUND, Rewind(2, 9, 9, 9)]).to == 2
+    assert choose_rewind(tmp_path, 9, 9, 0).to == 6
 
 
 def test_what_a_run_cannot_go_on_from_exactly_is_no_aim(tmp_path):
@@ -231,5 +235,7 @@ def test_what_a_run_cannot_go_on_from_exactly_is_no_aim(tmp_path):
     trainer.run()
     for step, key in ((4, "no_save_rng"), (6, "no_save_optim")):
         shutil.rmtree(tmp_path / f"global_step{step}")
-        trainer_of([Checkpointer(tmp_path, {})], train_iters=step, save=str(tmp_path), **{key: True}).run()
+        trainer = trainer_of([Checkpointer(tmp_path, {})], train_iters=step, save=str(tmp_path), **{key: True})
+        trainer.step = step - 1
+        trainer.run()
     assert choose_rewind(tmp_path, 9, 9, 0).to == 2
