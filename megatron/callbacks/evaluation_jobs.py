@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
 from megatron.callbacks.task_evaluator import SPLIT
 from megatron.callbacks.tracker import Tracker
+from megatron.checkpoint.find import identity
 from megatron.cluster.evaluation_jobs import FAILED, RECORDED, SKIPPED, SUBMITTED, Evaluation, Evaluations, Submitter
 from megatron.cluster.slurm import SlurmError
 from megatron.errors import UserError
@@ -74,7 +76,8 @@ class EvaluationJobs(Callback):
             with self.evaluations.change() as jobs:
                 self.evaluations.live = True
                 for step in [step for step in jobs if step > trainer.step]:
-                    del jobs[step]  # a run that went back replaces that checkpoint
+                    del jobs[step]  # a run that went back replaces that checkpoint: what its job finds is dropped
+                    self.evaluations.results(step).unlink(missing_ok=True)
                 self._note(jobs)
             trainer.held_checkpoints[NAME] = set(self._open)
             self._record(trainer)
@@ -174,21 +177,25 @@ class EvaluationJobs(Callback):
             if resubmit:
                 jobs[step] = self._begin({}, step, last=True)
             else:
-                jobs[step] = Evaluation(FAILED, one.job, f"job {one.job} left no results, see {self._log(step)}")
+                jobs[step] = replace(one, state=FAILED, reason=f"job {one.job} left no results, see {self._log(step)}")
 
     def _begin(self, jobs: Mapping[int, Evaluation], step: int, last: bool) -> Evaluation:
         """Submit the evaluation of a checkpoint, unless too many wait."""
+        checkpoint = identity(self.evaluations.checkpoint(step))
+        if checkpoint is None:
+            return Evaluation(FAILED, reason="the checkpoint is not there")
         waiting = [one for one in jobs if jobs[one].state == SUBMITTED and not self._has_results(one)]
         if len(waiting) >= self.most and not last:
             others = ", ".join(map(str, waiting))
-            return Evaluation(SKIPPED, reason=f"those of {others} are not done (eval_jobs_most: {self.most})")
+            why = f"those of {others} are not done (eval_jobs_most: {self.most})"
+            return Evaluation(SKIPPED, reason=why, checkpoint=checkpoint)
         try:
             self.evaluations.results(step).unlink(missing_ok=True)  # of a checkpoint that this one replaced
-            job = self.submitter.submit(step)
+            job = self.submitter.submit(step, checkpoint)
         except (SlurmError, UserError, OSError) as error:
-            return Evaluation(FAILED, reason=str(error))
+            return Evaluation(FAILED, reason=str(error), checkpoint=checkpoint)
         logger.info(f"job {job} evaluates the checkpoint of iteration {step}")
-        return Evaluation(SUBMITTED, job)
+        return Evaluation(SUBMITTED, job, checkpoint=checkpoint)
 
     def _has_results(self, step: int) -> bool:
         return self.evaluations.results(step).exists()

@@ -45,11 +45,6 @@ class Checkpoint:
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def identity(self) -> int:
-        """CRC-32 of its manifest: another checkpoint that takes its name has another one."""
-        return file_crc32(self.path / layout.MANIFEST)
-
-    @property
     def skipped_note(self) -> str:
         """The `skipped` ones, to be added to a message; empty when there are none."""
         named = ", ".join(f"{name} ({why})" for name, why in self.skipped.items())
@@ -95,6 +90,14 @@ class Checkpoint:
         not."""
         if problem := self.manifest.missing(self.path, checksums):
             raise UserError(f"{self.path} is not a complete checkpoint: {problem}")
+
+
+def identity(folder: Path) -> int | None:
+    """CRC-32 of a checkpoint's manifest: another one that takes its place has another. None when none is there."""
+    try:
+        return file_crc32(folder / layout.MANIFEST)
+    except OSError:
+        return None
 
 
 def open_checkpoint(folder: str | Path, key: str | None = None, damaged: Damaged = NONE_DAMAGED) -> Checkpoint:
@@ -196,7 +199,7 @@ class Listing:
         """
         left = {later for later in self.steps if later > step} | (self.abandoned - {step})
         if left != self.abandoned:
-            record = {layout.step_folder(one): self.checkpoints[one].identity for one in sorted(left)}
+            record = {layout.step_folder(one): identity(self.checkpoints[one].path) for one in sorted(left)}
             write_atomically(self.root / layout.ABANDONED, json.dumps(record, indent=1) + "\n")
 
 
@@ -235,7 +238,7 @@ def _abandoned(root: Path, complete: Mapping[int, Checkpoint]) -> frozenset[int]
     with suppress(OSError, UserError):
         recorded = read_json(root / layout.ABANDONED)
     named = {step: one for step, one in complete.items() if one.path.name in recorded}
-    return frozenset(step for step, one in named.items() if one.identity == recorded[one.path.name])
+    return frozenset(step for step, one in named.items() if identity(one.path) == recorded[one.path.name])
 
 
 def _step_in_latest(root: Path) -> int | None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from megatron.checkpoint import layout
 from megatron.cluster.launchers import RUN_MODULE
 from megatron.cluster.node import with_library_on_path
 from megatron.cluster.profile import find_profile
@@ -49,12 +50,14 @@ class Evaluation:
         job: SLURM's number, or `PID:START` of a local process.
         reason: why it failed or was skipped.
         recorded: the trackers that have its results.
+        checkpoint: its `identity`; a run that goes back replaces it, and its job may end only then.
     """
 
     state: str
     job: str | None = None
     reason: str | None = None
     recorded: list[str] = field(default_factory=list)
+    checkpoint: int | None = None
 
 
 class Evaluations:
@@ -69,6 +72,10 @@ class Evaluations:
     def results(self, step: int) -> Path:
         """The file of results of a checkpoint."""
         return self.folder / f"iteration_{step}.json"
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of the checkpoint."""
+        return self.run_folder / layout.step_folder(step)
 
     def job_folder(self, step: int) -> Path:
         """What its job prints and writes on the way."""
@@ -125,14 +132,14 @@ class Submitter:
     flags: Sequence[str] = ()
     gpus: int = 0
 
-    def submit(self, step: int) -> str:
-        """Start the evaluation of a checkpoint; returns what to know its job by.
+    def submit(self, step: int, checkpoint: int) -> str:
+        """Start the evaluation of a checkpoint, known by its `identity`; returns what to know its job by.
 
         Raises `SlurmError`, `OSError`, or `UserError` for a cluster profile that cannot be read.
         """
         log = self.evaluations.log(step)
         log.parent.mkdir(parents=True, exist_ok=True)
-        arguments = [str(self.evaluations.run_folder), str(step)]
+        arguments = [str(self.evaluations.run_folder), str(step), f"--checkpoint={checkpoint}"]
         if self.kind == "local":
             return self._start(arguments, log)
         gpus = [f"--gpus-per-node={self.gpus}"] if self.gpus else []

@@ -13,7 +13,9 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron import log
@@ -22,6 +24,7 @@ from megatron.callbacks.evaluation_jobs import record_results
 from megatron.callbacks.metrics_file import MetricsFile
 from megatron.callbacks.tracker import Tracker
 from megatron.checkpoint import layout
+from megatron.checkpoint.find import identity, list_checkpoints
 from megatron.checkpoint.lock import is_held
 from megatron.cluster.evaluation_jobs import FAILED, ROOT, SUBMITTED, Evaluation, Evaluations, environment_of_evaluation
 from megatron.data.tokens.cache_lock import hold_lock
@@ -50,21 +53,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run_folder", type=Path, help="the folder `save` of the run")
     parser.add_argument("step", type=int, help="the iteration of the checkpoint")
     parser.add_argument(
+        "--checkpoint", type=int, metavar="CRC", help="of its manifest: results of another one in its place are dropped"
+    )
+    parser.add_argument(
         "--in-turn", action="store_true", help="at low priority, after others that were given this flag"
     )
     given = parser.parse_args(argv)
     log.configure()
     evaluations = Evaluations(given.run_folder)
-    config = given.run_folder / layout.step_folder(given.step) / layout.CONFIGS / layout.RESOLVED
+    config = evaluations.checkpoint(given.step) / layout.CONFIGS / layout.RESOLVED
     if not config.is_file():
         raise UserError(f"{config} is missing: {given.run_folder} has no complete checkpoint of iteration {given.step}")
+    job = _Job(evaluations, given.step, given.checkpoint)
+    with evaluations.change() as jobs:  # the run, which may be submitting this job, has written it down
+        if not job.counts(jobs):
+            return 0
     code = 0
-    if not evaluations.results(given.step).exists():
-        with _turn(evaluations) if given.in_turn else contextlib.nullcontext():
-            code = _evaluate(evaluations, given.step, config)
-    if code != StopRequested.exit_code:  # asked to stop: SLURM starts it again, or the run's next start does
-        _close(evaluations, given.step, config, code)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".results-", dir=job.folder) as scratch:
+        if not evaluations.results(given.step).exists():
+            with _turn(evaluations) if given.in_turn else contextlib.nullcontext():
+                code = _evaluate(evaluations, given.step, config, Path(scratch))
+        if code != StopRequested.exit_code:  # asked to stop: SLURM starts it again, or the run's next start does
+            _close(job, config, code, Path(scratch))
     return code
+
+
+class _Job:
+    """The evaluation of the checkpoint with the `identity` that is `asked` for, else of the one that is there now."""
+
+    def __init__(self, evaluations: Evaluations, step: int, asked: int | None) -> None:
+        self.evaluations, self.step, self.by_run = evaluations, step, asked is not None
+        self.folder = evaluations.job_folder(step)
+        self.checkpoint = identity(evaluations.checkpoint(step)) if asked is None else asked
+
+    def counts(self, jobs: Mapping[int, Evaluation]) -> bool:
+        """Whether its results are those of the run at this step, which is said when they are not."""
+        known = jobs.get(self.step)
+        if known is not None and known.checkpoint is not None:
+            found = known.checkpoint == self.checkpoint
+        else:
+            there = identity(self.evaluations.checkpoint(self.step)) == self.checkpoint
+            line = list_checkpoints(self.evaluations.run_folder)
+            found = not self.by_run and there and self.step not in line.abandoned
+        if not found:
+            logger.warning(f"the run went back from this checkpoint of iteration {self.step}: it is not evaluated")
+        return found
 
 
 @contextlib.contextmanager
@@ -74,31 +108,30 @@ def _turn(evaluations: Evaluations) -> Iterator[None]:
         yield
 
 
-def _evaluate(evaluations: Evaluations, step: int, config: Path) -> int:
-    """Run eval.py; its results appear under the name that the run waits for. Returns its exit code."""
-    folder = evaluations.job_folder(step)
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.json"):  # of a job that was killed in between
-        old.unlink()
+def _evaluate(evaluations: Evaluations, step: int, config: Path, folder: Path) -> int:
+    """Run eval.py, with its results in `folder`. Returns its exit code."""
     launcher = "slurm" if int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1 else "pdsh"
     own = (f"load={evaluations.run_folder}", f"iteration={step}", f"eval_results_prefix={folder / 'results'}")
     command = [sys.executable, "-u", str(ROOT / "deepy.py"), str(ROOT / "eval.py"), str(config)]
     env = os.environ if launcher == "slurm" else environment_of_evaluation(os.environ, of_slurm=False)
-    code = subprocess.run([*command, *own, *_OVERRIDES, f"launcher={launcher}"], env=env, check=False).returncode
-    for found in folder.glob("results_eval_results_*.json"):
-        os.replace(found, evaluations.results(step))
-    return code
+    return subprocess.run([*command, *own, *_OVERRIDES, f"launcher={launcher}"], env=env, check=False).returncode
 
 
-def _close(evaluations: Evaluations, step: int, config: Path, code: int) -> None:
-    """Note a failure; record results where no run is there to do it."""
+def _close(job: _Job, config: Path, code: int, folder: Path) -> None:
+    """Give the results in `folder` the name that the run waits for, or note a failure; record results where no run is
+    there to do it."""
+    evaluations, step = job.evaluations, job.step
     with evaluations.change() as jobs:
+        if not job.counts(jobs):
+            return
+        for made in folder.glob("results_eval_results_*.json"):
+            os.replace(made, evaluations.results(step))
         found = evaluations.results(step).exists()
         if step not in jobs or (found and jobs[step].state != SUBMITTED and not jobs[step].recorded):
-            jobs[step] = Evaluation(SUBMITTED)  # started by hand
+            jobs[step] = Evaluation(SUBMITTED, checkpoint=job.checkpoint)  # started by hand
         if not found:
             reason = f"eval.py ended with exit code {code}, see {evaluations.log(step)}"
-            jobs[step] = Evaluation(FAILED, jobs[step].job, reason)
+            jobs[step] = replace(jobs[step], state=FAILED, reason=reason)
             return
     if evaluations.live and _is_alive(evaluations):
         logger.info(f"the run records {evaluations.results(step)}")

@@ -9,7 +9,9 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,10 +21,12 @@ from megatron.callbacks.checkpointer import Checkpointer
 from megatron.callbacks.evaluation_jobs import EvaluationJobs, record_results
 from megatron.callbacks.metrics_file import MetricsFile
 from megatron.callbacks.tracker import Tracker
+from megatron.checkpoint.find import identity
 from megatron.cluster.evaluation_jobs import Evaluation, Evaluations, Submitter, environment_of_evaluation
 from megatron.cluster.slurm import OF_TRAINING
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.errors import UserError
+from megatron.jobs import evaluation
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.callback import Callback
 from tests.callbacks.fakes import args_of, trainer_of, wandb_rows
@@ -65,7 +69,7 @@ class FakeSlurm:
         return [line.split() for line in file.read_text().splitlines()] if file.exists() else []
 
     def steps(self) -> list[int]:
-        return [int(call[-1]) for call in self.calls()]
+        return [int(call[-2]) for call in self.calls()]
 
 
 @pytest.fixture
@@ -118,7 +122,8 @@ def test_each_checkpoint_is_submitted_once_with_the_user_s_flags_last(tmp_path: 
     assert slurm.steps() == [2, 4, 6, 8, 10]
     text = (slurm.folder / "calls").read_text().splitlines()[0]
     assert f"--output={run}/eval_results/iteration_2/job.out" in text and f"--chdir={Path.cwd()}" in text
-    assert text.endswith(f"--qos=low {ROOT}/slurm/evaluate.sbatch {run} 2")
+    given = f"{run} 2 --checkpoint={identity(run / 'global_step2')}"
+    assert text.endswith(f"--qos=low {ROOT}/slurm/evaluate.sbatch {given}")
     given = (slurm.folder / "env").read_text()
     assert "SLURM_JOB_ID" not in given and "SLURM_NTASKS" not in given and "RANK" not in given
     assert f"DEEPY_HOME={ROOT}" in given and f"DEEPY_PYTHON={sys.executable}" in given
@@ -242,12 +247,48 @@ def test_a_checkpoint_that_replaces_one_after_going_back_is_evaluated_for_itself
     assert scores(run) == [(2, 0.1), (4, 0.2), (4, 0.7)] and not Evaluations(run).results(6).exists()
 
 
+def job(run: Path, step: int, score: float, *flags: str, meanwhile: Callable[[], Any] = lambda: None) -> bool:
+    """The job of a checkpoint, but for eval.py itself; whether that is started."""
+    started = []
+
+    def evaluate(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        (prefix,) = (one.partition("=")[2] for one in command if one.startswith("eval_results_prefix="))
+        text = json.dumps({"results": {"mine": {"acc,none": score, "alias": "mine"}}, "groups": {}})
+        Path(f"{prefix}_eval_results_now.json").write_text(text)
+        meanwhile()
+        return subprocess.CompletedProcess(command, 0)
+
+    with mock.patch.object(evaluation, "subprocess", SimpleNamespace(run=evaluate)):
+        assert evaluation.main([str(run), str(step), *flags]) == 0
+    return bool(started)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_job_of_a_checkpoint_that_the_run_went_back_from_reports_nothing(
+    tmp_path: Path, slurm: FakeSlurm, by_hand: bool
+) -> None:
+    run = tmp_path / "run"
+    train(run, train_iters=4)
+    old = () if by_hand else (slurm.calls()[-1][-1],)
+    # It is asked for again while its job works, and replaced.
+    assert job(run, 4, 0.1, *old, meanwhile=lambda: train(run, start=2, train_iters=4, save=str(run)))
+    assert slurm.steps() == [2, 4, 4] and scores(run) == [] and not Evaluations(run).results(4).exists()
+    assert states(run)[4] == "submitted"
+    new = slurm.calls()[-1][-1]
+    assert by_hand or not job(run, 4, 0.2, *old)  # it waited in the queue until now
+    assert job(run, 4, 0.3, new) and scores(run) == [(4, 0.3)] and states(run)[4] == "recorded"
+    # The run goes back, and its next checkpoint of that step is still to come.
+    assert train(run, start=2, train_iters=3).step == 3 and 4 not in states(run)
+    assert not job(run, 4, 0.4, *(() if by_hand else (new,))) and len(scores(run)) == 1
+
+
 def test_a_site_s_own_command_submits(tmp_path: Path, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "site.yml").write_text("submit_command: site_sbatch --check\n")
     monkeypatch.setenv("DEEPY_CLUSTERS", str(tmp_path))
     monkeypatch.setenv("DEEPY_CLUSTER", "site")
     (slurm.folder / "bin/sbatch").rename(slurm.folder / "bin/site_sbatch")
-    assert Submitter("slurm", Evaluations(tmp_path / "run")).submit(3) == "1"
+    assert Submitter("slurm", Evaluations(tmp_path / "run")).submit(3, 77) == "1"
     assert slurm.calls()[0][:2] == ["--check", "--parsable"]
 
 
