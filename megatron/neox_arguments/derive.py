@@ -47,6 +47,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(rules_parallel.waiting),
     Rule(rules_parallel.layout, fills=("world_size", "data_parallel_size")),
+    Rule(rules_ramp.stages_in_steps, fills=(rules_ramp.SCHEDULE,)),
     Rule(
         rules_parallel.batch,
         fills=("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),

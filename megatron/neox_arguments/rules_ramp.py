@@ -2,24 +2,58 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from megatron.neox_arguments import batch_plan
 from megatron.neox_arguments.draft import Draft, nearest_multiples
+from megatron.neox_arguments.lengths import Length, parse_count
 
 SCHEDULE, RAMP, LENGTHS = "batch_size_schedule", "rampup_batch_size", "seq_length_ramp"
 _TOTAL, _MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 
-def last_batch(draft: Draft) -> int | None:
-    """The batch size that `batch_size_schedule` ends with, which is `train_batch_size`; None without a schedule."""
-    stages = draft[SCHEDULE]
-    if stages is None:
-        return None
+def stages_in_steps(draft: Draft) -> None:
+    """`batch_size_schedule`: where its stages begin, in steps."""
+    if draft[SCHEDULE] is None:
+        return
+    stages: list[tuple[int, int]] = []
+    for begin, batch in draft[SCHEDULE]:
+        if batch < 1:
+            draft.fail(SCHEDULE, "batch sizes must be above 0")
+        stages.append((_step(draft, begin, stages), batch))
     steps = [step for step, _ in stages]
     if not steps or steps[0] != 0 or steps != sorted(set(steps)):
-        draft.fail(SCHEDULE, f"is [[0, batch], [step, batch], ...] with rising steps, the first 0, not {steps}")
-    if min(batch for _, batch in stages) < 1:
-        draft.fail(SCHEDULE, "batch sizes must be above 0")
-    last = stages[-1][1]
+        draft.fail(SCHEDULE, f"is [[0, batch], [begin, batch], ...] with rising begins, the first 0, not steps {steps}")
+    draft.imply(SCHEDULE, tuple(stages), SCHEDULE)
+
+
+def _step(draft: Draft, begin: float | str, before: list[tuple[int, int]]) -> int:
+    """The first step of a stage: a whole number is one, a text names steps or tokens, a fraction is one of the run."""
+    if isinstance(begin, int) or begin == 0:
+        return int(begin)
+    try:
+        found = Length.parse(begin)
+        tokens = found.number
+        if found.unit == "steps":
+            return int(found.number)
+        if found.unit == "share" and draft["train_iters"] is not None:
+            return ceil(found.number * draft["train_iters"])
+        if found.unit == "share" and draft["train_tokens"] is not None:
+            tokens *= parse_count(draft["train_tokens"], "token")
+        elif found.unit == "share":
+            draft.fail(SCHEDULE, f"{begin} of the run needs train_iters or train_tokens; write steps or '2B tokens'")
+    except ValueError as problem:
+        draft.fail(SCHEDULE, str(problem))
+    if not before:
+        draft.fail(SCHEDULE, f"the first batch begins at 0, not {begin}")
+    return batch_plan.BatchPlan(tuple(before), draft["seq_length"]).steps_for_tokens(ceil(tokens))
+
+
+def last_batch(draft: Draft) -> int | None:
+    """The batch size that `batch_size_schedule` ends with, which is `train_batch_size`; None without a schedule."""
+    if draft[SCHEDULE] is None:
+        return None
+    last = draft[SCHEDULE][-1][1]
     if draft.get_given(_TOTAL) not in (None, last):
         draft.fail(SCHEDULE, f"ends with {last}, but {_TOTAL} is {draft[_TOTAL]} ({draft.source(_TOTAL)})")
     return last

@@ -189,10 +189,10 @@ class TrainingConfig:
         "Forward passes per optimizer step.",
         differs="derived from the other two when unset, where GPT-NeoX assumes 1",
     )
-    batch_size_schedule: tuple[tuple[int, int], ...] | None = key(
+    batch_size_schedule: tuple[tuple[int | float | str, int], ...] | None = key(
         None,
-        "Batch sizes by step: [[0, 32], [1000, 64]] takes 32 samples per step, and 64 from step 1000 on. The last one "
-        "is train_batch_size.",
+        "Batch sizes and where they begin: [[0, 32], [1000, 64]] takes 32 samples per step, and 64 from step 1000 on. "
+        "Or 2B tokens in place of 1000, or 0.1: a fraction of the run. The last one is train_batch_size.",
         new=True,
     )
     rampup_batch_size: tuple[int, int, int] | None = key(

@@ -74,6 +74,13 @@ def test_a_ramp_grows_as_in_megatron(ramp: tuple[int, int, int]) -> None:
         ({"batch_size_schedule": [[5, 8]]}, "batch_size_schedule: *[5]"),
         ({"batch_size_schedule": [[0, 8], [7, 16], [7, 8]]}, "batch_size_schedule: *[0, 7, 7]"),
         ({"batch_size_schedule": [[0, 0], [7, 16]]}, "batch_size_schedule: *above 0"),
+        ({"batch_size_schedule": [[0, 8], ["7 epochs", 16]]}, "batch_size_schedule: *2B tokens*7 epochs"),
+        ({"batch_size_schedule": [["1k tokens", 8], [7, 16]]}, "batch_size_schedule: *at 0, not 1k tokens"),
+        ({"batch_size_schedule": [[0, 8], [3.5, 16]]}, "batch_size_schedule: *between 0 and 1, not 3.5"),
+        (
+            {"batch_size_schedule": [[0, 8], [0.5, 16]], "train_iters": None, "train_epochs": 1},
+            "batch_size_schedule: 0.5 of the run needs train_iters or train_tokens",
+        ),
         ({"batch_size_schedule": [[0, 8], [7, 16]], "train_batch_size": 32}, "batch_size_schedule: ends with 16*32"),
         ({"rampup_batch_size": [12, 8, 99], "train_batch_size": 32}, "rampup_batch_size: *12* 8*nearest 8 or 16"),
         ({"rampup_batch_size": [8, 4, 99], "train_batch_size": 32}, "rampup_batch_size: *increment, 4* 8*nearest 8"),
@@ -101,6 +108,20 @@ def test_the_length_of_a_run_counts_its_samples(tmp_path: Path) -> None:
     assert BatchPlan.of(args).tokens(100) == 32 * (10 * 8 + 90 * 16)
     counted = derived(tmp_path, **keys, train_iters=None, train_epochs=3, facts=Facts(epoch_samples=100, num_devices=2))
     assert counted.training.train_iters == 10 + (300 - 80) // 16
+
+
+def test_stages_may_begin_at_tokens_and_fractions(tmp_path: Path) -> None:
+    """Samples of 32 tokens: with the first step before which so many tokens, or such a part of the run, are consumed."""
+    stages = [[0, 8], ["2.5k tokens", 16], ["20 steps", 24], ["0.02M tokens", 32]]
+    args = derived(tmp_path, batch_size_schedule=stages)
+    assert args.training.batch_size_schedule == ((0, 8), (10, 16), (20, 24), (37, 32))
+    plan = BatchPlan.of(args)
+    assert plan.tokens(9) < 2500 <= plan.tokens(10) and plan.tokens(36) < 20_000 <= plan.tokens(37)
+    assert derive(args, Facts(num_devices=1)).training == args.training
+    half = {"batch_size_schedule": [[0, 8], [0.5, 16]]}
+    assert derived(tmp_path, **half, train_iters=15).training.batch_size_schedule == ((0, 8), (8, 16))
+    counted = derived(tmp_path, **half, train_iters=None, train_tokens="10k").training
+    assert counted.batch_size_schedule == ((0, 8), (20, 16)) and counted.train_iters == 30
 
 
 @pytest.mark.parametrize("ramp", [{"start": 4, "steps": 21}, {"start": 8, "tokens": 40_000}, {"start": 32, "steps": 5}])
