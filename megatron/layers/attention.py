@@ -63,6 +63,7 @@ class SelfAttention(Mixer):
             init=build_init(model),
             bias=bias,
             blocks=(heads * d, kv_heads * d, kv_heads * d),
+            heads=(heads, kv_heads, kv_heads),
             recipe=column,
         )
         self.dense = RowParallelLinear(

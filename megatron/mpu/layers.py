@@ -54,6 +54,7 @@ class ColumnParallelLinear(nn.Module):
         init: InitFunction,
         bias: bool = True,
         blocks: tuple[int, ...] = (),
+        heads: tuple[int, ...] = (),
         bias_init: InitFunction | None = None,
         decay: bool = True,
         padded: int | None = None,
@@ -66,7 +67,14 @@ class ColumnParallelLinear(nn.Module):
         self.uncompiled = () if getattr(recipe, "one_graph", True) else ("forward",)
         shape = (out_features, in_features)
         spec = ParamSpec(
-            shape=shape, init=init, split_dim=0, blocks=tuple(blocks), padded=padded, decay=decay, kind=kind
+            shape=shape,
+            init=init,
+            split_dim=0,
+            blocks=tuple(blocks),
+            heads=heads,
+            padded=padded,
+            decay=decay,
+            kind=kind,
         )
         self.weight = sharding.parameter(spec, state)
         bias_spec = replace(spec, shape=(out_features,), init=bias_init or sharding.zeros, decay=False, kind="vector")

@@ -37,6 +37,7 @@ class ParamSpec:
     * `shape`: full logical shape; a vocabulary dimension is the real vocabulary.
     * `split_dim`: dimension split over tensor-parallel ranks; None = every rank holds all of it.
     * `blocks`: sizes along `split_dim` of parts that are split one by one (q, k, v or up, gate); () = one part.
+    * `heads`: of blocks that are projections of attention heads, how many each has (of q, k, v); () = they are not.
     * `padded`: size of `split_dim` in memory, summed over ranks, if it is padded (vocabulary); the rest is zero.
     * `init`: fills the full tensor; `decay`: whether weight decay applies (default: not for vectors).
     * `tied`: canonical name of the parameter whose value this one shares, or None.
@@ -54,6 +55,7 @@ class ParamSpec:
     name: str = ""
     split_dim: int | None = None
     blocks: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
     padded: int | None = None
     decay: bool | None = None
     tied: str | None = None

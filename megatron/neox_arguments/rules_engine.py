@@ -9,6 +9,7 @@ from megatron.neox_arguments.rules_train import set_stage
 from megatron.rows import row
 
 _OR = "or engine: deepspeed"
+_MUON_CHOICES = {"adjust_lr_fn": ("match_rms_adamw", "original"), "split_qkv": ("matrices", "groups", "heads")}
 # Keys that DeepSpeed alone reads, with the value that asks for nothing.
 _DEEPSPEED_READS = {
     "prescale_gradients": False,
@@ -45,9 +46,9 @@ def whole_matrices(draft: Draft) -> None:
     if not row(KIND, kind).get("matrices"):
         return
     params, stage = optimizer_params(kind, draft["optimizer"]), draft["zero_stage"]
-    choices = ("match_rms_adamw", "original")
-    if (adjust := params.get("adjust_lr_fn", choices[0])) not in choices:
-        draft.fail("optimizer.params.adjust_lr_fn", f"{adjust!r} is not one of: {', '.join(choices)}")
+    for name, choices in _MUON_CHOICES.items():
+        if (chosen := params.get(name, choices[0])) not in choices:
+            draft.fail(f"optimizer.params.{name}", f"{chosen!r} is not one of: {', '.join(choices)}")
     if not 1 <= (steps := params.get("ns_steps", 1)) <= 100:
         draft.fail("optimizer.params.ns_steps", f"must be 1 to 100, is {steps}")
     needs = f"{kind} needs whole matrices"

@@ -77,15 +77,24 @@ class WholeMatrices:
     def __init__(self, state: ParallelState) -> None:
         self.state = state
 
-    def apply(self, function: Callable[[Tensor], Tensor], local: Tensor, spec: ParamSpec) -> Tensor:
+    def apply(
+        self, function: Callable[[Tensor], Tensor], local: Tensor, spec: ParamSpec, qkv: str = "matrices"
+    ) -> Tensor:
         """This rank's part of what `function` makes of a parameter's matrices.
 
         Args:
             function: [..., m, n] -> the same shape, matrix by matrix.
             local: this rank's part. Parts of one parameter that only lie side by side (q, k and v; up and gate) are
                 matrices of their own, and so is each expert's.
+            qkv: what is a matrix of queries, keys and values: all heads together ("matrices"), those that share keys
+                and values ("groups"), or each ("heads").
         """
         rank, ranks = self.state.tp_rank, self.state.tp_size
+        if spec.heads and qkv != "matrices":  # which no tensor-parallel rank has a part of
+            counts = spec.heads if qkv == "heads" else (min(spec.heads),) * len(spec.heads)
+            own = local.split(spec.local_blocks(ranks))
+            stacked = [part.unflatten(0, (count // ranks, -1)) for part, count in zip(own, counts, strict=True)]
+            return torch.cat([function(part).flatten(0, 1) for part in stacked])
         cut = spec.split_dim is not None and not spec.experts and ranks > 1
         full = unshard(all_gather(local, self.state).chunk(ranks), spec) if cut else local
         dim, sizes = (1, spec.expert_blocks) if spec.experts else (spec.split_dim or 0, spec.blocks)

@@ -111,7 +111,7 @@ def test_the_length_of_a_run_counts_its_samples(tmp_path: Path) -> None:
 
 
 def test_stages_may_begin_at_tokens_and_fractions(tmp_path: Path) -> None:
-    """Samples of 32 tokens: with the first step before which so many tokens, or such a part of the run, are consumed."""
+    """Samples of 32 tokens: the first step before which so many tokens, or such a part of the run, are consumed."""
     stages = [[0, 8], ["2.5k tokens", 16], ["20 steps", 24], ["0.02M tokens", 32]]
     args = derived(tmp_path, batch_size_schedule=stages)
     assert args.training.batch_size_schedule == ((0, 8), (10, 16), (20, 24), (37, 32))

@@ -117,6 +117,10 @@ def test_zero(tmp_path: Path) -> None:
             "muon .*stage 1 .*0, or engine: native",
         ),
         ({"optimizer": {"type": "Muon", "params": {"ns_steps": 0}}}, "params.ns_steps: must be 1 to 100, is 0"),
+        (
+            {"optimizer": {"type": "Muon", "params": {"split_qkv": "rows"}}},
+            "split_qkv: 'rows' .*matrices, groups, heads",
+        ),
         ({"optimizer": {"type": "Muon", "params": {"adjust_lr_fn": "rms"}}}, "adjust_lr_fn: 'rms' .*match_rms_adamw"),
         ({"optimizer": {"type": "SM3", "params": {"beta": 1.0}}}, r"optimizer\.params\.beta: must be in \[0, 1\)"),
         (

@@ -24,6 +24,10 @@ MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3, "be
 MODELS: dict[str, dict[str, Any]] = {
     "neox": {**NEOX, **MUON},
     "llama": {**LLAMA, **MUON, "no_weight_tying": True},
+    "groups": {
+        **LLAMA,
+        "optimizer": {"type": "Muon", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "split_qkv": "groups"}},
+    },
     "moe": {**LLAMA, **EXPERTS, **MUON, "moe_layers": ["dense", "moe"]},
 }
 STEPS = 20
@@ -41,6 +45,7 @@ def _alone(model: str) -> dict[str, list[float]]:
         ("llama", Layout(pp=2)),
         ("llama", Layout(dp=2, tp=2, engine="native")),
         ("moe", Layout(dp=2, ep=2)),
+        ("groups", Layout(tp=2)),
         pytest.param("llama", Layout(dp=2, engine="native"), marks=pytest.mark.full),
         pytest.param("moe", Layout(tp=2, dp=2, micro=1, engine="native"), marks=pytest.mark.full),
         pytest.param("neox", Layout(pp=2, dp=2, micro=1), marks=pytest.mark.full),
@@ -69,16 +74,19 @@ def _by_singular_values(x: torch.Tensor, steps: int) -> torch.Tensor:
     return u @ torch.diag(s) @ v
 
 
-def _pieces(name: str, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+ROWS = {"matrices": [32, 16, 16], "groups": [16, 16, *4 * [8]], "heads": 8 * [8]}
+
+
+def _pieces(name: str, x: torch.Tensor, qkv: str) -> tuple[torch.Tensor, ...]:
     """The matrices that a parameter of llama's is made of: q, k, v of 4, 2 and 2 heads of 8; up and gate of 48."""
     if "query_key_value" in name:
-        return x.split([32, 16, 16])
+        return x.split(ROWS[qkv])
     return x.split([48, 48]) if "linear1" in name else (x,)
 
 
-def _beside_formula(rank: int, world: int, adjust: str) -> dict[str, float]:
+def _beside_formula(rank: int, world: int, adjust: str, qkv: str) -> dict[str, float]:
     """Largest difference of a weight after some steps from the formula in fp64 on the same gradients, by name."""
-    params = {"lr": 1e-2, "momentum": 0.9, "adjust_lr_fn": adjust, "betas": [0.9, 0.95]}
+    params = {"lr": 1e-2, "momentum": 0.9, "adjust_lr_fn": adjust, "split_qkv": qkv, "betas": [0.9, 0.95]}
     keys = {**MODELS["llama"], "optimizer": {"type": "Muon", "params": params}, "gradient_clipping": 0.0}
     engine, args, lr = build(rank, keys, Layout())
     weights = {name: p.detach().double() for name, p in engine.params().items()}
@@ -103,7 +111,7 @@ def _beside_formula(rank: int, world: int, adjust: str) -> dict[str, float]:
                 continue
             momenta[name] = 0.9 * momenta[name] + 0.1 * g
             made = []
-            for x in _pieces(name, 0.9 * momenta[name] + 0.1 * g):
+            for x in _pieces(name, 0.9 * momenta[name] + 0.1 * g, qkv):
                 m, n = x.shape
                 factor = 0.2 * max(m, n) ** 0.5 if adjust == "match_rms_adamw" else max(1, m / n) ** 0.5
                 made.append(_by_singular_values(x, 5) * factor)
@@ -120,9 +128,11 @@ def _is_muon(name: str) -> bool:
     return name.startswith(("2.", "3.")) and name.endswith(".weight") and "norm" not in name
 
 
-@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
-def test_matrices_move_by_the_published_formula_and_the_rest_by_adamw(adjust: str) -> None:
-    (differences,) = run_distributed(_beside_formula, 1, adjust)
+@pytest.mark.parametrize(
+    ("adjust", "qkv"), [("match_rms_adamw", "matrices"), ("original", "groups"), ("match_rms_adamw", "heads")]
+)
+def test_matrices_move_by_the_published_formula_and_the_rest_by_adamw(adjust: str, qkv: str) -> None:
+    (differences,) = run_distributed(_beside_formula, 1, adjust, qkv)
     assert sum(map(_is_muon, differences)) == 8
     assert max(differences.values()) < 3e-6  # of weights that moved by 1e-2
 

@@ -50,7 +50,7 @@ class Muon(torch.optim.AdamW):
     def __init__(self, groups: Groups, lr: float, params: dict[str, Any]) -> None:
         super().__init__(groups, lr=lr, betas=tuple(params["betas"]), eps=params["eps"], fused=True)
         self.momentum, self.nesterov = params["momentum"], params["nesterov"]
-        self.ns_steps, self.adjust = params["ns_steps"], params["adjust_lr_fn"]
+        self.ns_steps, self.adjust, self.qkv = params["ns_steps"], params["adjust_lr_fn"], params["split_qkv"]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -112,7 +112,7 @@ class Muon(torch.optim.AdamW):
         def one(x: Tensor) -> Tensor:
             return orthogonalise(x, self.ns_steps) * rate(x.shape, self.adjust)
 
-        return matrices.apply(one, local, spec_of(held.parameter))
+        return matrices.apply(one, local, spec_of(held.parameter), self.qkv)
 
     def _move(self, tensor: Tensor, group: dict[str, Any], held: Held, update: Tensor) -> None:
         place = tensor.view(-1)[held.offset : held.offset + len(held.mine)]
@@ -129,6 +129,7 @@ class Muon(torch.optim.AdamW):
         "nesterov": True,
         "ns_steps": 5,
         "adjust_lr_fn": "match_rms_adamw",
+        "split_qkv": "matrices",
         "betas": (0.9, 0.95),
         "eps": 1e-8,
     },
