@@ -44,9 +44,8 @@ from megatron.checkpoint.neox_optimizer import NeoXOptimizer, Place
 from megatron.checkpoint.reader import WEIGHT, CheckpointReader
 from megatron.errors import UserError
 from megatron.log import get_logger
-from megatron.model.gpt import build_layer, gpt_layers
-from megatron.mpu.sharding import ParamSpec, named_parameters
-from megatron.mpu.state import ParallelState
+from megatron.model.gpt import model_specs
+from megatron.mpu.sharding import ParamSpec
 from megatron.neox_arguments.block_sizes import is_gated
 from megatron.neox_arguments.schema_model import ModelConfig
 
@@ -306,17 +305,6 @@ class NeoXReader(CheckpointReader):
                 if isinstance(value, Tensor) and is_parameter(key) and key != _EMBEDDING:
                     found[number, key] = tuple(value.shape)
         return found
-
-
-def model_specs(model: ModelConfig, vocab_size: int) -> dict[str, ParamSpec]:
-    """Declarations of all parameters by canonical name, in the order of the layers; takes no memory."""
-    state = ParallelState.single("meta")
-    specs: dict[str, ParamSpec] = {}
-    for layer in gpt_layers(model, vocab_size=vocab_size, padded_vocab_size=vocab_size, state=state):
-        if layer.tied is None:
-            for name, parameter in named_parameters(build_layer(layer, None, state)):
-                specs[name] = parameter.spec  # type: ignore[attr-defined]
-    return specs
 
 
 def _numbers(content: Mapping[str, Any], path: Path) -> dict[int, dict[str, Any]]:

@@ -79,6 +79,7 @@ class Mamba(Mixer):
         self.dt_proj = ColumnParallelLinear(
             self.rank, channels, state=state, init=uniform(self.rank**-0.5), bias_init=step_bias(model)
         )
+        self.dt_proj.adaptable = False  # its weight is read without its bias
         self.A_log = state_parameter(model, state, (channels, self.n), count_up)
         self.D = state_parameter(model, state, (channels,), sharding.ones)
         self.out_proj = RowParallelLinear(channels, h, state=state, init=build_init(model, residual=True), bias=bias)
@@ -92,7 +93,8 @@ class Mamba(Mixer):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         (b, s), documents, cache = context.positions.shape, context.documents, context.cache
         both = self.in_proj(x).view(b, s, -1)
-        if self.inner is not None and cache is None:
+        # The kernel reads the weights, and so would leave out what adapters add.
+        if self.inner is not None and cache is None and self.x_proj.lora is None and self.out_proj.lora is None:
             return self._fused(both)
         x, gate = both.chunk(2, dim=-1)
         ids = documents.ids if documents is not None and cache is None else None

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from megatron.errors import UserError
 from megatron.layers.embedding import Embedding
+from megatron.layers.lora import Adapters, add_adapters, fits, start_adapters
 from megatron.layers.parts import BlockSpec
 from megatron.layers.positions import POSITIONS
 from megatron.model import gmlp_block, mamba_block, rwkv_block
@@ -21,6 +23,7 @@ from megatron.model.block import BLOCKS, TransformerBlock
 from megatron.model.head import TIED_NAME, FinalNorm, Head
 from megatron.model.partition import layer_parameters, layer_rows
 from megatron.mpu import initial_weights, sharding
+from megatron.mpu.sharding import ParamSpec
 from megatron.mpu.state import ParallelState
 
 if TYPE_CHECKING:
@@ -46,8 +49,18 @@ class Layer:
     tied: str | None = None
 
 
-def gpt_layers(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int, state: ParallelState) -> list[Layer]:
-    """The layers of the whole network, in order. Builds nothing yet. `model` must be derived (no None sizes)."""
+def gpt_layers(
+    model: ModelConfig,
+    *,
+    vocab_size: int,
+    padded_vocab_size: int,
+    state: ParallelState,
+    adapters: Adapters | None = None,
+) -> list[Layer]:
+    """The layers of the whole network, in order. Builds nothing yet. `model` must be derived (no None sizes).
+
+    `adapters`: of its linear layers, which `Layer.parameters` does not count.
+    """
     parts = list(zip(model.attention_config, model.layer_mlps, model.layer_windows, strict=True))
 
     @cache
@@ -67,6 +80,10 @@ def gpt_layers(model: ModelConfig, *, vocab_size: int, padded_vocab_size: int, s
         partial(FinalNorm, model, state),
         partial(Head, model, state, **vocabulary),
     ]
+    if adapters is not None:
+        builders[1:-2] = [
+            partial(_with_adapters, build, index, adapters) for index, build in enumerate(builders[1:-2], start=2)
+        ]
     rows = layer_rows(model)
     tied = None if model.no_weight_tying else TIED_NAME
     return [
@@ -83,6 +100,12 @@ def _build_block(
     return block(model, state, replace(spec, rotary=rotary(local)))
 
 
+def _with_adapters(build: Callable[..., nn.Module], index: int, adapters: Adapters) -> nn.Module:
+    block = build()
+    add_adapters(block, index, adapters)
+    return block
+
+
 def build_layer(
     layer: Layer, seed: int | None, state: ParallelState, *, weight: nn.Parameter | None = None
 ) -> nn.Module:
@@ -96,4 +119,34 @@ def build_layer(
     sharding.bind(module, layer.index)
     if seed is not None:
         initial_weights.initialize(module, seed, state)
+        start_adapters(module)
     return module
+
+
+def model_specs(model: ModelConfig, vocab_size: int, adapters: Adapters | None = None) -> dict[str, ParamSpec]:
+    """Declarations of all parameters by canonical name, in the order of the layers; takes no memory."""
+    state = ParallelState.single("meta")
+    sizes = {"vocab_size": vocab_size, "padded_vocab_size": vocab_size}
+    specs: dict[str, ParamSpec] = {}
+    for layer in gpt_layers(model, **sizes, state=state, adapters=adapters):
+        if layer.tied is None:
+            for name, parameter in sharding.named_parameters(build_layer(layer, None, state)):
+                specs[name] = sharding.spec_of(parameter)
+    return specs
+
+
+def check_targets(model: ModelConfig, adapters: Adapters, where: str = "") -> None:
+    """Every entry of `lora_target_modules` speaks of a linear layer. Raises `UserError` naming the first that does not.
+
+    Args:
+        where: the place at which the key was set, for the message.
+    """
+    every = model_specs(model, 1, Adapters(rank=1, scaling=1.0))
+    layers = [name.removesuffix(".lora.A") for name in every if name.endswith(".lora.A")]
+    for target in adapters.targets:
+        if not any(fits(target, layer) for layer in layers):
+            kinds = ", ".join(dict.fromkeys(layer.partition(".")[2] for layer in layers))
+            raise UserError(
+                f"{where}lora_target_modules: {target!r} is no linear layer of this model; its blocks have "
+                f"{kinds or 'none'} (a fused matrix has one adapter: query_key_value for q_proj, k_proj and v_proj)"
+            )

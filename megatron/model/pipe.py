@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.layers.carry import Carry
 from megatron.layers.documents import Documents
+from megatron.layers.lora import start_adapters
 from megatron.layers.parts import log_backends
 from megatron.model.block import Block
 from megatron.model.gpt import Layer, build_layer
@@ -84,6 +85,7 @@ class LayerPipe(PipelineModule):
         )
         if seed is not None:
             initialize(self, seed, state)
+            start_adapters(self)
         self.objective = objective
         self.before_layer: Callable[[nn.Module], None] = lambda layer: None
         self.micro_batches: Iterator[dict[str, Tensor | Documents]] = iter(())

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.layers.carry import Carry
 from megatron.layers.kv_cache import KVCache
+from megatron.layers.lora import start_adapters
 from megatron.layers.parts import log_backends
 from megatron.model.gpt import Layer, build_layer
 from megatron.model.head import Head, LMOutput, Then
@@ -131,6 +132,7 @@ class SequentialModel(nn.Module):
         self.before_layer: Callable[[nn.Module], None] = lambda layer: None
         if seed is not None and after_build is None:
             initialize(self, seed, state)  # all at once: the ranks share the work
+            start_adapters(self)
         self.recompute = recompute_of(built)
         log_backends(self, state)
 

@@ -22,8 +22,8 @@ from megatron.registry import Registry
 LinearRecipe = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 LINEAR_RECIPES: Registry[LinearRecipe] = Registry("linear recipe", wants="a function (x, weight, bias)", fits=callable)
 """How to multiply: an entry is a function (x [t, in], weight [out, in], bias [out] | None) -> [t, out]. A recipe may be
-a module with parameters of its own (an adapter); it then becomes part of the layer that holds it. One that
-torch.compile cannot take says `one_graph = False`.
+a module with parameters of its own; it then becomes part of the layer that holds it. One that torch.compile cannot
+take says `one_graph = False`.
 """
 
 
@@ -38,7 +38,34 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None, recipe: LinearRecip
     return (LINEAR_RECIPES[recipe] if isinstance(recipe, str) else recipe)(x, w, bias)
 
 
-class ColumnParallelLinear(nn.Module):
+class ParallelLinear(nn.Module):
+    """What both kinds of linear layers have in common.
+
+    Attributes:
+        lora: an adapter (layers/lora.py), which multiplies in place of the recipe: called with (x, weight, bias,
+            recipe). Part of the layer.
+        adaptable: False where somebody reads the weight without calling the layer, so that an adapter would do nothing.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, state: ParallelState, recipe: LinearRecipe | str | None) -> None:
+        super().__init__()
+        self.state = state
+        self.recipe = recipe
+        self.uncompiled = () if getattr(recipe, "one_graph", True) else ("forward",)
+        self.lora: nn.Module | None = None
+        self.adaptable = True
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x · weightᵀ + bias, on this rank alone."""
+        if self.lora is not None:
+            return self.lora(x, self.weight, bias, self.recipe)
+        return linear(x, self.weight, bias, self.recipe)
+
+
+class ColumnParallelLinear(ParallelLinear):
     """Each rank computes `out_features/tp` of the outputs: weight [out/tp, in], bias [out/tp] or None.
 
     `blocks`: sizes of output parts that are split one by one (q, k, v). `padded`: out_features in memory if it is a
@@ -61,10 +88,7 @@ class ColumnParallelLinear(nn.Module):
         kind: str = "matrix",
         recipe: LinearRecipe | str | None = None,
     ) -> None:
-        super().__init__()
-        self.state = state
-        self.recipe = recipe
-        self.uncompiled = () if getattr(recipe, "one_graph", True) else ("forward",)
+        super().__init__(state, recipe)
         shape = (out_features, in_features)
         spec = ParamSpec(
             shape=shape,
@@ -87,10 +111,10 @@ class ColumnParallelLinear(nn.Module):
         """
         if not entered:
             x = enter_tensor_parallel(x, self.state)
-        return linear(x, self.weight, self.bias, self.recipe)
+        return self.multiply(x, self.bias)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(ParallelLinear):
     """Each rank takes `in_features/tp` of the inputs: weight [out, in/tp]; the bias [out] is replicated."""
 
     def __init__(
@@ -106,10 +130,7 @@ class RowParallelLinear(nn.Module):
         kind: str = "matrix",
         recipe: LinearRecipe | str | None = None,
     ) -> None:
-        super().__init__()
-        self.state = state
-        self.recipe = recipe
-        self.uncompiled = () if getattr(recipe, "one_graph", True) else ("forward",)
+        super().__init__(state, recipe)
         spec = ParamSpec(shape=(out_features, in_features), init=init, split_dim=1, decay=decay, kind=kind)
         self.weight = sharding.parameter(spec, state)
         bias_spec = ParamSpec(shape=(out_features,), init=bias_init or sharding.zeros, sequence_reduced=True)
@@ -122,10 +143,10 @@ class RowParallelLinear(nn.Module):
         calls `leave_tensor_parallel` once and then `add_bias` of each.
         """
         if not reduce:
-            return linear(x, self.weight, None, self.recipe)
+            return self.multiply(x, None)
         if self.state.tp_size == 1:
-            return linear(x, self.weight, self.bias, self.recipe)
-        return self.add_bias(leave_tensor_parallel(linear(x, self.weight, None, self.recipe), self.state))
+            return self.multiply(x, self.bias)
+        return self.add_bias(leave_tensor_parallel(self.multiply(x, None), self.state))
 
     def add_bias(self, y: Tensor) -> Tensor:
         """y (already summed over ranks) + bias; under sequence parallelism the bias's gradient is summed over ranks."""

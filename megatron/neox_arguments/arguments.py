@@ -23,6 +23,7 @@ from megatron.neox_arguments.problems import Problems, collector
 from megatron.neox_arguments.retired import RETIRED
 from megatron.neox_arguments.schema_data import DataConfig, TokenizerConfig
 from megatron.neox_arguments.schema_model import ModelConfig
+from megatron.neox_arguments.schema_post import PostConfig
 from megatron.neox_arguments.schema_system import DeepSpeedConfig, LauncherConfig, LoggingConfig, ParallelConfig
 from megatron.neox_arguments.schema_train import (
     CheckpointConfig,
@@ -44,6 +45,7 @@ class NeoXArgs:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    post: PostConfig = field(default_factory=PostConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

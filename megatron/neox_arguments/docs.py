@@ -30,6 +30,7 @@ _TITLES = {
     "optimizer": "Optimizer and precision",
     "schedule": "Learning-rate schedule",
     "training": "Training",
+    "post": "Post-training",
     "checkpoint": "Checkpoints",
     "generation": "Generation and evaluation",
     "parallel": "Parallelism",

@@ -10,6 +10,7 @@ from megatron.neox_arguments.keys import KeyInfo, group_keys
 from megatron.neox_arguments.retired import ALIASES, OTHER_VERSIONS, RETIRED
 from megatron.neox_arguments.schema_data import DataConfig, TokenizerConfig
 from megatron.neox_arguments.schema_model import ModelConfig
+from megatron.neox_arguments.schema_post import PostConfig
 from megatron.neox_arguments.schema_system import DeepSpeedConfig, LauncherConfig, LoggingConfig, ParallelConfig
 from megatron.neox_arguments.schema_train import (
     CheckpointConfig,
@@ -29,6 +30,7 @@ GROUPS: dict[str, type] = {
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
     "training": TrainingConfig,
+    "post": PostConfig,
     "checkpoint": CheckpointConfig,
     "generation": GenerationConfig,
     "parallel": ParallelConfig,

@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.nn import Parameter
 
 from megatron.mpu.sharding import ParamSpec, spec_of
-from megatron.neox_arguments.parameter_rules import ParameterRule
+from megatron.neox_arguments.parameter_rules import ParameterRule, parse_rules
 from megatron.optim.matrices import WholeMatrices, is_matrix
 
+if TYPE_CHECKING:
+    from megatron.neox_arguments.schema_post import PostConfig
+    from megatron.neox_arguments.schema_train import OptimizerConfig
+
+_ADAPTERS_ALONE = (ParameterRule(("*",), freeze=True), ParameterRule(("*.lora.*",), freeze=False))
+
 _EMBEDDING_LAYER = "0."  # how the canonical names of its parameters begin
+
+
+def trained_rules(optimizer: OptimizerConfig, post: PostConfig) -> tuple[ParameterRule, ...]:
+    """Those of `parameter_groups`, which with adapters (layers/lora.py) come behind: nothing else is trained."""
+    rules = parse_rules(optimizer.parameter_groups)
+    return rules if post.lora_r is None else (*_ADAPTERS_ALONE, *rules)
+
+
+def is_frozen(spec: ParamSpec, rules: Sequence[ParameterRule]) -> bool:
+    """Whether the last rule that speaks of the parameter freezes it."""
+    return bool(_last(rules, spec, "freeze"))
 
 
 def freeze_parameters(params: Iterable[Parameter], rules: Sequence[ParameterRule]) -> None:
     """No gradient, no optimizer state and no update for what the last rule that speaks of it freezes.
 
-    Before an engine is built around the model.
+    Before an engine is built around the model. `frozen` marks them among those that are without gradients by nature.
     """
     for p in params:
-        if _last(rules, spec_of(p), "freeze"):
+        if p.requires_grad and is_frozen(spec_of(p), rules):
             p.requires_grad_(False)
+            p.frozen = True  # type: ignore[attr-defined]
 
 
 def parameter_groups(

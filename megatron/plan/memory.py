@@ -20,6 +20,8 @@ A bucket of DeepSpeed's has reduce_bucket_size elements (5e8 by default) of a by
 Of experts, parameters are what the rank holds of them under tensor and expert parallelism, and dp is replaced by
 dp / ep, the number of ranks that hold the same.
 
+What is frozen (lora_r, parameter_groups) counts as weights alone.
+
 Activations, per token of a micro-batch and block, in elements: the inputs and outputs of the norms (4h, or 3h with one
 shared norm; divided by tp under sequence parallel), and, always divided by tp, queries, keys and values before and
 after rotation, the attention's output, and the feed-forward's rows before and after the activation; of a mixture of
@@ -75,17 +77,24 @@ def estimate(args: NeoXArgs, *, held: Held, stage: int, blocks: Sequence[int], p
     if native:
         stage_of_zero = 1
     half = args.optimizer.precision != "fp32"
-    parts = (held.parameters - held.experts) / dp + held.experts / (dp / ep)  # of what ZeRO divides
+    trained = held.trained or held
+
+    def divided(held: Held) -> Held:
+        """What ZeRO leaves of them on each data rank."""
+        experts = held.experts / (dp / ep)
+        of_blocks = (held.blocks - held.experts) / dp + experts
+        return Held((held.parameters - held.experts) / dp + experts, experts, of_blocks)
+
+    parts = divided(trained)
+    kept = parts if stage_of_zero else trained
     master = 4 if half or (stage_of_zero and not native) else 0
-    in_blocks = (held.blocks - held.experts) / dp + held.experts / (dp / ep) if stage_of_zero else held.blocks
-    others = (parts if stage_of_zero else held.parameters) - in_blocks
     averages = args.optimizer.ema_decay is not None or row(KIND, args.optimizer.optimizer_type).get("averages")
     return Memory(
-        weights=(2 if half else 4) * (parts if stage_of_zero == 3 else held.parameters),
-        gradients=_gradients(args, stage_of_zero, held.parameters, parts),
-        optimizer=(4 * moments(args.optimizer) + master) * others
-        + (4 * moments(args.optimizer, of_blocks=True) + master) * in_blocks
-        + (4 * parts if averages else 0),
+        weights=(2 if half else 4) * (divided(held) if stage_of_zero == 3 else held).parameters,
+        gradients=_gradients(args, stage_of_zero, trained.parameters, parts.parameters),
+        optimizer=(4 * moments(args.optimizer) + master) * (kept.parameters - kept.blocks)
+        + (4 * moments(args.optimizer, of_blocks=True) + master) * kept.blocks
+        + (4 * parts.parameters if averages else 0),
         activations=_activations(args, stage=stage, blocks=blocks, padded_vocab_size=padded_vocab_size),
     )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from megatron.model.partition import StageRow, layer_parameters, layer_rows, partition, stage_table
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.formulas import parameter_count, round_up
+from megatron.neox_arguments.parameter_rules import parse_rules
 from megatron.neox_arguments.schema_model import ModelConfig
 
 
@@ -23,12 +25,13 @@ class LayerSize:
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters that one rank of a stage holds, padding and tied copies too, and how many of them are in blocks, and
-    experts'."""
+    """Parameters that one rank of a stage holds, padding and tied copies too, and how many of them are experts', and
+    in blocks; the same of those that are trained (None: all)."""
 
-    parameters: int
-    experts: int = 0
-    blocks: int = 0
+    parameters: float
+    experts: float = 0
+    blocks: float = 0
+    trained: Held | None = None
 
 
 def topology(args: NeoXArgs, *, experts: bool = False) -> Topology:
@@ -91,7 +94,36 @@ def stage_sizes(args: NeoXArgs, vocab_size: int) -> tuple[list[StageRow], list[H
         total = sum(layer.local for layer in layers) + (copy if stage is table[-1] else 0)
         blocks = sum(layer.local for layer, placed in zip(layers, stage.layers, strict=True) if placed.is_block)
         held.append(Held(total, sum(layer.experts for layer in layers), blocks))
+    rules = parse_rules(args.optimizer.parameter_groups)
+    if args.post.lora_r is not None or any(rule.freeze for rule in rules):
+        held = [_with_frozen(args, vocab_size, stage, one) for stage, one in zip(table, held, strict=True)]
     return table, held
+
+
+def _with_frozen(args: NeoXArgs, vocab_size: int, stage: StageRow, held: Held) -> Held:
+    """What the ranks of a stage hold with adapters, and how much of it is trained."""
+    from megatron.layers.lora import PARTS, Adapters  # these need torch, and only here
+    from megatron.model.gpt import model_specs
+    from megatron.optim.groups import is_frozen, trained_rules
+
+    rules, parallel = trained_rules(args.optimizer, args.post), args.parallel
+    layers = {layer.index for layer in stage.layers}
+    in_blocks = {layer.index for layer in stage.layers if layer.is_block}
+    copies = {0} if any(layer.name == "Head" for layer in stage.layers) and not args.model.no_weight_tying else set()
+    added = trained = experts = blocks = 0
+    for name, spec in model_specs(args.model, vocab_size, Adapters.of(args.post)).items():
+        layer, is_adapter = int(name.partition(".")[0]), name.endswith(PARTS)
+        if layer not in layers and not (layer in copies and name.endswith("word_embeddings.weight")):
+            continue
+        if spec.padded is not None:
+            spec = replace(spec, padded=args.tokenizer.padded_vocab_size)
+        size = prod(spec.local_shape(parallel.model_parallel_size, parallel.expert_parallel_size))
+        added += size if is_adapter else 0
+        if not is_frozen(spec, rules):
+            trained += size
+            experts += size if spec.experts else 0
+            blocks += size if layer in in_blocks else 0
+    return Held(held.parameters + added, held.experts, held.blocks + added, Held(trained, experts, blocks))
 
 
 def padded_vocabulary(args: NeoXArgs, vocab_size: int) -> int:

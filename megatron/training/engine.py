@@ -67,6 +67,11 @@ class Engine(Protocol):
         """Inside, the model computes as when it is evaluated, and `run_stage` may be called."""
         ...
 
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside, the model computes as its base (`lora_r`): a reference model without a second copy. Nothing may be
+        trained or saved."""
+        ...
+
     def averaged(self) -> AbstractContextManager[None]:
         """Inside, the model's weights are their moving average (`ema_decay`), or what the optimizer averages itself, if
         either is kept; collective at both ends. Nothing may be trained or saved."""

@@ -19,6 +19,7 @@ from megatron.data.batch import StepBatch
 from megatron.layers.carry import Carry
 from megatron.layers.documents import Documents
 from megatron.layers.kv_cache import KVCache
+from megatron.layers.lora import switched_off
 from megatron.model.head import Then
 from megatron.model.sequential import run_stage
 from megatron.mpu.state import ParallelState
@@ -147,6 +148,12 @@ class StepEngine(StateByName):
                 yield
         finally:
             self.module.train(training)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """See `Engine`."""
+        with switched_off(self.module):
+            yield
 
     def stage_layers(self) -> Sequence[nn.Module]:
         """See `Engine`."""

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron import log
-from megatron.model.gpt import gpt_layers
+from megatron.layers.lora import Adapters
+from megatron.model.gpt import check_targets, gpt_layers
 from megatron.model.sequential import SequentialModel
 from megatron.mpu.random import seed_everything
 from megatron.mpu.sharding import named_parameters
@@ -28,7 +29,7 @@ from megatron.neox_arguments.optimizer_params import KIND, optimizer_params
 from megatron.neox_arguments.parameter_rules import check_matches, parse_rules
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.objectives import OBJECTIVES
-from megatron.optim.groups import freeze_parameters, parameter_groups
+from megatron.optim.groups import freeze_parameters, parameter_groups, trained_rules
 from megatron.optim.matrices import WholeMatrices
 from megatron.optim.optimizers import build_optimizer
 from megatron.optim.schedules import schedule
@@ -140,11 +141,15 @@ def build_model(process: Process, seed: int | None) -> torch.nn.Module:
     `seed` of the initial weights; None leaves zeros, because a checkpoint follows.
     """
     args, state = process.args, process.state
+    if (adapters := Adapters.of(args.post)) is not None:
+        place = args.sources.get("lora_target_modules")
+        check_targets(args.model, adapters, f"{place}: " if place else "")
     layers = gpt_layers(
         args.model,
         vocab_size=process.tokenizer.vocab_size,
         padded_vocab_size=args.tokenizer.padded_vocab_size,
         state=state,
+        adapters=adapters,
     )
     objective = OBJECTIVES[args.training.train_impl]
     if args.optimizer.engine == "native":
@@ -163,12 +168,12 @@ def build_engine(process: Process, model: torch.nn.Module) -> StepEngine:
     optimizer_args = args.optimizer
     # muP: hidden matrices learn at lr / width multiplier (Yang et al. 2022, table 8, Adam).
     mult = 1.0 / args.model.mup_width_mult if args.model.use_mup else 1.0
-    rules = parse_rules(optimizer_args.parameter_groups)
-    if rules:
+    if rules := parse_rules(optimizer_args.parameter_groups):
         names = all_names(dict(named_parameters(model)), state)
         place = args.sources.get("parameter_groups")
         check_matches(rules, names, f"{place}: " if place else "")
-        freeze_parameters(model.parameters(), rules)
+    rules = trained_rules(optimizer_args, args.post)
+    freeze_parameters(model.parameters(), rules)
     groups = parameter_groups(
         model.parameters(),
         weight_decay=optimizer_args.weight_decay,

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from megatron.checkpoint.manifest import Manifest, ParameterEntry
 from megatron.checkpoint.neox_layout import Heads
-from megatron.checkpoint.neox_reader import model_specs
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.families import FAMILIES, read_config
 from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Rule
 from megatron.convert.parts.tensors import OneByOne
 from megatron.errors import UserError
+from megatron.model.gpt import model_specs
 from megatron.mpu.sharding import ParamSpec, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive

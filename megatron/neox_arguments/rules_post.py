@@ -1,0 +1,22 @@
+"""Rules for training that begins with a trained model: adapters."""
+
+from __future__ import annotations
+
+from megatron.neox_arguments.draft import Draft
+
+_OF_ADAPTERS = ("lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora", "use_dora")
+
+
+def adapters(draft: Draft) -> None:
+    """A rank with the keys that describe adapters, and values that mean something."""
+    if draft["lora_r"] is None:
+        for name in _OF_ADAPTERS:
+            if draft.is_set(name) and draft[name]:
+                draft.report(name, "describes adapters, and there are none: set lora_r, their rank")
+        return
+    draft.positive("lora_r", "lora_alpha")
+    draft.check(lambda share: 0 <= share < 1, "must be 0 or more and less than 1", "lora_dropout")
+    if draft["te_layernorm_mlp"]:
+        draft.report("lora_r", "te_layernorm_mlp reads the weights of layers that have adapters; set it to false")
+    if not draft["lora_target_modules"]:
+        draft.report("lora_target_modules", "names no layer; use all-linear, or names such as query_key_value")
