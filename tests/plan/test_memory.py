@@ -59,6 +59,7 @@ CASES: list[Any] = [
     *((BF16, Layout(dp=2, zero=stage)) for stage in (1, 2)),
     (BF16, Layout()),
     (FP16, Layout(dp=2, zero=1)),
+    (BF16 | {"lora_r": 32, "use_dora": True}, Layout(dp=2, zero=1)),
 ]
 MORE = [
     (FP32, Layout()),
