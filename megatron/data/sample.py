@@ -56,11 +56,13 @@ def untrained_like(sample: Sample) -> Sample:
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens `[offset, offset + length)` of item `document` of a token file."""
+    """Tokens `[offset, offset + length)` of item `document` of a token file; of pairs, of the chosen text (`side` 0) or
+    the rejected one (1)."""
 
     document: int
     offset: int
     length: int
+    side: int = 0
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ _RUN_LENGTHS = ("train_iters", "train_epochs", "train_tokens", "train_flops")
 WINS_OVER: dict[str, tuple[str, ...]] = {
     "data_path": (*_LISTS, "train_data_names", "mixture"),
     "train_data_paths": ("data_path", "mixture"),
+    "pos_train_data_paths": ("data_path", "mixture", "train_data_paths"),
     "mixture": ("data_path", *_SOURCES, *_CAPS, "train_data_holdout"),
     "train_data_weights": ("weight_by_num_documents",),
     "weight_by_num_documents": ("train_data_weights",),

@@ -4,6 +4,7 @@
       sources:
         web: web_text_document                                # a data path, or a mapping
         code: {path: code_text_document, max_epochs: 4}
+        # of pairs: {path: x_chosen_document, rejected: x_rejected_document, labels: ..., rejected_labels: ...}
       weights: {web: 3, code: 1}                              # or by phase: [[0, {web: 1}], [5000, {web: 3, code: 1}]]
       valid_sets:
         news: {path: news_text_document, tags: [english]}
@@ -23,16 +24,24 @@ from typing import Any
 from megatron.errors import nearest
 from megatron.neox_arguments.coerce import WrongValue, check_path, coerce_type, describe, thaw
 
+COMPANIONS = {
+    "labels": "{}_label_data_paths",
+    "rejected": "neg_{}_data_paths",
+    "rejected_labels": "neg_{}_label_data_paths",
+    "rewards": "{}_reward_data_paths",
+}
+"""What may belong to a token file, and the flat keys with it: of train, valid or test, one for each data path."""
+
 SOURCE_KEYS: dict[str, Any] = {
     "path": str,
-    "labels": str | None,
+    **dict.fromkeys(COMPANIONS, str | None),
     "max_epochs": float | None,
     "max_tokens": int | None,
     "holdout": int | None,
 }
 """What a source of a mixture may have; all but the path is optional."""
 
-SET_KEYS: dict[str, Any] = {"path": str, "labels": str | None, "tags": tuple[str, ...]}
+SET_KEYS: dict[str, Any] = {"path": str, **dict.fromkeys(COMPANIONS, str | None), "tags": tuple[str, ...]}
 """What a validation set may have; all but the path is optional."""
 
 _KEYS = ("sources", "weights", "valid_sets")
@@ -108,7 +117,7 @@ def parse_named(value: Any, schema: Mapping[str, Any], place: str) -> dict[str, 
                 raise MixtureFault(f"{here}.{key}", f"unknown key {key!r}.{nearest(str(key), list(schema))}")
             try:
                 typed = coerce_type(part, schema[key])
-                if key in ("path", "labels"):
+                if key == "path" or key in COMPANIONS:
                     check_path(typed)
             except WrongValue as error:
                 raise MixtureFault(f"{here}.{key}", f"{key}: {error}") from error

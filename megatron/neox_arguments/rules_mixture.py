@@ -9,6 +9,7 @@ from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.draft import Draft
 from megatron.neox_arguments.mixture_files import fault_at
 from megatron.neox_arguments.mixtures import (
+    COMPANIONS,
     SET_KEYS,
     MixtureFault,
     NamedMixture,
@@ -21,7 +22,7 @@ from megatron.neox_arguments.mixtures import (
 
 PER_SOURCE = ("train_data_max_epochs", "train_data_max_tokens", "train_data_holdout")
 _OPTIONS = {
-    "train_label_data_paths": "labels",
+    **{key.format("train"): option for option, key in COMPANIONS.items()},
     "train_data_max_epochs": "max_epochs",
     "train_data_max_tokens": "max_tokens",
     "train_data_holdout": "holdout",

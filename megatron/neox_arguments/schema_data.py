@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 from megatron.neox_arguments.keys import key
 
-_REWARDS = "reward data is not available yet; train_impl must be normal"
-_PAIRS = "preference pairs are not available yet; use train_data_paths with train_impl: normal"
 _ONLINE = "online data is not available; use data_path or train_data_paths"
 _ASCENT = "gradient ascent unlearning is not available yet; train on the retain data alone"
 
@@ -151,7 +149,48 @@ class DataConfig:
         "packed cuts everywhere.",
     )
     dataset_impl: Literal["gpt2", "pairwise", "online"] = key(
-        "gpt2", "Kind of samples.", unavailable={"pairwise": _PAIRS, "online": _ONLINE}
+        "gpt2", "Kind of samples: documents, or preference pairs.", unavailable={"online": _ONLINE}
+    )
+    train_reward_data_paths: tuple[str | None, ...] | None = key(
+        None, "Rewards of train_data_paths: one number for each text; for each pair its margin.", path=True
+    )
+    valid_reward_data_paths: tuple[str | None, ...] | None = key(None, "Rewards of valid_data_paths.", path=True)
+    test_reward_data_paths: tuple[str | None, ...] | None = key(None, "Rewards of test_data_paths.", path=True)
+    pos_train_data_paths: tuple[str, ...] | None = key(
+        None, "Chosen texts of the pairs to train on (dataset_impl: pairwise).", path=True
+    )
+    neg_train_data_paths: tuple[str, ...] | None = key(
+        None, "Rejected texts: item i belongs to item i of pos_train_data_paths.", path=True
+    )
+    pos_train_label_data_paths: tuple[str | None, ...] | None = key(
+        None, "Labels of pos_train_data_paths; without any, what both texts begin with is not trained.", path=True
+    )
+    neg_train_label_data_paths: tuple[str | None, ...] | None = key(
+        None, "Labels of neg_train_data_paths.", path=True
+    )
+    pos_valid_data_paths: tuple[str, ...] | None = key(
+        None, "Chosen texts of the pairs to validate on (dataset_impl: pairwise).", path=True
+    )
+    neg_valid_data_paths: tuple[str, ...] | None = key(
+        None, "Rejected texts: item i belongs to item i of pos_valid_data_paths.", path=True
+    )
+    pos_valid_label_data_paths: tuple[str | None, ...] | None = key(
+        None, "Labels of pos_valid_data_paths; without any, what both texts begin with is not trained.", path=True
+    )
+    neg_valid_label_data_paths: tuple[str | None, ...] | None = key(
+        None, "Labels of neg_valid_data_paths.", path=True
+    )
+    pos_test_data_paths: tuple[str, ...] | None = key(
+        None, "Chosen texts of the pairs to test on (dataset_impl: pairwise).", path=True
+    )
+    neg_test_data_paths: tuple[str, ...] | None = key(
+        None, "Rejected texts: item i belongs to item i of pos_test_data_paths.", path=True
+    )
+    pos_test_label_data_paths: tuple[str | None, ...] | None = key(
+        None, "Labels of pos_test_data_paths; without any, what both texts begin with is not trained.", path=True
+    )
+    neg_test_label_data_paths: tuple[str | None, ...] | None = key(
+        None, "Labels of neg_test_data_paths.", path=True
     )
     eod_mask_loss: bool = key(False, "No loss at positions whose input token is end-of-document.")
     num_workers: int = key(
@@ -176,21 +215,6 @@ class DataConfig:
     )
 
     # known, not available
-    train_reward_data_paths: tuple[str, ...] | None = key(None, "Rewards of the training data.", unavailable=_REWARDS)
-    valid_reward_data_paths: tuple[str, ...] | None = key(None, "Rewards of the validation data.", unavailable=_REWARDS)
-    test_reward_data_paths: tuple[str, ...] | None = key(None, "Rewards of the test data.", unavailable=_REWARDS)
-    pos_train_data_paths: tuple[str, ...] | None = key(None, "Preferred answers, training.", unavailable=_PAIRS)
-    neg_train_data_paths: tuple[str, ...] | None = key(None, "Rejected answers, training.", unavailable=_PAIRS)
-    pos_train_label_data_paths: tuple[str, ...] | None = key(None, "Labels of the preferred.", unavailable=_PAIRS)
-    neg_train_label_data_paths: tuple[str, ...] | None = key(None, "Labels of the rejected.", unavailable=_PAIRS)
-    pos_valid_data_paths: tuple[str, ...] | None = key(None, "Preferred answers, validation.", unavailable=_PAIRS)
-    neg_valid_data_paths: tuple[str, ...] | None = key(None, "Rejected answers, validation.", unavailable=_PAIRS)
-    pos_valid_label_data_paths: tuple[str, ...] | None = key(None, "Labels of the preferred.", unavailable=_PAIRS)
-    neg_valid_label_data_paths: tuple[str, ...] | None = key(None, "Labels of the rejected.", unavailable=_PAIRS)
-    pos_test_data_paths: tuple[str, ...] | None = key(None, "Preferred answers, test.", unavailable=_PAIRS)
-    neg_test_data_paths: tuple[str, ...] | None = key(None, "Rejected answers, test.", unavailable=_PAIRS)
-    pos_test_label_data_paths: tuple[str, ...] | None = key(None, "Labels of the preferred.", unavailable=_PAIRS)
-    neg_test_label_data_paths: tuple[str, ...] | None = key(None, "Labels of the rejected.", unavailable=_PAIRS)
     online_dataserver_ips: str | tuple[str, ...] = key("localhost", "Hosts of sample servers.", unavailable=_ONLINE)
     online_dataserver_ports: int | tuple[int, ...] = key(10000, "Ports of sample servers.", unavailable=_ONLINE)
     ga_dataset: str | None = key(None, "Data to forget.", unavailable=_ASCENT)

@@ -97,13 +97,18 @@ def _sample(known: argparse.Namespace, env: Mapping[str, str]) -> None:
         ("samples", f"{len(chosen):,} of {role.count:,} of {role.name}, {role.steps.batch} in a step"),
         ("tokenizer", run.tokenizer.describe()),
     ]
-    _show(known, env, f"Samples of {' '.join(known.conf)}", facts, (run.view(role, n) for n in chosen), run.tokenizer)
+    views = (view for n in chosen for view in run.views(role, n).values())
+    _show(known, env, f"Samples of {' '.join(known.conf)}", facts, views, run.tokenizer)
 
 
 def _of_sample(run: RunData, role: RoleData, number: int) -> dict[str, Any]:
-    view = run.view(role, number)
+    rows = {name: _of_row(run, view) for name, view in run.views(role, number).items()}
+    return _where(role, number, rank=True) | (rows.get("") or rows)
+
+
+def _of_row(run: RunData, view: View) -> dict[str, Any]:
     assert view.positions is not None and view.targets is not None
-    return _where(role, number, rank=True) | {
+    return {
         "tokens": view.tokens[:-1].tolist(),
         "targets": view.targets.tolist(),
         "mask": view.trained[1:].astype(int).tolist(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.checkpoint.find import list_checkpoints
 from megatron.checkpoint.start import Start, decide_start
@@ -16,6 +16,7 @@ from megatron.data.collate import CollateRules
 from megatron.data.order.data_plan import SET, DataPlan
 from megatron.data.order.role_order import RoleOrder
 from megatron.data.sample import SampleDataset
+from megatron.data.tokens.pairs import SIDES
 from megatron.data.view.content import View, sample_view
 from megatron.data.view.origin import Origin, origin_of
 from megatron.errors import UserError, nearest
@@ -154,12 +155,19 @@ class RunData:
             raise UserError(f"the run has no data called {name!r}, but {', '.join(names)}.{nearest(name, names)}")
         return self.roles[name]
 
-    def view(self, role: RoleData, sample: int) -> View:
-        """A sample, to be shown."""
-        place = role.place(role.check(sample))
+    def views(self, role: RoleData, sample: int) -> dict[str, View]:
+        """The rows of a sample, to be shown: one without a name, or those of a pair, chosen and rejected."""
+        place, origin = role.place(role.check(sample)), role.origin(sample)
         batch = len(role.steps.samples(place.step))
         title = f"sample {sample} of {role.name}, {self.name_step(role, place.step)}, row {place.row} of {batch}"
-        return sample_view(role.dataset[sample], role.origin(sample), self.rules, title)
+        item = role.dataset[sample]
+        if not isinstance(item, tuple):
+            return {"": sample_view(item, origin, self.rules, title)}
+        pieces = [(piece,) for piece in origin.pieces] or [()] * len(item)
+        return {
+            side: sample_view(row, replace(origin, pieces=held), self.rules, f"{title}, {side}")
+            for side, row, held in zip(SIDES, item, pieces, strict=True)
+        }
 
     def name_step(self, role: RoleData, step: int) -> str:
         """A step in words, also as the log counts it."""

@@ -24,6 +24,7 @@ _GIVEN_BY = {
     "train_flops": LENGTH,
     "data_path": DATA,
     "train_data_paths": DATA,
+    "pos_train_data_paths": DATA,
     "mixture": DATA,
 }
 _USUAL = ("train_config", "local_setup")  # GPT-NeoX's names; others with the same keys come after them

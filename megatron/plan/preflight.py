@@ -40,7 +40,8 @@ _FOR_PLACE += ("pipe_parallel_size", "model_parallel_size", "expert_parallel_siz
 FOR_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "vocab_size")
 _FOR_START = ("load", "save", "iteration", "finetune", "init_from", "restart_if_damaged")
 _FOR_START += ("s3_path", "s3_load", "s3_chunk_size")
-_FOR_DATA = ("data_path", "mixture", "valid_sets", *(f"{role}_data_paths" for role in NAMES))
+_FOR_DATA = ("data_path", "mixture", "valid_sets")
+_FOR_DATA += tuple(f"{side}{role}_data_paths" for side in ("", "neg_") for role in NAMES)
 
 
 @dataclass(frozen=True)

@@ -84,21 +84,21 @@ def test_golden_samples(config: Callable[..., Path], tmp_path: Path) -> None:
     data = write(tmp_path / "golden", GOLDEN)
     run = opened(config(data_path=data, split="1,0,0", train_batch_size=1))
     train = run.role("train")
-    assert run.view(train, 0).tokens.tolist() == [10, 10, 10, 10, 20, 21, 22, 23, 24]
-    assert run.view(train, 3).tokens.tolist() == [7, 8, 9, 7, 8, 9, 40, 41, 42]
+    assert run.views(train, 0)[""].tokens.tolist() == [10, 10, 10, 10, 20, 21, 22, 23, 24]
+    assert run.views(train, 3)[""].tokens.tolist() == [7, 8, 9, 7, 8, 9, 40, 41, 42]
     held = [(piece.file, piece.document, piece.offset, piece.length, piece.size) for piece in train.origin(3).pieces]
     assert held == [(data, 2, 0, 3, 3), (data, 2, 0, 3, 3), (data, 4, 0, 3, 7)]
     held = [(piece.document, piece.offset, piece.length) for piece in train.origin(0).pieces]
     assert held == [(1, 5, 4), (3, 0, 5)]
-    view = run.view(train, 0)
+    view = run.views(train, 0)[""]
     assert view.title.startswith("sample 0 of train, step 0 (iteration 1 of the log), row 0 of 1")
     assert [(part.start, part.end) for part in view.parts] == [(0, 4), (4, 9)]
     assert f"document 1 of {data}, its tokens 5..8 of 9" == view.parts[0].title
     # What the other way round finds is what reading every sample by eye would.
-    by_eye = [k for k in range(6) if 40 in run.view(train, k).tokens or 46 in run.view(train, k).tokens]
+    by_eye = [k for k in range(6) if 40 in run.views(train, k)[""].tokens or 46 in run.views(train, k)[""].tokens]
     found = list(samples_with(train.plan, train.dataset, range(6), data, range(4, 5)))
     assert set(by_eye) <= set(found)
-    assert found == [k for k in range(6) if set(run.view(train, k).tokens.tolist()) & set(range(40, 47))]
+    assert found == [k for k in range(6) if set(run.views(train, k)[""].tokens.tolist()) & set(range(40, 47))]
     assert list(samples_with(train.plan, train.dataset, range(6), f"{data}.bin", range(4, 5))) == found
 
 
@@ -144,7 +144,7 @@ def test_what_is_shown_is_what_ranks_get(
         for step in range(6):
             batches = [loader.read(4 * step, step) for loader in loaders]
             for sample in train.steps.samples(step):
-                place, view, origin = train.place(sample), run.view(train, sample), train.origin(sample)
+                place, view, origin = train.place(sample), run.views(train, sample)[""], train.origin(sample)
                 assert place.step == step
                 batch, at = batches[place.rank], (place.micro_batch, place.row % micro)
                 assert view.tokens[:-1].tolist() == batch.tokens[at].tolist()
@@ -169,7 +169,7 @@ def test_nothing_is_hidden_by_padding(config: Callable[..., Path], tmp_path: Pat
     run = opened(config(train_data_paths=[data], train_label_data_paths=[labels], pack_impl="unpacked", seq_length=20))
     train = run.role("train")
     for sample in range(8):
-        view, (piece,) = run.view(train, sample), train.origin(sample).pieces
+        view, (piece,) = run.views(train, sample)[""], train.origin(sample).pieces
         label = item(labels, piece.document)
         expected = [k > 0 and label[k] >= 0 for k in range(len(label))]
         assert view.trained[: view.real].tolist() == expected and not view.trained[view.real :].any()
@@ -187,13 +187,13 @@ def test_validation_sets_and_their_empty_samples(config: Callable[..., Path], tm
     assert set(run.roles) == {"train", "valid", "valid/news"}
     small = run.role("valid/news")
     assert small.count == 4 and small.origin(0).prefix == news
-    assert run.view(small, 0).tokens.tolist() == [9] * 9
-    empty = run.view(small, 3)
+    assert run.views(small, 0)[""].tokens.tolist() == [9] * 9
+    empty = run.views(small, 3)[""]
     assert empty.real == 0 and not empty.trained.any() and [part.padding for part in empty.parts] == [True]
     assert empty.title == "sample 3 of valid/news, batch 0, row 3 of 4"
     valid = run.role("valid")
     assert valid.count == (6 // 3 + 1) * 2 * 4
-    assert "batch 1 of validation 2" in run.view(valid, 23).title
+    assert "batch 1 of validation 2" in run.views(valid, 23)[""].title
     with pytest.raises(UserError, match=r"'vaild', .*train, valid, .*'valid'"):
         run.role("vaild")
 
@@ -203,11 +203,11 @@ def test_a_pattern_names_the_file_of_each_document(config: Callable[..., Path], 
     run = opened(config(train_data_paths=[str(tmp_path / "part*")], train_batch_size=1, train_iters=4))
     train = run.role("train")
     for sample in range(4):
-        view, origin = run.view(train, sample), train.origin(sample)
+        view, origin = run.views(train, sample)[""], train.origin(sample)
         raw = [item(one.file, one.document)[one.offset : one.offset + one.length] for one in origin.pieces]
         assert np.concatenate(raw).tolist() == view.tokens.tolist()
     found = list(samples_with(train.plan, train.dataset, range(4), parts[1], range(2, 3)))
-    assert found == [k for k in range(4) if 23 in run.view(train, k).tokens]
+    assert found == [k for k in range(4) if 23 in run.views(train, k)[""].tokens]
     with pytest.raises(UserError, match="documents 0..2, not 3"):
         list(samples_with(train.plan, train.dataset, range(4), parts[1], range(3, 4)))
     with pytest.raises(UserError, match=r"reads no part9\."):
@@ -288,7 +288,7 @@ def test_what_the_run_does_not_reach(config: Callable[..., Path], tmp_path: Path
         with pytest.raises(UserError, match=r"step 6: .* 0\.\.5 of train "):
             list(train.samples_of(asked))
     with pytest.raises(UserError, match=r"sample 24: .* 0\.\.23 of train "):
-        run.view(train, 24)
+        run.views(train, 24)[""]
 
 
 def test_a_run_of_which_nothing_says_how_many_ranks_it_has(

@@ -31,11 +31,11 @@ from megatron.data.tokenise.encode import Encoded, Output, Tally
 from megatron.data.tokenise.texts import text_fixer
 from megatron.data.tokens.indexed import DTYPES, token_dtype
 from megatron.data.tokens.manifest import TURN_ENDS
+from megatron.data.tokens.pairs import SIDES
 from megatron.errors import UserError
 from megatron.tokenizer.hugging_face import LibraryTokenizer
 
 INT32, FLOAT32 = DTYPES[4], DTYPES[6]
-CHOSEN, REJECTED = "chosen", "rejected"  # names of the data sets of preference pairs
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class ChatOptions:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of a record's conversations in the names of data sets."""
-        return (CHOSEN, REJECTED) if self.chosen_key else self.columns
+        return SIDES if self.chosen_key else self.columns
 
     def description(self) -> str:
         """What is trained, in a few words."""

@@ -115,8 +115,7 @@ class DataPlan:
 
     def _parts(self) -> list[IndexedDataset]:
         """All that is read, each file once."""
-        sources = [source.source for role in self.roles.values() for source in role.sources]
-        opened = [data for one in sources for data in (one.data, one.labels) if data is not None]
+        opened = [data for role in self.roles.values() for source in role.sources for data in source.source.opened]
         return list({part.prefix: part for one in opened for part in one.parts}.values())
 
     @cached_property

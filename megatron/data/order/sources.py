@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ from megatron.data.order.phases import Weights
 from megatron.data.order.splits import NAMES, parse_split, split_bounds
 from megatron.data.tokens.cache import IndexCaches
 from megatron.data.tokens.indexed import FileIdentity, IndexedDataset
-from megatron.data.tokens.labels import check_labels, unused_labels
+from megatron.data.tokens.labels import check_labels, check_rewards, unused_labels
+from megatron.data.tokens.pairs import Pairs
 from megatron.data.tokens.token_files import TokenFiles
 from megatron.errors import UserError
 from megatron.log import get_logger
-from megatron.neox_arguments.mixtures import sets_in_training, weight_phases
+from megatron.neox_arguments.mixtures import COMPANIONS, sets_in_training, weight_phases
 from megatron.neox_arguments.schema_data import DataConfig
 
 LOGGER = get_logger(__name__)
@@ -36,6 +37,7 @@ class Source:
         data: the tokens.
         documents: half-open range of the used ones.
         labels: which tokens are trained.
+        rewards: one number for each document, or pair.
         max_epochs: how often a run may read it; None: any number of times.
     """
 
@@ -44,6 +46,7 @@ class Source:
     documents: Range
     labels: IndexedDataset | None = None
     max_epochs: float | None = None
+    rewards: IndexedDataset | None = None
 
     @property
     def num_documents(self) -> int:
@@ -51,8 +54,13 @@ class Source:
 
     @property
     def identity(self) -> tuple[FileIdentity, ...]:
-        """What tells its files from others: those of the tokens, then those of the labels."""
-        return self.data.identity + (self.labels.identity if self.labels is not None else ())
+        """What tells its files from others: those of the tokens, then those of the labels and of the rewards."""
+        return tuple(one for data in self.opened for one in data.identity)
+
+    @property
+    def opened(self) -> list[IndexedDataset]:
+        """All that is read for it: tokens, labels, rewards."""
+        return [data for data in (self.data, self.labels, self.rewards) if data is not None]
 
     @property
     def tokens(self) -> int:
@@ -117,7 +125,8 @@ def find_sources(
         if not role.sources and data.data_path is None and not (name in ("valid", "test") and sets):
             LOGGER.warning(f"{name}_data_paths is not set, so there is no {name} loss (eval_iters: 0 means the same)")
     used = [source for role in roles.values() for source in role.sources] + [one.source for one in sets]
-    for sentence in unused_labels((str(source.data.prefix), source.labels is not None) for source in used):
+    sides = ((side, source.labels is not None) for source in used for side in source.data.sides)
+    for sentence in unused_labels((str(side.prefix), labelled) for side, labelled in sides):
         LOGGER.warning(sentence)
     return FoundData({name: role for name, role in roles.items() if name in asked}, sets)
 
@@ -131,9 +140,10 @@ def named_paths(data: DataConfig, names: Sequence[str]) -> list[str]:
     """The data paths that the config names for these roles, validation sets among them."""
     paths = [data.data_path] if data.data_path is not None else []
     for name in names:
-        paths += getattr(data, f"{name}_data_paths") or ()
+        paths += [*(getattr(data, f"{name}_data_paths") or ()), *(getattr(data, f"neg_{name}_data_paths") or ())]
     if "valid" in names:
-        paths += [one["path"] for one in (data.valid_sets or {}).values()]
+        sets = (data.valid_sets or {}).values()
+        paths += [one[key] for one in sets for key in ("path", "rejected") if key in one]
     return [resolve_path(data, path) for path in paths]
 
 
@@ -160,24 +170,49 @@ def _split_sources(data: DataConfig, names: Sequence[str], files: TokenFiles) ->
 
 def _listed_sources(data: DataConfig, name: str, files: TokenFiles) -> RoleSources:
     paths: Sequence[str] = getattr(data, f"{name}_data_paths")
-    label_paths = getattr(data, f"{name}_label_data_paths") or [None] * len(paths)
-    if len(label_paths) != len(paths):
-        raise UserError(f"{name}_label_data_paths has {len(label_paths)} entries for {len(paths)} data paths.")
     given = data.train_data_names if name == "train" else None
     called = list(given) if given is not None else names_of(paths)
-    sources = tuple(
-        _open(data, files, one, path, label_path)
-        for one, path, label_path in zip(called, paths, label_paths, strict=True)
-    )
+    found: list[dict[str, str]] = [{"path": path} for path in paths]
+    for what, key in COMPANIONS.items():
+        others = getattr(data, key.format(name)) or [None] * len(paths)
+        if len(others) != len(paths):
+            raise UserError(f"{key.format(name)} has {len(others)} entries for {len(paths)} data paths.")
+        for one, other in zip(found, others, strict=True):
+            one |= {what: other} if other is not None else {}
+    sources = tuple(_open(data, files, source, one) for source, one in zip(called, found, strict=True))
     return RoleSources(sources, _weights(data, name, sources))
 
 
-def _open(data: DataConfig, files: TokenFiles, name: str, path: str, label_path: str | None) -> Source:
-    dataset = files.open(resolve_path(data, path))
-    labels = files.open_labels(resolve_path(data, label_path), dataset) if label_path is not None else None
+def _open(data: DataConfig, files: TokenFiles, name: str, paths: Mapping[str, Any]) -> Source:
+    """The source of these paths, by the names in `mixtures.SOURCE_KEYS`."""
+
+    def find(what: str) -> str | None:
+        return resolve_path(data, paths[what]) if what in paths else None
+
+    tokens, labels = _open_labelled(files, resolve_path(data, paths["path"]), find("labels"))
+    if (other := find("rejected")) is not None:
+        rejected, rejected_labels = _open_labelled(files, other, find("rejected_labels"))
+        if (labels is None) != (rejected_labels is None):
+            with_labels, without = (tokens, rejected) if rejected_labels is None else (rejected, tokens)
+            raise UserError(
+                f"{with_labels.prefix} has labels and {without.prefix}, the other side of its pairs, has none: set "
+                "pos_train_label_data_paths and neg_train_label_data_paths (valid_, test_), or neither."
+            )
+        tokens = Pairs(tokens, rejected)
+        if labels is not None and rejected_labels is not None:
+            labels = Pairs(labels, rejected_labels)
+    rewards = files.open(path) if (path := find("rewards")) is not None else None
+    if rewards is not None:
+        check_rewards(tokens, rewards)
+    return Source(name, tokens, (0, len(tokens)), labels, rewards=rewards)
+
+
+def _open_labelled(files: TokenFiles, path: str, label_path: str | None) -> tuple[IndexedDataset, IndexedDataset | None]:
+    dataset = files.open(path)
+    labels = files.open_labels(label_path, dataset) if label_path is not None else None
     if labels is not None:
         check_labels(dataset, labels)
-    return Source(name, dataset, (0, len(dataset)), labels)
+    return dataset, labels
 
 
 def names_of(paths: Sequence[str]) -> list[str]:
@@ -252,7 +287,7 @@ def tail(sizes: np.ndarray, documents: Range, tokens: int) -> Range:
 
 def _named_sets(data: DataConfig, files: TokenFiles) -> list[ValidSet]:
     return [
-        ValidSet(_open(data, files, name, one["path"], one.get("labels")), tuple(one.get("tags", ())))
+        ValidSet(_open(data, files, name, one), tuple(one.get("tags", ())))
         for name, one in (data.valid_sets or {}).items()
     ]
 

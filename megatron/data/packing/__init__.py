@@ -42,13 +42,18 @@ class Packing(ABC):
     """The documents of one source and the way they are packed. Torch-free; nothing is built before `dataset`.
 
     Args:
-        data: the tokens; every item counts as a document.
+        data: the tokens; every item counts as a document. Of pairs (`Pairs`) every pair does.
         seq_length: inputs per sample; a sample holds one token more.
         documents: half-open range of items to use, all by default.
         labels: dataset of equal item sizes whose -100 marks tokens that are not trained.
         allow_chopped: documents of more than seq_length + 1 tokens are cut (true) or left out (false).
         cache: where index arrays are stored, and what is found by reading labels or counting samples.
+        rewards: one number for each document, or pair.
+
+    `rows`: how many a sample has; 2 where each text of a pair has a row of its own.
     """
+
+    rows = 1
 
     def __init__(
         self,
@@ -59,8 +64,9 @@ class Packing(ABC):
         labels: IndexedDataset | None = None,
         allow_chopped: bool = True,
         cache: IndexCache | None = None,
+        rewards: IndexedDataset | None = None,
     ) -> None:
-        self.data, self.labels, self.seq_length = data, labels, seq_length
+        self.data, self.labels, self.rewards, self.seq_length = data, labels, rewards, seq_length
         self.documents = documents or (0, len(data))
         self.allow_chopped = allow_chopped
         self.cache, self.name = cache or IndexCache(None), Path(data.prefix).name
@@ -72,9 +78,14 @@ class Packing(ABC):
 
     @property
     def sizes(self) -> np.ndarray:
-        """Tokens of each document in the range: int32 `[documents]`."""
+        """Tokens of each document in the range: int32 `[documents]`; of pairs, those of both texts."""
         first, end = self.documents
         return self.data.sizes[first:end]
+
+    @property
+    def compares(self) -> bool:
+        """Whether documents are answers that are compared as wholes: pairs, or documents with a reward."""
+        return len(self.data.sides) > 1 or self.rewards is not None
 
     @property
     @abstractmethod
@@ -122,9 +133,14 @@ class Packing(ABC):
 
 PACKINGS: Registry[type[Packing]] = Registry(
     "pack_impl",
+    fields=("answers",),
     wants="a subclass of megatron.data.packing.Packing",
     fits=lambda entry: isinstance(entry, type) and issubclass(entry, Packing),
 )
-"""Packings, subclasses of `Packing`; documentation/packing.md says which to use."""
+"""Packings, subclasses of `Packing`; documentation/packing.md says which to use.
+
+`answers`: how texts that are compared (pairs, texts with a reward) lie in rows: `apart`, each in one of its own, or
+`joined`, several in one. Without it a packing cannot hold them.
+"""
 
 import_entries(__name__, __path__)

@@ -62,17 +62,20 @@ class BestFitSamples(PackedSamples):
         return np.flatnonzero(np.take_along_axis(by_epoch, shuffle_idx.reshape(-1, rows).astype(np.int64), axis=1))
 
 
-@PACKINGS.register("best_fit")
+@PACKINGS.register("best_fit", answers="joined")
 class BestFit(WholeDocuments):
     """Whole documents, put together so that hardly any padding is left."""
 
     kind, entry, samples_type = "best_fit", "best-fit", BestFitSamples
-    counted = "documents or pieces of one"
+    @property
+    def _fragments(self) -> bool:
+        """Whether the rest of a long document is read too, in pieces of its own: not of an answer, which is one."""
+        return self.allow_chopped and not self.compares
 
     def _cut(self, sizes: np.ndarray, first: int) -> tuple[Pieces, LeftOut]:
-        if not self.allow_chopped:
+        if not self._fragments:
             return super()._cut(sizes, first)
-        return fragment_pieces(sizes, first, self.capacity)
+        return fragment_pieces(sizes[0], first, self.capacity)
 
     @cached_property
     def patterns(self) -> Patterns:
@@ -82,7 +85,13 @@ class BestFit(WholeDocuments):
     def samples_per_epoch(self, epochs: int = 1) -> int:
         return epochs * self.patterns.rows
 
+    @property
+    def counted(self) -> str:
+        return "documents or pieces of one" if self._fragments else super().counted
+
     def _cut_note(self) -> str:
+        if not self._fragments:
+            return super()._cut_note()
         return f"{self.left_out.cut} documents of more than {self.limit} are read in several pieces"
 
     def segment(self, samples: int, seed: int) -> Segment:

@@ -42,7 +42,7 @@ class OverflowSamples(PackedSamples):
         return np.flatnonzero(rows_over(self.arrays["sample_idx"][:, 0], hits)[self.arrays["shuffle_idx"]])
 
 
-@PACKINGS.register("pack_until_overflow")
+@PACKINGS.register("pack_until_overflow", answers="joined")
 class PackUntilOverflow(WholeDocuments):
     """Whole documents one after the other until the next does not fit, then padding."""
 

@@ -9,7 +9,8 @@ from typing import ClassVar
 import numpy as np
 
 from megatron.data.packing import Packing
-from megatron.data.sample import IGNORE, NO_SAMPLES, Piece, Provenance, Sample, Wanted
+from megatron.data.packing.usable import kept_tokens
+from megatron.data.sample import IGNORE, NO_SAMPLES, Item, Piece, Provenance, Sample, Wanted
 from megatron.data.tokens.cache import Arrays, content_key
 
 
@@ -23,6 +24,7 @@ class PackedSamples(ABC):
 
     def __init__(self, packing: Packing, samples: int, indices: Sequence[Arrays]) -> None:
         self.data, self.labels, self.capacity = packing.data, packing.labels, packing.capacity
+        self.rows, self.rewards, self.compares = packing.rows, packing.rewards, packing.compares
         self.key, self.samples, self.indices = packing.key, samples, indices
 
     @property
@@ -40,23 +42,59 @@ class PackedSamples(ABC):
     def __len__(self) -> int:
         return self.samples
 
-    def __getitem__(self, index: int) -> Sample:
-        """Sample `index`: `[seq_length + 1]` tokens, int64."""
+    def __getitem__(self, index: int) -> Item:
+        """Sample `index`: `[seq_length + 1]` tokens, int64; of a pair that has two rows, one such sample for each."""
+        parts = self._parts(index)
+        return self._row(parts) if self.rows == 1 else tuple(self._row([part]) for part in parts)
+
+    def _row(self, parts: Sequence[Piece]) -> Sample:
         tokens = np.zeros(self.capacity, dtype=np.int64)
-        labels = np.full(self.capacity, IGNORE, dtype=np.int64) if self.labels is not None else None
+        labelled = self.labels is not None or len(self.data.sides) > 1
+        labels = np.full(self.capacity, IGNORE, dtype=np.int64) if labelled else None
+        answers = np.full(self.capacity, -1, dtype=np.int64) if self.compares else None
         starts, at = [], 0
-        for document, offset, length in self._find_pieces(index):
-            end = at + length
-            tokens[at:end] = self.data.get(document, offset, length)
-            if self.labels is not None and labels is not None:
-                labels[at:end] = self.labels.get(document, offset, length)
-            if offset == 0 or not self.stream:
+        for number, part in enumerate(parts):
+            end = at + part.length
+            tokens[at:end] = self.data.sides[part.side].get(part.document, part.offset, part.length)
+            if labels is not None:
+                labels[at:end] = self._labels_of(part, tokens[at:end])
+            if answers is not None:
+                answers[at:end] = number
+            if part.offset == 0 or not self.stream:
                 starts.append(at)
             at = end
-        return Sample(tokens, np.asarray(starts, dtype=np.int64), labels, None if self.stream else at)
+        length, borders = None if self.stream else at, np.asarray(starts, dtype=np.int64)
+        return Sample(tokens, borders, labels, length, answers, self._extras(parts))
+
+    def _labels_of(self, part: Piece, tokens: np.ndarray) -> np.ndarray:
+        """Labels of a piece. Those of a pair without any are the tokens behind what both texts begin with."""
+        if self.labels is not None:
+            return self.labels.sides[part.side].get(part.document, part.offset, part.length)
+        texts = [side.get(part.document) for side in self.data.sides]
+        # A text of which the other is the beginning still has its last token to compare.
+        same = min(common_start(*texts), len(tokens) - 1)
+        return np.where(np.arange(len(tokens)) < same, IGNORE, tokens)
+
+    def _extras(self, parts: Sequence[Piece]) -> dict[str, np.ndarray]:
+        if self.rewards is None:
+            return {}
+        values = [self.rewards.get(part.document)[0] for part in parts]
+        return {"reward" if len(self.data.sides) == 1 else "margin": np.asarray(values, dtype=np.float32)}
 
     def locate(self, index: int) -> Provenance:
-        return Provenance((self.data.prefix,), index, tuple(Piece(*piece) for piece in self._find_pieces(index)))
+        return Provenance((self.data.prefix,), index, tuple(self._parts(index)))
+
+    def _parts(self, index: int) -> list[Piece]:
+        """What is in sample `index`; of a pair both texts, the chosen first."""
+        return [part for piece in self._find_pieces(index) for part in self._texts(*piece)]
+
+    def _texts(self, document: int, offset: int, length: int) -> list[Piece]:
+        sides = self.data.sides
+        if len(sides) == 1:
+            return [Piece(document, offset, length)]
+        sizes = np.array([[side.sizes[document]] for side in sides])
+        kept = kept_tokens(sizes, self.capacity, self.rows)[:, 0].tolist()
+        return [Piece(document, 0, tokens, side) for side, tokens in enumerate(kept)]
 
     def may_hold(self, wanted: Wanted) -> np.ndarray:
         items = wanted.get(str(self.data.prefix))
@@ -74,9 +112,16 @@ class PackedSamples(ABC):
         return self.pieces(index)
 
     def _whole(self, documents: np.ndarray) -> list[tuple[int, int, int]]:
-        """Documents from their first token on, as many tokens as fit."""
+        """Documents from their first token on, as many tokens as fit; of pairs see `_texts`."""
         lengths = np.minimum(self.data.sizes[documents], self.capacity)
         return [(d, 0, length) for d, length in zip(documents.tolist(), lengths.tolist(), strict=True)]
+
+
+def common_start(one: np.ndarray, other: np.ndarray) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    shorter = min(len(one), len(other))
+    differ = np.flatnonzero(one[:shorter] != other[:shorter])
+    return int(differ[0]) if len(differ) else shorter
 
 
 def in_range(numbers: np.ndarray, items: range) -> np.ndarray:

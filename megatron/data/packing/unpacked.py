@@ -29,11 +29,15 @@ class UnpackedSamples(PackedSamples):
         return np.flatnonzero(held[self.arrays["shuffle_idx"] % len(held)])
 
 
-@PACKINGS.register("unpacked")
+@PACKINGS.register("unpacked", answers="apart")
 class Unpacked(WholeDocuments):
     """One document per sample, the rest is padding."""
 
     kind, entry, samples_type = "unpacked", "unpacked", UnpackedSamples
+
+    @property
+    def rows(self) -> int:  # type: ignore[override]
+        return len(self.data.sides)
 
     def samples_per_epoch(self, epochs: int = 1) -> int:
         return epochs * int(self.histogram.sum())

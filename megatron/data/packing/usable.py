@@ -29,12 +29,14 @@ class Pieces:
 
     Attributes:
         lengths: int32 `[documents + later]`, tokens of each piece; 0 for one that is not used.
+        sides: the tokens that each text of a piece keeps, like `lengths`: one array, or those of chosen and rejected.
         first: number of the first item.
         later_documents: `[later]`, the items of the later parts.
         later_offsets: `[later]`, where in them they begin.
     """
 
     lengths: np.ndarray
+    sides: tuple[np.ndarray, ...]
     first: int
     later_documents: np.ndarray
     later_offsets: np.ndarray
@@ -58,16 +60,41 @@ class LeftOut:
         return LeftOut(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-def whole_pieces(sizes: np.ndarray, first: int, capacity: int, allow_chopped: bool) -> tuple[Pieces, LeftOut]:
-    """One piece per document: longer ones lose their end (`allow_chopped`) or are not used."""
-    long = sizes > capacity
-    count, none = int(np.count_nonzero(long)), np.empty(0, np.int64)
-    pieces = Pieces(np.minimum(sizes, np.int32(capacity)).astype(np.int32, copy=False), first, none, none)
+def kept_tokens(sizes: np.ndarray, capacity: int, rows: int = 1) -> np.ndarray:
+    """How many tokens of each text are kept where longer ones lose their end: int32 `[sides, documents]`.
+
+    Of a pair that shares one row both texts are cut to the same length, the largest with which they fit.
+
+    Args:
+        sizes: `[sides, documents]`, tokens of each text.
+        capacity: tokens of a row.
+        rows: that a document has; 1, or one for each side.
+    """
+    most = np.full(sizes.shape[1], capacity, np.int32)
+    if rows < len(sizes):
+        over = sizes.sum(axis=0) > capacity
+        most[over] = np.maximum(capacity - sizes.min(axis=0), capacity // 2)[over]
+    return np.minimum(sizes, most).astype(np.int32, copy=False)
+
+
+def whole_pieces(
+    sizes: np.ndarray, first: int, capacity: int, allow_chopped: bool, rows: int = 1
+) -> tuple[Pieces, LeftOut]:
+    """One piece per document: longer ones lose their end (`allow_chopped`) or are not used.
+
+    `sizes` and `rows`: see `kept_tokens`. A pair of which one text is too short to train has a length of 1.
+    """
+    kept, none = kept_tokens(sizes, capacity, rows), np.empty(0, np.int64)
+    long = (kept < sizes).any(axis=0)
+    lengths = kept[0] if len(kept) == 1 else kept.sum(axis=0, dtype=np.int32)
+    if len(kept) > 1:
+        lengths[(kept < 2).any(axis=0)] = 1
+    pieces, count = Pieces(lengths, tuple(kept), first, none, none), int(np.count_nonzero(long))
     if count == 0:
         return pieces, LeftOut()
     if allow_chopped:
-        return pieces, LeftOut(cut=count, cut_tokens=int((sizes[long] - capacity).sum(dtype=np.int64)))
-    pieces.lengths[long] = 0
+        return pieces, LeftOut(cut=count, cut_tokens=int((sizes - kept).sum(dtype=np.int64)))
+    kept[:, long] = lengths[long] = 0
     return pieces, LeftOut(too_long=count)
 
 
@@ -84,7 +111,7 @@ def fragment_pieces(sizes: np.ndarray, first: int, capacity: int) -> tuple[Piece
     offsets = (number + 1) * step
     rest = np.minimum(np.repeat(totals, later) - offsets, capacity).astype(np.int32)
     lengths = np.concatenate([np.minimum(sizes, np.int32(capacity)), rest], dtype=np.int32)
-    return Pieces(lengths, first, np.repeat(long + first, later), offsets), LeftOut(cut=len(long))
+    return Pieces(lengths, (lengths,), first, np.repeat(long + first, later), offsets), LeftOut(cut=len(long))
 
 
 def drop_silent(pieces: Pieces, labels: IndexedDataset | None, cache: IndexCache, name: str) -> Pieces:
@@ -105,17 +132,21 @@ def _find_trained(pieces: Pieces, labels: IndexedDataset, cache: IndexCache, nam
         (path if (path := Path(f"{part.prefix}.bin")).exists() else Path(part.prefix)).stat() for part in labels.parts
     ]
     written = {"version": SCAN_VERSION, "labels": [[s.st_size, s.st_mtime_ns] for s in stats], "first": pieces.first}
-    key = content_key({"kind": "trained", **written}, pieces.lengths, pieces.later_documents, pieces.later_offsets)
+    key = content_key({"kind": "trained", **written}, *pieces.sides, pieces.later_documents, pieces.later_offsets)
 
     def build() -> Arrays:
-        return {"trains": np.packbits(scan_labels(pieces, labels))}
+        found = [scan_labels(pieces, kept, side) for kept, side in zip(pieces.sides, labels.sides, strict=True)]
+        return {"trains": np.packbits(np.logical_and.reduce(found))}
 
     return np.unpackbits(cache.arrays(f"{name}-trained", key, build)["trains"], count=len(pieces.lengths)).view(bool)
 
 
-def scan_labels(pieces: Pieces, labels: IndexedDataset) -> np.ndarray:
-    """bool `[pieces]`: whether a target of the piece, any of its tokens but the first, has a label."""
-    found, count = np.zeros(len(pieces.lengths), dtype=bool), pieces.documents
+def scan_labels(pieces: Pieces, lengths: np.ndarray, labels: IndexedDataset) -> np.ndarray:
+    """bool `[pieces]`: whether a target of the piece, any of its tokens but the first, has a label.
+
+    `lengths`: tokens of each, which may be those of one text of a pair.
+    """
+    found, count = np.zeros(len(lengths), dtype=bool), pieces.documents
     base = 0  # number of the part's first item
     for part in labels.parts:
         bounds = np.asarray([base, base + len(part)])
@@ -123,13 +154,13 @@ def scan_labels(pieces: Pieces, labels: IndexedDataset) -> np.ndarray:
         for a in range(first, end, CHUNK_PIECES):
             b = min(a + CHUNK_PIECES, end)
             items = np.arange(a, b) + (pieces.first - base)
-            found[a:b] = _any_label(part, items, np.zeros(b - a, np.int64), pieces.lengths[a:b])
+            found[a:b] = _any_label(part, items, np.zeros(b - a, np.int64), lengths[a:b])
         first, end = np.searchsorted(pieces.later_documents, bounds).tolist()
         for a in range(first, end, CHUNK_PIECES):
             b = min(a + CHUNK_PIECES, end)
             items, offsets = pieces.later_documents[a:b] - base, pieces.later_offsets[a:b]
             here = slice(count + a, count + b)
-            found[here] = _any_label(part, items, offsets, pieces.lengths[here])
+            found[here] = _any_label(part, items, offsets, lengths[here])
         base += len(part)
     return found
 

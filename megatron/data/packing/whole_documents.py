@@ -27,7 +27,6 @@ class WholeDocuments(Packing):
     kind: ClassVar[str]  # the name in YAML, part of every cache key
     entry: ClassVar[str]  # in the names of its cache entries
     version: ClassVar[int] = 1  # part of every cache key: raise it when the arrays change
-    counted: ClassVar[str] = "documents"  # what rows are made of, in words
     samples_type: ClassVar[type[PackedSamples]]
 
     @abstractmethod
@@ -35,21 +34,28 @@ class WholeDocuments(Packing):
         """The index arrays of some segments."""
 
     def _cut(self, sizes: np.ndarray, first: int) -> tuple[Pieces, LeftOut]:
-        """The pieces of documents of these sizes, numbered from `first`, without regard to labels."""
-        return whole_pieces(sizes, first, self.capacity, self.allow_chopped)
+        """The pieces of documents of these sizes `[sides, documents]`, numbered from `first`, without regard to
+        labels."""
+        return whole_pieces(sizes, first, self.capacity, self.allow_chopped, self.rows)
+
+    def _sizes_of(self, first: int, end: int) -> np.ndarray:
+        """Tokens of each text of documents `[first, end)` of the range: int32 `[sides, documents]`."""
+        start, sides = self.documents[0], self.data.sides
+        sizes = [side.sizes[start + first : start + end] for side in sides]
+        return sizes[0][None] if len(sides) == 1 else np.stack(sizes)
 
     @cached_property
     def pieces(self) -> Pieces:
         """What is put into rows: arrays over all documents, needed to build an index, and when labels decide."""
-        pieces, _ = self._cut(self.sizes, self.documents[0])
+        pieces, _ = self._cut(self._sizes_of(0, len(self.sizes)), self.documents[0])
         return drop_silent(pieces, self.labels, self.cache, self.name)
 
     @cached_property
     def _survey(self) -> tuple[np.ndarray, LeftOut]:
         """The next two. Reads the sizes in stretches, so that a start without building takes no memory."""
-        counts, left_out = np.zeros(self.capacity + 1, np.int64), LeftOut()
-        for start in range(0, len(self.sizes), CHUNK_PIECES):
-            pieces, here = self._cut(self.sizes[start : start + CHUNK_PIECES], 0)
+        counts, left_out = np.zeros(self.room + 1, np.int64), LeftOut()
+        for start in range(0, count := len(self.sizes), CHUNK_PIECES):
+            pieces, here = self._cut(self._sizes_of(start, min(start + CHUNK_PIECES, count)), 0)
             counts += np.bincount(pieces.lengths, minlength=len(counts))
             left_out = left_out.add(here)
         fitting = int(counts[1:].sum())
@@ -61,8 +67,13 @@ class WholeDocuments(Packing):
         return counts, replace(left_out, silent=fitting - int(counts.sum()))
 
     @property
+    def room(self) -> int:
+        """Tokens of a sample with all its rows."""
+        return self.rows * self.capacity
+
+    @property
     def histogram(self) -> np.ndarray:
-        """int64 `[capacity + 1]`: how many pieces of each length are used."""
+        """int64 `[room + 1]`: how many pieces of each length are used."""
         return self._survey[0]
 
     @property
@@ -72,12 +83,12 @@ class WholeDocuments(Packing):
     @property
     def tokens(self) -> int:
         """Tokens that are read in a pass."""
-        return int(self.histogram @ np.arange(self.capacity + 1))
+        return int(self.histogram @ np.arange(self.room + 1))
 
     @property
     def padding(self) -> float:
         """Share of padding in the samples of a pass, 0 to 1."""
-        room = self.samples_per_epoch() * self.capacity
+        room = self.samples_per_epoch() * self.room
         return max(0.0, 1.0 - self.tokens / room) if room else 0.0
 
     def _free(self) -> None:
@@ -90,32 +101,42 @@ class WholeDocuments(Packing):
     def key(self) -> str:
         described = {"kind": self.kind, "version": self.version, "documents": list(self.documents)}
         described |= {"seq_length": self.seq_length, "allow_chopped": self.allow_chopped}
+        if self.compares:
+            described |= {"compares": True}
         decided = [np.packbits(self.pieces.lengths > 0)] if self.labels is not None else []
-        return content_key(described, self.sizes, *decided)
+        first, end = self.documents
+        return content_key(described, *(side.sizes[first:end] for side in self.data.sides), *decided)
 
     def notes(self) -> list[str]:
         out, lines = self.left_out, []
         if out.too_long:
             lines.append(
-                f"{out.too_long} documents of more than {self.limit} are left out (allow_chopped: true cuts them)"
+                f"{out.too_long} {self.counted} of more than {self.limit} are left out (allow_chopped: true cuts them)"
             )
         if out.cut:
             lines.append(self._cut_note())
         if out.silent:
             why = "less than two tokens, or all labels -100" if self.labels is not None else "less than two tokens"
-            lines.append(f"{out.silent} {self.counted} train nothing ({why}) and are left out")
+            where = "" if len(self.data.sides) == 1 else " in one of the texts"
+            lines.append(f"{out.silent} {self.counted} train nothing ({why}{where}) and are left out")
         if rows := self.samples_per_epoch():
             lines.append(f"an epoch is {rows} sample{'s' * (rows != 1)}, {self.padding:.2%} of them padding")
         return lines
 
     @property
+    def counted(self) -> str:
+        """What rows are made of, in words."""
+        return "documents" if len(self.data.sides) == 1 else "pairs"
+
+    @property
     def limit(self) -> str:
         """What a row holds, in words."""
-        return f"{self.capacity} tokens (seq_length + 1)"
+        each = "" if self.rows == 1 else " in each text"
+        return f"{self.capacity} tokens (seq_length + 1){each}"
 
     def _cut_note(self) -> str:
         out = self.left_out
-        return f"{out.cut} documents are cut to {self.limit}, which loses {out.cut_tokens} tokens"
+        return f"{out.cut} {self.counted} are cut to {self.limit}, which loses {out.cut_tokens} tokens"
 
     def check_usable(self, what: str) -> None:
         if not self.histogram.any():

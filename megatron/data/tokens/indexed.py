@@ -136,6 +136,11 @@ class IndexedDataset:
         """The datasets that this one joins: itself, unless a data path is a glob."""
         return [self]
 
+    @property
+    def sides(self) -> tuple[IndexedDataset, ...]:
+        """The texts of an item, each a dataset of its own: itself, unless the items are pairs."""
+        return (self,)
+
     @cached_property
     def identity(self) -> tuple[FileIdentity, ...]:
         """What tells each file of tokens from another; read once."""

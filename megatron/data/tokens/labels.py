@@ -1,4 +1,4 @@
-"""Label datasets: do they fit their data, and does one next to the data stay unused by mistake?"""
+"""Labels and rewards: do they fit their data, and does a label dataset next to it stay unused by mistake?"""
 
 from __future__ import annotations
 
@@ -56,3 +56,13 @@ def check_labels(data: IndexedDataset, labels: IndexedDataset) -> None:
             f"{labels.prefix} does not go with {data.prefix}: item sizes differ "
             f"({len(labels)} items of {labels.num_tokens} tokens against {len(data)} of {data.num_tokens})."
         )
+
+
+def check_rewards(data: IndexedDataset, rewards: IndexedDataset) -> None:
+    """Raise `UserError` unless `rewards` has one number for each document of `data` (for each pair: its margin)."""
+    if len(rewards) != len(data):
+        raise UserError(f"{rewards.prefix} has {len(rewards)} rewards for the {len(data)} documents of {data.prefix}.")
+    wrong = np.flatnonzero(rewards.sizes != 1)
+    if len(wrong):
+        at = int(wrong[0])
+        raise UserError(f"{rewards.prefix}: item {at} has {int(rewards.sizes[at])} values; a reward is one number.")

@@ -93,6 +93,7 @@ def sample_view(sample: Sample, origin: Origin, rules: CollateRules, title: str)
         ("tokens", f"{len(tokens) - 1} inputs and as many targets, {int(trained.sum())} of them trained"),
         ("padding", f"{len(tokens) - real} tokens"),
         ("attention", _attention(doc_ids, real)),
+        *((name, ", ".join(f"{value:g}" for value in values)) for name, values in sample.extras.items()),
     )
     positions, targets = arrays.positions[0, 0], arrays.targets[0, 0]
     return View(title, tokens, trained, parts, facts, origin.source, positions, doc_ids, targets)

@@ -8,16 +8,15 @@ from functools import cached_property
 import numpy as np
 
 from megatron.data.tokens.indexed import IndexedDataset
-from megatron.data.tokens.labels import ENDING, check_labels, find_labels
+from megatron.data.tokens.labels import ENDING, check_labels, check_rewards, find_labels
 from megatron.data.tokens.manifest import check_tokenizer
+from megatron.data.tokens.pairs import SIDES, Pairs
 from megatron.data.tokens.prefixes import exists
 from megatron.data.tokens.token_files import TokenFiles
 from megatron.data.view.content import View, document_view
 from megatron.errors import UserError
 from megatron.log import Once, get_logger
 from megatron.tokenizer import Tokenizer
-
-SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,7 @@ def open_documents(
     if not exists(opposite_prefix):
         return found
     opposite = _with_companions(files, files.open(opposite_prefix), "none" if labels == "none" else None)
-    if len(opposite.data) != len(data):
-        raise UserError(
-            f"{data.prefix} has {len(data)} documents and {opposite_prefix} {len(opposite.data)}: not pairs."
-        )
+    Pairs(data, opposite.data)
     rewards = found.rewards if found.rewards is not None else opposite.rewards
     pair = Documents(opposite.data, opposite.labels, side=other)
     return replace(found, rewards=rewards, side=name, other=pair)
@@ -119,6 +115,6 @@ def _with_companions(files: TokenFiles, data: IndexedDataset, labels: str | None
         check_labels(data, opened)
     reward_prefix = f"{prefix.removesuffix(ENDING)}_reward{ENDING}"
     rewards = IndexedDataset(reward_prefix) if prefix.endswith(ENDING) and exists(reward_prefix) else None
-    if rewards is not None and len(rewards) != len(data):
-        raise UserError(f"{reward_prefix} has {len(rewards)} rewards for the {len(data)} documents of {prefix}.")
+    if rewards is not None:
+        check_rewards(data, rewards)
     return Documents(data, opened, rewards)

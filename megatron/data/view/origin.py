@@ -60,8 +60,9 @@ def origin_of(role: RoleOrder, dataset: SampleDataset, index: int) -> Origin:
     source = source_of(role, found)
     pieces = []
     for piece in found.pieces:
-        file, document = file_of(source.data, piece.document)
-        size = int(source.data.sizes[piece.document])
+        side = source.data.sides[piece.side]
+        file, document = file_of(side, piece.document)
+        size = int(side.sizes[piece.document])
         pieces.append(OriginPiece(file, document, piece.offset, piece.length, size))
     name = "/".join(found.path[:-1]) or source.name
     return Origin(name, str(source.data.prefix), found.sample, tuple(pieces))
@@ -103,14 +104,16 @@ def _find_items(role: RoleOrder, file: str, documents: range) -> dict[str, range
     """The documents as items of every data path that has the file."""
     wanted, known = {}, []
     for planned in role.sources:
-        data, before = planned.source.data, 0
-        for part in data.parts:
-            known.append(str(part.prefix))
-            if _same(file, str(part.prefix)) or (len(data.parts) == 1 and file == planned.source.name):
-                if documents.stop > len(part) or documents.start < 0:
-                    raise UserError(f"{part.prefix} has documents 0..{len(part) - 1}, not {documents.stop - 1}.")
-                wanted[str(data.prefix)] = range(before + documents.start, before + documents.stop)
-            before += len(part)
+        data = planned.source.data
+        for side in data.sides:
+            before = 0
+            for part in side.parts:
+                known.append(str(part.prefix))
+                if _same(file, str(part.prefix)) or (len(side.parts) == 1 and file == planned.source.name):
+                    if documents.stop > len(part) or documents.start < 0:
+                        raise UserError(f"{part.prefix} has documents 0..{len(part) - 1}, not {documents.stop - 1}.")
+                    wanted[str(data.prefix)] = range(before + documents.start, before + documents.stop)
+                before += len(part)
     if not wanted:
         names = [planned.source.name for planned in role.sources]
         raise UserError(

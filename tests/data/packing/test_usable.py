@@ -43,7 +43,7 @@ def test_labels_are_read_in_stretches(case: Any, seq: int, chunk: int, chunk_pie
         mock.patch.object(packing_fallback, "CHUNK_TOKENS", chunk),
         mock.patch.object(usable_module, "CHUNK_PIECES", chunk_pieces),
     ):
-        for cut in (whole_pieces(data.sizes, 0, seq + 1, True), fragment_pieces(data.sizes, 0, seq + 1)):
+        for cut in (whole_pieces(data.sizes[None], 0, seq + 1, True), fragment_pieces(data.sizes, 0, seq + 1)):
             pieces = cut[0]
             documents = [*range(len(sizes)), *pieces.later_documents.tolist()]
             offsets = [*[0] * len(sizes), *pieces.later_offsets.tolist()]
@@ -53,8 +53,8 @@ def test_labels_are_read_in_stretches(case: Any, seq: int, chunk: int, chunk_pie
             ]
             for module in (index_packing.builders(), packing_fallback):
                 with mock.patch.object(index_packing, "builders", lambda module=module: module):
-                    assert scan_labels(pieces, labels).tolist() == expected
-            assert scan_labels(pieces, NoFile(labels.prefix)).tolist() == expected
+                    assert scan_labels(pieces, pieces.lengths, labels).tolist() == expected
+            assert scan_labels(pieces, pieces.lengths, NoFile(labels.prefix)).tolist() == expected
 
 
 def test_labels_of_joined_files(tmp_path: Path) -> None:
