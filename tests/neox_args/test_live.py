@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatron.neox_arguments import rules_pairs
 from megatron.neox_arguments.groups import all_keys
+from megatron.neox_arguments.mixtures import COMPANIONS
 from tests.neox_args.helpers import derived
 
 pytestmark = pytest.mark.cpu
@@ -44,7 +46,10 @@ RULED: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 # One value is possible, so there is nothing to read.
-FIXED = {"deepspeed", "output_layer_parallelism", "data_impl", "dataset_impl"}
+FIXED = {"deepspeed", "output_layer_parallelism", "data_impl"}
+
+# Keys about pairs, of which tests/neox_args/test_pairs.py holds what they change.
+PAIRS = {"dataset_impl", *(f"pos_{name}" for name in rules_pairs.FILLED)}
 
 # Functions of the configuration that are called while a run goes on.
 CALLED_FROM_ABOVE = {"batch_plan.py"}
@@ -67,4 +72,5 @@ def test_every_live_key_is_read() -> None:
         role, _, rest = name.partition("_")
         if role in ("train", "valid", "test") and f"}}_{rest}" in code:
             read.add(name)
-    assert live - read - set(RULED) - FIXED == set()
+    read |= {key.format(role) for key in COMPANIONS.values() for role in ("train", "valid", "test")}
+    assert live - read - set(RULED) - FIXED - PAIRS == set()
