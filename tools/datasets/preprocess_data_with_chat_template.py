@@ -46,9 +46,10 @@ examples:
 
 output:  <output-prefix>_<key>_document           tokens of the rendered chats
          <output-prefix>_<key>_label_document     the same where trained, -100 elsewhere
-         <output-prefix>_<key>_reward_document    with --reward-key: one number per chat
+         <output-prefix>_<key>_reward_document    with --reward-key: one number per chat (pairs: _chosen_reward_document)
          In the run's YAML: "train_data_paths": ["<output-prefix>_<key>_document"],
                             "train_label_data_paths": ["<output-prefix>_<key>_label_document"]
+         pairs:             "pos_train_data_paths": ["<output-prefix>_chosen_document"], "neg_train_data_paths": ...
 guide:   documentation/chat_data.md
 """
 
@@ -70,10 +71,16 @@ def parse_args() -> argparse.Namespace:
     group.add_argument("--chosen-key", "--chosen", metavar="KEY", help="column of the better chat of a pair")
     group.add_argument("--rejected-key", "--rejected", metavar="KEY", help="column of the worse chat of a pair")
     group.add_argument("--tools-key", default="tools", metavar="KEY", help="column of JSON schemas of tools (tools)")
-    group.add_argument("--reward-key", metavar="KEY", help="column with a reward per chat")
+    group.add_argument("--reward-key", metavar="KEY", help="column with a reward per chat, or a margin per pair")
     group.add_argument("--binary-reward", action="store_true", help="rewards become +1 (above zero) or -1")
     group.add_argument("--skip-bad-lines", action="store_true", help="leave out and count unusable records")
-    group.add_argument("--max-length", type=int, metavar="N", help="leave out chats of more than N tokens")
+    group.add_argument("--max-length", type=int, metavar="N", help="the most tokens of a chat")
+    group.add_argument(
+        "--too-long",
+        choices=["drop", "cut", "refuse"],
+        default="drop",
+        help="longer chats: leave their record out, cut off their end, or stop (drop)",
+    )
     group = parser.add_argument_group("what is trained")
     group.add_argument(
         "--generation-role",
@@ -120,6 +127,7 @@ def chat_options(args: argparse.Namespace, columns: Columns) -> ChatOptions:
         leave_open=args.continue_final_message,
         parse_arguments=args.parse_tool_arguments,
         max_length=args.max_length,
+        too_long=args.too_long,
         ftfy=args.ftfy,
         skip_bad=args.skip_bad_lines,
     )

@@ -47,12 +47,13 @@ class ChatOptions:
         prompt_key, completion_key: columns of a prompt and its completion, instead of `keys`.
         chosen_key, rejected_key: columns of a preference pair, instead of `keys`; `prompt_key` may name their prompt.
         tools_key: column with the functions that may be called; records may lack it.
-        reward_key: column with a number per record; `binary_reward` makes it +1 or -1.
+        reward_key: column with a number per record, of a pair its margin; `binary_reward` makes it +1 or -1.
         roles: whose turns are trained.
         only_last: train only the last of these turns.
         no_mask, for_rm, leave_open: see `LabelRules`.
         parse_arguments: arguments of tool calls that are JSON text become objects.
-        max_length: leave out chats with more tokens.
+        max_length: the most tokens of a chat; `too_long` says what becomes of others: `drop` leaves their record out,
+            `cut` loses their end, `refuse` stops.
         ftfy: repair broken Unicode first.
         skip_bad: leave out and count unusable records instead of stopping.
     """
@@ -72,6 +73,7 @@ class ChatOptions:
     leave_open: bool = False
     parse_arguments: bool = False
     max_length: int | None = None
+    too_long: str = "drop"
     ftfy: bool = False
     skip_bad: bool = False
 
@@ -96,7 +98,7 @@ class ChatOptions:
 
     def manifest_entries(self) -> dict[str, Any]:
         """What the manifests record."""
-        flags = ("only_last", "no_mask", "for_rm", "leave_open", "max_length", "ftfy")
+        flags = ("only_last", "no_mask", "for_rm", "leave_open", "max_length", "too_long", "ftfy")
         return {"roles": list(self.roles), **{name: getattr(self, name) for name in flags}}
 
 
@@ -169,8 +171,9 @@ class ChatEncoder:
         encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
         for row in rows:
             values, nbytes = list[np.ndarray](), list[int]()
-            for rendered in row.rendered:
-                values += self._label(rendered, next(encodings), self.rules)
+            for name, rendered in zip(self.options.names, row.rendered):
+                both = self._label(rendered, next(encodings), self.rules)
+                values += self._fit(f"{row.where}: key {name!r}", *both, tally)
                 nbytes += [len(rendered.text.encode()), 0]
             if row.reward is not None:
                 values.append(np.array([row.reward]))
@@ -239,6 +242,18 @@ class ChatEncoder:
         spans = [(turn.start, turn.end) for turn in rendered.turns]
         return label(rendered.text, ids, offsets, spans, rules)
 
+    def _fit(
+        self, where: str, tokens: np.ndarray, labels: np.ndarray, tally: Tally
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The chat, cut if it is too long and that is asked for. Raises `UserError` if none may be too long."""
+        most = self.options.max_length
+        if most is None or len(tokens) <= most or self.options.too_long == "drop":
+            return tokens, labels
+        if self.options.too_long == "refuse":
+            raise UserError(f"{where}: {len(tokens)} tokens, more than --max-length {most} (--too-long drop or cut)")
+        tally.cut += 1
+        return tokens[:most], labels[:most]
+
     def _fault_of(self, row: _Row, values: list[np.ndarray]) -> Fault | None:
         names = self.options.names
         for name, tokens, labels in zip(names, values[0::2], values[1::2]):
@@ -299,8 +314,12 @@ def _check(options: ChatOptions, eos: int | None) -> None:
         raise UserError("--prompt-key needs --completion-key, or --chosen-key and --rejected-key")
     if options.binary_reward and not options.reward_key:
         raise UserError("--binary-reward needs --reward-key")
-    if options.reward_key and len(options.names) > 1:
-        raise UserError("--reward-key needs one chat per record, not several keys or preference pairs")
+    if options.reward_key and len(options.names) > 1 and not options.chosen_key:
+        raise UserError("--reward-key needs one chat per record, or one preference pair, not several keys")
+    if options.too_long != "drop" and options.max_length is None:
+        raise UserError(f"--too-long {options.too_long} needs --max-length")
+    if options.too_long == "cut" and options.for_rm:
+        raise UserError("--for-rm reads the reward at the end of a chat, which --too-long cut loses; use drop")
     if options.no_mask and options.for_rm:
         raise UserError("--no-mask trains everything, --for-rm only the end: give one of them")
     if options.leave_open and options.for_rm:

@@ -52,7 +52,8 @@ class Output:
 class Tally:
     """Counts of a piece of the corpus; `documents`, `tokens`, `empty` and `text_bytes` are per output.
 
-    `lost`: how many messages of chats have something that is not in the data, by what it is.
+    `lost`: how many messages of chats have something that is not in the data, by what it is; `cut`: how many chats lost
+    their end.
     """
 
     documents: list[int]
@@ -63,6 +64,7 @@ class Tally:
     first_faults: list[Fault] = field(default_factory=list)
     nbytes: int = 0
     lost: dict[str, int] = field(default_factory=dict)
+    cut: int = 0
 
     @classmethod
     def zero(cls, outputs: int, nbytes: int = 0) -> Tally:
@@ -76,6 +78,7 @@ class Tally:
         self.faults += other.faults
         self.first_faults = (self.first_faults + other.first_faults)[:SHOWN_FAULTS]
         self.nbytes += other.nbytes
+        self.cut += other.cut
         self.lost = dict(Counter(self.lost) + Counter(other.lost))
 
     def count_lost(self, what: Iterable[str]) -> None:
@@ -104,6 +107,8 @@ class Tally:
         """Log how many records were left out, and what is left out of the messages of the others, if anything."""
         if any(self.empty) or self.faults:
             logger.info(f"left out: {sum(self.empty)} empty documents, {self.faults} unusable records")
+        if self.cut:
+            logger.info(f"cut to --max-length: {self.cut} chats")
         if self.lost:
             counts = ", ".join(f"{what} in {self.lost[what]}" for what in sorted(self.lost))
             logger.warning(f"the chat template does not write everything that the messages have: {counts} messages")

@@ -138,6 +138,33 @@ def test_both_sides_of_a_pair_are_left_out_together(folder: Path) -> None:
     assert reasons[1][0] == "memory, row 2" and "answer" in reasons[1][1]
 
 
+def test_long_texts_are_cut_or_refused(folder: Path) -> None:
+    """On both sides of a pair by itself, labels too; what is left out for having no answer any more is counted."""
+    good, long = say(("user", "q"), ("assistant", "good")), say(("user", "q"), ("assistant", "x " * 60))
+    lost = say(("user", "q " * 60), ("assistant", "x"))
+    records = rows({"c": good, "r": long}, {"c": long, "r": lost}, {"c": long, "r": good})
+    whole = made(folder, chosen_key="c", rejected_key="r", keys=()).encode(records)
+    built = made(folder, chosen_key="c", rejected_key="r", keys=(), max_length=30, too_long="cut")
+    encoded = built.encode(records)
+    assert (encoded.tally.cut, encoded.tally.empty) == (4, [1, 0, 0, 0])
+    for output in range(4):
+        expected = [one[:30] for i, one in enumerate(documents(whole, output)) if i != 1]
+        assert documents(encoded, output) == expected
+    with pytest.raises(UserError, match=r"memory, row 0: key 'rejected': \d+ tokens, .*--max-length 30"):
+        made(folder, chosen_key="c", rejected_key="r", keys=(), max_length=30, too_long="refuse").encode(records)
+
+
+def test_a_pair_has_a_margin(folder: Path) -> None:
+    built = made(folder, chosen_key="c", rejected_key="r", keys=(), reward_key="m", for_rm=True)
+    assert built.outputs[4].suffix == "_chosen_reward_document"
+    good, bad = say(("user", "q"), ("assistant", "good")), say(("user", "q"), ("assistant", "bad"))
+    encoded = built.encode(rows({"c": good, "r": bad, "m": 0.5}, {"c": good, "r": [], "m": 1}, {"c": bad, "r": good, "m": 2}))
+    assert encoded.ids[4].tolist() == [0.5, 2.0]
+    eos = built.rules.eos
+    for output in (1, 3):  # the end alone is read
+        assert all(one[-1] == eos and set(one[:-1]) == {-100} for one in documents(encoded, output))
+
+
 def test_several_keys_stay_aligned(folder: Path) -> None:
     built = made(folder, keys=("a", "b"))
     two = say(("user", "q"), ("assistant", "yes"))
@@ -226,6 +253,8 @@ def test_broken_unicode(folder: Path) -> None:
         ({"prompt_key": "a"}, "--prompt-key needs --completion-key"),
         ({"binary_reward": True}, "--binary-reward needs --reward-key"),
         ({"reward_key": "r", "keys": ("a", "b")}, "--reward-key"),
+        ({"too_long": "cut"}, "--max-length"),
+        ({"too_long": "cut", "max_length": 9, "for_rm": True}, "--too-long cut"),
         ({"no_mask": True, "for_rm": True}, "--no-mask .*--for-rm"),
         ({"leave_open": True, "for_rm": True}, "--for-rm .*--continue-final-message"),
         ({"keys": ("a", "a")}, "--jsonl-keys a a"),
