@@ -14,6 +14,10 @@ def _pads(args: NeoXArgs) -> bool:
     return args.data.pack_impl in ("pack_until_overflow", "unpacked")
 
 
+def _pairs(args: NeoXArgs) -> bool:
+    return args.data.dataset_impl == "pairwise"
+
+
 def _whole_documents(args: NeoXArgs) -> bool:
     return args.data.pack_impl != "packed"
 
@@ -168,6 +172,36 @@ DATA: tuple[_Difference, ...] = (
         "preprocess_data_with_mask",
         "works only for the key text and with the option given",
         "every key has its own text and labels; the delimiter may be a string; texts without it are counted",
+    ),
+    Difference(
+        "dataset_impl: pairwise",
+        "the split is ignored; pack_until_overflow with allow_chopped: false skips the short pairs; needs labels for "
+        "unpacked; one token of the next text is read",
+        "like other data: weights, splits, epochs, caps and validation sets; items are checked to be pairs",
+        _pairs,
+    ),
+    Difference(
+        "pairs without labels",
+        "AttributeError with pack_impl: unpacked, else every token is trained, prompts too",
+        "what both texts begin with is not trained",
+        _pairs,
+    ),
+    Difference(
+        "several pairs in a row",
+        "chosen and rejected texts in rows of their own; all texts of a row count as one answer",
+        "both texts of a pair are in one row, each an answer; needs intra_document_masking",
+        lambda args: _pairs(args) and args.data.pack_impl != "unpacked",
+    ),
+    Difference(
+        "preference pairs",
+        "made by two runs of preprocess_data_with_chat_template: a text left out on one side shifts all later pairs",
+        "one run writes both sides, and leaves a record out of both (two runs work as well, and lengths are compared)",
+    ),
+    Difference(
+        "reward data",
+        "one value for each token; only with pack_impl: unpacked",
+        "one number for each text, in every packing of whole documents; with pairs it is the margin",
+        lambda args: args.data.train_reward_data_paths is not None,
     ),
     Difference(
         "labels next to the data that the config does not name",

@@ -165,9 +165,7 @@ class DataConfig:
     pos_train_label_data_paths: tuple[str | None, ...] | None = key(
         None, "Labels of pos_train_data_paths; without any, what both texts begin with is not trained.", path=True
     )
-    neg_train_label_data_paths: tuple[str | None, ...] | None = key(
-        None, "Labels of neg_train_data_paths.", path=True
-    )
+    neg_train_label_data_paths: tuple[str | None, ...] | None = key(None, "Labels of neg_train_data_paths.", path=True)
     pos_valid_data_paths: tuple[str, ...] | None = key(
         None, "Chosen texts of the pairs to validate on (dataset_impl: pairwise).", path=True
     )
@@ -177,9 +175,7 @@ class DataConfig:
     pos_valid_label_data_paths: tuple[str | None, ...] | None = key(
         None, "Labels of pos_valid_data_paths; without any, what both texts begin with is not trained.", path=True
     )
-    neg_valid_label_data_paths: tuple[str | None, ...] | None = key(
-        None, "Labels of neg_valid_data_paths.", path=True
-    )
+    neg_valid_label_data_paths: tuple[str | None, ...] | None = key(None, "Labels of neg_valid_data_paths.", path=True)
     pos_test_data_paths: tuple[str, ...] | None = key(
         None, "Chosen texts of the pairs to test on (dataset_impl: pairwise).", path=True
     )
@@ -189,9 +185,7 @@ class DataConfig:
     pos_test_label_data_paths: tuple[str | None, ...] | None = key(
         None, "Labels of pos_test_data_paths; without any, what both texts begin with is not trained.", path=True
     )
-    neg_test_label_data_paths: tuple[str | None, ...] | None = key(
-        None, "Labels of neg_test_data_paths.", path=True
-    )
+    neg_test_label_data_paths: tuple[str | None, ...] | None = key(None, "Labels of neg_test_data_paths.", path=True)
     eod_mask_loss: bool = key(False, "No loss at positions whose input token is end-of-document.")
     num_workers: int = key(
         2, "Background workers per rank that read samples; 0 reads in the training process.", most=1_000

@@ -116,6 +116,7 @@ def build_batches(args: NeoXArgs, process: Process, datasets: Datasets) -> dict[
             num_workers=args.data.num_workers,
             pin_memory=copies is not None,
             plan=BatchPlan.of(args) if role == "train" else None,
+            rows=datasets.plan.roles[role].rows,
         )
         if copies is None:
             return loader.steps

@@ -46,7 +46,7 @@ examples:
 
 output:  <output-prefix>_<key>_document           tokens of the rendered chats
          <output-prefix>_<key>_label_document     the same where trained, -100 elsewhere
-         <output-prefix>_<key>_reward_document    with --reward-key: one number per chat (pairs: _chosen_reward_document)
+         <output-prefix>_<key>_reward_document    with --reward-key: one number per chat (per pair, of the key "chosen")
          In the run's YAML: "train_data_paths": ["<output-prefix>_<key>_document"],
                             "train_label_data_paths": ["<output-prefix>_<key>_label_document"]
          pairs:             "pos_train_data_paths": ["<output-prefix>_chosen_document"], "neg_train_data_paths": ...

@@ -242,9 +242,7 @@ class ChatEncoder:
         spans = [(turn.start, turn.end) for turn in rendered.turns]
         return label(rendered.text, ids, offsets, spans, rules)
 
-    def _fit(
-        self, where: str, tokens: np.ndarray, labels: np.ndarray, tally: Tally
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _fit(self, where: str, tokens: np.ndarray, labels: np.ndarray, tally: Tally) -> tuple[np.ndarray, np.ndarray]:
         """The chat, cut if it is too long and that is asked for. Raises `UserError` if none may be too long."""
         most = self.options.max_length
         if most is None or len(tokens) <= most or self.options.too_long == "drop":

@@ -73,6 +73,11 @@ class RoleOrder:
     phases: tuple[Phase, ...]
 
     @property
+    def rows(self) -> int:
+        """Rows of a sample: 2 where each text of a pair has its own."""
+        return self.sources[0].packing.rows
+
+    @property
     def reached(self) -> list[Phase]:
         """The phases that the run draws from."""
         counts = lengths(self.phases, self.samples)

@@ -207,7 +207,9 @@ def _open(data: DataConfig, files: TokenFiles, name: str, paths: Mapping[str, An
     return Source(name, tokens, (0, len(tokens)), labels, rewards=rewards)
 
 
-def _open_labelled(files: TokenFiles, path: str, label_path: str | None) -> tuple[IndexedDataset, IndexedDataset | None]:
+def _open_labelled(
+    files: TokenFiles, path: str, label_path: str | None
+) -> tuple[IndexedDataset, IndexedDataset | None]:
     dataset = files.open(path)
     labels = files.open_labels(label_path, dataset) if label_path is not None else None
     if labels is not None:

@@ -67,6 +67,7 @@ class BestFit(WholeDocuments):
     """Whole documents, put together so that hardly any padding is left."""
 
     kind, entry, samples_type = "best_fit", "best-fit", BestFitSamples
+
     @property
     def _fragments(self) -> bool:
         """Whether the rest of a long document is read too, in pieces of its own: not of an answer, which is one."""

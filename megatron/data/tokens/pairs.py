@@ -14,8 +14,8 @@ SIDES = ("chosen", "rejected")
 class Pairs(IndexedDataset):
     """Two datasets of as many items. An item has the tokens of both sides, the chosen first.
 
-    `prefix` is that of the chosen side, `parts` are the files of both; `tokens` are read from those. Raises `UserError` naming both datasets when
-    they have different numbers of items.
+    `prefix` is that of the chosen side, `parts` are the files of both, from which `tokens` are read. Raises `UserError`
+    naming both datasets when they have different numbers of items.
     """
 
     def __init__(self, chosen: IndexedDataset, rejected: IndexedDataset) -> None:

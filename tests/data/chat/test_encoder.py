@@ -158,7 +158,9 @@ def test_a_pair_has_a_margin(folder: Path) -> None:
     built = made(folder, chosen_key="c", rejected_key="r", keys=(), reward_key="m", for_rm=True)
     assert built.outputs[4].suffix == "_chosen_reward_document"
     good, bad = say(("user", "q"), ("assistant", "good")), say(("user", "q"), ("assistant", "bad"))
-    encoded = built.encode(rows({"c": good, "r": bad, "m": 0.5}, {"c": good, "r": [], "m": 1}, {"c": bad, "r": good, "m": 2}))
+    encoded = built.encode(
+        rows({"c": good, "r": bad, "m": 0.5}, {"c": good, "r": [], "m": 1}, {"c": bad, "r": good, "m": 2})
+    )
     assert encoded.ids[4].tolist() == [0.5, 2.0]
     eos = built.rules.eos
     for output in (1, 3):  # the end alone is read

@@ -1,4 +1,4 @@
-"""Preference pairs and rewards: which are used and how much of them, what is in a row, what is trained, aligned items."""
+"""Preference pairs and rewards: which are used, how much of them, what is in a row, what is trained, aligned items."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.data.collate import CollateRules
+from megatron.data.loader import StepLoader
 from megatron.data.order.datasets import build_datasets, plan_datasets
+from megatron.data.order.phases import Progress
 from megatron.data.packing.usable import kept_tokens
 from megatron.data.sample import Sample
 from megatron.data.tokens.indexed import IndexedDataset
@@ -154,7 +157,9 @@ def config(tmp_path: Path, **more: Any) -> DataConfig:
 
 def test_a_run_on_pairs(tmp_path: Path) -> None:
     """Sources of pairs are mixed, held out and capped like others; the saved order tells when a side was replaced."""
-    data = config(tmp_path, train_data_paths=(str(tmp_path / "c"),) * 2, neg_train_data_paths=(str(tmp_path / "r"),) * 2)
+    data = config(
+        tmp_path, train_data_paths=(str(tmp_path / "c"),) * 2, neg_train_data_paths=(str(tmp_path / "r"),) * 2
+    )
     data = DataConfig(**{**vars(data), "train_data_weights": (3.0, 1.0), "train_data_holdout": (0, 1)})
     built = build_datasets(data, seq_length=6, seed=1, train_samples=8, valid_samples=2, set_samples=2)
     assert built.train is not None and len(built.train) >= 8
@@ -169,12 +174,15 @@ def test_a_run_on_pairs(tmp_path: Path) -> None:
 
 
 def test_an_empty_pair_fills_a_validation_set(tmp_path: Path) -> None:
+    """A set is read in whole steps; the pairs that are missing in the last one train nothing."""
     data = config(tmp_path, valid_sets={"held": {"path": str(tmp_path / "c"), "rejected": str(tmp_path / "r")}})
-    plan = plan_datasets(data, seq_length=6, seed=1, train_samples=8, valid_samples=0, set_samples=9)
-    (only,) = plan.sets
-    assert only.samples == 6
+    plan = plan_datasets(data, seq_length=6, seed=1, train_samples=8, set_samples=9, progress=Progress(batch=4))
     built = plan.build().valid_sets["held"]
-    assert len(built) == 6
+    loader = StepLoader(built, micro_batch=4, gas=1, rules=CollateRules(6, reads=("answers",)), rows=2)
+    first, last = loader.steps()
+    assert first.tokens.shape == (1, 8, 6) and last.trained == first.trained // 2
+    assert first.answers is not None and first.answers[0, :, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert last.extras["answer_tokens"].tolist() == [[3.0, 2.0, 3.0, 2.0, 0.0, 0.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize(
@@ -204,3 +212,13 @@ def test_labels_of_one_side_alone(tmp_path: Path) -> None:
     data = config(tmp_path, train_label_data_paths=(str(tmp_path / "l"),))
     with pytest.raises(UserError, match="neg_train_label_data_paths"):
         plan_datasets(data, seq_length=6, seed=1, train_samples=8)
+
+
+def test_unpacked_pairs_are_read_in_the_order_of_gpt_neox(tmp_path: Path) -> None:
+    """Its order, as far as nothing is left out: samples i are numbered i modulo the pairs, and shuffled by the seed."""
+    data, _ = files(tmp_path, [(5, 4)] * 7)
+    found = packing("unpacked", data, 6)
+    dataset = found.dataset(found.segments(17, 1234))
+    order = np.arange(17) % 7
+    np.random.RandomState(1234).shuffle(order)
+    assert [dataset.locate(i).pieces[0].document for i in range(17)] == order.tolist()
