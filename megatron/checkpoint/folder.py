@@ -65,8 +65,8 @@ class CheckpointFolder:
             for name in self.files:
                 sync(self.path / name)
 
-    def publish(self, manifest: Manifest) -> Path:
-        """Complete the folder, give it its name and point `latest` at it. Returns the final path."""
+    def publish(self, manifest: Manifest, latest: bool = True) -> Path:
+        """Complete the folder, give it its name and, if asked, point `latest` at it. Returns the final path."""
         manifest.write(self.path, self.durable)
         if self.durable:
             for folder in {(self.path / name).parent for name in manifest.files} | {self.path}:
@@ -77,7 +77,8 @@ class CheckpointFolder:
         os.rename(self.path, self.final)
         if self.durable:
             sync(self.root)
-        write_latest(self.root, self.step, self.durable)
+        if latest:
+            write_latest(self.root, self.step, self.durable)
         shutil.rmtree(older, ignore_errors=True)
         return self.final
 

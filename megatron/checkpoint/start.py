@@ -87,8 +87,7 @@ def decide_start(options: CheckpointConfig, *, to_write: bool = True, damaged: D
 def _decide(options: CheckpointConfig, to_write: bool, damaged: Damaged) -> Start:
     save, load, iteration = options.save, options.load, options.iteration
     init = InitFrom.of(options.init_from)
-    own = load is None and iteration is not None  # of the run's own checkpoints
-    same = save is not None and (own or (load is not None and _same_folder(save, load)))
+    same = loads_own(options)
     if save is not None:
         if to_write:
             check_folder("save", Path(save))
@@ -119,6 +118,13 @@ def _decide(options: CheckpointConfig, to_write: bool, damaged: Damaged) -> Star
             raise UserError(f"iteration: {iteration} asks for a checkpoint, but {where}")
         return Start("fresh", None, 0, _fresh_message(options))
     return _start_from(find_checkpoint(load, iteration, damaged=damaged), options)
+
+
+def loads_own(options: CheckpointConfig) -> bool:
+    """Whether `load` and `iteration` speak of the run's own checkpoints, those in `save`."""
+    if options.save is None:
+        return False
+    return options.iteration is not None if options.load is None else _same_folder(options.save, options.load)
 
 
 def _unlike_their_run(options: CheckpointConfig, same: bool) -> str | None:

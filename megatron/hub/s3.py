@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.find import NONE_DAMAGED, Damaged, list_checkpoints
 from megatron.checkpoint.manifest import FileEntry, Manifest
 from megatron.checksums import file_crc32
 from megatron.errors import DeepyError, UserError
@@ -108,8 +108,17 @@ class S3Folder:
             body = layout.step_folder(step).encode()
             self._client.put_object(Bucket=self._bucket, Key=self._prefix + layout.LATEST, Body=body)
 
-    def download(self, step: int, root: Path) -> Path:
+    def manifest(self, step: int) -> Manifest:
+        """What the checkpoint of `step` holds. Raises `UserError`, too, when it makes no sense."""
+        with tempfile.TemporaryDirectory(prefix="deepy-") as scratch:
+            folder = Path(scratch, layout.step_folder(step))
+            folder.mkdir()
+            self._fetch(f"{folder.name}/{layout.MANIFEST}", folder / layout.MANIFEST)
+            return Manifest.read(folder)
+
+    def download(self, step: int, root: Path, latest: bool = True) -> Path:
         """Fetch the checkpoint of `step` into `root`, complete or not at all: every file is compared with the manifest.
+        `latest`: the file of this name in `root` names it then.
 
         What has arrived when it is cut short is kept, and not fetched again. Raises `S3Error`, and `OSError` when the
         disk is full: then, and when the copy is damaged, nothing is kept.
@@ -118,7 +127,7 @@ class S3Folder:
 
         folder = CheckpointFolder(root, step)
         folder.path = root / f"{_DOWNLOAD}{layout.step_folder(step)}"
-        _drop_downloads(root, folder.path)
+        drop_downloads(root, folder.path)
         folder.path.mkdir(parents=True, exist_ok=True)
         try:
             self._fetch(f"{layout.step_folder(step)}/{layout.MANIFEST}", folder.path / layout.MANIFEST)
@@ -130,7 +139,7 @@ class S3Folder:
         if problem is not None:
             folder.discard()
             raise S3Error(f"{self.address}/{layout.step_folder(step)} {problem}")
-        return folder.publish(manifest)
+        return folder.publish(manifest, latest)
 
     def _fill(self, folder: Path, manifest: Manifest) -> str | None:
         """Fetch the files of `manifest` that are not in `folder`, and remove all others from it.
@@ -217,55 +226,7 @@ class S3Folder:
             raise S3Error(f"{self.address}: {first_line(error)}") from error
 
 
-def find_stored(options: CheckpointConfig, damaged: Damaged = NONE_DAMAGED) -> tuple[S3Folder, int] | None:
-    """The bucket and the step in it that a run has to fetch before it decides where to start; None when there is none.
-
-    That is so when `save` has no complete checkpoint up to that step, as on a new machine; those in `damaged` are not
-    complete. Raises `UserError` when the bucket cannot be read, unless `save` holds something to resume from.
-    """
-    if options.s3_path is None:
-        return None
-    mine = list_checkpoints(options.save or "", damaged=damaged)
-    while mine.latest is not None and (problem := mine.checkpoints[mine.latest].state_problem):
-        damaged = {**damaged, mine.checkpoints[mine.latest].path: problem}
-        mine = list_checkpoints(mine.root, damaged=damaged)
-    try:
-        stored = S3Folder.of(options)
-        step = stored.latest()
-    except S3Error as error:
-        if mine.latest is None:
-            raise UserError(f"s3_path: {error}. Whether the run has a checkpoint there cannot be known") from error
-        logger.warning(f"s3_path: {error}")
-        return None
-    if step is None or step in mine.steps or step <= (mine.latest or 0):
-        return None
-    return stored, step
-
-
-def fetch_newest(options: CheckpointConfig, damaged: Damaged = NONE_DAMAGED) -> Path | None:
-    """Download the checkpoint of `find_stored` into `save`. For the rank that holds the lock of `save`.
-
-    Returns its folder; None when nothing was to be fetched, or when it would replace a damaged one and does not
-    arrive: then an older one may do. Raises `UserError` for any other that does not.
-    """
-    found = find_stored(options, damaged)
-    if found is None:
-        if options.s3_path is not None:
-            _drop_downloads(Path(options.save or ""))
-        return None
-    stored, step = found
-    logger.info(f"{options.save} holds no checkpoint as new as iteration {step} in {stored.address}: downloading it")
-    root = Path(options.save or "")
-    try:
-        return stored.download(step, root)
-    except S3Error as error:
-        if not (root / layout.step_folder(step)).exists():
-            raise UserError(f"s3_path: {error}") from error
-        logger.warning(f"s3_path: {error}")
-        return None
-
-
-def _drop_downloads(root: Path, but: Path | None = None) -> None:
+def drop_downloads(root: Path, but: Path | None = None) -> None:
     """Remove what downloads that were cut short left in `root`, but one folder."""
     for folder in root.glob(f"{_DOWNLOAD}*"):
         if folder != but:

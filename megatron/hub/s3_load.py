@@ -1,4 +1,4 @@
-"""What a start reads from a bucket first: the newest of its own checkpoints (s3.py), or the one that `s3_load` names.
+"""What a start reads from a bucket first: one of its own checkpoints (`s3_path`), or the one that `s3_load` names.
 
 `load` is the folder where that one arrives; once it has, the start reads `load` as any other folder.
 """
@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.find import NONE_DAMAGED, Damaged, list_checkpoints
-from megatron.checkpoint.start import check_folder, decide_start
+from megatron.checkpoint.find import NONE_DAMAGED, Damaged, Listing, list_checkpoints
+from megatron.checkpoint.start import Start, check_folder, decide_start, loads_own
 from megatron.data.tokens.cache_lock import hold_lock
 from megatron.errors import UserError
-from megatron.hub.s3 import S3Error, S3Folder, fetch_newest, find_stored
+from megatron.hub.s3 import S3Error, S3Folder, drop_downloads
 from megatron.log import get_logger
 from megatron.neox_arguments.schema_train import CheckpointConfig
 
@@ -26,25 +26,96 @@ _LOCK = ".fetch.lock"
 
 @dataclass(frozen=True)
 class Missing:
-    """A checkpoint of a bucket that the folder `root` lacks."""
+    """A checkpoint of a bucket that a start has to fetch into the folder `root`.
+
+    Attributes:
+        named: the step was asked for by its number; else it is the latest, and becomes that in `root`.
+        resumes: it is where this run has come to, in its own folder.
+    """
 
     stored: S3Folder
     step: int
     root: Path
+    named: bool
+    resumes: bool = False
+
+    @property
+    def address(self) -> str:
+        """Of the checkpoint."""
+        return f"{self.stored.address}/{layout.step_folder(self.step)}"
 
     def has_come(self, damaged: Damaged) -> bool:
         """Whether it is there now."""
         mine = list_checkpoints(self.root, damaged=damaged).checkpoints.get(self.step)
         return mine is not None and self.stored.has_same(mine.path)
 
+    def download(self) -> Path:
+        """Fetch it, complete or not at all. Returns its folder. Raises `S3Error` and `OSError`."""
+        return self.stored.download(self.step, self.root, latest=not self.named)
 
-@dataclass(frozen=True)
-class Coming:
-    """What a start fetches: the start's kind and step as in `Start`, and what happens in words."""
 
-    kind: str
-    step: int
-    message: str
+def find_own(options: CheckpointConfig, damaged: Damaged = NONE_DAMAGED) -> Missing | None:
+    """The checkpoint of the run itself, at `s3_path`, that it has to fetch before it decides where to start.
+
+    That is the latest one when `save` has no complete checkpoint up to that step, as on a new machine, or the one that
+    `iteration` goes back to and `save` lacks; those in `damaged` are not complete. Raises `UserError` when the bucket
+    cannot be read, unless `save` holds something to resume from, and when nobody has the one of `iteration`.
+    """
+    if options.s3_path is None:
+        return None
+    mine = list_checkpoints(options.save or "", damaged=damaged)
+    while mine.latest is not None and (problem := mine.checkpoints[mine.latest].state_problem):
+        damaged = {**damaged, mine.checkpoints[mine.latest].path: problem}
+        mine = list_checkpoints(mine.root, damaged=damaged)
+    try:
+        stored = S3Folder.of(options)
+        step, newest = stored.latest(), mine.latest or 0
+        if step is None:
+            return None
+        if (asked := options.iteration) is not None and loads_own(options):
+            config = (mine.checkpoints[newest].manifest if newest >= step else stored.manifest(step)).config
+            if config.get("iteration") != asked:  # the run was not yet started with it
+                return _named(stored, asked, mine)
+    except S3Error as error:
+        if mine.latest is None:
+            raise UserError(f"s3_path: {error}. Whether the run has a checkpoint there cannot be known") from error
+        logger.warning(f"s3_path: {error}")
+        return None
+    if step in mine.steps or step <= newest:
+        return None
+    return Missing(stored, step, mine.root, named=False, resumes=True)
+
+
+def _named(stored: S3Folder, step: int, mine: Listing) -> Missing | None:
+    if step in mine.steps:
+        return None
+    if step not in (whole := stored.list_steps()):
+        raise UserError(
+            f"iteration: no complete checkpoint of iteration {step} in {stored.address}, whose complete steps are "
+            f"{whole}, nor in {mine.root}: {mine.describe()}"
+        )
+    return Missing(stored, step, mine.root, named=True)
+
+
+def fetch_own(options: CheckpointConfig, damaged: Damaged = NONE_DAMAGED) -> Path | None:
+    """Download the checkpoint of `find_own` into `save`. For the rank that holds the lock of `save`.
+
+    Returns its folder; None when nothing was to be fetched, or when it would replace a damaged one and does not
+    arrive: then an older one may do. Raises `UserError` for any other that does not.
+    """
+    missing = find_own(options, damaged)
+    if missing is None:
+        if options.s3_path is not None:
+            drop_downloads(Path(options.save or ""))
+        return None
+    logger.info(f"{missing.root} lacks the checkpoint {missing.address}, with which the run begins: downloading it")
+    try:
+        return missing.download()
+    except S3Error as error:
+        if not (missing.root / layout.step_folder(missing.step)).exists():
+            raise UserError(f"s3_path: {error}") from error
+        logger.warning(f"s3_path: {error}")
+        return None
 
 
 def find_load(options: CheckpointConfig, damaged: Damaged = NONE_DAMAGED) -> Missing | None:
@@ -70,7 +141,7 @@ def find_load(options: CheckpointConfig, damaged: Damaged = NONE_DAMAGED) -> Mis
         if chosen is None or chosen not in (whole := stored.list_steps()):
             wanted = "no checkpoint" if chosen is None else f"no complete checkpoint of iteration {chosen}"
             raise UserError(f"load: {wanted} in {place}; complete steps there: {'none' if chosen is None else whole}")
-        missing = Missing(stored, chosen, root)
+        missing = Missing(stored, chosen, root, named=step is not None)
         if missing.has_come(damaged) and (step is not None or mine.latest == chosen):
             return None
     except S3Error as error:
@@ -96,8 +167,9 @@ def fetch_load(options: CheckpointConfig, damaged: Damaged = NONE_DAMAGED) -> Pa
     with _told_of_load(), hold_lock(root / _LOCK, lambda: done, f"to fetch {stored.address}"):
         if not missing.has_come(damaged):
             logger.info(f"downloading iteration {step} of {stored.address} into {root}")
-            stored.download(step, root)
-        write_latest(root, step)  # it may have been there before another one
+            missing.download()
+        elif not missing.named:
+            write_latest(root, step)  # it may have been there before another one
         done = True
     return root / layout.step_folder(step)
 
@@ -105,26 +177,28 @@ def fetch_load(options: CheckpointConfig, damaged: Damaged = NONE_DAMAGED) -> Pa
 def fetch_first(options: CheckpointConfig, damaged: dict[Path, str]) -> None:
     """Fetch what a training run lacks at its start; what has arrived is not in `damaged` any more.
 
-    Raises as `fetch_newest` and `fetch_load` do. For the rank that holds the lock of `save`.
+    Raises as `fetch_own` and `fetch_load` do. For the rank that holds the lock of `save`.
     """
-    for fetch in (fetch_newest, fetch_load):
+    for fetch in (fetch_own, fetch_load):
         if (arrived := fetch(options, damaged)) is not None:
             damaged.pop(arrived, None)
 
 
-def announce(options: CheckpointConfig) -> Coming | None:
-    """What a run fetches before it starts, logged; None for nothing. Fetches nothing, raises the run's `UserError`."""
-    if (newest := find_stored(options)) is not None:
-        place, step = f"iteration {newest[1]} of {newest[0].address}", newest[1]
-        found = Coming("resume", step, f"the run downloads {place} into {options.save} first, and resumes from it")
-    elif (missing := find_load(options)) is not None:
-        place, step = f"iteration {missing.step} of {missing.stored.address}", missing.step
-        message = f"the run downloads {place} into {missing.root} first, and starts from it"
-        found = Coming("finetune", 0, message) if options.finetune else Coming("load", step, message)
-    else:
+def find_first(options: CheckpointConfig) -> Missing | None:
+    """What a run fetches before it starts; None for nothing. Fetches nothing, raises the run's `UserError`."""
+    return find_own(options) or find_load(options)
+
+
+def coming_start(options: CheckpointConfig) -> Start | None:
+    """Where a run will start that fetches its checkpoint first, logged; None when it fetches nothing."""
+    if (missing := find_first(options)) is None:
         return None
-    logger.info(found.message)
-    return found
+    place = f"iteration {missing.step} of {missing.stored.address} into {missing.root}"
+    message = f"the run downloads {place} first, and {'resumes' if missing.resumes else 'starts'} from it"
+    logger.info(message)
+    if missing.resumes:
+        return Start("resume", None, missing.step, message)
+    return Start("finetune", None, 0, message) if options.finetune else Start("load", None, missing.step, message)
 
 
 @contextmanager

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.feed_forward_width import stored_width
 from megatron.checkpoint.find import Checkpoint
 from megatron.checkpoint.lock import refuse_if_held
-from megatron.checkpoint.start import Start, decide_start
+from megatron.checkpoint.start import Start, check_folder, decide_start
 from megatron.checkpoint.tokenizer_identity import check_tokenizer
 from megatron.cluster.launch import Placement, place
 from megatron.data.order.sources import named_paths
 from megatron.data.order.splits import NAMES
 from megatron.data.tokens.token_files import find_files
-from megatron.errors import UserError
-from megatron.hub.s3_load import announce
+from megatron.errors import DeepyError, UserError
+from megatron.hub.s3_load import coming_start, find_first
 from megatron.inference.inputs import check_requests, requested_checkpoint
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
@@ -67,7 +67,10 @@ def config_for(args: NeoXArgs, user_script: str) -> NeoXArgs:
         args = for_inference(args)
     if not is_open(args):
         return args
-    with suppress(UserError):  # a missing checkpoint is reported where it is needed
+    with suppress(DeepyError):  # a missing checkpoint is reported where it is needed
+        if (coming := find_first(args.checkpoint)) is not None:
+            manifest = coming.stored.manifest(coming.step)
+            return fit_width(args, stored_width(Checkpoint(coming.root, manifest)), coming.address)
         start = _start(args, kind, to_write=False)
         checkpoint = start.checkpoint if isinstance(start, Start) else start
         if checkpoint is not None:
@@ -194,9 +197,10 @@ def _start(args: NeoXArgs, kind: str, to_write: bool = True) -> Start | Checkpoi
 
 def _start_or_coming(args: NeoXArgs, kind: str) -> Start | Checkpoint | None:
     """The same; without its checkpoint when the run fetches it first."""
-    if (coming := announce(args.checkpoint)) is None:
+    if (coming := coming_start(args.checkpoint)) is None:
         return _start(args, kind)
     if kind != "train":
         return None
-    nothing = replace(args.checkpoint, load=None, iteration=None, init_from=None, restart_if_damaged=True)
-    return replace(decide_start(nothing), kind=coming.kind, step=coming.step, message=coming.message)
+    if args.checkpoint.save is not None:
+        check_folder("save", Path(args.checkpoint.save))
+    return coming

@@ -23,7 +23,8 @@ from megatron.callbacks.s3_upload import S3Upload
 from megatron.checkpoint.find import list_checkpoints
 from megatron.checksums import file_crc32
 from megatron.errors import UserError
-from megatron.hub.s3 import S3Error, S3Folder, fetch_newest
+from megatron.hub.s3 import S3Error, S3Folder
+from megatron.hub.s3_load import fetch_own
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from megatron.run.start import share_start
@@ -73,10 +74,10 @@ def test_every_checkpoint_arrives_and_another_machine_resumes_from_the_newest(tm
     mine = {name: data for name, data in content(save).items() if not name.startswith("global_step8")}
     assert all(f"some/runs/mine/{name}" in keys() for name in mine)
 
-    fetch_newest(options(other))
+    fetch_own(options(other))
     assert content(other) == mine
     s3.log.clear()
-    fetch_newest(options(other))  # it has it now
+    fetch_own(options(other))  # it has it now
     train(other, train_iters=0)
     assert not s3.sent() or s3.sent() == ["latest"]
 
@@ -85,7 +86,7 @@ def test_a_bucket_where_going_back_left_newer_steps(tmp_path: Path, s3: S3Server
     save = tmp_path / "mine"
     train(save, checkpoint_factor=5)
     S3Folder.of(options(save)).write_latest(7)
-    fetch_newest(options(tmp_path / "new" / "mine"))
+    fetch_own(options(tmp_path / "new" / "mine"))
     assert list_checkpoints(tmp_path / "new" / "mine").steps == (5,)
 
 
@@ -95,7 +96,7 @@ def test_a_step_that_is_saved_again_replaces_the_copy(tmp_path: Path, s3: S3Serv
     trainer = trainer_of([Checkpointer(save, {}), uploader(save)], seed=5)
     trainer.step, trainer.consumed = 5, 77  # as after going back
     trainer.run()
-    fetch_newest(options(new))
+    fetch_own(options(new))
     assert list_checkpoints(new).checkpoints[10].manifest.consumed == 77 + 5 * 4
 
 
@@ -109,7 +110,7 @@ def test_an_upload_that_was_cut_is_invisible_and_resumes(tmp_path: Path, s3: S3S
     with pytest.raises(S3Error, match=rf"s3://bucket/some/runs/mine: .*{cut}.*AccessDenied"):
         folder.upload(save / "global_step2")
     assert folder.list_steps() == [] and folder.latest() is None and len(keys()) == len(files) // 2
-    fetch_newest(options(tmp_path / "other" / "mine"))
+    fetch_own(options(tmp_path / "other" / "mine"))
     assert not (tmp_path / "other").exists()
 
     s3.refuses = lambda method, path: False
@@ -258,7 +259,7 @@ def test_a_damaged_copy_is_refused_and_leaves_nothing(tmp_path: Path, s3: S3Serv
     data[len(data) // 2] ^= 1
     found.put(Body=bytes(data))
     with pytest.raises(UserError, match=r"s3_path: s3://bucket/.*/global_step2 is damaged: .*layer_02"):
-        fetch_newest(options(new))
+        fetch_own(options(new))
     assert not list(new.iterdir())
 
 
@@ -301,14 +302,14 @@ def test_a_download_that_was_cut_goes_on(tmp_path: Path, s3: S3Server) -> None:
     cut = len(files) // 2
     s3.refuses = lambda method, path: method != "PUT" and path.endswith(files[cut])
     with pytest.raises(UserError, match=r"s3_path: .*(403|Forbidden|AccessDenied)"):
-        fetch_newest(options(new))
+        fetch_own(options(new))
     assert list_checkpoints(new).latest is None
 
     (bad,) = new.rglob(files[1])
     damage(bad)
     s3.refuses = lambda method, path: False
     s3.log.clear()
-    fetch_newest(options(new))
+    fetch_own(options(new))
     got = [path.partition("global_step2/")[2] for method, path in s3.log if method == "GET" and "global_step2/" in path]
     assert got == ["manifest.json", files[1], *files[cut:]]
     assert content(new) == content(save) and not list(new.glob(".*"))
@@ -377,9 +378,9 @@ def test_a_bucket_that_cannot_be_read(tmp_path: Path, s3: S3Server, caplog: pyte
     save = tmp_path / "mine"
     s3.refuses = lambda method, path: True
     with pytest.raises(UserError, match=r"s3_path: s3://bucket/some/runs/mine: .*AccessDenied"):
-        fetch_newest(options(save))  # to begin at step 0 could be wrong
+        fetch_own(options(save))  # to begin at step 0 could be wrong
     train(save, Callback(), train_iters=2)
-    fetch_newest(options(save))
+    fetch_own(options(save))
     assert "AccessDenied" in caplog.text
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from megatron.callbacks.checkpointer import Checkpointer
 from megatron.checkpoint.find import list_checkpoints
 from megatron.checkpoint.start import decide_start
 from megatron.errors import UserError
@@ -20,10 +22,11 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.inference import for_inference
 from megatron.neox_arguments.merge import merge_values
-from megatron.plan.preflight import preflight
+from megatron.plan.preflight import config_for, preflight
 from megatron.run.start import share_start
 from megatron.training.callback import Callback
-from tests.callbacks.fakes import args_of
+from tests.callbacks.fakes import args_of, trainer_of
+from tests.convert.helpers import LLAMA, full_tensors, hugging_face, resolved, write_checkpoint
 from tests.hub.s3_server import S3Server
 from tests.hub.test_s3 import content, damage, train
 from tests.inference.models import GPT_NEOX, make_checkpoint
@@ -160,6 +163,9 @@ def test_a_first_start_fetches_the_latest_once_and_starts_from_it(tmp_path: Path
     assert fetch_load(options(tmp_path, iteration=10)) is None
     assert fetch_load(options(tmp_path, f"{BASE}/global_step10")) is None
     assert decide_start(options(tmp_path, f"{BASE}/global_step10")).step == 10
+    shutil.rmtree(tmp_path / "bucket-runs-base.s3" / "global_step10")
+    assert fetch_load(options(tmp_path, iteration=10)) is not None  # which moves no `latest`
+    assert decide_start(options(tmp_path, iteration=10)).step == 10 and decide_start(wanted).step == 5
     S3Folder(BASE).write_latest(10)
     s3.log.clear()
     assert fetch_load(wanted) is not None and fetched(s3) == [] and decide_start(wanted).step == 10
@@ -266,6 +272,62 @@ def test_a_dry_run_says_what_would_be_fetched_and_fetches_nothing(
     assert fetched(s3) == [] and not (tmp_path / "bucket-runs-base.s3").exists() and not (tmp_path / "base").exists()
     with pytest.raises(UserError, match=r"load: .*iteration 7 .*\[5, 10\]"):
         preflight(read(**keys, iteration=7), "train")
+
+
+def test_iteration_goes_back_in_the_run_s_own_place_on_a_new_machine(tmp_path: Path, s3: S3Server, base: Path) -> None:
+    keys = {"save": str(tmp_path / "base"), "s3_path": "s3://bucket/runs", "tokenizer_type": "CharLevelTokenizer"}
+    keys |= {"data_path": corpus(tmp_path / "data")}
+    state = ParallelState.single("cpu")
+    for again in (False, True):
+        if not again:
+            found = preflight(read(**keys, iteration=5), "train").start
+            assert (found.kind, found.step) == ("load", 5) and f"iteration 5 of {BASE}" in found.message
+            assert fetched(s3) == []
+        begin = share_start(read(**keys, iteration=5), state)
+        assert (begin.kind, begin.step) == ("load", 5) and list_checkpoints(tmp_path / "base").steps == (5,)
+    with pytest.raises(UserError, match=rf"^iteration: .*iteration 7 in {BASE}, .*\[5, 10\], nor .*\[5\]"):
+        preflight(read(**keys, iteration=7), "train")
+    # The run goes on from there, and later starts with the same keys resume it.
+    begun = trainer_of([Checkpointer(tmp_path / "base", {})], checkpoint_factor=6, iteration=5, train_iters=6)
+    begun.step = 5
+    begun.run()
+    assert share_start(read(**keys, iteration=5), state).step == 6
+    S3Folder(BASE).upload(tmp_path / "base" / "global_step6")
+    S3Folder(BASE).write_latest(6)
+    shutil.rmtree(tmp_path / "base")
+    begin = share_start(read(**keys, iteration=5), state)
+    assert (begin.kind, begin.step) == ("resume", 6)
+
+
+def test_a_run_that_began_among_gpt_neox_s_checkpoints_is_resumed_from_the_bucket(
+    tmp_path: Path, s3: S3Server, base: Path
+) -> None:
+    save = tmp_path / "base"
+    (save / "global_step2").mkdir(parents=True)
+    torch.save({"iteration": 2, "global_steps": 2}, save / "global_step2" / "mp_rank_00_model_states.pt")
+    assert list_checkpoints(save).holds_neox
+    keys = {"save": str(save), "load": str(save), "s3_path": "s3://bucket/runs"}
+    keys |= {"data_path": corpus(tmp_path / "data"), "tokenizer_type": "CharLevelTokenizer"}
+    found = preflight(read(**keys), "train").start
+    begin = share_start(read(**keys), ParallelState.single("cpu"))
+    assert (found.kind, found.step) == (begin.kind, begin.step) == ("resume", 10)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_width_that_is_open_is_that_of_the_checkpoint_in_the_bucket(tmp_path: Path, s3: S3Server, own: bool) -> None:
+    args = resolved(**LLAMA | {"intermediate_size": 264, "gated_width_rule": "final"})
+    tensors = full_tensors(args, "llama", hugging_face(args, "llama")[1])
+    folder = write_checkpoint(tmp_path / "elsewhere" / "base", args, tensors)
+    stored = S3Folder(BASE)
+    stored.upload(folder)
+    keys = {key: value for key, value in LLAMA.items() if key != "intermediate_size"}
+    keys |= {"intermediate_size": 264, "mlp_multiple_of": 8, "save": BASE if own else str(tmp_path / "new")}
+    (tmp_path / "a.yml").write_text(yaml.safe_dump(keys | ({} if own else {"load": BASE})))
+    for script in ("train.py", "generate.py"):
+        found = config_for(NeoXArgs.from_files([str(tmp_path / "a.yml")]), script)
+        assert found.get("gated_width_rule") == "final" and any(
+            f"{BASE}/{folder.name} is 264" in n for n in found.notes
+        )
 
 
 def test_a_copy_that_is_damaged_here_is_fetched_again(tmp_path: Path, s3: S3Server, base: Path) -> None:
