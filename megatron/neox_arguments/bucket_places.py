@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.errors import UserError
+from megatron.neox_arguments.keys import Entry
 from megatron.neox_arguments.problems import Problems
 
 PLACE = re.compile(r"s3://[A-Za-z0-9][A-Za-z0-9.-]+(/.*)?")
@@ -53,6 +54,19 @@ def to_local_places(values: dict[str, Any], sources: dict[str, str], found: Prob
     return notes
 
 
+def tell_no_copies(before: Entry | None, entries: Mapping[str, Entry]) -> list[str]:
+    """A note where an override of `save`, which was an address, leaves checkpoints without copies in a bucket."""
+    after, path = entries.get("save"), entries.get("s3_path")
+    lost = before is not None and _is_address(before.value) and after is not None and after.value
+    if before is None or not lost or _is_address(after.value) or (path is not None and path.value):
+        return []
+    place = str(before.value).rstrip("/").rpartition("/")[0]
+    return [
+        f"save={after.value} wins over save: {before.value} ({before.where}): checkpoints are not sent to a bucket "
+        f"(s3_path={place} sends them there, below the name of the folder)"
+    ]
+
+
 def copy_folder(place: str, save: str | None) -> str:
     """Where what is loaded from a place in a bucket arrives: next to `save`, else in the current folder."""
     name = place.removeprefix("s3://").replace("/", "-")
@@ -73,7 +87,7 @@ def step_in(address: str) -> str | None:
 def _address(key: str, values: dict[str, Any], sources: dict[str, str], other: str) -> str | None:
     """The address in `key`, without a slash at its end; None when it is a folder. Raises `UserError`."""
     value = values.get(key)
-    if value is None or not _SCHEME.match(value):
+    if not _is_address(value):
         return None
     address = value.rstrip("/")
     if not _ADDRESS.fullmatch(address) or os.path.basename(address) in (".", ".."):
@@ -84,6 +98,10 @@ def _address(key: str, values: dict[str, Any], sources: dict[str, str], other: s
             "keep one of the two"
         )
     return address
+
+
+def _is_address(value: Any) -> bool:
+    return isinstance(value, str) and _SCHEME.match(value) is not None
 
 
 def _wrong(key: str, values: dict[str, Any], sources: dict[str, str]) -> UserError:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron.errors import UserError
 from megatron.neox_arguments import mixture_files, plugin_key
-from megatron.neox_arguments.bucket_places import to_local_places
+from megatron.neox_arguments.bucket_places import tell_no_copies, to_local_places
 from megatron.neox_arguments.coerce import WrongValue, coerce, thaw
 from megatron.neox_arguments.groups import all_keys, describe_unknown
 from megatron.neox_arguments.keys import Entry, KeyInfo
@@ -54,6 +54,7 @@ def merge(
         entries, all_read = _merge_files(paths, conf_dir, stored, found)
         _replace_mixture(entries, conf_dir, mixture_files.read_named, found)
         overridden: dict[str, str] = {}
+        saved = entries.get("save")
         for written, value, where in split_overrides(overrides, found):
             name = normalise(written.split(".")[0])
             overridden[name] = where
@@ -62,7 +63,8 @@ def merge(
                     apply_override(entries, written, value, where)
             if written == "mixture":  # a name, inside of which others may change something
                 _replace_mixture(entries, conf_dir, mixture_files.read_named, found)
-        flat = _check(entries, conf_dir, remove_excluded(entries, overridden), found)
+        notes = [*remove_excluded(entries, overridden), *tell_no_copies(saved, entries)]
+        flat = _check(entries, conf_dir, notes, found)
         if not all_read:
             found.raise_all()  # nobody knows what else is set
         return flat

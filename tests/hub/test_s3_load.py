@@ -85,6 +85,10 @@ def test_a_command_line_replaces_addresses_of_files_and_a_start_says_where_it_wr
     (tmp_path / "a.yml").write_text(f"save: {BASE}")
     (note,) = NeoXArgs.from_files([str(tmp_path / "a.yml")]).notes
     assert note.startswith(f"{tmp_path}/a.yml:1: save: {BASE}") and " ./base," in note
+    for own in ("s3_path=s3://b-1", f"save={BASE}"):  # copies are sent all the same
+        assert "wins over" not in str(NeoXArgs.from_files([str(tmp_path / "a.yml")], ["save=/x", own]).notes)
+    (note,) = NeoXArgs.from_files([str(tmp_path / "a.yml")], ["save=/x"]).notes
+    assert f"save=/x wins over save: {BASE} ({tmp_path}/a.yml:1)" in note and "s3_path=s3://bucket/runs " in note
     # evaluation keeps what it needs; what is published shows no bucket
     assert for_inference(read(load=BASE, save="s3://b-1/b")).checkpoint.s3_load == BASE
     assert share_value({"save": BASE, "load": BASE, "s3_load": BASE}) == {"save": "base", "load": "base"}
