@@ -81,7 +81,7 @@ def load_checkpoint(
         grown = None if growth is None else GrownReader(checkpoint, growth, shapes)
         _check_files(checkpoint, shares if grown is None else grown.stored_names(shares), state)
         reader = grown or _reader(checkpoint, model, shapes)
-        _check_names(reader, shapes)
+        _check_names(reader, shapes, begins=not (load_optim or load_rng))
         _check_heads(reader, heads)
         if load_optim:
             moments = _check_optimizer(reader, list(shares or params))
@@ -149,8 +149,9 @@ def _spec(parameter: Parameter) -> ParamSpec:
     return parameter.spec  # type: ignore[attr-defined]
 
 
-def _check_names(reader: CheckpointReader, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """The checkpoint has every parameter of the model with its shape, and no other."""
+def _check_names(reader: CheckpointReader, wanted: Mapping[str, tuple[int, ...]], *, begins: bool) -> None:
+    """The checkpoint has every parameter of the model with its shape, and no other. `begins`: only weights are asked
+    for, as of a run that begins at step 0."""
     stored = reader.manifest.parameters
     problems = []
     if missing := sorted(set(wanted) - set(stored), key=layout.parameter_order):
@@ -168,8 +169,10 @@ def _check_names(reader: CheckpointReader, wanted: Mapping[str, tuple[int, ...]]
         # Only a vocabulary is padded.
         other = [name for name in wanted if name in stored and tuple(stored[name].shape) != tuple(wanted[name])]
         resizable = len(problems) == 1 and other and all(stored[name].padded is not None for name in other)
-        keys = ["vocab: resize", "optimizer: reset"]
-        resize = f"For a vocabulary of another size, {advise_new_run(reader.folder, keys, None)} instead of `load`"
+        keys = ["vocab: resize", "optimizer: reset", *(["step: restart", "data: restart"] if begins else [])]
+        resize = (
+            f"For a vocabulary of another size, {advise_new_run(reader.folder, keys, None)} (no `load`, no `finetune`)"
+        )
         advice = resize if resizable else "Check the model's config keys"
         raise UserError(f"{reader.folder} does not fit this model: {'; '.join(problems)}. {advice}.")
 

@@ -52,6 +52,11 @@ from megatron.neox_arguments.schema_model import ModelConfig
 logger = get_logger(__name__)
 
 _EMBEDDING = "word_embeddings.weight"
+_OTHER_VOCABULARY = (
+    "set tokenizer_type and vocab_file to the tokenizer it was trained with. To train with another vocabulary, let a "
+    "run with that tokenizer save a checkpoint first (load, with finetune: true), and start from it with "
+    "init_from.vocab=resize"
+)
 _VOCABULARY = (_EMBEDDING, "final_linear.weight")
 _MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads")
 
@@ -160,8 +165,8 @@ class NeoXReader(CheckpointReader):
             padded = first.shape[0] * self.tp_size if local in _VOCABULARY else None
             if padded is not None and padded < spec.shape[0]:
                 raise UserError(
-                    f"{self.folder}: {spec.name} has rows for {padded} tokens, the tokenizer has {spec.shape[0]}; set "
-                    "tokenizer_type and vocab_file to the tokenizer it was trained with"
+                    f"{self.folder}: {spec.name} has rows for {padded} tokens, the tokenizer has {spec.shape[0]}; "
+                    f"{_OTHER_VOCABULARY}"
                 )
             dtype = str(first.dtype).removeprefix("torch.")
             entries[spec.name] = ParameterEntry(spec.shape, spec.split_dim, spec.blocks, padded, dtype)
@@ -343,8 +348,8 @@ def _check_args(folder: Path, written: Mapping[str, Any], model: ModelConfig, vo
         fewest = padded - multiple * _int(written.get("model_parallel_size"), 1)
         if not fewest < vocab_size <= padded:
             raise UserError(
-                f"{folder} was trained with {fewest + 1} to {padded} tokens, the tokenizer has {vocab_size}; set "
-                "tokenizer_type and vocab_file to the tokenizer it was trained with"
+                f"{folder} was trained with {fewest + 1} to {padded} tokens, the tokenizer has {vocab_size}; "
+                f"{_OTHER_VOCABULARY}"
             )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -105,7 +106,13 @@ def test_more_blocks_and_fewer_tokens_train_and_resume(base, tmp_path, capsys):
 def test_without_the_flag_the_message_names_it(base, tmp_path):
     keys, folder = base
     init = {"path": str(folder), "optimizer": "reset"}
-    report = run({**keys, **words(tmp_path, MORE), "init_from": init, "train_iters": 5})[0]
-    assert report.exit_code == 2 and re.search(rf"\[{OLD}, 32\].*\[{MORE}, 32\].*vocab: resize", report.error)
+    larger = {**keys, **words(tmp_path, MORE), "train_iters": 5, "save": str(tmp_path / "save")}
+    for start in ({"init_from": init}, {"load": str(folder), "finetune": True}):
+        report = run({**larger, **start})[0]
+        assert report.exit_code == 2 and re.search(
+            rf"\[{OLD}, 32\].*\[{MORE}, 32\].*no `load`, no `finet", report.error
+        )
+        advised = re.search(r"init_from=(\{.*vocab: resize.*\})", report.error)
+    assert run({**larger, "init_from": yaml.safe_load(advised[1])})[0].steps == [1, 2, 3, 4, 5]
     report = run({**keys, "num_layers": 3, "init_from": init, "train_iters": 5})[0]
     assert report.exit_code == 2 and "layer_map: [0, 0, 1]" in report.error
