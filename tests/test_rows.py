@@ -14,11 +14,14 @@ import torch
 import megatron
 from megatron.errors import UserError
 from megatron.layers.activations import Activation
+from megatron.mpu.sharding import ParamSpec, ones, parameter
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.block_sizes import norm_parameters, position_parameters
 from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.optimizer_params import optimizer_params
 from megatron.neox_arguments.schema_train import OptimizerConfig
+from megatron.optim.groups import parameter_groups
+from megatron.optim.matrices import WholeMatrices
 from megatron.optim.optimizers import build_optimizer
 from megatron.plan.memory import moments
 from megatron.registry import Registry
@@ -75,8 +78,11 @@ def test_the_row_of_a_position_scheme_counts_what_is_built(name: str) -> None:
 @pytest.mark.parametrize("name", rows("optimizer.type"))
 def test_the_row_of_an_optimizer_counts_the_tensors_it_keeps(name: str) -> None:
     for momentum in (0.0, 0.9):
-        weight = torch.nn.Parameter(torch.ones(3))
-        groups = [{"params": [weight], "weight_decay": 0.0, "lr_mult": 1.0}]
+        state = ParallelState.single()
+        weight = parameter(ParamSpec(shape=(3,), init=ones), state)
+        whole = row("optimizer.type", name).get("matrices")
+        matrices = WholeMatrices(state, every=whole == "all") if whole else None
+        groups = parameter_groups([weight], weight_decay=0.0, matrices=matrices)
         optimizer = build_optimizer(name, groups, 0.1, optimizer_params(name, {"params": {"momentum": momentum}}))
         weight.grad = torch.ones(3)
         optimizer.step()

@@ -24,6 +24,7 @@ from megatron.errors import UserError
 from megatron.mpu.sharding import ParamSpec, shard, unshard, zeros
 from megatron.neox_arguments.optimizer_params import KIND
 from megatron.optim.ema import EMA
+from megatron.optim.matrices import WHOLE
 from megatron.rows import row
 
 WEIGHT = "weight"
@@ -109,7 +110,7 @@ class CheckpointReader:
                 found[key] = self._local(
                     name, spec, tp_rank, tp_size, lambda rank, key=key: self._moments(name, rank)[key], share
                 )
-            elif self._moments(name, 0)[key].numel() == 1:
+            elif key.startswith(WHOLE) or self._moments(name, 0)[key].numel() == 1:
                 found[key] = self._moments(name, 0)[key].clone()
             elif tp_size == self.tp_size:
                 found[key] = self._moments(name, tp_rank)[key].clone()

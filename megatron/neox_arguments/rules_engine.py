@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron.neox_arguments.draft import Draft
 from megatron.neox_arguments.optimizer_params import KIND, optimizer_params
 from megatron.neox_arguments.rules_parallel import stages
@@ -10,6 +12,12 @@ from megatron.rows import row
 
 _OR = "or engine: deepspeed"
 _MUON_CHOICES = {"adjust_lr_fn": ("match_rms_adamw", "original"), "split_qkv": ("matrices", "groups", "heads")}
+_ADAFACTOR_LIMITS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("beta2_decay", lambda value: value <= 0, "0 or less"),
+    ("d", lambda value: value >= 1, "1 or more"),
+    ("eps1", lambda value: value > 0, "above 0"),
+    ("eps2", lambda value: value >= 0, "0 or more"),
+)
 # Keys that DeepSpeed alone reads, with the value that asks for nothing.
 _DEEPSPEED_READS = {
     "prescale_gradients": False,
@@ -51,10 +59,18 @@ def whole_matrices(draft: Draft) -> None:
             draft.fail(f"optimizer.params.{name}", f"{chosen!r} is not one of: {', '.join(choices)}")
     if not 1 <= (steps := params.get("ns_steps", 1)) <= 100:
         draft.fail("optimizer.params.ns_steps", f"must be 1 to 100, is {steps}")
+    for name, fits, said in _ADAFACTOR_LIMITS:
+        if name in params and not fits(params[name]):
+            draft.fail(f"optimizer.params.{name}", f"must be {said}, is {params[name]}")
     needs = f"{kind} needs whole matrices"
+    if row(KIND, kind)["matrices"] == "all":
+        if "moe" in (draft["layer_mlps"] or ()):
+            draft.fail("optimizer.type", f"{kind} knows no experts, each a matrix of its own; use adamw or muon")
+        if draft["deterministic"] == "layout":
+            draft.fail("optimizer.type", f"{kind} adds up over ranks in an order of theirs; use adamw or muon")
     if draft["use_mup"]:
         draft.fail(
-            "optimizer.type", f"{kind} scales updates by the shape of a matrix, as use_mup does; use one of both"
+            "optimizer.type", f"{kind} scales the updates of a matrix by itself, as use_mup does; use one of both"
         )
     if draft["precision"] == "fp16":
         draft.fail("optimizer.type", f"{needs}, which ZeRO cuts in fp16; use precision: bfloat16")

@@ -11,8 +11,6 @@ from megatron.neox_arguments.keys import key
 
 _OBJECTIVE = "only train_impl: normal is available yet"
 _OPTIMIZERS = {
-    "adafactor": "what it keeps of rows and columns cannot move to another layout; use muon or lion, which keep one "
-    "number for each weight of a matrix",
     "sophia": "its Hessian needs passes of its own, which no engine takes; use adamw",
 }
 _BNB = "8-bit optimizers are not available; use optimizer.type Adam"

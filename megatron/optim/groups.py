@@ -71,7 +71,9 @@ def parameter_groups(
         decay, mult = (_last(rules, spec, field) for field in ("weight_decay", "lr_mult"))
         decay = (weight_decay if decays else 0.0) if decay is None else decay
         mult = (matrix_lr_mult if spec.kind == "matrix" else 1.0) * (1.0 if mult is None else mult)
-        whole = matrices is not None and is_matrix(spec)
+        whole = matrices is not None and (matrices.every or is_matrix(spec))
+        if matrices is not None:
+            matrices.parameters.append(p)
         groups.setdefault((decays, decay, mult, spec.keep_fp32, whole), []).append(p)
     return [
         {

@@ -19,6 +19,9 @@ from megatron.mpu.collectives import all_gather
 from megatron.mpu.sharding import ParamSpec, shard, unshard
 from megatron.mpu.state import ParallelState
 
+WHOLE = "whole."
+"""How names begin of what an optimizer keeps of a whole matrix, the same on every rank, and not of a rank's part."""
+
 
 def is_matrix(spec: ParamSpec) -> bool:
     """Whether a parameter is a matrix that multiplies hidden states, or one of each expert."""
@@ -72,10 +75,19 @@ def held_in(tensor: Tensor) -> list[Held]:
 
 
 class WholeMatrices:
-    """Functions of whole matrices on tensor-parallel parts of parameters."""
+    """Functions of whole matrices on tensor-parallel parts of parameters.
 
-    def __init__(self, state: ParallelState) -> None:
+    Args:
+        every: the optimizer looks at every parameter as a whole, not at the hidden matrices alone.
+
+    Attributes:
+        parameters: all that are trained on this stage, of which a rank may have nothing.
+    """
+
+    def __init__(self, state: ParallelState, every: bool = False) -> None:
         self.state = state
+        self.every = every
+        self.parameters: list[Parameter] = []
 
     def apply(
         self, function: Callable[[Tensor], Tensor], local: Tensor, spec: ParamSpec, qkv: str = "matrices"

@@ -132,14 +132,14 @@ class StateByName:
 
     def moments(self) -> set[str]:
         """See `Engine`."""
-        if not self._optimizer_state.keys():
+        if not self._optimizer_state.moments():
             self._optimizer_state.materialize()
-        return set(self._optimizer_state.keys())
+        return self._optimizer_state.moments()
 
     def write_share(self, name: str, values: dict[str, Tensor]) -> None:
         """See `Engine`."""
         self.beat()
-        if set(values) - {WEIGHT, EMA} and not self._optimizer_state.keys():
+        if set(values) - {WEIGHT, EMA} and not self._optimizer_state.moments():
             self._optimizer_state.materialize()
         p = self.params()[name]
         self._optimizer_state.write(p, self._share(p), values)

@@ -91,7 +91,8 @@ class OptimizerState:
         """
         with torch.no_grad():
             for p, group in replicated:
-                for piece in self._pieces(p, range(p.numel())).values():
+                everything = range(p.numel())
+                for piece in (self._pieces(p, everything) | self._kept(p, everything)).values():
                     if piece.ndim == 1:
                         join_cuts(piece, group)
 
@@ -108,16 +109,29 @@ class OptimizerState:
                 found |= dict.fromkeys(next((_per_element(state) for state in states), []))
         return list(found)
 
+    def _kept(self, p: Parameter, share: range) -> dict[str, Tensor]:
+        """What the optimizer keeps of a parameter besides: of the elements in `share`, 1-D, and of the whole."""
+        kept: dict[str, Tensor] = getattr(self._inner, "kept", {}).get(p, {})
+        if not self.is_replicated(p):
+            return kept
+        return {key: value[share.start : share.stop] if value.ndim == 1 else value for key, value in kept.items()}
+
+    def moments(self) -> set[str]:
+        """Names of all that the optimizer keeps; empty before the first step."""
+        kept: dict[Parameter, dict[str, Tensor]] = getattr(self._inner, "kept", {})
+        return {*self.keys(), *(key for values in kept.values() for key in values)}
+
     def read(self, p: Parameter, share: range) -> dict[str, Tensor]:
         """fp32 master weight and moments of the elements in `share`, 1-D. State that is not per element comes whole,
         with another number of dimensions."""
-        return {key: value.detach().float() for key, value in self._pieces(p, share).items()}
+        found = self._pieces(p, share) | self._kept(p, share)
+        return {key: value.detach().float() for key, value in found.items()}
 
     def write(self, p: Parameter, share: range, values: dict[str, Tensor]) -> None:
         """The inverse of `read`; call `publish` once after the last parameter. Moments that are not in `values` are as
         before the first step."""
         with torch.no_grad():
-            for key, piece in self._pieces(p, share).items():
+            for key, piece in (self._pieces(p, share) | self._kept(p, share)).items():
                 value = values.get(key, values.get(WEIGHT) if key in FIRST_WEIGHTS else None)
                 if value is not None:
                     piece.copy_(value.reshape(piece.shape))

@@ -174,13 +174,14 @@ def build_engine(process: Process, model: torch.nn.Module) -> StepEngine:
         check_matches(rules, names, f"{place}: " if place else "")
     rules = trained_rules(optimizer_args, args.post)
     freeze_parameters(model.parameters(), rules)
+    whole = row(KIND, optimizer_args.optimizer_type).get("matrices")
     groups = parameter_groups(
         model.parameters(),
         weight_decay=optimizer_args.weight_decay,
         matrix_lr_mult=mult,
         decay_embeddings=optimizer_args.decay_embeddings,
         rules=rules,
-        matrices=WholeMatrices(state) if row(KIND, optimizer_args.optimizer_type).get("matrices") else None,
+        matrices=WholeMatrices(state, every=whole == "all") if whole else None,
     )
     params = optimizer_params(optimizer_args.optimizer_type, optimizer_args.optimizer)
 

@@ -92,9 +92,15 @@ def test_zero(tmp_path: Path) -> None:
         ({"zero_stage": 2, "zero_optimization": {"stage": 1}}, "zero_stage: is 2, but zero_optimization.stage is 1"),
         (
             {"optimizer": {"type": "adamm"}},
-            "'adamm' .*'adam'.*: adam, adamw, .*, lion, .*, sgd, sm3",
+            "'adamm' .*'adam'.*: adafactor, adam, adamw, .*, lion, .*, sgd, sm3",
         ),
-        ({"optimizer": {"type": "Adafactor"}}, "optimizer.type: Adafactor .*rows .*muon or lion"),
+        ({"optimizer": {"type": "Adafactor"}, "zero_stage": 3}, "optimizer.type: adafactor .*stage 3 .*stage 1"),
+        ({"optimizer": {"type": "Adafactor"}, "deterministic": "layout"}, "optimizer.type: adafactor .*order"),
+        (
+            {"optimizer": {"type": "Adafactor"}, "moe_num_experts": 4, "moe_router_type": "topk"},
+            "optimizer.type: adafactor .*experts",
+        ),
+        ({"optimizer": {"type": "Adafactor", "params": {"d": 0.5}}}, "optimizer.params.d: must be 1 or more, is 0.5"),
         ({"optimizer": {"type": "sophia"}}, "optimizer.type: sophia .*Hessian .*adamw"),
         ({"optimizer": {"type": "schedule_free"}, "ema_decay": 0.9}, "ema_decay: schedule_free_adamw averages"),
         (

@@ -161,15 +161,17 @@ OUTSIDE_BLOCKS = 2 * 68 * 128 / (2 * 68 * 128 + 2 * 11 * 128**2)  # share of emb
         ("fp32", Layout(dp=2, engine="native"), 4 + 4 + 8 / 2),
         ("layout", Layout(dp=2, micro=1, engine="native"), 4 + 8 + (4 + 8) / 2),
         ("muon", Layout(dp=2, engine="native"), 2 + 4 + (4 + 4 + 4 * OUTSIDE_BLOCKS) / 2),
+        ("adafactor", Layout(dp=2, engine="native"), 2 + 4 + 4 / 2),
     ],
     ids=lambda x: getattr(x, "name", x),
 )
 def test_bytes_per_parameter_are_those_of_the_plan(precision: str, layout: Layout, expected: float) -> None:
     """Weights, sums of gradients, and this rank's part of masters and moments; nothing else is kept. "layout": fp32,
-    with `deterministic`; "muon": bf16, one moment of matrices and two of the rest."""
+    with `deterministic`; "muon": bf16, one moment of matrices and two of the rest; "adafactor": none."""
     more = {
         "layout": {"precision": "fp32", "deterministic": "layout"},
         "muon": {"precision": "bfloat16", "optimizer": {"type": "Muon"}},
+        "adafactor": {"precision": "bfloat16", "optimizer": {"type": "Adafactor"}},
     }
     keys = {**NEOX, "hidden_size": 128, **more.get(precision, {"precision": precision})}
     for counted, planned, parameters in run_distributed(held, layout.world, keys, layout):

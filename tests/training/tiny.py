@@ -197,7 +197,7 @@ def build(rank: int, keys: dict[str, Any], layout: Layout) -> tuple[Any, NeoXArg
 
 def whole_state(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Master weight and moments of this rank's tensor-parallel part of each parameter (with all experts), joined from
-    what each data rank answers for. Collective over the data group."""
+    what each data rank answers for; what is kept of the whole as it is. Collective over the data group."""
     mine = {
         name: (engine.share(name), {key: value.clone() for key, value in engine.read_share(name).items()})
         for name in engine.params()
@@ -213,7 +213,10 @@ def whole_state(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
             f"{name}: shares overlap"
         )
         shape = p.spec.local_shape(engine.state.tp_size)
-        found[name] = {key: torch.cat([part[key] for _, _, part in pieces]).view(shape) for key in mine[name][1]}
+        found[name] = {
+            key: torch.cat([part[key] for _, _, part in pieces]).view(shape) if value.ndim == 1 else value
+            for key, value in mine[name][1].items()
+        }
     return found
 
 

@@ -37,7 +37,8 @@ Its row:
 * `averages=True`: the weights in training are not those to be evaluated. Its method `average(values)` makes these, of
   some elements, from `weight` and what it keeps. Files of weights in checkpoints hold them;
 * `matrices=True`: it needs whole matrices: groups of them have a `WholeMatrices` under `matrices`, those of the rest
-  None, and layouts that cut them otherwise are refused.
+  None, and layouts that cut them otherwise are refused. `"all"`: all groups have it. What it keeps in another shape
+  than the parameter's is in its attribute `kept`, by parameter.
 """
 
 
