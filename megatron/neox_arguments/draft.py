@@ -92,6 +92,10 @@ class Draft:
         self._check_usable(name)
         return name in self.sources and not self.sources[name].startswith("derived")
 
+    def is_changed(self, name: str) -> bool:
+        """Whether the user wants something else than the default; a resolved config names every key."""
+        return self.is_set(name) and self.values[name] != all_keys()[name].default
+
     def get_given(self, name: str) -> Any:
         """The value the user gave, else None: what an earlier derivation computed does not count."""
         return self.values[name] if self.is_set(name) else None

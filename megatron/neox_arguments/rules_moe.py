@@ -6,7 +6,6 @@ from typing import Any
 
 from megatron.errors import nearest
 from megatron.neox_arguments.draft import Draft
-from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.rules_model import expand, without_mlp
 from megatron.registry import added
 
@@ -38,7 +37,7 @@ def layer_mlps(draft: Draft) -> None:
     elif given is None:
         wanted = [plain[layer] if layer % interval else "moe" for layer in range(layers)]
     else:
-        if _is_changed(draft, "moe_expert_interval"):
+        if draft.is_changed("moe_expert_interval"):
             draft.fail("moe_layers", "moe_expert_interval is set too; keep one of the two")
         listed = zip(_list_layers(draft, given, layers), plain, strict=True)
         wanted = [mlp if mlp == "moe" else other for mlp, other in listed]
@@ -73,11 +72,6 @@ def _plain(draft: Draft, layers: int) -> tuple[str, ...]:
     return kinds
 
 
-def _is_changed(draft: Draft, name: str) -> bool:
-    """Whether the user wants something else than the default; a resolved config names every key."""
-    return draft.is_set(name) and draft[name] != all_keys()[name].default
-
-
 def _list_layers(draft: Draft, given: tuple[Any, ...], layers: int) -> list[str]:
     if all(isinstance(one, int) and not isinstance(one, bool) for one in given):
         if wrong := [one for one in given if not 0 <= one < layers]:
@@ -101,7 +95,7 @@ def mixture_of_experts(draft: Draft) -> None:
     draft.check(lambda value: 0 <= value < 1, "must be in [0, 1)", "moe_jitter_eps")
     if "moe" not in draft["layer_mlps"]:
         for name in _NEEDS_EXPERTS:
-            if _is_changed(draft, name):
+            if draft.is_changed(name):
                 draft.report(name, "no layer is a mixture of experts; set moe_num_experts above 1, or leave it out")
         return
     draft.positive("moe_intermediate_size", "moe_capacity_factor", "moe_routed_scaling")
@@ -130,7 +124,7 @@ def router(draft: Draft) -> None:
         return
     if draft["moe_router_type"] == "sinkhorn":
         for name, why in _TOPK_ONLY.items():
-            if _is_changed(draft, name):
+            if draft.is_changed(name):
                 source = "set" if draft.is_set("moe_router_type") else "the default, as in GPT-NeoX"
                 draft.fail(name, f"does not go with moe_router_type: sinkhorn ({source}): {why}; use topk")
     if draft["moe_normalize_topk"] and draft["moe_top_k"] == 1:

@@ -11,7 +11,7 @@ def adapters(draft: Draft) -> None:
     """A rank with the keys that describe adapters, and values that mean something."""
     if draft["lora_r"] is None:
         for name in _OF_ADAPTERS:
-            if draft.is_set(name) and draft[name]:
+            if draft.is_changed(name):
                 draft.report(name, "describes adapters, and there are none: set lora_r, their rank")
         return
     draft.positive("lora_r", "lora_alpha")
