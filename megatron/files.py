@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -53,6 +54,28 @@ def read_json(path: Path, advice: str = "") -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path} cannot be read: it holds {_in_words(content)} instead of a mapping. {advice}".rstrip())
     return content
+
+
+def json_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
+    """The mapping that each line holds, None for one that holds none (as one that is half written); no empty lines."""
+    for line in lines:
+        if line.strip():
+            try:
+                entry = json.loads(line)
+            except (ValueError, RecursionError):
+                entry = None
+            yield entry if isinstance(entry, dict) else None
+
+
+def number(value: Any) -> float | None:
+    """A finite number as it is, None for anything else."""
+    right = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if right else None
+
+
+def whole(value: Any) -> int | None:
+    """A whole number as it is, None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def from_json(kind: type[T], content: Mapping[str, Any]) -> T:

@@ -87,7 +87,7 @@ def diff_runs(one: Path, other: Path) -> Parting:
     for folder in (one, other):
         if not folder.is_dir():
             raise UserError(f"{folder} is no folder; give the `save` folder of a run")
-    metrics = [read_metrics(folder / FILE) for folder in (one, other)]
+    metrics = [read_metrics(folder / FILE).by_step() for folder in (one, other)]
     both = sorted(metrics[0].keys() & metrics[1].keys())
     listings = [list_checkpoints(folder) for folder in (one, other)]
     common = [step for step in listings[0].steps if step in listings[1].steps]

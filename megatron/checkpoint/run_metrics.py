@@ -1,40 +1,77 @@
-"""What a run wrote to its `metrics.jsonl`, by step."""
+"""What a run wrote to its `metrics.jsonl`, each step once.
+
+Steps after a checkpoint are trained again when a run is restarted after a failure, or goes back: the later lines count,
+and those of steps that it did not come to again do not.
+"""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.files import json_lines, number, whole
+
 FILE = "metrics.jsonl"
+LOSS = "train/lm_loss"
+_OF_A_LINE = ("step", "time", "start")
 
 
-def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Finite metrics by step, ascending; of a step that was trained twice the later value. {} without a file."""
-    found: dict[int, dict[str, float]] = {}
-    for step, metrics in _lines(path):
-        found.setdefault(step, {}).update(metrics)
-    return dict(sorted(found.items()))
+@dataclass
+class RunMetrics:
+    """Everything that was measured.
+
+    Attributes:
+        values: metric -> step -> its value; None where it was not finite.
+        times: the time (seconds since 1970) of each step that has a line.
+        restarts: the steps at which a start of the run continued.
+        repeated: how many logged steps were trained again.
+        damage: lines that could not be read.
+    """
+
+    values: dict[str, dict[int, float | None]] = field(default_factory=dict)
+    times: dict[int, float] = field(default_factory=dict)
+    restarts: list[int] = field(default_factory=list)
+    repeated: int = 0
+    damage: int = 0
+
+    def by_step(self) -> dict[int, dict[str, float]]:
+        """The finite ones by step, ascending."""
+        found: dict[int, dict[str, float]] = {}
+        for name, of in self.values.items():
+            for step, value in of.items():
+                if value is not None:
+                    found.setdefault(step, {})[name] = value
+        return dict(sorted(found.items()))
+
+    def _restart(self, step: int, newest: int) -> int:
+        """The run continues after `step`: what was measured after that is measured again."""
+        if newest >= 0:  # else nothing was before: a run that began from a checkpoint of another one
+            self.restarts.append(step)
+        self.repeated += sum(later > step for later in self.values.get(LOSS, ()))
+        for of in (self.times, *self.values.values()):
+            for later in [one for one in of if one > step]:
+                del of[later]
+        return min(newest, step)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            values = json.loads(line)
-        except ValueError:  # the last line of a run that was killed
-            continue
-        step = values.pop("step", None) if isinstance(values, dict) else None
-        if isinstance(step, int):
-            yield (
-                step,
-                {
-                    name: float(value)
-                    for name, value in values.items()
-                    if isinstance(value, float | int) and math.isfinite(value) and name != "time"
-                },
-            )
+def read_metrics(path: Path) -> RunMetrics:
+    """Those of the file `path`; nothing without it."""
+    found, newest = RunMetrics(), -1
+    if not path.is_file():
+        return found
+    with path.open("rb") as lines:
+        for line in json_lines(lines):
+            step = None if line is None else whole(line.get("step"))
+            if line is None or step is None:
+                found.damage += 1
+                continue
+            starts = line.get("start") is True
+            if starts or (LOSS in line and step <= newest):  # older runs have no line for a start
+                newest = found._restart(step if starts else step - 1, newest)
+            if LOSS in line:
+                newest = max(newest, step)
+            if (time := number(line.get("time"))) is not None:
+                found.times[step] = time
+            for name in line.keys() - _OF_A_LINE:
+                found.values.setdefault(name, {})[step] = number(line[name])
+    return found

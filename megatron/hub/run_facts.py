@@ -91,7 +91,7 @@ def read_facts(checkpoint: Checkpoint, stored: NeoXArgs | None) -> RunFacts:
 
 def read_losses(path: Path, until: int) -> dict[str, dict[int, float]]:
     """Losses of `metrics.jsonl` up to a step; of a step that was trained twice the later one. {} without a file."""
-    metrics = {step: values for step, values in read_metrics(path).items() if 0 < step <= until}
+    metrics = {step: values for step, values in read_metrics(path).by_step().items() if 0 < step <= until}
     found = {name: {step: v[name] for step, v in metrics.items() if name in v} for name in (TRAIN, VALID)}
     return {name: values for name, values in found.items() if values}
 

@@ -6,18 +6,16 @@ noted as damage of this run, and never an error.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import layout
 from megatron.errors import UserError
-from megatron.files import read_json
+from megatron.files import json_lines, number, read_json, whole
 
 _TAIL = 64 * 1024  # bytes of metrics.jsonl: some hundred lines
 _LONGEST_TAIL = 4 * 1024 * 1024  # where lines are long (norms of every parameter)
@@ -70,17 +68,6 @@ class RunFolder:
         named = [link.get("job_id") for link in self.links] + [self.status.get("job_id")]
         named += [self.links[-1].get("next")] if self.links else []
         return list(dict.fromkeys(str(one) for one in named if str(one).replace("_", "").isdigit()))
-
-
-def number(value: Any) -> float | None:
-    """A finite number as it is, None for anything else."""
-    right = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return value if right else None
-
-
-def whole(value: Any) -> int | None:
-    """A whole number as it is, None for anything else."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def read_folder(path: Path, brief_before: float = 0.0) -> RunFolder:
@@ -152,7 +139,10 @@ def _read_metrics(
         if is_all or size >= _LONGEST_TAIL or b'"train/lm_loss"' in whole_lines:
             break
         size *= 8
-    entries = list(_parse(whole_lines, damage))
+    read = list(json_lines(whole_lines.split(b"\n")))
+    entries = [one for one in read if one is not None]
+    if bad := len(read) - len(entries):
+        damage.append(f"metrics.jsonl: {bad} of its last lines are no JSON object")
     training = [one for one in entries if "train/lm_loss" in one]
     scores: dict[str, Score] = {}
     for one in entries:
@@ -164,22 +154,6 @@ def _read_metrics(
             if "/" in name and newer and (value := number(entry)) is not None:
                 scores[name] = Score(value, step)
     return tuple(one for one in training if (number(one.get("time")) or 0.0) >= started), scores
-
-
-def _parse(text: bytes, damage: list[str]) -> Iterator[dict[str, Any]]:
-    bad = 0
-    for line in text.split(b"\n"):
-        if line.strip():
-            try:
-                entry = json.loads(line)
-            except (ValueError, RecursionError):
-                entry = None
-            if isinstance(entry, dict):
-                yield entry
-            else:
-                bad += 1
-    if bad:
-        damage.append(f"metrics.jsonl: {bad} of its last lines are no JSON object")
 
 
 def find_folders(roots: Iterable[Path]) -> list[Path]:

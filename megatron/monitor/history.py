@@ -1,24 +1,21 @@
-"""The whole of what a run measured: `metrics.jsonl` from its first line to its last, each step once.
-
-Steps after a checkpoint are trained again when a run is restarted after a failure: the later lines count.
-"""
+"""The whole of what a run recorded, as a report shows it: series of metrics, their spikes, texts."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import layout
+from megatron.checkpoint.run_metrics import FILE, RunMetrics, read_metrics
 from megatron.errors import UserError
-from megatron.monitor.folder import number, read_folder, whole
+from megatron.files import json_lines
+from megatron.monitor.folder import read_folder
 
-LOSS = "train/lm_loss"
 WINDOW, SIGMA = 128, 6.0  # of `spikes`, in logs
 
 
@@ -37,22 +34,18 @@ class History:
     Attributes:
         path: the run folder.
         status: `status.json`, empty without one.
+        metrics: all of them.
         series: metric -> its points, by step.
-        times: the time (seconds since 1970) of each step that has a line.
-        restarts: the steps at which a start of the run continued.
-        repeated: how many logged steps were trained again.
-        damage: lines that could not be read.
         texts: the newest of `samples.jsonl`.
+        damage: lines that could not be read.
     """
 
     path: Path
     status: Mapping[str, Any]
-    series: dict[str, list[Point]] = field(default_factory=dict)
-    times: dict[int, float] = field(default_factory=dict)
-    restarts: list[int] = field(default_factory=list)
-    repeated: int = 0
-    damage: int = 0
-    texts: list[dict[str, Any]] = field(default_factory=list)
+    metrics: RunMetrics
+    series: dict[str, list[Point]]
+    texts: list[dict[str, Any]]
+    damage: int
 
     @property
     def name(self) -> str:
@@ -63,70 +56,31 @@ class History:
     @property
     def seconds(self) -> float:
         """From the first line to the last, without the pauses between two starts."""
-        steps, total = sorted(self.times), 0.0
+        steps, total = sorted(self.metrics.times), 0.0
         for a, b in pairwise(steps):
-            if not any(a <= start < b for start in self.restarts):
-                total += max(0.0, self.times[b] - self.times[a])
+            if not any(a <= start < b for start in self.metrics.restarts):
+                total += max(0.0, self.metrics.times[b] - self.metrics.times[a])
         return total
 
 
 def read_history(path: Path) -> History:
     """The history of the run in `path`. Raises `UserError` when there is no `metrics.jsonl` in it."""
-    file = path / "metrics.jsonl"
+    file = path / FILE
     if not file.is_file():
         raise UserError(
             f"{path}: there is no metrics.jsonl in it. Name the folder that the run has as `save` (or `log_dir` when "
             "nothing is saved)"
         )
-    found = History(path, read_folder(path).status)
-    values: dict[str, dict[int, float | None]] = {}
-    newest = -1
-    for line in _lines(file, found):
-        step = whole(line.get("step"))
-        if step is None:
-            found.damage += 1
-            continue
-        starts = line.get("start") is True
-        if starts or (LOSS in line and step <= newest):  # older runs have no line for a start
-            newest = _restart(found, values, step if starts else step - 1, newest)
-        if LOSS in line:
-            newest = max(newest, step)
-        if (time := number(line.get("time"))) is not None:
-            found.times[step] = time
-        for name, value in line.items():
-            if "/" in name:
-                values.setdefault(name, {})[step] = number(value)
-    if (samples := path / "samples.jsonl").is_file():
-        texts = list(_lines(samples, found))
-        found.texts = [one for one in texts if one.get("step") == texts[-1].get("step")]
-    found.series = {name: [Point(step, of[step]) for step in sorted(of)] for name, of in values.items()}
-    return found
-
-
-def _restart(found: History, values: dict[str, dict[int, float | None]], step: int, newest: int) -> int:
-    """The run continues after `step`: what was measured after that is measured again."""
-    if newest >= 0:  # else nothing was before: a run that began from a checkpoint of another one
-        found.restarts.append(step)
-    found.repeated += sum(later > step for later in values.get(LOSS, ()))
-    for of in values.values():
-        for later in [one for one in of if one > step]:
-            del of[later]
-    for later in [one for one in found.times if one > step]:
-        del found.times[later]
-    return min(newest, step)
-
-
-def _lines(path: Path, found: History) -> Iterator[dict[str, Any]]:
-    with path.open("rb") as lines:
-        for line in lines:
-            try:
-                entry = json.loads(line) if line.strip() else None
-            except (ValueError, RecursionError):
-                entry = ()
-            if isinstance(entry, dict):
-                yield entry
-            elif entry is not None:
-                found.damage += 1
+    metrics = read_metrics(file)
+    series = {name: [Point(step, of[step]) for step in sorted(of)] for name, of in metrics.values.items()}
+    samples, read = path / "samples.jsonl", []
+    if samples.is_file():
+        with samples.open("rb") as lines:
+            read = list(json_lines(lines))
+    texts = [one for one in read if one is not None]
+    newest = [one for one in texts if one.get("step") == texts[-1].get("step")]
+    damage = metrics.damage + len(read) - len(texts)
+    return History(path, read_folder(path).status, metrics, series, newest, damage)
 
 
 def spikes(points: list[Point], window: int = WINDOW, sigma: float = SIGMA) -> list[int]:

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.monitor.folder import number, read_end
+from megatron.files import number
+from megatron.monitor.folder import read_end
 
 _BYTES = 256 * 1024
 _LINES = 100  # at the end

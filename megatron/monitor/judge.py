@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.errors import LostRankError, MachineError, NumericsError, StopRequested, UserError
-from megatron.monitor.folder import RunFolder, number, whole
+from megatron.files import number, whole
+from megatron.monitor.folder import RunFolder
 from megatron.monitor.joblog import OUT_OF_MEMORY, JobLog
 from megatron.monitor.slurm_jobs import Job
 from megatron.training.progress import SLOW_SECONDS

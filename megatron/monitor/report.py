@@ -9,8 +9,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from megatron.monitor.folder import number
-from megatron.monitor.history import LOSS, History, spikes, thin
+from megatron.checkpoint.run_metrics import LOSS
+from megatron.files import number
+from megatron.monitor.history import History, spikes, thin
 
 PAGE = Path(__file__).with_name("report_page.html")
 POINTS = 2000  # of a metric of a run: more than a screen has columns
@@ -81,7 +82,7 @@ def short_names(histories: Sequence[History]) -> list[str]:
 
 def _run(run: History, name: str, metrics: set[str]) -> dict[str, Any]:
     loss, tokens = run.series.get(LOSS, []), run.series.get("train/tokens", [])
-    begin = min(run.times.values(), default=0.0)
+    begin = min(run.metrics.times.values(), default=0.0)
     series = {}
     for metric in sorted(metrics & run.series.keys()):
         points = thin(run.series[metric], POINTS)
@@ -91,12 +92,12 @@ def _run(run: History, name: str, metrics: set[str]) -> dict[str, Any]:
         "facts": facts(run),
         "texts": [[str(one.get("prompt")), str(one.get("text"))] for one in run.texts],
         "series": series,
-        "restarts": run.restarts,
+        "restarts": run.metrics.restarts,
         "spikes": spikes(loss),
         # axes other than the step: what each step is there
         "axes": {
             "tokens": _axis({one.step: one.value for one in tokens}),
-            "hours": _axis({step: (at - begin) / 3600 for step, at in run.times.items()}),
+            "hours": _axis({step: (at - begin) / 3600 for step, at in run.metrics.times.items()}),
         },
     }
 
@@ -111,6 +112,7 @@ def _axis(at: dict[int, float | None]) -> dict[str, list[float | None]]:
 
 def facts(run: History) -> dict[str, str]:
     """What the table says of a run."""
+    repeated = run.metrics.repeated
     status, loss = run.status, [one.value for one in run.series.get(LOSS, []) if one.value is not None]
     evaluated = {
         name.removesuffix("/lm_loss"): min(one.value for one in points if one.value is not None)
@@ -129,7 +131,7 @@ def facts(run: History) -> dict[str, str]:
         "tokens": _large(tokens[-1]) if tokens else "",
         "tokens/s (median)": _large(sorted(speed)[len(speed) // 2]) if speed else "",
         "time": f"{int(run.seconds // 3600)}:{int(run.seconds % 3600 // 60):02}:{int(run.seconds % 60):02}",
-        "restarts": str(len(run.restarts)) + (f" ({run.repeated} logs repeated)" if run.repeated else ""),
+        "restarts": str(len(run.metrics.restarts)) + (f" ({repeated} logs repeated)" if repeated else ""),
         "spikes": str(len(spikes(run.series.get(LOSS, [])))),
         "folder": str(run.path),
     }

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.monitor.folder import RunFolder, Score, number, read_folder, whole
+from megatron.files import number, whole
+from megatron.monitor.folder import RunFolder, Score, read_folder
 from megatron.monitor.joblog import JobLog, read_log
 from megatron.monitor.judge import Evidence, Problem, judge
 from megatron.monitor.slurm_jobs import Job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
@@ -61,6 +62,9 @@ class LoopEngine(fake_engine.FakeEngine):
         if not result.skipped:
             self.step()
         return dataclasses.replace(result, votes=tuple(self.votes()))
+
+    def averaged(self) -> Any:
+        return contextlib.nullcontext()
 
     def param_norms(self) -> dict[str, torch.Tensor]:
         return {name: weight.norm() for name, weight in self.masters.items()}

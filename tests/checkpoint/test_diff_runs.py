@@ -85,8 +85,15 @@ def test_of_a_step_that_was_trained_twice_the_later_numbers_count(tmp_path):
         '{"step": 1, "x": 2}',
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 2, "x": 7.5}']))
-    assert read_metrics(tmp_path / "metrics.jsonl") == {1: {"x": 2.0}, 2: {"x": 7.5, "y": 3.0}}
-    assert read_metrics(tmp_path / "none.jsonl") == {}
+    assert read_metrics(tmp_path / "metrics.jsonl").by_step() == {1: {"x": 2.0}, 2: {"x": 7.5, "y": 3.0}}
+    assert read_metrics(tmp_path / "none.jsonl").by_step() == {}
+
+
+def test_what_a_run_went_back_from_does_not_count(tmp_path):
+    lines = [*({"step": step, "train/lm_loss": 9.0} for step in (1, 2, 3)), {"step": 1, "time": 5.0, "start": True}]
+    lines += [{"step": 2, "train/lm_loss": 4.0}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert read_metrics(tmp_path / "metrics.jsonl").by_step() == {1: {"train/lm_loss": 9.0}, 2: {"train/lm_loss": 4.0}}
 
 
 def test_a_tensor_that_one_run_lacks_is_a_difference(tmp_path):

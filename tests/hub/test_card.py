@@ -63,7 +63,7 @@ def facts_of(tmp_path):
         made.write(checkpoint)
         lines = [{"step": s, "train/lm_loss": 9.0} for s in range(1, 26)]  # the first try, to 25
         lines += [{"step": s, "train/lm_loss": 10 - s / 10} for s in range(21, 61)]
-        lines += [{"step": 30, "validation/lm_loss": 7.25}, {"step": 31, "train/lm_loss": None}]
+        lines += [{"step": 30, "validation/lm_loss": 7.25}, {"step": 31, "validation/lm_loss": None}]
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 61, "trai')
         (run / "eval_results").mkdir()
         for at, value in ((20, 0.2), (40, 0.4), (60, 0.6)):

@@ -46,7 +46,7 @@ def test_a_real_run_that_was_killed_and_resumed_is_one_curve(tmp_path: Path, cap
     history = read_history(run)
     losses = [(one.step, one.value) for one in history.series["train/lm_loss"]]
     assert losses == [(1, 10), (2, 9), (3, 8), (4, 7), (5, 0), (6, 1), (7, 2), (8, 3), (9, 4), (10, 5)]
-    assert (history.restarts, history.repeated, history.damage) == ([4], 3, 0)
+    assert (history.metrics.restarts, history.metrics.repeated, history.damage) == ([4], 3, 0)
     assert main([str(run)]) == 0
     shown = capsys.readouterr().out
     assert f"{run}/report.html: 1 run," in shown
@@ -87,7 +87,10 @@ def test_runs_of_the_same_name_are_told_apart_and_laid_over_each_other(tmp_path:
 def test_older_runs_without_lines_for_starts(tmp_path: Path) -> None:
     lines = [*logs(range(1, 8)), {"step": 4, "validation/lm_loss": 5.0}, *logs(range(5, 9), 1.0, 5000.0)]
     history = read_history(write(tmp_path / "run", lines))
-    assert history.restarts == [4] and [one.value for one in history.series["train/lm_loss"]] == [2.0] * 4 + [1.0] * 4
+    assert (
+        history.metrics.restarts == [4]
+        and [one.value for one in history.series["train/lm_loss"]] == [2.0] * 4 + [1.0] * 4
+    )
     assert history.seconds == 3 + 3  # not the 4000 between the starts
     assert [one.step for one in history.series["validation/lm_loss"]] == [4]
 
