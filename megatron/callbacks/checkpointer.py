@@ -15,10 +15,12 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.agreement import await_thread
 from megatron.checkpoint.attempt import SaveError
 from megatron.checkpoint.background import BackgroundSave, aside
+from megatron.checkpoint.base import base_entry
 from megatron.checkpoint.cadence import is_save_step
 from megatron.checkpoint.find import list_checkpoints
 from megatron.checkpoint.folder import write_latest
 from megatron.checkpoint.host_memory import HostMemory
+from megatron.checkpoint.manifest import BaseEntry
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.retention import apply_retention
 from megatron.checkpoint.save import Save, check_finite
@@ -77,14 +79,16 @@ class Checkpointer(Callback):
     Args:
         root: the `save` folder.
         config_files: name -> text of the YAML files the run was started with.
+        vocab_size: of the model.
 
     Attributes:
         good: step of the newest good checkpoint; None when there is none.
         first_loss: loss of the first step, the measure of what is absurd.
     """
 
-    def __init__(self, root: Path, config_files: dict[str, str]) -> None:
+    def __init__(self, root: Path, config_files: dict[str, str], vocab_size: int = 0) -> None:
         self.root = root
+        self.vocab_size = vocab_size
         self.config_files = config_files
         self.good: int | None = None
         self.first_loss: float | None = None
@@ -100,7 +104,7 @@ class Checkpointer(Callback):
 
     @classmethod
     def build(cls, context: RunContext) -> Checkpointer:
-        return cls(Path(context.args.checkpoint.save), config_texts(context.args))
+        return cls(Path(context.args.checkpoint.save), config_texts(context.args), context.vocab_size)
 
     def start(self, trainer: Trainer) -> None:
         options = trainer.args.checkpoint
@@ -251,7 +255,13 @@ class Checkpointer(Callback):
             save_optim=not options.no_save_optim,
             save_rng=not options.no_save_rng,
             temporary=temporary,
+            base=self._base(trainer),
         )
+
+    def _base(self, trainer: Trainer) -> BaseEntry | None:
+        """What has the weights that are not trained, and so are not saved."""
+        post, vocabulary = trainer.args.post, self.vocab_size
+        return None if post.lora_base is None or post.lora_save_base else base_entry(post.lora_base, vocabulary)
 
     def drain(self, trainer: Trainer) -> None:
         """Wait until the checkpoint under way, if there is one, is complete. Collective over all ranks."""

@@ -99,6 +99,7 @@ SHAPELESS = frozenset(
 )
 # What te_layernorm_mlp changes in a feed-forward that has the same parameters without it.
 _OF_TE_LAYERNORM_MLP = ("bias_gelu_fusion", "mlp_norm_epsilon")
+ADAPTERS = ("lora_r", "lora_alpha", "lora_target_modules", "use_rslora", "use_dora")
 TOKENIZER = ("tokenizer_type", "tokenizer_fingerprint")
 DATA_ORDER = (
     "seed",
@@ -121,6 +122,7 @@ _OF_THE_START = (
     "use_checkpoint_lr_scheduler",
     "git_hash",
     "save",
+    "lora_base",
     *("do_train", "do_valid", "do_test"),  # derived from other keys
 )
 _LOGGED_ELSEWHERE = ("mixture", "plugins", "plugin_sources")  # the keys that it fills in; plugins.source_changes
@@ -158,6 +160,8 @@ def compare_configs(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tup
         before, now = _plain(saved[key]), _plain(now)
         if before != now:
             kind = _KINDS.get(key, "other")
+            if key in ADAPTERS and saved.get("lora_r") is not None:
+                kind = "architecture"  # of adapters that there are
             (others if kind == "other" else breaking).append(Change(key, before, now, kind))
     return breaking, others
 

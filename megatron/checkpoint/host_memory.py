@@ -64,11 +64,14 @@ class CopiedEngine:
 
     Args:
         beat: called at every sign of progress of who saves it.
+        held: which parameters are saved.
     """
 
-    def __init__(self, engine: SavingEngine, memory: HostMemory, beat: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: SavingEngine, memory: HostMemory, beat: Callable[[], None], held: Callable[[Parameter], bool]
+    ) -> None:
         self.beat = beat
-        self._params, self._scalars = engine.params(), engine.scalars()
+        self._params, self._scalars = {n: p for n, p in engine.params().items() if held(p)}, engine.scalars()
         self._shares = {name: engine.share(name) for name in self._params}
         there = {name: engine.read_share(name) for name in self._params}
         copies = iter(memory.copy([value for share in there.values() for value in share.values()]))

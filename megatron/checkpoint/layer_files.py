@@ -5,7 +5,7 @@ The data ranks write them at the same time, each its own, one parameter at a tim
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import groupby, zip_longest
 from typing import Any, Protocol
@@ -38,11 +38,20 @@ class LayerFiles:
     Attributes:
         entries: of the parameters of the whole model.
         bytes: about what this rank will write.
+
+    `held`: which parameters are saved.
     """
 
-    def __init__(self, engine: SavingEngine, state: ParallelState, heads: Heads, save_optim: bool) -> None:
+    def __init__(
+        self,
+        engine: SavingEngine,
+        state: ParallelState,
+        heads: Heads,
+        save_optim: bool,
+        held: Callable[[Parameter], bool] = lambda parameter: True,
+    ) -> None:
         self.state, self.heads = state, heads
-        self._params = engine.params()
+        self._params = {name: p for name, p in engine.params().items() if held(p)}
         by_stage = gather_over_stages({name: _entry(p) for name, p in self._params.items()}, state)
         self.entries = {name: entry for stage in reversed(by_stage) for name, entry in stage.items()}
         earlier = {name for stage in by_stage[: state.pp_rank] for name in stage}  # copies of tied weights

@@ -15,16 +15,17 @@ from torch.nn import Parameter
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.agreement import gather, gather_over_stages, together
+from megatron.checkpoint.base import Opening, WithNewAdapters, open_reader
 from megatron.checkpoint.damage import find_damage
 from megatron.checkpoint.find import Checkpoint, advise_others
 from megatron.checkpoint.grown import GrownReader, Growth
 from megatron.checkpoint.init_from import advise_new_run
 from megatron.checkpoint.neox_folder import FRESH_MOMENTS
 from megatron.checkpoint.neox_layout import Heads
-from megatron.checkpoint.neox_reader import reader_of
 from megatron.checkpoint.reader import WEIGHT, CheckpointReader
 from megatron.checkpoint.rng import reseed_after, restore_random_state
 from megatron.errors import UserError
+from megatron.layers.lora import PARTS
 from megatron.log import get_logger
 from megatron.model.head import TIED_NAME
 from megatron.mpu.sharding import ParamSpec
@@ -57,6 +58,8 @@ def load_checkpoint(
     load_rng: bool = True,
     checksums: bool = True,
     growth: Growth | None = None,
+    lora_base: str | None = None,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Fill the engine from a checkpoint (`Start.checkpoint`); returns what `save_checkpoint` was given as `client`.
     Collective over all ranks.
@@ -68,6 +71,8 @@ def load_checkpoint(
         load_rng: also random states (False for finetune and `no_load_rng`).
         checksums: compare the files with their checksums first (`find_damage`).
         growth: how the model is larger than the checkpoint; with `load_optim` False only.
+        lora_base: where the frozen weights are now, if the checkpoint names others that have them.
+        seed: of the run, which draws adapters that the checkpoint has not; with `load_optim` False only.
 
     Raises `UserError` on all ranks when the checkpoint does not fit or is damaged, before anything is changed.
     """
@@ -80,7 +85,9 @@ def load_checkpoint(
         shares = {name: share for name in sorted(params, key=layout.parameter_order) if (share := engine.share(name))}
         grown = None if growth is None else GrownReader(checkpoint, growth, shapes)
         _check_files(checkpoint, shares if grown is None else grown.stored_names(shares), state)
-        reader = grown or _reader(checkpoint, model, shapes)
+        reader = grown or open_reader(checkpoint, Opening(model, shapes[TIED_NAME][0], lora_base), checksums=False)
+        if not load_optim and any(name.endswith(PARTS) for name in shapes):
+            reader = WithNewAdapters(reader, shapes, seed)  # type: ignore[assignment]
         _check_names(reader, shapes, begins=not (load_optim or load_rng))
         _check_heads(reader, heads)
         if load_optim:
@@ -112,14 +119,6 @@ def load_checkpoint(
         if load_rng:
             _restore_rng(reader, checkpoint.by_neox, state)
     return saved["client"]
-
-
-def _reader(
-    checkpoint: Checkpoint, model: ModelConfig | None, shapes: Mapping[str, tuple[int, ...]]
-) -> CheckpointReader:
-    if model is None:
-        return CheckpointReader(checkpoint, checksums=False)
-    return reader_of(checkpoint, model, shapes[TIED_NAME][0], checksums=False)
 
 
 def _tell_thawed(names: list[str], state: ParallelState) -> None:
@@ -174,6 +173,10 @@ def _check_names(reader: CheckpointReader, wanted: Mapping[str, tuple[int, ...]]
             f"For a vocabulary of another size, {advise_new_run(reader.folder, keys, None)} (no `load`, no `finetune`)"
         )
         advice = resize if resizable else "Check the model's config keys"
+        if missing and all(name.endswith(PARTS) for name in missing):
+            advice = "To train new adapters (lora_r) beside its weights, start a new run: set finetune=true"
+        elif unexpected and all(name.endswith(PARTS) for name in unexpected):
+            advice = "It has adapters: set the keys lora_* as in its config, or merge them by converting it"
         raise UserError(f"{reader.folder} does not fit this model: {'; '.join(problems)}. {advice}.")
 
 

@@ -63,6 +63,16 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class BaseEntry:
+    """The checkpoint that has the frozen weights of this one: its folder, the tokens of its model, and the CRC-32 of
+    its manifest (GPT-NeoX writes none)."""
+
+    path: str
+    vocab_size: int
+    crc32: int | None
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything about a checkpoint except its tensors.
 
@@ -75,6 +85,7 @@ class Manifest:
         parameters: by canonical name.
         config: the resolved configuration, flat NeoX keys; `read` gives an older one as it would be written now.
         names: of the parameters inside the weight files: `neox`, or `transformer_engine` (neox_names.py).
+        base: who has the weights that it does not hold (base.py); None: it holds all.
         temporary: it is deleted once a later one is complete (`temporary_checkpoint_minutes`).
     """
 
@@ -91,6 +102,7 @@ class Manifest:
     created: str = ""
     names: str = NEOX
     temporary: bool = False
+    base: BaseEntry | None = None
     format: int = layout.FORMAT_VERSION
 
     @property

@@ -61,18 +61,6 @@ _VOCABULARY = (_EMBEDDING, "final_linear.weight")
 _MUST_AGREE = ("num_layers", "hidden_size", "num_attention_heads")
 
 
-def reader_of(
-    checkpoint: Checkpoint, model: ModelConfig, vocab_size: int, *, checksums: bool = True
-) -> CheckpointReader:
-    """The reader for a checkpoint of a model with this (derived) configuration.
-
-    `vocab_size`: of the tokenizer; only GPT-NeoX's files do not hold it, nor checksums.
-    """
-    if checkpoint.by_neox:
-        return NeoXReader(checkpoint, model, vocab_size)
-    return CheckpointReader(checkpoint, checksums=checksums)
-
-
 class NeoXReader(CheckpointReader):
     """The weights of a checkpoint of GPT-NeoX as those of the model that `model` describes, and their optimizer state.
 

@@ -73,7 +73,7 @@ class Pieces:
 
     def deal(self, files: Sequence[File]) -> list[list[File]]:
         """Who writes what: the files of each data rank, the largest first. The same on all of them."""
-        return deal(files, [self._held(file) for file in files])
+        return deal(files, [self._held(file) for file in files]) if files else [[] for _ in self._ranks]
 
     def move(self, turn: Sequence[File | None]) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """(name, whole values: flat, in the host's memory) of each parameter of the file that this rank writes in this

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from torch.nn import Parameter
 
 from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.agreement import gather
@@ -20,7 +21,7 @@ from megatron.checkpoint.attempt import Attempt, check_free_space
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.host_memory import CopiedEngine, HostMemory
 from megatron.checkpoint.layer_files import LayerFiles, SavingEngine
-from megatron.checkpoint.manifest import FileEntry, Manifest, ParameterEntry
+from megatron.checkpoint.manifest import BaseEntry, FileEntry, Manifest, ParameterEntry
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.rng import random_state
 from megatron.checkpoint.state_file import check_readable, state_bytes
@@ -44,6 +45,7 @@ class Save:
         save_optim: False leaves out optimizer state (`no_save_optim`); such a checkpoint cannot continue a run exactly.
         save_rng: False leaves out random states (`no_save_rng`).
         temporary: it may be deleted once a later one is complete.
+        base: what has the frozen weights (base.py), which are left out then.
 
     `write` raises `SaveError` on every rank when it fails on any (disk full, ...).
     """
@@ -63,11 +65,13 @@ class Save:
         save_optim: bool = True,
         save_rng: bool = True,
         temporary: bool = False,
+        base: BaseEntry | None = None,
     ) -> None:
         scalars = engine.scalars()
         check_readable({"client": client, "scalars": scalars})
         self.folder, self.temporary = CheckpointFolder(root, step), temporary
         self._engine, self._heads, self._save_optim = engine, heads, save_optim
+        self._base = base
         self._consumed, self._config, self._config_files = consumed, config, config_files or {}
         self._copied = False
         # The small states as they are now, since training may go on while they are written.
@@ -87,14 +91,14 @@ class Save:
         `beat` is called in `write` at every sign of progress. What was copied and is not finite is not written:
         `NumericsError`.
         """
-        self._engine = CopiedEngine(self._engine, memory, beat)
+        self._engine = CopiedEngine(self._engine, memory, beat, self._held)
         self._copied = True
 
     def write(self, state: ParallelState) -> Path:
         """Write the checkpoint and point `latest` at it; returns its folder. Collective over `state.host`, which may be
         a group of its own, used on a thread of its own, on every rank."""
         folder, attempt = self.folder, Attempt()
-        layers = LayerFiles(self._engine, state, self._heads, self._save_optim)
+        layers = LayerFiles(self._engine, state, self._heads, self._save_optim, self._held)
         needed = sum(gather(layers.bytes, state))
         if state.rank == 0:
             attempt.run(folder.prepare)
@@ -115,6 +119,10 @@ class Save:
             attempt.run(self._publish, files, layers.entries, state)
         attempt.stop_if_failed(folder, needed, state)
         return folder.final
+
+    def _held(self, parameter: Parameter) -> bool:
+        """Whether the checkpoint holds it."""
+        return self._base is None or not getattr(parameter, "frozen", False)
 
     def _write_small(self, state: ParallelState) -> None:
         for name, data in self._small.items():
@@ -145,6 +153,7 @@ class Save:
                 versions=manifest.versions(),
                 created=manifest.now(),
                 temporary=self.temporary,
+                base=self._base,
             )
         )
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.checkpoint import layout, manifest
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.manifest import Manifest, ParameterEntry
+from megatron.checkpoint.manifest import BaseEntry, Manifest, ParameterEntry
 from megatron.checkpoint.neox_layout import Heads, to_disk
 from megatron.checkpoint.neox_names import NEOX, ROW_BIASES, stored_name
 from megatron.checkpoint.state_file import write_state_file
@@ -36,6 +36,7 @@ def save_weights(
     names: str = NEOX,
     row_biases_once: bool = False,
     client: dict[str, Any] | None = None,
+    base: BaseEntry | None = None,
 ) -> Path:
     """Write `<root>/global_step<step>` and point `latest` at it. Returns the folder.
 
@@ -49,6 +50,7 @@ def save_weights(
             parallel form (gpt_j_residual) GPT-NeoX adds every rank's copy; Deepy reads rank 0's in any case.
 
         client: what is known of the run, such as its tokenizer (tokenizer_identity.py).
+        base: what has the weights that are not among the tensors (base.py).
 
     Raises `UserError` when a parameter cannot be divided by `tp_size`; then the folder is removed.
     """
@@ -75,6 +77,7 @@ def save_weights(
                 versions=manifest.versions(),
                 created=manifest.now(),
                 names=names,
+                base=base,
             )
         )
     except BaseException:

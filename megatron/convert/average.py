@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import layout
+from megatron.checkpoint.base import open_reader
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.tokenizer_identity import kept_identity
@@ -44,7 +45,7 @@ def average(sources: Sequence[str], output: str | Path, *, precision: str = "aut
         raise UserError(f"{KEY}: {output} is the folder of a checkpoint to be averaged; choose another folder")
     if (output / layout.step_folder(step)).exists() and not overwrite:
         raise UserError(f"{KEY}: {output} holds {layout.step_folder(step)} already; give --overwrite")
-    readers = [CheckpointReader(checkpoint) for checkpoint in found]
+    readers = [open_reader(checkpoint) for checkpoint in found]
     reference = readers[found.index(newest)]
     for reader in readers:
         _check_same(reference, reader)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import layout
+from megatron.checkpoint.base import Opening, adapters_of, open_reader
 from megatron.checkpoint.compare import ARCHITECTURE
 from megatron.checkpoint.feed_forward_width import stored_width
 from megatron.checkpoint.find import Checkpoint, find_checkpoint
+from megatron.checkpoint.merged import merged
 from megatron.checkpoint.neox_reader import NeoXReader
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.tokenizer_files import open_tokenizer
@@ -87,7 +89,7 @@ def open_source(
     found = find_checkpoint(checkpoint, iteration, key=key)
     if found.by_neox:
         return _open_neox(found, config_files, vocab_is_hf, reference)
-    reader = CheckpointReader(found)
+    reader = _open(found, config_files)
     settings = read_settings(reader, config_files)
     return reader, settings if reference is None else _take_tokenizer(settings, reference, reader)
 
@@ -107,7 +109,16 @@ def open_weights(
         return _open_neox(found, config_files, False, reference)[0]
     if checksums:
         found.check_files(checksums=True)
-    return CheckpointReader(found)
+    return _open(found, config_files)
+
+
+def _open(checkpoint: Checkpoint, config_files: Sequence[str]) -> CheckpointReader:
+    """Of a checkpoint of Deepy, with adapters merged; `lora_base` of the files says where their base is now."""
+    reader = CheckpointReader(checkpoint)
+    if adapters_of(reader) is None:
+        return reader
+    moved = NeoXArgs.from_files(list(config_files)).get("lora_base") if config_files else None
+    return merged(open_reader(checkpoint, Opening(saved_config(reader).model, lora_base=moved)))
 
 
 def _take_tokenizer(settings: Settings, reference: Reference, reader: CheckpointReader) -> Settings:

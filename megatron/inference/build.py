@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megatron.checkpoint.compare import check_config
+from megatron.checkpoint.base import Opening, adapters_of, open_reader
+from megatron.checkpoint.compare import ADAPTERS, check_config
 from megatron.checkpoint.find import Checkpoint
-from megatron.checkpoint.neox_reader import reader_of
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.tokenizer_identity import check_tokenizer
 from megatron.errors import UserError
@@ -40,7 +40,8 @@ def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, chec
         logger.warning(f"using {checkpoint.path}{checkpoint.skipped_note}")
     check_tokenizer(checkpoint, tokenizer, args.checkpoint.allow_config_changes)
     checksums = args.checkpoint.checkpoint_checksums
-    reader = reader_of(checkpoint, args.model, tokenizer.vocab_size, checksums=checksums)
+    how = Opening(args.model, tokenizer.vocab_size, args.post.lora_base)
+    reader = open_reader(checkpoint, how, checksums=checksums)
     check_fits(reader, args, tokenizer)
     if args.optimizer.ema_decay is not None and args.optimizer.ema_evaluate:
         if reader.has_averages:
@@ -55,6 +56,7 @@ def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, chec
         vocab_size=tokenizer.vocab_size,
         padded_vocab_size=args.tokenizer.padded_vocab_size,
         state=state,
+        adapters=adapters_of(reader),
     )
     rows = [LayerRow(layer.index, layer.name) for layer in layers]
     sizes = [layer.parameters for layer in layers]
@@ -98,7 +100,8 @@ def check_fits(reader: CheckpointReader, args: NeoXArgs, tokenizer: Tokenizer) -
     vocab.json and merges.txt), so that is a warning, not an error.
     """
     saved = reader.manifest.config
-    for message in check_config(saved, args.to_dict(), path=reader.folder, trains=False):
+    given = {key: value for key, value in args.to_dict().items() if key not in ADAPTERS}  # the checkpoint's are used
+    for message in check_config(saved, given, path=reader.folder, trains=False):
         logger.debug(message)
     trained = reader.entry(TIED_NAME).shape[0]
     origin = ", ".join(f"{key}: {saved[key]}" for key in ("tokenizer_type", "vocab_file") if saved.get(key))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.neox_arguments.draft import Draft
 
-_OF_ADAPTERS = ("lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora", "use_dora")
+_OF_ADAPTERS = ("lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora", "use_dora", "lora_save_base")
 
 
 def adapters(draft: Draft) -> None:

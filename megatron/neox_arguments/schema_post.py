@@ -37,3 +37,15 @@ class PostConfig:
         "DoRA: adapters change the direction of a weight's rows, and a vector beside them their length.",
         new=True,
     )
+    lora_base: str | None = key(
+        None,
+        "The checkpoint whose weights the adapters belong to, where it has moved. Default: what the run began from.",
+        path=True,
+        new=True,
+    )
+    lora_save_base: bool = key(
+        False,
+        "Checkpoints hold the frozen weights as well. By default they hold what is trained, and name the checkpoint "
+        "that has the rest.",
+        new=True,
+    )

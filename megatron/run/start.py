@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.agreement import await_thread, broadcast, together
+from megatron.checkpoint.base import open_base
 from megatron.checkpoint.compare import check_config, converted_to_engine
 from megatron.checkpoint.damage import find_damage
+from megatron.checkpoint.find import Checkpoint
 from megatron.checkpoint.folder import recover
 from megatron.checkpoint.grown import Growth
 from megatron.checkpoint.init_from import check_init
@@ -24,6 +26,7 @@ from megatron.checkpoint.start import Start, decide_start
 from megatron.checkpoint.tokenizer_identity import check_identity
 from megatron.cluster.status import StatusFile, run_folder
 from megatron.cluster.tracker_id import read_tracker_ids, restore_tracker_ids
+from megatron.errors import UserError
 from megatron.hub.s3_load import fetch_first
 from megatron.log import get_logger
 from megatron.mpu.state import ParallelState
@@ -132,11 +135,21 @@ def share_start(args: NeoXArgs, state: ParallelState) -> Start:
         load_optim = start.load_optim and not args.checkpoint.no_load_optim
         problem = find_damage(start.checkpoint, state, load_optim=load_optim)
         if problem is None:
+            _check_base(args, start.checkpoint, state)
             return start
         logger.warning(f"{start.checkpoint.path} is damaged: {problem}")
         fetch = start.checkpoint.path not in tried  # a disk that damages what it is given would go on for ever
         tried.add(start.checkpoint.path)
         damaged[start.checkpoint.path] = problem
+
+
+def _check_base(args: NeoXArgs, checkpoint: Checkpoint, state: ParallelState) -> None:
+    """Raise `UserError` when the checkpoint names another that has the frozen weights, and this one is not there or
+    damaged. Collective."""
+    with together("opening the base of the adapters", state):
+        base = open_base(checkpoint, args.post.lora_base)
+    if base is not None and (problem := find_damage(base, state, load_optim=False)):
+        raise UserError(f"{base.path}, the base of the adapters in {checkpoint.path}, is damaged: {problem}")
 
 
 def _share_decision(args: NeoXArgs, state: ParallelState, damaged: dict[Path, str], fetch: bool) -> Start:
@@ -202,6 +215,8 @@ def resume_config(args: NeoXArgs, start: Start) -> NeoXArgs:
     Raises `UserError` for a change that would break the run.
     """
     if start.checkpoint is None:
+        if args.post.lora_base is not None:
+            raise UserError("lora_base: this run starts with new weights; name the base in load, with finetune=true")
         return args
     saved = start.checkpoint.manifest
     tokens = inherit(args.tokenizer.model_tokens, saved.config.get("model_tokens"))
@@ -223,7 +238,27 @@ def resume_config(args: NeoXArgs, start: Start) -> NeoXArgs:
         logger.warning(f"te_layernorm_mlp computes the feed-forward differently from the checkpoint: {change}")
     for message in source_changes(saved.config.get("plugin_sources"), args.launcher.plugin_sources):
         logger.info(f"changed since the checkpoint: {message}")
-    return _with_schedule(_with_origin(args, saved, start), saved.config, start)
+    return _with_schedule(_with_origin(_with_base(args, start), saved, start), saved.config, start)
+
+
+def _with_base(args: NeoXArgs, start: Start) -> NeoXArgs:
+    """`args` with the checkpoint that has the frozen weights of a run that trains adapters alone: that of the
+    checkpoint that it starts from, or this one; None when the run's own have to hold them."""
+    checkpoint = start.checkpoint
+    assert checkpoint is not None
+    if args.post.lora_r is None:
+        return args
+    if checkpoint.manifest.base is not None:
+        base: str | None = args.post.lora_base or checkpoint.manifest.base.path
+    elif args.post.lora_base is not None and start.kind != "resume":
+        raise UserError(
+            f"lora_base: {checkpoint.path} holds all weights, so they have not moved; leave the key out: "
+            f"{checkpoint.path} is the base"
+        )
+    else:
+        grows = start.init is not None and start.init.grows
+        base = None if start.resumes or grows else str(checkpoint.path.absolute())
+    return args if base == args.post.lora_base else args.replace("the checkpoint", lora_base=base)
 
 
 def _with_origin(args: NeoXArgs, saved: Manifest, start: Start) -> NeoXArgs:
@@ -284,6 +319,8 @@ def restore(trainer: Trainer, start: Start, checksums: bool = False, whole: bool
         load_rng=start.load_rng and (whole or not options.no_load_rng),
         checksums=checksums,  # `share_start` has compared them
         growth=Growth.of(start.init, trainer.args.training.seed),
+        lora_base=trainer.args.post.lora_base,
+        seed=trainer.args.training.seed,
     )
     if start.resumes:
         trainer.load_state_dict(client)

@@ -44,7 +44,7 @@ def held(rank: int, world: int, keys: dict[str, Any], layout: Layout) -> tuple[i
     engine.before_update = look
     inner = engine.deepspeed.optimizer
     getattr(inner, "optimizer", inner).register_step_pre_hook(look)
-    first = next(iter(engine.params().values()))  # its gradient is the last one
+    first = next(p for p in engine.params().values() if p.requires_grad)  # its gradient is the last one
     with torch.no_grad():
         first.register_post_accumulate_grad_hook(look)
     engine.train_batch(step_batch(1, args, engine.state), lr(1))
