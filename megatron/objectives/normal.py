@@ -24,8 +24,11 @@ class NormalObjective:
     batch_keys = ("targets", "mask")
 
     def loss(self, out: LMOutput, labels: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """labels: targets [b, s] int64, mask [b, s] fp32, weight 0-dim fp32 -> scalar fp32."""
+        """labels: targets [b, s] int64 (or numbers to draw them by, see `LMOutput.sampled`), mask [b, s] fp32, weight
+        0-dim fp32 -> scalar fp32."""
         targets, mask, weight = labels
+        if targets.is_floating_point():  # draws, for an estimate of the curvature
+            return out.weighted_loss(out.sampled(targets), mask * weight)[0]
         return out.with_balance(out.weighted_loss(targets, mask * weight)[0])
 
 
