@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +68,6 @@ class LoopEngine(fake_engine.FakeEngine):
 
     def param_norms(self) -> dict[str, torch.Tensor]:
         return {name: weight.norm() for name, weight in self.masters.items()}
-
-    def averaged(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def not_finite(self) -> list[str]:
         return [name for name, weight in self.masters.items() if not weight.isfinite().all()]
