@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
 from megatron.checkpoint.agreement import await_thread
-from megatron.cluster.exports import Exports
+from megatron.cluster.exports import Exports, last_words
 from megatron.convert.families import choose_family
 from megatron.errors import UserError
 from megatron.log import get_logger
+from megatron.neox_arguments import NeoXArgs
 from megatron.training.callback import Callback
 
 if TYPE_CHECKING:
@@ -24,6 +25,13 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 NAME = "hf_export"
+
+
+def exports_of(args: NeoXArgs) -> Exports:
+    """Those of a run."""
+    options, root = args.checkpoint, Path(args.checkpoint.save or "")
+    averaged = args.optimizer.ema_decay is not None and not options.no_save_optim
+    return Exports(root.resolve(), Path(options.hf_save_path or root / "hf").resolve(), averaged)
 
 
 @CALLBACKS.register(
@@ -55,16 +63,12 @@ class HfExport(Callback):
     @classmethod
     def build(cls, context: RunContext) -> HfExport:
         """Raises `UserError` naming what no architecture of transformers can express."""
-        options = context.args.checkpoint
         try:  # better known now than after the first checkpoint
             choose_family(context.args.model, None)
         except UserError as error:
             raise UserError(f"hf_save_interval: {error}") from error
-        root = Path(options.save or "")
-        folder = Path(options.hf_save_path or root / "hf").resolve()
-        averaged = context.args.optimizer.ema_decay is not None and not options.no_save_optim
-        exports = Exports(root.resolve(), folder, averaged)
-        return cls(exports if context.state.rank == 0 else None, options.hf_save_interval)
+        exports = exports_of(context.args)
+        return cls(exports if context.state.rank == 0 else None, context.args.checkpoint.hf_save_interval)
 
     def loaded(self, trainer: Trainer) -> None:
         if self.exports is not None and trainer.saved_step is not None:
@@ -124,7 +128,7 @@ class HfExport(Callback):
             where = self.exports.of(self._step)
             logger.info(f"exported the checkpoint of iteration {self._step} to {where}: {seconds:.0f} s")
         else:
-            why = f"{self.exports.last_words()} (exit code {self._process.returncode}, see {self.exports.log})"
+            why = f"{last_words(self.exports.log)} (exit code {self._process.returncode}, see {self.exports.log})"
             logger.warning(f"the checkpoint of iteration {self._step} is not exported: {why}")
         self._process = None
         self._begin(trainer)

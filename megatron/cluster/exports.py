@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,31 +42,30 @@ class Exports:
         return sorted(int(number) for number in found if number.isdigit())
 
     def start(self, step: int) -> subprocess.Popen[bytes]:
-        """Begin to export a complete checkpoint, on CPUs at the lowest priority.
+        """Begin to export a complete checkpoint. Raises `OSError`."""
+        given = ["--input_dir", str(self.root / f"global_step{step}"), "--output_dir", str(self.of(step))]
+        given += ["--overwrite"]  # that of a checkpoint which a run that went back has replaced
+        return start_beside([str(TOOL), *given, *(["--ema"] if self.averaged else [])], self.log)
 
-        It belongs to this process's group, so that what ends a job ends it, too. Raises `OSError`.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        given: tuple[str, ...] = (
-            "--input_dir",
-            str(self.root / f"global_step{step}"),
-            "--output_dir",
-            str(self.of(step)),
-            "--overwrite",  # that of a checkpoint which a run that went back has replaced
+
+def start_beside(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a Python program beside the run, on CPUs at the lowest priority; what it prints is added to `log`.
+
+    It belongs to this process's group, so that what ends a job ends it, too. Raises `OSError`.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    env = {**environment_of_evaluation(os.environ, of_slurm=False), "CUDA_VISIBLE_DEVICES": ""}
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            ["nice", "-n", "19", sys.executable, "-u", *command],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
         )
-        if self.averaged:
-            given = (*given, "--ema")
-        env = {**environment_of_evaluation(os.environ, of_slurm=False), "CUDA_VISIBLE_DEVICES": ""}
-        with self.log.open("ab") as log:
-            return subprocess.Popen(
-                ["nice", "-n", "19", sys.executable, "-u", str(TOOL), *given],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
 
-    def last_words(self) -> str:
-        """The last line of the log, which says why an export failed."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n") if self.log.exists() else []
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+
+def last_words(log: Path) -> str:
+    """The last line of a log, which says why a process failed."""
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log.exists() else []
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")

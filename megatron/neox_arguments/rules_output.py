@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 
 from megatron.neox_arguments.bucket_places import PLACE, step_in
 from megatron.neox_arguments.draft import Draft
 
+_REPO = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)
 _S3_PART = 5 << 20  # bytes: what S3 takes at least, but for the last part
 
 
@@ -46,9 +48,13 @@ def evaluation_jobs(draft: Draft) -> None:
 
 
 def exports(draft: Draft) -> None:
-    """hf_save_interval has checkpoints to export."""
+    """hf_save_interval has checkpoints to export, and hf_upload_repo exports to send."""
     if draft["hf_save_interval"] > 0 and draft["save"] is None:
         draft.report("hf_save_interval", "save is not set, so there are no checkpoints to export; set save")
+    if (repo := draft["hf_upload_repo"]) is not None and not _REPO.fullmatch(repo):
+        draft.report("hf_upload_repo", f"expected NAME or OWNER/NAME, got {repo!r}")
+    elif repo is not None and draft["hf_save_interval"] <= 0:
+        draft.report("hf_upload_repo", "hf_save_interval is not set, so there are no exports to send; set it")
 
 
 def object_store(draft: Draft) -> None:

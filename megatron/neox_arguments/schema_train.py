@@ -349,6 +349,12 @@ class CheckpointConfig:
     hf_save_path: str | None = key(
         None, "Folder for hf_save_interval's global_step<N>. Default: hf in save.", path=True, new=True
     )
+    hf_upload_repo: str | None = key(
+        None,
+        "Repository of the Hugging Face Hub, NAME or OWNER/NAME, that gets each export of hf_save_interval while "
+        "training goes on: branch global_step<N>, the last one also main. A new one is private.",
+        new=True,
+    )
     s3_path: str | None = key(
         None,
         "Folder of an S3 bucket, s3://bucket/path, that gets a copy of each checkpoint, below the name of save; a run "

@@ -33,6 +33,7 @@ _NO_SERVICES: dict[str, Any] = {
     "prometheus_file": None,
     "s3_path": None,
     "hf_save_interval": 0,
+    "hf_upload_repo": None,
     "eval_tasks": None,
     "eval_suite": None,
     "log_dir": None,

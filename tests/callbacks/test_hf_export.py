@@ -18,6 +18,7 @@ from megatron.errors import UserError
 from megatron.mpu.state import ParallelState
 from megatron.training.trainer import Trainer
 from tests.callbacks.fakes import args_of, trainer_of
+from tests.hub.upload_server import UploadHub
 from tests.inference.models import GPT_NEOX
 from tests.tokenizer.vocabularies import byte_level, write_json
 from tests.training.runs import corpus, run
@@ -140,7 +141,7 @@ def test_what_cannot_be_exported_is_said_at_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_exports_what_transformers_opens(tmp_path: Path) -> None:
+def test_a_run_exports_what_transformers_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The average of the weights, where there is one."""
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -150,7 +151,13 @@ def test_a_run_exports_what_transformers_opens(tmp_path: Path) -> None:
     keys = {**GPT_NEOX, "norm": "layernorm", "activation": "gelu", "intermediate_size": None, "num_kv_heads": 4}
     keys |= {"tokenizer_type": "HFTokenizer", "vocab_file": str(vocab_file), "data_path": corpus(tmp_path / "data")}
     keys |= {"train_iters": 4, "checkpoint_factor": 4, "hf_save_interval": 3, "ema_decay": 0.5}
-    reports = run({**keys, "save": str(tmp_path / "save")}, Layout(pp=2))
+    keys |= {"hf_upload_repo": "me/tiny"}
+    with UploadHub() as hub:
+        for name, value in hub.environment(tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
+        reports = run({**keys, "save": str(tmp_path / "save")}, Layout(pp=2))
+    made = {path.name: path.read_bytes() for path in (tmp_path / "save/hf/global_step4").iterdir()}
+    assert hub.models["me/tiny"].branches["main"] == hub.models["me/tiny"].branches["global_step4"] == made
     assert [report.exit_code for report in reports] == [0] * 2, reports[0].error
     assert Exports(tmp_path, tmp_path / "save" / "hf").steps() == [4]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "save" / "hf" / "global_step4", dtype=torch.float32)
