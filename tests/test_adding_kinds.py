@@ -149,19 +149,14 @@ def half(p, lr, min_lr):
     Added(
         "objectives/fixed.py",
         """
-from megatron.objectives import OBJECTIVES
+from megatron.objectives import OBJECTIVES, Objective
 
 
-class Fixed:
-    batch_keys = ("targets", "mask")
-
+@OBJECTIVES.register("dpo")
+class Fixed(Objective):
     def loss(self, out, labels):
-        targets, mask, weight = labels
-        losses = out.token_loss(targets)
-        return out.with_balance(((losses * 0 + 7) * mask.reshape(-1)).sum() * weight)
-
-
-OBJECTIVES.register("dpo")(Fixed())
+        losses = out.token_loss(labels.targets)
+        return out.with_balance(((losses * 0 + 7) * labels.mask.reshape(-1)).sum() * labels.weights[0])
 """,
         {"train_impl": "dpo"},  # known, and not available until such a file is there
     ),

@@ -88,7 +88,8 @@ class Console(Callback):
         logger.info(start_line(trainer.args, trainer.step))
 
     def logged(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
-        result(training_line(metrics, step, trainer.args.training.train_iters, self.metrics), show=self.show)
+        names = [*(f"train/{name}" for name in trainer.engine.objective.metrics), *self.metrics]
+        result(training_line(metrics, step, trainer.args.training.train_iters, names), show=self.show)
 
     def evaluated(self, trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
         result(evaluation_line(metrics, split, trainer.step, trainer.args.training.train_iters or 0))

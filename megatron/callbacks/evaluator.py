@@ -20,6 +20,7 @@ from megatron.callbacks.context import Batches, NamedSet, RunContext
 from megatron.checkpoint.rng import random_state, restore_random_state
 from megatron.data.batch import StepBatch
 from megatron.log import progress
+from megatron.objectives import Objective
 from megatron.tokenizer import Tokenizer
 from megatron.training.callback import Callback, due
 
@@ -32,23 +33,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sums:
-    """What was added up over some batches: the loss of the trained tokens (nats), their number, the bytes of text that
-    they stand for (None when that is not known)."""
+    """What was added up over some batches: the loss (nats, where it is per token) and each metric of the objective,
+    what they are means over, and the bytes of text that the trained tokens stand for (None when that is not known)."""
 
-    loss: float
-    tokens: int
+    objective: Objective
+    sums: tuple[float, ...]
+    counts: tuple[float, ...]
     bytes: int | None = None
 
     def __add__(self, other: Sums) -> Sums:
         both = None if self.bytes is None or other.bytes is None else self.bytes + other.bytes
-        return Sums(self.loss + other.loss, self.tokens + other.tokens, both)
+        return Sums(self.objective, _added(self.sums, other.sums), _added(self.counts, other.counts), both)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Mean loss per token, its perplexity, and the loss in bits per byte."""
-        mean = self.loss / self.tokens if self.tokens else math.nan
-        found = {"lm_loss": mean, "lm_loss_ppl": perplexity(mean)}
-        return found | ({"bits_per_byte": self.loss / math.log(2) / self.bytes} if self.bytes else {})
+        """The mean loss, its perplexity and the loss in bits per byte where it is per token, the objective's metrics;
+        NaN where a mean is over nothing."""
+        mean, *metrics = (total / n if n else math.nan for total, n in zip(self.sums, self.counts, strict=True))
+        found = {"lm_loss": mean}
+        if self.objective.counts[0] == "tokens":
+            found["lm_loss_ppl"] = perplexity(mean)
+            if self.bytes:
+                found["bits_per_byte"] = self.sums[0] / math.log(2) / self.bytes
+        return found | dict(zip(self.objective.metrics, metrics, strict=True))
+
+
+def _added(some: tuple[float, ...], others: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(map(add, some, others))
 
 
 def add_up(trainer: Trainer, batches: Iterator[StepBatch], iterations: int, what: str, sizes: Tensor | None) -> Sums:
@@ -57,22 +68,23 @@ def add_up(trainer: Trainer, batches: Iterator[StepBatch], iterations: int, what
     Args:
         sizes: bytes of text that each token stands for, int64 `[v]` on the device; None: not known.
     """
-    state = trainer.state
-    total, tokens = torch.zeros((), device=state.device), 0
+    state, objective = trainer.state, trainer.engine.objective
+    total = torch.zeros(1 + len(objective.metrics), device=state.device)
+    counts = (0.0,) * len(total)
     read = torch.zeros((), dtype=torch.int64, device=state.device)
     steps = range(iterations)
     for _ in progress(steps, what=what, unit="batch") if state.rank == 0 else steps:
         batch = next(batches)
-        loss, count = trainer.engine.eval_batch(batch)
-        total, tokens = total + loss, tokens + count
+        out = trainer.engine.eval_batch(batch)
+        total, counts = total + out.sums, _added(counts, out.counts)
         if sizes is not None:
             targets, mask = batch.targets.to(state.device), batch.mask.to(state.device)
             read += sizes[targets].masked_fill(mask == 0, 0).sum()
     if sizes is None:
-        return Sums(float(total), tokens)
+        return Sums(objective, tuple(total.tolist()), counts)
     if (group := state.group("data")) is not None:
         dist.all_reduce(read, group=group)
-    return Sums(float(total), tokens, int(read))
+    return Sums(objective, tuple(total.tolist()), counts, int(read))
 
 
 def evaluate_sets(trainer: Trainer, sets: Sequence[NamedSet], sizes: Tensor | None = None) -> None:

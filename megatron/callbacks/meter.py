@@ -6,7 +6,7 @@ next step, when they have long been computed and what the steps took is known.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +37,7 @@ class Interval:
     flops: float = 0.0
     trained_tokens: int = 0
     padding: int = 0
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # sums, and over how many steps
 
 
 @CALLBACKS.register(
@@ -83,6 +84,9 @@ class Meter(Callback):
         sums.padding += out.padding
         sums.skipped = sums.skipped + out.skipped
         sums.loss = sums.loss + out.loss.masked_fill(out.skipped, 0.0)
+        for name, metric in out.metrics.items():
+            total, steps = sums.metrics.get(name, (torch.zeros_like(metric), torch.zeros_like(metric)))
+            sums.metrics[name] = total + metric.masked_fill(out.skipped, 0.0), steps + ~out.skipped
         if out.grad_norm is not None:
             sums.nan = sums.nan + (out.skipped & out.grad_norm.isnan())
             sums.grad_norm = torch.where(out.skipped, sums.grad_norm, out.grad_norm)
@@ -101,6 +105,8 @@ class Meter(Callback):
             "train/tokens": float(trainer.consumed) * trainer.args.model.seq_length,
             "train/trained_tokens": sums.trained_tokens,
         }
+        for name, (total, steps) in sums.metrics.items():
+            metrics[f"train/{name}"] = total / steps.clamp(min=1)
         if self._initial is not None:
             # Of a fresh model, near ln(vocabulary): the cheapest check that it is wired rightly. Reported once.
             metrics["loss/init"], self._initial = self._initial, None

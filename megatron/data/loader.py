@@ -10,8 +10,9 @@ no second import of torch and no copies between processes; an error in a worker 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -35,6 +36,7 @@ class StepLoader:
         pin_memory: return page-locked memory.
         plan: samples of each step over all ranks, multiples of micro_batch * dp_size; by default always the same.
         rows: samples in an item; item i of a micro-batch is its rows from rows * i on. All else counts items.
+        count: works out what the objective counts in a batch, `StepBatch.counts`.
     """
 
     def __init__(
@@ -50,12 +52,13 @@ class StepLoader:
         pin_memory: bool = False,
         plan: BatchPlan | None = None,
         rows: int = 1,
+        count: Callable[[StepBatch], Sequence[float]] | None = None,
     ) -> None:
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank {dp_rank} of dp_size {dp_size}")
         self.dataset, self.rules = dataset, rules
         self.micro_batch, self.gas, self.dp_rank, self.dp_size = micro_batch, gas, dp_rank, dp_size
-        self.num_workers, self.pin_memory, self.rows = num_workers, pin_memory, rows
+        self.num_workers, self.pin_memory, self.rows, self.count = num_workers, pin_memory, rows, count
         self.plan = plan or BatchPlan.constant(micro_batch * gas * dp_size)
 
     def num_steps(self, consumed: int = 0, step: int = 0) -> int:
@@ -81,6 +84,8 @@ class StepLoader:
             cut(arrays, self.plan.seq_length(step))
         complete(arrays)
         batch = StepBatch.from_arrays(arrays, step, consumed)
+        if self.count is not None:
+            batch = replace(batch, counts=self.count(batch))
         return batch.pin_memory() if self.pin_memory else batch
 
     def _samples(self, number: int) -> tuple[Sample, ...]:

@@ -81,7 +81,7 @@ class LayerPipe(PipelineModule):
         super().__init__(
             layers=specs,
             topology=PipeModelDataParallelTopology(num_pp=state.pp_size, num_mp=state.tp_size, num_dp=state.dp_size),
-            loss_fn=objective.loss,
+            loss_fn=lambda out, labels: objective(out, labels)[0],
         )
         if seed is not None:
             initialize(self, seed, state)

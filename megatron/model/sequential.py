@@ -18,7 +18,7 @@ from megatron.layers.kv_cache import KVCache
 from megatron.layers.lora import start_adapters
 from megatron.layers.parts import log_backends
 from megatron.model.gpt import Layer, build_layer
-from megatron.model.head import Head, LMOutput, Then
+from megatron.model.head import Head, Then
 from megatron.model.recompute import Recompute, recompute_in_backward, recompute_of
 from megatron.mpu.initial_weights import initialize
 from megatron.mpu.state import ParallelState
@@ -107,9 +107,9 @@ def _run_chunk(chunk: list[nn.Module]) -> Callable[..., tuple[Tensor, Tensor | N
 class SequentialModel(nn.Module):
     """All layers in one process (pipe_parallel_size 0 or 1; ZeRO 0-3).
 
-    `layers` are built and initialised here from `seed` (None: zeros, a checkpoint follows). `objective` turns the
-    head's output and the labels into a scalar. `after_build` is called with each layer before the next one is built:
-    under ZeRO-3 it gives the layer's parameters to their owners, so that the model is never whole.
+    `layers` are built and initialised here from `seed` (None: zeros, a checkpoint follows). `objective(out, labels)`
+    makes loss and metrics of the head's output and the labels. `after_build` is called with each layer before the next
+    one is built: under ZeRO-3 it gives the layer's parameters to their owners, so that the model is never whole.
     """
 
     def __init__(
@@ -143,16 +143,13 @@ class SequentialModel(nn.Module):
         cache: KVCache | None = None,
         then: Then | None = None,
     ) -> Any:
-        """inputs (tokens [b, s], positions [b, s][, doc_ids [b, s] or `Documents`]) -> the loss of `labels`, or
-        `LMOutput` without.
+        """inputs (tokens [b, s], positions [b, s][, doc_ids [b, s] or `Documents`]) -> what the
+        objective makes of `labels`, or `LMOutput` without.
 
         `then`: what to make of the `LMOutput` inside the head's forward (under ZeRO-3 its weight is whole only there),
         e.g. `lambda out: out.logits()`.
         """
         if labels is not None:
-            then = partial(self._loss, labels)
+            then = partial(self.objective, tensors=labels)
         carry = Carry.from_tensors(inputs)
         return run_stage(list(self.sequential), carry, self.recompute, cache, then, self.before_layer)
-
-    def _loss(self, labels: Any, out: LMOutput) -> Tensor:
-        return self.objective.loss(out, labels)

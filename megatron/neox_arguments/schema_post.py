@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.neox_arguments.keys import key
 
 ALL_LINEAR = "all-linear"
+_OBJECTIVE = "its train_impl is not available yet"
+_ASCENT = "gradient ascent unlearning is not available yet; train on the retain data alone"
 
 
 @dataclass(frozen=True)
 class PostConfig:
-    """Adapters: small matrices that are trained beside frozen weights."""
+    """What objectives do (their data are keys of `data`), and adapters: small matrices that are trained beside frozen
+    weights."""
 
     lora_r: int | None = key(
         None,
@@ -49,3 +53,30 @@ class PostConfig:
         "that has the rest.",
         new=True,
     )
+
+    # known, not available
+    dpo_fp32: bool = key(True, "DPO in fp32.", unavailable=_OBJECTIVE)
+    dpo_reference_free: bool = key(False, "DPO without a reference model.", unavailable=_OBJECTIVE)
+    dpo_beta: float = key(0.1, "DPO's beta.", unavailable=_OBJECTIVE)
+    kto_fp32: bool = key(True, "KTO in fp32.", unavailable=_OBJECTIVE)
+    kto_desirable_weight: float = key(1.0, "Weight of desirable samples.", unavailable=_OBJECTIVE)
+    kto_undesirable_weight: float = key(1.0, "Weight of undesirable samples.", unavailable=_OBJECTIVE)
+    kto_beta: float = key(0.1, "KTO's beta.", unavailable=_OBJECTIVE)
+    z_loss: float = key(
+        0.0, "z-loss of reward models. That of language models is z_loss_weight.", unavailable=_OBJECTIVE
+    )
+    fp32_reinforce: bool = key(True, "REINFORCE in fp32.", unavailable=_OBJECTIVE)
+    kl_impl: Literal["abs", "mse", "kl", "full"] = key("mse", "KL estimator.", unavailable=_OBJECTIVE)
+    kl_div_beta: float = key(0.1, "Weight of the KL term.", unavailable=_OBJECTIVE)
+    reinforce_leave_one_out: bool = key(False, "Leave-one-out baseline.", unavailable=_OBJECTIVE)
+    ga_interval: int | None = key(None, "Steps between bursts of ascent.", unavailable=_ASCENT)
+    ga_iters: int | None = key(None, "Ascent steps per burst.", unavailable=_ASCENT)
+    ga_lr_scale: float = key(1.0, "Learning-rate factor of ascent steps.", unavailable=_ASCENT)
+    ga_mode: str = key("interval", "interval or interleaved.", unavailable=_ASCENT)
+    ga_interleave_ratio: int = key(1, "Descent steps per ascent step.", unavailable=_ASCENT)
+    ga_loss_threshold: float | None = key(None, "Stop ascending above this loss.", unavailable=_ASCENT)
+    ga_threshold_check_mode: str = key("per_step", "How the threshold is checked.", unavailable=_ASCENT)
+    ga_threshold_skip_forward: bool = key(False, "Skip ascent past the threshold.", unavailable=_ASCENT)
+    gd_mode: bool = key(False, "Gradient difference: retain loss minus forget loss.", unavailable=_ASCENT)
+    gd_retain_weight: float = key(40.0, "Weight of the retain loss.", unavailable=_ASCENT)
+    gd_log_separate_losses: bool = key(True, "Log both losses.", unavailable=_ASCENT)

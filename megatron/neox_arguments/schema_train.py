@@ -276,20 +276,6 @@ class TrainingConfig:
     )
 
     # known, not available
-    dpo_fp32: bool = key(True, "DPO in fp32.", unavailable=_OBJECTIVE)
-    dpo_reference_free: bool = key(False, "DPO without a reference model.", unavailable=_OBJECTIVE)
-    dpo_beta: float = key(0.1, "DPO's beta.", unavailable=_OBJECTIVE)
-    kto_fp32: bool = key(True, "KTO in fp32.", unavailable=_OBJECTIVE)
-    kto_desirable_weight: float = key(1.0, "Weight of desirable samples.", unavailable=_OBJECTIVE)
-    kto_undesirable_weight: float = key(1.0, "Weight of undesirable samples.", unavailable=_OBJECTIVE)
-    kto_beta: float = key(0.1, "KTO's beta.", unavailable=_OBJECTIVE)
-    z_loss: float = key(
-        0.0, "z-loss of reward models. That of language models is z_loss_weight.", unavailable=_OBJECTIVE
-    )
-    fp32_reinforce: bool = key(True, "REINFORCE in fp32.", unavailable=_OBJECTIVE)
-    kl_impl: Literal["abs", "mse", "kl", "full"] = key("mse", "KL estimator.", unavailable=_OBJECTIVE)
-    kl_div_beta: float = key(0.1, "Weight of the KL term.", unavailable=_OBJECTIVE)
-    reinforce_leave_one_out: bool = key(False, "Leave-one-out baseline.", unavailable=_OBJECTIVE)
     serve_model_weights: bool = key(
         False, "Serve the weights to an inference process.", unavailable="generate from a checkpoint with generate.py"
     )

@@ -1,41 +1,126 @@
 """What is trained: one objective per `train_impl`.
 
-An objective is an object with
-
-* `batch_keys`: the fields of a `StepBatch` that make up its labels, in order;
-* `loss(out: LMOutput, labels) -> scalar`: the micro-batch's share of the step's loss. The engine averages over
-  accumulation and data-parallel ranks; the labels' weight undoes that, so that the step's loss is
-  sum over trained tokens of the global batch / their number, whatever the split. `out.with_balance(loss)` adds the
-  gradient of what mixtures of experts add.
+Legend: b rows of a micro-batch, s sequence, t = b·s, n answers of a micro-batch, k counts, m metrics.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
+from megatron.data.answers import ANSWER_TOKENS
+from megatron.data.batch import StepBatch
+from megatron.errors import UserError
 from megatron.model.head import LMOutput
+from megatron.neox_arguments.schema_post import PostConfig
 from megatron.registry import Registry, import_entries
 
 
-class Objective(Protocol):
-    """See the package's docstring."""
+@dataclass(frozen=True)
+class Labels:
+    """What the loss of a micro-batch is worked out from, next to the output.
 
-    batch_keys: tuple[str, ...]
+    Attributes:
+        targets: int64 `[b, s]`.
+        mask: fp32 `[b, s]`, 1 where the target is trained.
+        weights: fp32 `[k]`, one for each of `Objective.counts`: (micro-batches · data ranks) / what is counted in the
+            whole global batch, 0 where nothing is. A sum times its weight is, in the mean over micro-batches and data
+            ranks that engines take, a mean over what is counted. In evaluation they are 1: engines add up.
+        extras: what `Objective.reads` names, as `StepBatch` has it, of this micro-batch: `[b, s]` or `[n]`; with
+            "answers" also "answer_tokens".
+    """
 
-    def loss(self, out: LMOutput, labels: Any) -> Tensor: ...
+    targets: Tensor
+    mask: Tensor
+    weights: Tensor
+    extras: Mapping[str, Tensor]
+
+    @property
+    def answers(self) -> Tensor:
+        """int64 `[b, s]`, the answer of each target, -1 where there is none; their number is the length of extras per
+        answer."""
+        return self.extras["answers"]
 
 
-OBJECTIVES: Registry[Objective] = Registry(
+class Objective(ABC):
+    """A loss, what it reads, what it is a mean over, what it reports. Shared by all stages, without parameters.
+
+    Attributes:
+        reads: names of the extras of a batch that it reads, "answers" for the answers.
+        counts: what it counts. The first is what its loss is a mean over; "tokens" there means nats per token, of which
+            perplexity is made.
+        metrics: names of the means that it reports besides the loss, as `train/<name>` and `<split>/<name>`.
+        over: which of the counts a metric is a mean over, where that is not the first.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ()
+    counts: ClassVar[tuple[str, ...]] = ("tokens",)
+    metrics: ClassVar[tuple[str, ...]] = ()
+    over: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, options: PostConfig | None = None) -> None:
+        self.options = options or PostConfig()
+
+    def count(self, batch: StepBatch) -> Sequence[float]:
+        """What `counts` names in this rank's part of a step, on the host; it is added up over ranks before the step's
+        first forward pass. A step in which nothing is counted is skipped."""
+        return (batch.trained,)
+
+    @abstractmethod
+    def loss(self, out: LMOutput, labels: Labels) -> Tensor | tuple[Tensor, Tensor]:
+        """A micro-batch's share of the step's loss: 0-dim fp32 with a gradient for every parameter (`out.with_balance`
+        adds that of mixtures of experts), 0 and not NaN where nothing is counted. With `metrics` also their shares,
+        fp32 `[m]` without gradient. Every term has one of `labels.weights` as a factor, and so depends on no layout.
+        """
+
+    # -- what engines call
+
+    def __call__(self, out: LMOutput, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """(loss, metrics `[m]`) of what `labels` gave."""
+        targets, mask, weights, *extras = tensors
+        labels = Labels(targets, mask, weights, dict(zip(self._extras, extras, strict=True)))
+        found = self.loss(out, labels)
+        return found if isinstance(found, tuple) else (found, mask.new_zeros(0))
+
+    def labels(self, batch: StepBatch, micro: int, weights: Tensor) -> tuple[Tensor, ...]:
+        """Those of a micro-batch, as tensors: pipelines send nothing else."""
+        known = batch.extras if batch.answers is None else {**batch.extras, "answers": batch.answers}
+        if missing := [name for name in self._extras if name not in known]:
+            raise UserError(
+                f"the objective {type(self).__name__} reads {', '.join(missing)}, which the data do not have"
+            )
+        return batch.targets[micro], batch.mask[micro], weights, *(known[name][micro] for name in self._extras)
+
+    def counted(self, batch: StepBatch) -> Sequence[float]:
+        """`count`, or what was counted before the batch went to the device."""
+        return self.count(batch) if batch.counts is None else batch.counts
+
+    def divisors(self, counts: Sequence[float]) -> tuple[float, ...]:
+        """Of these counts, what the loss and each metric are means over, `[1 + m]`."""
+        by_name = dict(zip(self.counts, counts, strict=True))
+        return (counts[0], *(by_name[self.over.get(name, self.counts[0])] for name in self.metrics))
+
+    @property
+    def _extras(self) -> tuple[str, ...]:
+        return (*self.reads, *([ANSWER_TOKENS] if "answers" in self.reads else []))
+
+
+def measured(loss: Tensor, metrics: Tensor) -> Tensor:
+    """Loss and metrics as one vector `[1 + m]` fp32 without gradient: they travel together."""
+    return torch.cat([loss.detach().float().reshape(1), metrics])
+
+
+OBJECTIVES: Registry[type[Objective]] = Registry(
     "train_impl",
-    wants="an object with a method loss(out, labels)",
-    fits=lambda entry: not isinstance(entry, type) and callable(getattr(entry, "loss", None)),
+    wants="a subclass of megatron.objectives.Objective",
+    fits=lambda entry: isinstance(entry, type) and issubclass(entry, Objective),
 )
-"""Objects as described in the text of the package. They are shared by all stages and have no parameters; the loss is a
-0-dim fp32 tensor that reaches every parameter, is 0 and not NaN for a micro-batch without trained tokens, and takes
-`weight` as a factor, so that it depends on no layout.
-"""
+"""Subclasses of `Objective`, which are made with the keys about post-training (`args.post`)."""
 
 
 import_entries(__name__, __path__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from megatron.run.data import collate_rules, open_data, resolve_epochs
 from megatron.run.data_table import data_lines, evaluation_notes
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.callback import Callback
-from megatron.training.setup import Process
+from megatron.training.setup import Process, build_objective
 
 logger = get_logger(__name__)
 
@@ -100,7 +101,8 @@ def _log_data(args: NeoXArgs, tokenizer: Tokenizer, plan: DataPlan) -> None:
 
 def build_batches(args: NeoXArgs, process: Process, datasets: Datasets) -> dict[str, Batches]:
     """`batches[role](consumed, step)` for each role: batches of the training data are those of the plan."""
-    rules = collate_rules(args, process.tokenizer)
+    objective = build_objective(args)
+    rules = replace(collate_rules(args, process.tokenizer), reads=objective.reads)
 
     device = process.state.device
     copies = CudaCopies(device) if device.type == "cuda" else None
@@ -117,6 +119,7 @@ def build_batches(args: NeoXArgs, process: Process, datasets: Datasets) -> dict[
             pin_memory=copies is not None,
             plan=BatchPlan.of(args) if role == "train" else None,
             rows=datasets.plan.roles[role].rows,
+            count=objective.count,
         )
         if copies is None:
             return loader.steps

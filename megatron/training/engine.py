@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from megatron.layers.carry import Carry
 from megatron.layers.kv_cache import KVCache
 from megatron.model.head import Then
 from megatron.mpu.state import ParallelState
+from megatron.objectives import Objective
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class StepOut:
     """What one training step reports. Tensors stay on the device until somebody logs them.
 
     Attributes:
-        loss: mean loss over the trained tokens of the global batch, 0-dim fp32, equal on every rank.
+        loss: mean loss over what the objective counts (trained tokens) in the global batch, 0-dim fp32, equal on every
+            rank.
         grad_norm: global gradient norm before clipping, 0-dim fp32; None when nothing was trained.
         skipped: the update was not applied (non-finite gradient, no trained token in the batch, or an outlier), 0-dim
             bool on the device. Who needs it as a number asks `Callback.settled`.
@@ -33,6 +35,7 @@ class StepOut:
             every rank.
         outlier: the update was not applied because loss or gradient norm lies far above those before, 0-dim bool on the
             device; None where nobody looks (`skip_outliers`).
+        metrics: the means that the objective reports, by name, as `loss`; those over nothing are left out.
     """
 
     loss: Tensor
@@ -43,6 +46,27 @@ class StepOut:
     padding: int = 0
     votes: tuple[bool, ...] = ()
     outlier: Tensor | None = None
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EvalOut:
+    """What an evaluated batch adds up to over the global batch, the same on every rank.
+
+    Attributes:
+        sums: fp32 `[1 + m]` on the device, of the loss and of each metric of the objective.
+        counts: what each of them is a mean over.
+        trained_tokens: their number.
+    """
+
+    sums: Tensor
+    counts: tuple[float, ...]
+    trained_tokens: int
+
+    @property
+    def loss(self) -> float:
+        """The mean loss; waits for the device."""
+        return float(self.sums[0]) / self.counts[0]
 
 
 class Engine(Protocol):
@@ -50,6 +74,7 @@ class Engine(Protocol):
 
     state: ParallelState
     module: nn.Module
+    objective: Objective
     joint_passes: bool
     """Whether a data-parallel rank needs the others in every forward pass (ZeRO-3)."""
     before_update: Callable[[], None] | None
@@ -62,7 +87,7 @@ class Engine(Protocol):
     up with the tokens of the batch."""
 
     def train_batch(self, batch: StepBatch, lr: float) -> StepOut: ...
-    def eval_batch(self, batch: StepBatch) -> tuple[Tensor, int]: ...
+    def eval_batch(self, batch: StepBatch) -> EvalOut: ...
     def evaluating(self) -> AbstractContextManager[None]:
         """Inside, the model computes as when it is evaluated, and `run_stage` may be called."""
         ...

@@ -17,6 +17,7 @@ from megatron.layers.kv_cache import KVCache
 from megatron.model.head import Then
 from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState
+from megatron.objectives import measured
 from megatron.training.engine_bf16 import Bf16Gradients
 from megatron.training.engine_config import owns_reduction
 from megatron.training.engine_deepspeed_state import DeepSpeedState
@@ -81,31 +82,36 @@ class DeepSpeedEngine(StepEngine):
         if self.pipelined and self.deepspeed.steps_per_print() is None:
             self.deepspeed.timers = NoopTimer()  # it keeps two events of the device per step until it prints
         if self.pipelined:
-            self.deepspeed._aggregate_total_loss = lambda: self._loss
+            self.deepspeed._aggregate_total_loss = lambda: self._means[0]
             self.deepspeed._bcast_pipe_scalar = self._from_last_stage
         if self.pipelined and state.is_last_stage:
-            self._announce_backward()
+            self._measure_loss()
         if isinstance(self._gradients, Bf16Gradients):
             self._exchange_in_buckets(self._gradients)
         if state.dp_size == 1 or ranks is not None:
             # A world of one has nothing to reduce; DeepSpeed would flatten, scale and copy back every gradient.
             self._switch_off_reduction(stage)
 
-    def _announce_backward(self) -> None:
-        """Let DeepSpeed know when a backward pass begins on the last stage.
+    def _measure_loss(self) -> None:
+        """Add up loss and metrics of the last stage's micro-batches, and let DeepSpeed know when a backward pass begins
+        there.
 
         It hangs what comes before one (bf16: forgetting the micro-batch before, which is in the fp32 sum already) on
         the tensors that forward returned, and finds none in an `LMOutput`.
         """
-        loss_of = self.module.loss_fn
+        objective = self.objective
 
-        def announce_backward(out: Any, labels: Any) -> Tensor:
-            loss = loss_of(out, labels)
+        def loss_of(out: Any, labels: Any) -> Tensor:
+            loss, metrics = objective(out, labels)
+            found = measured(loss, metrics)
+            if not torch.is_grad_enabled():
+                return found  # of an evaluation, which DeepSpeed adds up itself
+            self._total += found
             if loss.requires_grad:
                 loss.register_hook(lambda gradient: self.deepspeed._backward_prologue())
             return loss
 
-        self.module.loss_fn = announce_backward
+        self.module.loss_fn = loss_of
 
     def _exchange_in_buckets(self, gradients: Bf16Gradients) -> None:
         """Wait for weights and reduced gradients where they are needed."""
@@ -131,45 +137,44 @@ class DeepSpeedEngine(StepEngine):
     # -- one step ---------------------------------------------------------------------------------
 
     def _forward_backward(self, micro_batches: Iterator[tuple[Any, Any]]) -> Tensor:
+        self._total = self._no_sums()
         if self.pipelined:
             self.deepspeed.train_batch(data_iter=micro_batches)
-            return self._loss
+            return self._means
         self.module.train()
-        self._total = torch.zeros((), device=self.state.device)
         for inputs, labels in micro_batches:
-            loss = self.deepspeed(inputs, labels)
+            loss, metrics = self.deepspeed(inputs, labels)
             self.deepspeed.backward(loss)
-            self._total += loss.detach()
+            self._total += measured(loss, metrics)
             self.deepspeed.step()
-        return self._loss
+        return self._means
 
-    def _mean_loss(self) -> Tensor:
-        """Of all micro-batches of the step and all data ranks."""
+    def _find_means(self) -> Tensor:
+        """Loss and metrics of all micro-batches of the step and all data ranks, `[1 + m]`."""
         if not self.state.is_last_stage:
             return self._from_last_stage(None)
-        total = self.deepspeed.total_loss.float() if self.pipelined else self._total
-        mean = self._sum_over_data(total / self.micro_batches) / self.state.dp_size
-        return self._from_last_stage(mean) if self.pipelined else mean
+        means = self._sum_over_data(self._total / self.micro_batches) / self.state.dp_size
+        return self._from_last_stage(means) if self.pipelined else means
 
-    def _from_last_stage(self, number: Tensor | None) -> Tensor:
-        """A number that the last stage has. DeepSpeed's methods of this kind copy a zero from the host to the device
-        first, for which the host waits."""
-        known = torch.zeros((), device=self.state.device) if number is None else number.detach().float()
+    def _from_last_stage(self, means: Tensor | None) -> Tensor:
+        """Loss and metrics, which the last stage has. DeepSpeed's methods of this kind copy a zero from the host to the
+        device first, for which the host waits."""
+        known = self._no_sums() if means is None else means.detach().float()
         dist.broadcast(known, group=self.state.group("pipe"), group_src=self.state.pp_size - 1)
         return known
 
-    def _forward(self, inputs: Any, labels: Any) -> Tensor:
+    def _forward(self, inputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
         return self.deepspeed(inputs, labels)
 
-    def _micro_batches(self, batch: StepBatch, weight: float) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    def _micro_batches(self, batch: StepBatch, weights: Sequence[float]) -> Iterator[tuple[tuple[Any, ...], Any]]:
         if not self.pipelined:
-            return super()._micro_batches(batch, weight)
+            return super()._micro_batches(batch, weights)
         # Every stage has the batch, and runs its micro-batches in order: hidden states alone are sent.
         batch = batch.to(self.state.device, non_blocking=True)
         documents = [{"documents": known} for known in packed_documents(batch)] or [{}] * len(batch.positions)
         known = zip(batch.positions, documents, strict=True)
         self.module.micro_batches = ({"positions": positions, **more} for positions, more in known)
-        pairs = super()._micro_batches(batch, weight)
+        pairs = super()._micro_batches(batch, weights)
         return ((inputs[:1], labels) for inputs, labels in pairs)
 
     def _eval_sum(self, micro_batches: Iterator[tuple[Any, Any]], count: int) -> Tensor:
@@ -192,8 +197,8 @@ class DeepSpeedEngine(StepEngine):
 
     def _take_model_step(self, lr_kwargs: Any = None) -> None:
         """Stands in for DeepSpeed's method of this name, in both of its engines."""
-        self._loss = self._mean_loss()  # behind the update it would wait for the weights on their way
-        self._take_update(self._loss)
+        self._means = self._find_means()  # behind the update they would wait for the weights on their way
+        self._take_update(self._means[0])
         self.deepspeed.losses = None
         self.deepspeed.global_steps += 1
         self.deepspeed.global_samples += self.deepspeed.train_batch_size()

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,9 @@ from megatron.model.head import Then
 from megatron.model.sequential import run_stage
 from megatron.mpu.sampled_targets import draws
 from megatron.mpu.state import ParallelState
+from megatron.objectives import Objective, measured
 from megatron.training.compile import without_compile
-from megatron.training.engine import StepOut
+from megatron.training.engine import EvalOut, StepOut
 from megatron.training.engine_by_name import StateByName
 from megatron.training.engine_update import Update, clip_and_step
 from megatron.training.outliers import Outliers
@@ -61,12 +62,12 @@ class StepEngine(StateByName):
 
     @abstractmethod
     def _forward_backward(self, micro_batches: Iterator[tuple[Any, Any]]) -> Tensor:
-        """All passes of a step and the update (`_take_update`). Returns the mean loss of the micro-batches of all data
-        ranks, 0-dim fp32, on every rank."""
+        """All passes of a step and the update (`_take_update`). Returns the means of loss and metrics of the
+        micro-batches of all data ranks, `[1 + m]` fp32, on every rank."""
 
     @abstractmethod
-    def _forward(self, inputs: Any, labels: Any) -> Tensor:
-        """The loss of one micro-batch, 0-dim, where the model is one stage."""
+    def _forward(self, inputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
+        """Loss and metrics of one micro-batch, where the model is one stage."""
 
     @abstractmethod
     def _set_micro_batches(self) -> None:
@@ -79,29 +80,31 @@ class StepEngine(StateByName):
             batch: this data rank's share of the global batch.
             lr: learning rate of this step.
         """
-        trained, padding, *counts = self._counts(batch, self.votes())
-        votes = tuple(count > 0 for count in counts)
-        if trained == 0:
+        trained, padding, counts, votes = self._counts(batch, self.votes())
+        if not any(counts):
             # Decided before any forward: a mean over nothing would be NaN.
             nothing = torch.zeros((), device=self.state.device)
-            return StepOut(nothing, None, nothing == 0, 0, self._loss_scale(), padding, votes)
+            return StepOut(nothing, None, nothing == 0, trained, self._loss_scale(), padding, votes)
         self._optimizer_state.set_lr(lr)
         if len(batch.tokens) != self.micro_batches:
             self.micro_batches = len(batch.tokens)
             self._set_micro_batches()
-        weight = self.micro_batches * self.state.dp_size / trained
+        terms = self.micro_batches * self.state.dp_size
+        weights = [terms / count if count else 0.0 for count in counts]
         if self._optimizer_state.wants_curvature(batch.step):
             drawn = replace(batch, targets=draws(batch.tokens, batch.step))
             with self._optimizer_state.estimating_curvature(trained):
-                self._forward_backward(self._micro_batches(drawn, weight))
+                self._forward_backward(self._micro_batches(drawn, weights))
         self._update = None
-        loss = self._forward_backward(self._micro_batches(batch, weight))
+        loss, *metrics = self._forward_backward(self._micro_batches(batch, weights)).unbind()
         update = self._update
         assert update is not None, "a step ended without an update"
         not_finite = update.skipped if update.outlier is None else update.skipped & ~update.outlier
         self.skipped_steps = self.skipped_steps + not_finite
         scale = self._loss_scale()
-        return StepOut(loss.detach(), update.norm, update.skipped, trained, scale, padding, votes, update.outlier)
+        over = zip(self.objective.metrics, metrics, self.objective.divisors(counts)[1:], strict=True)
+        known = {name: metric for name, metric, count in over if count}
+        return StepOut(loss, update.norm, update.skipped, trained, scale, padding, votes, update.outlier, known)
 
     def _take_update(self, loss: Tensor) -> Update:
         """Clip and step with the gradients of the whole step, whose loss is the one that is reported."""
@@ -120,21 +123,31 @@ class StepEngine(StateByName):
             self.average.update(self._update.skipped)
         return self._update
 
-    def eval_batch(self, batch: StepBatch) -> tuple[Tensor, int]:
-        """Summed loss over the trained tokens of the global batch (0-dim fp32, equal on every rank) and their number.
+    @property
+    def objective(self) -> Objective:
+        """See `Engine`."""
+        return self.module.objective
+
+    def eval_batch(self, batch: StepBatch) -> EvalOut:
+        """The loss of a batch, without a step.
 
         The batch may hold another number of micro-batches than a training step.
         """
-        count, (trained, _) = batch.tokens.shape[0], self._counts(batch)
+        trained, _, counts, _ = self._counts(batch)
         with torch.no_grad():
-            return self._eval_sum(self._micro_batches(batch, weight=1.0), count), trained
+            sums = self._eval_sum(self._micro_batches(batch, [1.0] * len(counts)), batch.tokens.shape[0])
+        return EvalOut(sums, self.objective.divisors(counts), trained)
+
+    def _no_sums(self) -> Tensor:
+        """Of loss and metrics, `[1 + m]`."""
+        return torch.zeros(1 + len(self.objective.metrics), device=self.state.device)
 
     def _eval_sum(self, micro_batches: Iterator[tuple[Any, Any]], count: int) -> Tensor:
-        """The loss of `count` micro-batches of each data rank, added up over all of them."""
+        """Loss and metrics of `count` micro-batches of each data rank, added up over all of them: `[1 + m]`."""
         self.module.eval()
-        total = torch.zeros((), device=self.state.device)
+        total = self._no_sums()
         for inputs, labels in micro_batches:
-            total += self._forward(inputs, labels)
+            total += measured(*self._forward(inputs, labels))
         self.module.train()
         return self._sum_over_data(total)
 
@@ -174,30 +187,41 @@ class StepEngine(StateByName):
 
     # -- what a step counts -------------------------------------------------------------------------
 
-    def _counts(self, batch: StepBatch, votes: Sequence[bool] = ()) -> list[int]:
-        """Trained tokens and padding of the global batch, and how many ranks of the job vote for each of the votes.
-
-        They are numbers of the host, and so the ranks add up there, while the device works on the step before.
-        """
-        counts = torch.tensor([batch.trained, batch.padding, *votes], dtype=torch.int64)
+    def _counts(self, batch: StepBatch, votes: Sequence[bool] = ()) -> Counts:
+        """They are numbers of the host, and so the ranks add up there, while the device works on the step before."""
+        mine = [batch.trained, batch.padding, *self.objective.counted(batch)]
+        sums = torch.tensor([*mine, *votes], dtype=torch.float64)
         if self.state.host is not None:
             if self.state.tp_rank or self.state.pp_rank:
-                counts[:2] = 0  # the first rank of each copy of the model has counted this batch
+                sums[: len(mine)] = 0  # the first rank of each copy of the model has counted this batch
             begun = time.monotonic()
-            dist.all_reduce(counts, group=self.state.host)
+            dist.all_reduce(sums, group=self.state.host)
             self.waited += time.monotonic() - begun
-        return counts.tolist()
+        trained, padding, *others = sums.tolist()
+        counted = len(mine) - 2
+        return Counts(int(trained), int(padding), others[:counted], tuple(votes > 0 for votes in others[counted:]))
 
-    def _micro_batches(self, batch: StepBatch, weight: float) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        """The step as (inputs, labels) pairs on the device. labels = (targets, mask, weight), see objectives."""
+    def _micro_batches(self, batch: StepBatch, weights: Sequence[float]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        """The step as (inputs, labels) pairs on the device; see `objectives.Labels`."""
         batch = batch.to(self.state.device, non_blocking=True)
         # A tensor from Python would wait for the device.
-        scale = torch.full((), weight, dtype=torch.float32, device=self.state.device)
+        ours = [torch.full((1,), weight, dtype=torch.float32, device=self.state.device) for weight in weights]
+        known = ours[0] if len(ours) == 1 else torch.cat(ours)
         documents = packed_documents(batch)
         for i in range(len(batch.tokens)):
             self.beat()
             inputs = (batch.tokens[i], batch.positions[i], *documents[i : i + 1])
-            yield inputs, (batch.targets[i], batch.mask[i], scale)
+            yield inputs, self.objective.labels(batch, i, known)
+
+
+class Counts(NamedTuple):
+    """Of the global batch: trained tokens, padding, what the objective counts; and which votes any rank of the job
+    has voted for."""
+
+    trained: int
+    padding: int
+    counted: Sequence[float]
+    votes: tuple[bool, ...]
 
 
 def packed_documents(batch: StepBatch) -> list[Documents]:

@@ -28,7 +28,7 @@ from megatron.neox_arguments.lengths import cycle_ends, in_steps
 from megatron.neox_arguments.optimizer_params import KIND, optimizer_params
 from megatron.neox_arguments.parameter_rules import check_matches, parse_rules
 from megatron.neox_arguments.problems import Problems, collector
-from megatron.objectives import OBJECTIVES
+from megatron.objectives import OBJECTIVES, Objective
 from megatron.optim.groups import freeze_parameters, parameter_groups, trained_rules
 from megatron.optim.matrices import WholeMatrices
 from megatron.optim.optimizers import build_optimizer
@@ -135,6 +135,11 @@ def start_process(
     return Process(args, state, tokenizer, store, limits)
 
 
+def build_objective(args: NeoXArgs) -> Objective:
+    """What is trained."""
+    return OBJECTIVES[args.training.train_impl](args.post)
+
+
 def build_model(process: Process, seed: int | None) -> torch.nn.Module:
     """This rank's part of the network: a sequential model, or one stage of a pipeline.
 
@@ -151,7 +156,7 @@ def build_model(process: Process, seed: int | None) -> torch.nn.Module:
         state=state,
         adapters=adapters,
     )
-    objective = OBJECTIVES[args.training.train_impl]
+    objective = build_objective(args)
     if args.optimizer.engine == "native":
         return SequentialModel(layers, objective, seed, state)
     from megatron.training.setup_deepspeed import (

@@ -17,8 +17,9 @@ from megatron.data.batch import StepBatch
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
+from megatron.objectives import OBJECTIVES
 from megatron.training.callback import Callback
-from megatron.training.engine import StepOut
+from megatron.training.engine import EvalOut, StepOut
 from megatron.training.trainer import Trainer
 from tests.checkpoint import fake_engine
 
@@ -45,6 +46,11 @@ def out(
     return StepOut(torch.tensor(loss), grad_norm, torch.tensor(skipped), tokens, **more)
 
 
+def evaluated(total: float, tokens: int = 32) -> EvalOut:
+    """What a batch with this summed loss comes to."""
+    return EvalOut(torch.tensor([total]), (tokens,), tokens)
+
+
 class LoopEngine(fake_engine.FakeEngine):
     """Reports the given steps one by one (then ordinary ones); evaluates to `eval_loss` per token."""
 
@@ -54,6 +60,7 @@ class LoopEngine(fake_engine.FakeEngine):
         self.before_update: Any = None
         self.votes: Any = tuple
         self.evaluated: list[int] = []
+        self.objective = OBJECTIVES["normal"]()
 
     def train_batch(self, batch: Any, lr: float) -> StepOut:
         result = next(self.outs, None) or out()
@@ -72,9 +79,9 @@ class LoopEngine(fake_engine.FakeEngine):
     def not_finite(self) -> list[str]:
         return [name for name, weight in self.masters.items() if not weight.isfinite().all()]
 
-    def eval_batch(self, batch: Any) -> tuple[torch.Tensor, int]:
+    def eval_batch(self, batch: Any) -> EvalOut:
         self.evaluated.append(batch.consumed)
-        return torch.tensor(self.eval_loss * 32), 32
+        return evaluated(self.eval_loss * 32)
 
 
 def batches(consumed: int = 0, step: int | None = None) -> Any:

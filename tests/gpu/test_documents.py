@@ -85,8 +85,8 @@ def test_compiled_blocks_compute_the_same(backend: str) -> None:
             torch._dynamo.utils.counters.clear()
             compile_blocks(model)
         for numbers in (ids, positions // 7 + 20 * ids):
-            labels = (targets, torch.ones(targets.shape, device="cuda"), torch.tensor(1e-2, device="cuda"))
-            model((tokens, positions, numbers), labels).backward()
+            labels = (targets, torch.ones(targets.shape, device="cuda"), torch.tensor([1e-2], device="cuda"))
+            model((tokens, positions, numbers), labels)[0].backward()
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         gradients.append([p.grad.float() for p in model.parameters()])
     assert graphs[2:] == [3, 3]  # the block; the sums and the gradient of the loss

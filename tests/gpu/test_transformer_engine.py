@@ -37,8 +37,8 @@ def _step(changes: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(VOCAB, (2, 129), generator=generator).cuda()
     positions = torch.arange(128, device="cuda").expand(2, 128).contiguous()
-    labels = (text[:, 1:].contiguous(), torch.ones(2, 128, device="cuda"), torch.tensor(1 / 256, device="cuda"))
-    loss = network((text[:, :-1].contiguous(), positions), labels)
+    labels = (text[:, 1:].contiguous(), torch.ones(2, 128, device="cuda"), torch.tensor([1 / 256], device="cuda"))
+    loss, _ = network((text[:, :-1].contiguous(), positions), labels)
     loss.backward()
     return loss.item(), {name: p.grad.float() for name, p in named_parameters(network)}
 

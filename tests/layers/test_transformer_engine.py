@@ -233,7 +233,7 @@ def _step(changes: dict[str, Any], state: ParallelState) -> Outcome:
     network = build(tiny(init_method_std=0.2, **changes), state, padding=80)
     tokens, positions, targets = batch()
     stand_in.CALLS.clear()
-    loss = network((tokens, positions), (targets, (positions % 3 > 0).float(), torch.tensor(0.05)))
+    loss, _ = network((tokens, positions), (targets, (positions % 3 > 0).float(), torch.tensor([0.05])))
     loss.backward()
     calls = Counter(stand_in.CALLS)
     with torch.no_grad():
@@ -314,9 +314,9 @@ def test_fp8_is_one_region_around_a_training_pass(monkeypatch: pytest.MonkeyPatc
     stand_in.install(monkeypatch)
     network = build(tiny(**FP8))
     tokens, positions, targets = batch()
-    labels = (targets, torch.ones(targets.shape), torch.tensor(1.0))
+    labels = (targets, torch.ones(targets.shape), torch.tensor([1.0]))
     for _ in range(2):
-        network((tokens, positions), labels).backward()
+        network((tokens, positions), labels)[0].backward()
     recipe = stand_in.DelayedScaling(2, stand_in.Format.E4M3, 7, "max", (False, False, True), fp8_dpa=True)
     expected = {"enabled": True, "recipe": recipe, "group": None}
     assert len(stand_in.REGIONS) == 2 and all(region == expected for region in stand_in.REGIONS)
@@ -345,5 +345,5 @@ def test_where_fp8_stays_off(changes, available, why, monkeypatch, caplog) -> No
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("FP8")]
     assert line.startswith("FP8: off, ") and why in line
     tokens, positions, targets = batch()
-    network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor(1.0))).backward()
+    network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor([1.0])))[0].backward()
     assert available is None or stand_in.REGIONS == []

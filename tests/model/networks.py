@@ -85,7 +85,7 @@ def build(model: ModelConfig, state: ParallelState | None = None, *, padding: in
     hides a fault. Values depend on names and full shapes only."""
     state = state or ParallelState.single()
     layers = gpt_layers(model, vocab_size=VOCAB, padded_vocab_size=padded(padding), state=state)
-    network = SequentialModel(layers, OBJECTIVES["normal"], SEED, state)
+    network = SequentialModel(layers, OBJECTIVES["normal"](), SEED, state)
     randomise_vectors(network, state)
     return network
 

@@ -74,7 +74,7 @@ def test_one_graph_serves_all_blocks_and_steps(changes: dict[str, Any]) -> None:
         tokens, positions, targets = batch(seed=step)
         # Other numbers of documents, and other lengths, in each step.
         doc_ids = [positions // (7 - 3 * step)] if changes.get("intra_document_masking") else []
-        network((tokens, positions, *doc_ids), (targets, torch.ones(targets.shape), torch.tensor(0.1))).backward()
+        network((tokens, positions, *doc_ids), (targets, torch.ones(targets.shape), torch.tensor([0.1])))[0].backward()
     assert counter.frame_count == 1
 
 
@@ -103,7 +103,7 @@ SAME: list[dict[str, Any]] = [
 @pytest.mark.parametrize("changes", SAME, ids=str)
 def test_compiled_blocks_compute_the_same(changes: dict[str, Any]) -> None:
     tokens, positions, targets = batch()
-    labels = (targets, torch.ones(targets.shape), torch.tensor(1 / targets.numel()))
+    labels = (targets, torch.ones(targets.shape), torch.tensor([1 / targets.numel()]))
     gradients = []
     for compiled in (False, True):
         network = build(tiny(**changes))
@@ -111,7 +111,7 @@ def test_compiled_blocks_compute_the_same(changes: dict[str, Any]) -> None:
             for layer in network.sequential[1:3]:
                 layer.compile(backend="aot_eager", fullgraph=True)
         doc_ids = [positions // 7] if changes.get("intra_document_masking") else []
-        network((tokens, positions, *doc_ids), labels).backward()
+        network((tokens, positions, *doc_ids), labels)[0].backward()
         gradients.append([p.grad for p in network.parameters()])
     for eager, traced in zip(*gradients, strict=True):
         assert torch.allclose(eager, traced, rtol=1e-5, atol=1e-7)
@@ -160,8 +160,8 @@ def test_what_is_no_graph_is_compiled_around(
     for step in range(2):
         tokens, positions, targets = batch(seed=step)
         doc_ids = [positions // (7 - 3 * step)] if changes.get("intra_document_masking") else []
-        labels = (targets, torch.ones(targets.shape), torch.tensor(1 / targets.numel()))
-        losses = [network((tokens, positions, *doc_ids), labels) for network in (plain, compiled)]
+        labels = (targets, torch.ones(targets.shape), torch.tensor([1 / targets.numel()]))
+        losses = [network((tokens, positions, *doc_ids), labels)[0] for network in (plain, compiled)]
         for loss in losses:
             loss.backward()
         assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)

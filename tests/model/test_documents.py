@@ -151,7 +151,7 @@ def gradients(network: torch.nn.Module, wanted: Tensor) -> list[Tensor]:
     """Of the loss over the targets in `wanted` [b, s]."""
     tokens, positions, ids = packed()
     network.zero_grad()
-    network((tokens, positions, ids), (tokens.roll(-1, 1), wanted.float(), torch.tensor(1.0))).backward()
+    network((tokens, positions, ids), (tokens.roll(-1, 1), wanted.float(), torch.tensor([1.0])))[0].backward()
     return [p.grad.clone() for p in network.parameters()]
 
 
@@ -261,7 +261,7 @@ def _stages(rank: int, world: int, tensor: int) -> None:
     for changes in SPREAD:
         model = masked(**changes)
         layers = gpt_layers(model, vocab_size=VOCAB, padded_vocab_size=padded(128 * tensor), state=state)
-        pipe = LayerPipe(layers, OBJECTIVES["normal"], "type:transformer|mlp", SEED, state)
+        pipe = LayerPipe(layers, OBJECTIVES["normal"](), "type:transformer|mlp", SEED, state)
         randomise_vectors(pipe, state)
 
         def run(*inputs: Tensor, pipe: LayerPipe = pipe, state: ParallelState = state) -> Tensor:

@@ -92,7 +92,7 @@ def test_tied_weights_are_one_parameter() -> None:
     embedding, head = network.sequential[0], network.sequential[-1]
     assert head.word_embeddings.weight is embedding.word_embeddings.weight
     tokens, positions, targets = batch()
-    network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor(1.0))).backward()
+    network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor([1.0])))[0].backward()
     both = embedding.word_embeddings.weight.grad
     # Every real row gets the softmax's gradient (the head's share), whether its token occurs or not.
     assert both[:VOCAB].abs().amin(dim=0).max() > 0
@@ -175,12 +175,12 @@ def test_position_schemes_do_something_different_each() -> None:
 
 def test_padding_of_the_vocabulary_changes_nothing() -> None:
     tokens, positions, targets = batch()
-    labels = (targets, torch.ones(targets.shape), torch.tensor(1 / targets.numel()))
+    labels = (targets, torch.ones(targets.shape), torch.tensor([1 / targets.numel()]))
     for changes in ({}, {"no_weight_tying": True}):
         results = []
         for padding in (1, 8, 128):
             network = build(tiny(**changes), padding=padding)
-            loss = network((tokens, positions), labels)
+            loss, _ = network((tokens, positions), labels)
             results.append((loss.item(), logits(network, tokens, positions)))
         assert results[0][1].shape == (2, 16, VOCAB)
         for loss, out in results[1:]:
@@ -193,14 +193,14 @@ def test_padding_of_the_vocabulary_changes_nothing() -> None:
 )
 def test_a_bf16_model_computes_in_bf16_and_comes_close(changes: dict[str, Any]) -> None:
     tokens, positions, targets = batch()
-    labels = (targets, torch.ones(targets.shape), torch.tensor(1 / targets.numel()))
+    labels = (targets, torch.ones(targets.shape), torch.tensor([1 / targets.numel()]))
     exact = build(tiny(**changes))
     network = build(tiny(**changes)).bfloat16()
     carry: Any = Carry(tokens, positions)
     for layer in network.sequential[:-1]:
         carry = layer(carry)
         assert carry.hidden.dtype == torch.bfloat16
-    loss = network((tokens, positions), labels)
+    loss, _ = network((tokens, positions), labels)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact((tokens, positions), labels).item(), rel=0.01)
     loss.backward()
@@ -210,11 +210,11 @@ def test_a_bf16_model_computes_in_bf16_and_comes_close(changes: dict[str, Any]) 
 def test_golden_loss() -> None:
     """Numbers of a fixed seed; a refactor must not move them."""
     tokens, positions, targets = batch()
-    labels = (targets, torch.ones(targets.shape), torch.tensor(1 / targets.numel()))
+    labels = (targets, torch.ones(targets.shape), torch.tensor([1 / targets.numel()]))
     losses = {}
     for name, changes in GOLDEN_FORMS.items():
         network = build(tiny(**changes))
-        loss = network((tokens, positions), labels)
+        loss, _ = network((tokens, positions), labels)
         loss.backward()
         norm = torch.stack([p.grad.norm() for p in network.parameters()]).norm()
         losses[name] = (loss.item(), norm.item())

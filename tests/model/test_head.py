@@ -74,6 +74,6 @@ def test_training_never_holds_the_logits() -> None:
     network = build(tiny(loss_chunk_size=4, no_weight_tying=True, intermediate_size=40))
     tokens, positions, targets = batch(rows=3)
     with _RowsOfVocabularyWidth() as made:
-        network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor(1.0))).backward()
+        network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor([1.0])))[0].backward()
     assert 4 in made.rows
     assert 48 not in made.rows

@@ -78,7 +78,7 @@ def test_the_same_values_each_drawn_once(form: dict[str, Any], world: int, tp: i
 
 def stage(model: ModelConfig, state: ParallelState, padding: int) -> LayerPipe:
     layers = gpt_layers(model, vocab_size=VOCAB, padded_vocab_size=padded(padding), state=state)
-    return LayerPipe(layers, OBJECTIVES["normal"], "type:transformer|mlp", SEED, state)
+    return LayerPipe(layers, OBJECTIVES["normal"](), "type:transformer|mlp", SEED, state)
 
 
 def on_stages(rank: int, world: int) -> tuple[int, list[str]]:

@@ -154,7 +154,7 @@ def test_logits_and_gradients_are_transformers(name: str) -> None:
     assert (logits(network, tokens, positions) - theirs.logits).abs().max() < 1e-5
 
     mask = torch.rand(targets.shape, generator=torch.Generator().manual_seed(3))
-    loss = network((tokens, positions), (targets, mask, torch.tensor(0.1)))
+    loss, _ = network((tokens, positions), (targets, mask, torch.tensor([0.1])))
     loss.backward()
     losses = torch.nn.functional.cross_entropy(theirs.logits.flatten(0, 1), targets.flatten(), reduction="none")
     language = (losses * mask.flatten() * 0.1).sum()
@@ -242,7 +242,7 @@ def test_parameters_are_counted_as_built(changes: dict[str, Any]) -> None:
 def _step(network: SequentialModel) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
     tokens, positions, targets = batch()
     torch.manual_seed(9)
-    loss = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor(0.1)))
+    loss, _ = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor([0.1])))
     loss.backward()
     gradients = {n: p.grad for n, p in named_parameters(network) if p.requires_grad}
     return loss.detach(), gradients, [layer.load.take() for layer in moe_layers(network).values()]
@@ -333,7 +333,7 @@ def test_evaluation_carries_the_balance_loss_and_counts_nothing() -> None:
     network = build(tiny(**EVERYTHING)).eval()
     tokens, positions, targets = batch()
     with torch.no_grad():
-        loss = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor(0.1)))
+        loss, _ = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor([0.1])))
     assert loss.isfinite() and not any(layer.load.take().any() for layer in moe_layers(network).values())
 
 

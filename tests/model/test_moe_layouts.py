@@ -85,8 +85,8 @@ def train(rank: int, world: int, keys: dict[str, Any], layout: Layout, steps: in
             dist.all_reduce(sums, group=group)
         move_biases(list(layers.values()), sums[:, :-4], args.model.moe_bias_balancing_rate)
         curve["chosen"].append({block: row.tolist() for block, row in zip(layers, sums, strict=True)})
-    total, tokens = engine.eval_batch(step_batch(99, args, engine.state))
-    curve["eval"] = [float(total) / tokens]
+    evaluated = engine.eval_batch(step_batch(99, args, engine.state))
+    curve["eval"] = [evaluated.loss]
     curve["bias"] = [(block, layer.router.expert_bias.tolist()) for block, layer in layers.items()]
     return curve
 
@@ -191,7 +191,7 @@ def _gradients(state: ParallelState) -> Gradients:
     for changes in GRADIENTS:
         network = networks.build(networks.tiny(init_method_std=0.2, **changes), state, padding=80)
         tokens, positions, targets = networks.batch()
-        network((tokens, positions), (targets, (positions % 3 > 0).float(), torch.tensor(0.05))).backward()
+        network((tokens, positions), (targets, (positions % 3 > 0).float(), torch.tensor([0.05])))[0].backward()
         found.append({name: p.grad for name, p in named_parameters(network) if p.requires_grad})
     return found
 

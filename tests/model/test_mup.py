@@ -29,10 +29,10 @@ def _sizes(hidden: int, use_mup: bool) -> tuple[float, float]:
         [{"params": groups[True], "lr": rate / multiplier}, {"params": groups[False], "lr": rate}]
     )
     tokens, positions, targets = batch(rows=4)
-    labels = (targets, torch.ones(targets.shape), torch.tensor(1 / targets.numel()))
+    labels = (targets, torch.ones(targets.shape), torch.tensor([1 / targets.numel()]))
     for _ in range(3):
         optimizer.zero_grad()
-        network((tokens, positions), labels).backward()
+        network((tokens, positions), labels)[0].backward()
         optimizer.step()
     with torch.no_grad():
         blocks = network.sequential[1](network.sequential[0](Carry(tokens, positions))).hidden

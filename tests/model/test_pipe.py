@@ -48,7 +48,7 @@ def _labels() -> tuple[Tensor, Tensor, Tensor]:
     _, positions, targets = batch(rows=ROWS)
     mask = (positions % 3 > 0).float()
     mask[0, 5:] = 0  # micro-batches with different numbers of trained tokens
-    return targets, mask, 2 / mask.sum()
+    return targets, mask, (2 / mask.sum()).reshape(1)
 
 
 def _inputs(changes: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -81,7 +81,7 @@ def _plain(changes: dict[str, Any]) -> tuple[float, Weights]:
     """Loss and gradients of the whole batch in one process."""
     network = build(tiny(**changes))
     targets, mask, _ = _labels()
-    loss = network(_inputs(changes), (targets, mask, 1 / mask.sum()))
+    loss, _ = network(_inputs(changes), (targets, mask, (1 / mask.sum()).reshape(1)))
     loss.backward()
     return loss.item(), {name: p.grad.narrow(0, 0, p.spec.shape[0]) for name, p in named_parameters(network)}
 
@@ -92,7 +92,7 @@ def _pipeline(rank: int, world: int, forms: list[dict[str, Any]], tensor: int) -
     outcomes = []
     for changes in forms:
         layers = gpt_layers(tiny(**changes), vocab_size=VOCAB, padded_vocab_size=padded(128 * tensor), state=state)
-        pipe = LayerPipe(layers, OBJECTIVES["normal"], "type:transformer|mlp", SEED, state)
+        pipe = LayerPipe(layers, OBJECTIVES["normal"](), "type:transformer|mlp", SEED, state)
         randomise_vectors(pipe, state)
         engine, *_ = deepspeed.initialize(model=pipe, optimizer=_sgd(pipe), config=_config(2, 2, 0))
         before = {name: p.detach().clone() for name, p in named_parameters(pipe)}
@@ -167,13 +167,13 @@ def _sharded(
             if early:
                 deepspeed.zero.Init(module=layer, config_dict_or_path=config)
 
-        network = SequentialModel(layers, OBJECTIVES["normal"], SEED, state, after_build)
+        network = SequentialModel(layers, OBJECTIVES["normal"](), SEED, state, after_build)
         assert all((p.numel() == 0) == early for p in network.parameters())
         engine, *_ = deepspeed.initialize(model=network, optimizer=_sgd(network), config=config)
         mine = slice(2 * rank, 2 * rank + 2)
         targets, mask, weight = _labels()
         inputs = tuple(x[mine] for x in _inputs(changes))
-        loss = engine(inputs, (targets[mine], mask[mine], weight))
+        loss, _ = engine(inputs, (targets[mine], mask[mine], weight))
         engine.backward(loss)
         engine.step()
         after = {}
@@ -204,7 +204,7 @@ def _too_many_stages(rank: int, world: int) -> None:
     state = _state(rank, world, 1, 1)
     dist.barrier()  # a rank that fails while the other still connects makes that one fail for another reason
     layers = gpt_layers(tiny(num_layers=1), vocab_size=VOCAB, padded_vocab_size=128, state=state)
-    LayerPipe(layers, OBJECTIVES["normal"], "type:transformer|mlp", SEED, state)
+    LayerPipe(layers, OBJECTIVES["normal"](), "type:transformer|mlp", SEED, state)
 
 
 def test_a_stage_without_a_block_is_refused() -> None:
@@ -217,4 +217,4 @@ def test_a_stage_without_a_block_is_refused() -> None:
 def test_one_stage_is_not_a_pipeline() -> None:
     layers = gpt_layers(tiny(), vocab_size=VOCAB, padded_vocab_size=128, state=ParallelState.single())
     with pytest.raises(ValueError, match="SequentialModel"):
-        LayerPipe(layers, OBJECTIVES["normal"], "uniform", SEED, ParallelState.single())
+        LayerPipe(layers, OBJECTIVES["normal"](), "uniform", SEED, ParallelState.single())

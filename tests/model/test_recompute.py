@@ -34,7 +34,7 @@ def _step(changes: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
     network = build(tiny(num_layers=4, hidden_dropout=0.2, attention_dropout=0.2, **changes))
     tokens, positions, targets = batch()
     torch.manual_seed(9)
-    loss = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor(0.1)))
+    loss, _ = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor([0.1])))
     loss.backward()
     return loss.detach(), [p.grad for p in network.parameters()]
 
@@ -82,7 +82,7 @@ def test_what_backward_computes_again(changes: dict[str, Any], matmuls: int, nor
     for settings in ({}, changes):
         network = build(tiny(num_layers=4, **settings))
         tokens, positions, targets = batch()
-        loss = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor(0.1)))
+        loss, _ = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor([0.1])))
         with _Count() as count:
             loss.backward()
         counts.append(count)
@@ -122,7 +122,7 @@ def test_products_of_experts_are_kept(grouped: bool) -> None:
         for layer in moe_layers(network).values():
             layer.experts.grouped = frozenset({torch.float32} if grouped else ())
         tokens, positions, targets = batch()
-        loss = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor(0.1)))
+        loss, _ = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor([0.1])))
         with _Names() as names:
             loss.backward()
         counts.append(names.found["aten::_grouped_mm" if grouped else "deepy::grouped_linear"])

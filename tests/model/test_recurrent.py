@@ -78,7 +78,7 @@ def test_without_masking_documents_see_each_other(changes: dict[str, Any]) -> No
 def test_gradients_do_not_cross_either(changes: dict[str, Any], policy: str) -> None:
     network = build(masked(**changes, no_weight_tying=True, checkpoint_policy=policy))
     tokens, positions, ids = packed()
-    network((tokens, positions, ids), (tokens.roll(-1, 1), (ids == 1).float(), torch.tensor(1.0))).backward()
+    network((tokens, positions, ids), (tokens.roll(-1, 1), (ids == 1).float(), torch.tensor([1.0])))[0].backward()
     grad = network.sequential[0].word_embeddings.weight.grad
     mine = tokens[ids == 1].unique()
     assert grad[mine].abs().max() > 0

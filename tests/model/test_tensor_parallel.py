@@ -61,7 +61,7 @@ def _step(changes: dict[str, Any], state: ParallelState, padding: int, backend: 
     tokens, positions, targets = batch()
     doc_ids = [(positions >= 6).long()] if changes.get("intra_document_masking") else []
     mask = (positions % 3 > 0).float()
-    loss = network((tokens, positions, *doc_ids), (targets, mask, torch.tensor(0.05)))
+    loss, _ = network((tokens, positions, *doc_ids), (targets, mask, torch.tensor([0.05])))
     loss.backward()
     with torch.no_grad():
         out = logits(network, tokens, positions, *doc_ids)
@@ -125,7 +125,7 @@ def _count_graphs(rank: int, world: int) -> list[int]:
             for layer in network.sequential[1:4]:
                 layer.compile(backend=counter, fullgraph=True)
             tokens, positions, targets = batch()
-            network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor(1.0))).backward()
+            network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor([1.0])))[0].backward()
             counts.append(counter.frame_count)
     return counts
 
@@ -140,7 +140,7 @@ def _dropout(rank: int, world: int, sequence_parallel: bool) -> tuple[Tensor, Te
     network = build(tiny(hidden_dropout=0.5, attention_dropout=0.5), state, padding=80)
     tokens, positions, targets = batch()
     torch.manual_seed(4)
-    loss = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor(1.0))).item()
+    loss, _ = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor([1.0]))).item()
     embedded = network.sequential[0](Carry(tokens, positions)).hidden
     attention = network.sequential[1].attention
     with torch.no_grad():  # all scores 0, all values 1: a head shows the mask of its weights
@@ -170,7 +170,7 @@ def _masked(rank: int, world: int, sequence_parallel: bool) -> list[tuple[tuple[
         counts = compile_blocks(network, backend="aot_eager") if compiled else None
         tokens, positions, targets = batch()
         torch.manual_seed(4)
-        loss = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor(0.1)))
+        loss, _ = network((tokens, positions), (targets, torch.ones(targets.shape), torch.tensor([0.1])))
         loss.backward()
         outcomes.append((counts, loss.item(), network.sequential[1].mlp.linear2.weight.grad))
     return outcomes

@@ -133,7 +133,7 @@ def _compare(changes: dict[str, Any], llama: bool) -> None:
     assert (mine - theirs).abs().max() < 1e-5
 
     mask = torch.rand(targets.shape, generator=torch.Generator().manual_seed(3))
-    network((tokens, positions), (targets, mask, torch.tensor(0.1))).backward()
+    network((tokens, positions), (targets, mask, torch.tensor([0.1])))[0].backward()
     losses = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), targets.flatten(), reduction="none")
     (losses * mask.flatten() * 0.1).sum().backward()
     gradients = _exported({n: p.grad[: p.spec.shape[0]] for n, p in named_parameters(network)}, model, names, llama)

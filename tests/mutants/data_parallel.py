@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from megatron.data import collate, loader
 from megatron.data.batch import StepBatch
 from megatron.data.collate import StepArrays
 from megatron.optim.groups import parameter_groups
+from megatron.training.engine import EvalOut
 from megatron.training.engine_deepspeed import DeepSpeedEngine
 from megatron.training.engine_gradients import PlainGradients
 from megatron.training.engine_step import StepEngine
@@ -43,8 +45,9 @@ def _weighted(change: Any) -> Any:
     """Give micro-batches of training another weight: `change(engine, batch, weight)`."""
     original = StepEngine._micro_batches
 
-    def micro_batches(self: StepEngine, batch: StepBatch, weight: float) -> Iterator[Any]:
-        return original(self, batch, weight if weight == 1.0 else change(self, batch, weight))
+    def micro_batches(self: StepEngine, batch: StepBatch, weights: Sequence[float]) -> Iterator[Any]:
+        changed = [weight if weight == 1.0 else change(self, batch, weight) for weight in weights]
+        return original(self, batch, changed)
 
     return mock.patch.object(StepEngine, "_micro_batches", micro_batches)
 
@@ -72,9 +75,9 @@ def mean_of_each_micro_batch() -> Any:
     """Each micro-batch's loss is a mean over its own tokens, and the step's a mean of those (as in Transformers)."""
     original = StepEngine._micro_batches
 
-    def micro_batches(self: StepEngine, batch: StepBatch, weight: float) -> Iterator[Any]:
-        for inputs, (targets, mask, scale) in original(self, batch, weight):
-            own = scale if weight == 1.0 else 1.0 / mask.sum().clamp(min=1.0)
+    def micro_batches(self: StepEngine, batch: StepBatch, weights: Sequence[float]) -> Iterator[Any]:
+        for inputs, (targets, mask, scale) in original(self, batch, weights):
+            own = scale if weights == [1.0] else 1.0 / mask.sum().clamp(min=1.0).reshape(1)
             yield inputs, (targets, mask, own)
 
     return mock.patch.object(StepEngine, "_micro_batches", micro_batches)
@@ -129,12 +132,12 @@ def evaluation_mean_over_ranks() -> Any:
     """The loss of an evaluation is a mean of the ranks' means."""
     original = StepEngine.eval_batch
 
-    def eval_batch(self: StepEngine, batch: StepBatch) -> tuple[Tensor, int]:
+    def eval_batch(self: StepEngine, batch: StepBatch) -> EvalOut:
         with mock.patch.object(self, "_sum_over_data", lambda x: x):
-            total, tokens = original(self, batch)
-        mean = total / batch.mask.sum()
+            out = original(self, batch)
+        mean = out.sums / batch.mask.sum()
         dist.all_reduce(mean, group=self.state.group("data"))
-        return mean / self.state.dp_size * tokens, tokens
+        return replace(out, sums=mean / self.state.dp_size * out.trained_tokens)
 
     return mock.patch.object(StepEngine, "eval_batch", eval_batch)
 
@@ -184,8 +187,8 @@ def keep_the_last_micro_batch() -> Any:
     """The gradient is what the last micro-batch says, not the sum."""
     original = StepEngine._micro_batches
 
-    def micro_batches(self: StepEngine, batch: StepBatch, weight: float) -> Iterator[Any]:
-        for found in original(self, batch, weight):
+    def micro_batches(self: StepEngine, batch: StepBatch, weights: Sequence[float]) -> Iterator[Any]:
+        for found in original(self, batch, weights):
             self.module.zero_grad()
             yield found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -207,8 +207,8 @@ def labels_of_the_next_micro_batch() -> Any:
     """The last stage reads its labels one micro-batch ahead."""
     original = StepEngine._micro_batches
 
-    def ahead(self: StepEngine, batch: StepBatch, weight: float) -> Iterator[Any]:
-        found = list(original(self, batch, weight))
+    def ahead(self: StepEngine, batch: StepBatch, weights: Sequence[float]) -> Iterator[Any]:
+        found = list(original(self, batch, weights))
         labels = [labels for _, labels in found]
         for (inputs, _), later in zip(found, [*labels[1:], labels[0]], strict=True):
             yield inputs, later

@@ -14,7 +14,7 @@ from megatron.mpu.state import ParallelState
 from megatron.optim.scaled_step import scaled_step
 from megatron.training import engine_update
 from megatron.training.engine_config import deepspeed_config
-from megatron.training.engine_step import StepEngine
+from megatron.training.engine_step import Counts, StepEngine
 from tests.mutants.registry import mutant
 from tests.training.tiny import Layout
 
@@ -125,7 +125,7 @@ def _counted(change: Any) -> Any:
     """`change(count)` in place of `StepEngine._counts`; `count(votes)` counts as it should."""
     original = StepEngine._counts
 
-    def counts(self: StepEngine, batch: StepBatch, votes: Any = ()) -> list[int]:
+    def counts(self: StepEngine, batch: StepBatch, votes: Any = ()) -> Counts:
         return change(self, lambda votes=votes: original(self, batch, votes), votes)
 
     return mock.patch.object(StepEngine, "_counts", counts)
@@ -134,11 +134,11 @@ def _counted(change: Any) -> Any:
 @mutant("neox", Layout(dp=2), "number of trained tokens", "steps")
 def counts_of_the_step_before() -> Any:
     """A step is divided by the number of tokens of the step before, which was on its way for too long."""
-    kept: dict[int, list[int]] = {}
+    kept: dict[int, Counts] = {}
 
-    def late(engine: StepEngine, count: Any, votes: Any) -> list[int]:
+    def late(engine: StepEngine, count: Any, votes: Any) -> Counts:
         before, kept[id(engine)] = kept.get(id(engine)), count()
-        return [*before[:2], *kept[id(engine)][2:]] if before else kept[id(engine)]
+        return before._replace(votes=kept[id(engine)].votes) if before else kept[id(engine)]
 
     return _counted(late)
 
@@ -147,7 +147,7 @@ def counts_of_the_step_before() -> Any:
 def counts_of_own_samples() -> Any:
     """Each data rank divides by the number of its own tokens."""
 
-    def own(engine: StepEngine, count: Any, votes: Any) -> list[int]:
+    def own(engine: StepEngine, count: Any, votes: Any) -> Counts:
         with mock.patch("megatron.training.engine_step.dist.all_reduce"):
             return count()
 
@@ -158,9 +158,10 @@ def counts_of_own_samples() -> Any:
 def counts_of_every_tensor_parallel_rank() -> Any:
     """All ranks of a copy of the model count its batch."""
 
-    def every(engine: StepEngine, count: Any, votes: Any) -> list[int]:
-        trained, padding, *rest = count()
-        return [trained * engine.state.tp_size, padding * engine.state.tp_size, *rest]
+    def every(engine: StepEngine, count: Any, votes: Any) -> Counts:
+        found, ranks = count(), engine.state.tp_size
+        counted = [number * ranks for number in found.counted]
+        return found._replace(trained=found.trained * ranks, padding=found.padding * ranks, counted=counted)
 
     return _counted(every)
 
@@ -168,4 +169,4 @@ def counts_of_every_tensor_parallel_rank() -> Any:
 @mutant("neox", Layout(dp=2), "votes")
 def votes_of_own_rank() -> Any:
     """A rank that wants to stop is not heard by the others."""
-    return _counted(lambda engine, count, votes: [*count(()), *map(int, votes)])
+    return _counted(lambda engine, count, votes: count(())._replace(votes=tuple(votes)))

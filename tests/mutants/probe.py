@@ -105,8 +105,8 @@ class Probe:
             self.trace.outputs[f"assignments in block {block} in step {number}"] = counts[:-3].numpy().copy()
 
     def evaluate(self) -> None:
-        total, tokens = self.engine.eval_batch(step_batch(99, self.args, self.engine.state))
-        self.trace.outputs["evaluated loss"] = np.array([float(total) / tokens])
+        evaluated = self.engine.eval_batch(step_batch(99, self.args, self.engine.state))
+        self.trace.outputs["evaluated loss"] = np.array([evaluated.loss])
 
 
 def _read(engine: Any) -> dict[str, dict[str, Tensor]]:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.cpu
 
 
 def test_registered_by_train_impl() -> None:
-    assert OBJECTIVES["normal"].batch_keys == ("targets", "mask")
+    assert OBJECTIVES["normal"].counts == ("tokens",) and OBJECTIVES["normal"].metrics == ()
     with pytest.raises(UserError, match="train_impl"):
         OBJECTIVES["nomal"]
 
@@ -33,9 +33,10 @@ def test_known_fault_8_tokens_count_alike_in_every_micro_batch() -> None:
             return loss  # no layer adds to it
 
     targets = torch.zeros(1, 3, dtype=torch.int64)
-    weight = torch.tensor(2 / 4)  # two micro-batches, one rank, four trained tokens
-    first = OBJECTIVES["normal"].loss(Fixed([4.0, 9.0, 9.0]), (targets, torch.tensor([[1.0, 0.0, 0.0]]), weight))
-    second = OBJECTIVES["normal"].loss(Fixed([2.0, 2.0, 2.0]), (targets, torch.ones(1, 3), weight))
+    weights = torch.tensor([2 / 4])  # two micro-batches, one rank, four trained tokens
+    objective = OBJECTIVES["normal"]()
+    first, _ = objective(Fixed([4.0, 9.0, 9.0]), (targets, torch.tensor([[1.0, 0.0, 0.0]]), weights))
+    second, _ = objective(Fixed([2.0, 2.0, 2.0]), (targets, torch.ones(1, 3), weights))
     assert ((first + second) / 2).item() == pytest.approx(2.5)
 
 
@@ -57,7 +58,8 @@ def test_split_into_micro_batches_with_different_token_counts() -> None:
         total = torch.zeros(())
         for i in range(0, 4, rows):
             part = slice(i, i + rows)
-            loss = network((tokens[part], positions[part]), (targets[part], mask[part], steps / count))
+            weights = (steps / count).reshape(1)
+            loss, _ = network((tokens[part], positions[part]), (targets[part], mask[part], weights))
             assert loss.isfinite()
             (loss / steps).backward()
             total += loss.detach() / steps

@@ -53,7 +53,7 @@ def resolved(folder: Path, *overrides: str) -> dict[str, Any]:
 def build(model: ModelConfig, state: ParallelState) -> SequentialModel:
     """Weights depend on names and shapes alone; biases and norms are random too."""
     layers = gpt_layers(model, vocab_size=VOCAB, padded_vocab_size=padded(8 * state.tp_size), state=state)
-    network = SequentialModel(layers, OBJECTIVES["focal"], SEED, state)
+    network = SequentialModel(layers, OBJECTIVES["focal"](), SEED, state)
     randomise_vectors(network, state)
     return network
 
@@ -118,9 +118,10 @@ def test_norm_activation_and_objective_are_their_formulas(single) -> None:
     out = F.log_softmax(logits(single, tokens, positions).double(), dim=-1)
     logp = out.gather(2, targets.unsqueeze(2)).squeeze(2)
     expected_loss = ((1 - logp.exp()) ** 2 * -logp * mask).sum() * 0.25
-    loss = single((tokens, positions), (targets, mask, torch.tensor(0.25)))
+    loss, metrics = single((tokens, positions), (targets, mask, torch.tensor([0.25])))
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-6)
-    assert single((tokens, positions), (targets, mask * 0, torch.tensor(0.25))).item() == 0
+    assert metrics.tolist() == pytest.approx([((logp.exp() > 0.5) * mask).sum().item() * 0.25])
+    assert single((tokens, positions), (targets, mask * 0, torch.tensor([0.25])))[0].item() == 0
 
 
 # ---- split over ranks
@@ -133,7 +134,7 @@ def step(values: dict[str, Any], state: ParallelState) -> Outcome:
     tokens, positions, targets = batch()
     ids = [(positions >= 6).long()] if args.model.intra_document_masking else []
     mask = (positions % 3 > 0).float()
-    loss = network((tokens, positions, *ids), (targets, mask, torch.tensor(0.05)))
+    loss, _ = network((tokens, positions, *ids), (targets, mask, torch.tensor([0.05])))
     loss.backward()
     with torch.no_grad():
         out = logits(network, tokens, positions, *ids)

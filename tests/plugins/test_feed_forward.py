@@ -106,7 +106,7 @@ def test_a_loss_that_was_not_announced_is_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(MLPS["switch"], "adds_loss", staticmethod(lambda model: False))
     model = tiny(mlp_config=["dense", "switch"], expansion_factor=1)
     layers = gpt_layers(model, vocab_size=VOCAB, padded_vocab_size=VOCAB, state=STATE)
-    network = SequentialModel(layers, OBJECTIVES["normal"], 0, STATE)
+    network = SequentialModel(layers, OBJECTIVES["normal"](), 0, STATE)
     tokens, positions, _ = batch()
     with pytest.raises(UserError, match="adds_loss"):
         network((tokens, positions))

@@ -92,7 +92,7 @@ def test_sums_do_not_depend_on_the_order_and_are_right() -> None:
         torch.randn(64, 100, generator=torch.Generator().manual_seed(1))
         * 10.0 ** torch.arange(-4, 4).repeat(8)[:, None]
     )
-    sums = FixedPointSums(torch.device("cpu"))
+    sums = FixedPointSums(torch.zeros(1))
     sums.terms = 64
 
     def added(order: list[int]) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_sums_do_not_depend_on_the_order_and_are_right() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 129.0])
 def test_what_does_not_fit_makes_the_norm_infinite_until_the_next_step(bad: float) -> None:
     """129 * 64 terms are more than a sum holds."""
-    sums, total = FixedPointSums(torch.device("cpu")), torch.zeros(2, dtype=torch.int64)
+    sums, total = FixedPointSums(torch.zeros(1)), torch.zeros(2, dtype=torch.int64)
     sums.terms = 64
     sums.add(total, torch.tensor([1.0, bad]), first=True)
     assert math.isinf(sums.norm([torch.ones(2)], ParallelState.single("cpu")))

@@ -63,10 +63,10 @@ def _wrong(rank: int, keys: dict[str, Any], layout: Layout, folder: str) -> tupl
         wrong += [f"{name}: off by {error}"] if error > 1e-6 else []
         wrong += [f"{name}: is the weight"] if torch.equal(found[name]["ema"], found[name]["weight"]) else []
     batch = step_batch(9, args, state)
-    raw, _ = engine.eval_batch(batch)
+    raw = engine.eval_batch(batch).sums
     with engine.averaged():
-        averaged, _ = engine.eval_batch(batch)
-    again, _ = engine.eval_batch(batch)
+        averaged = engine.eval_batch(batch).sums
+    again = engine.eval_batch(batch).sums
     restored = whole_state(engine)
     wrong += [f"{name}/{k}" for name, v in found.items() for k in v if not torch.equal(v[k], restored[name][k])]
     # The loss of a model whose weights are those averages.
@@ -78,7 +78,7 @@ def _wrong(rank: int, keys: dict[str, Any], layout: Layout, folder: str) -> tupl
         mean = found[name].get("ema", found[name]["weight"])
         other.write_share(name, {"weight": mean.reshape(-1)[share.start : share.stop]})
     other.finish_writing()
-    alone, _ = other.eval_batch(batch)
+    alone = other.eval_batch(batch).sums
     wrong += [] if torch.equal(raw, again) and torch.equal(averaged, alone) else [f"{raw} {again} {averaged} {alone}"]
     wrong += ["the average evaluates as the weights do"] if torch.equal(raw, averaged) else []
     # Back at once: bit by bit, and so is the next step.

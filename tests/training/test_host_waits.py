@@ -117,7 +117,7 @@ def compare_bounds(rank: int, world: int, keys: dict[str, Any], layout: Layout) 
             assert batch.bounds is not None
             out = engine.train_batch(batch if known else dataclasses.replace(batch, bounds=None), lr(step))
             curve += [float(out.loss), float(out.grad_norm)]
-        total, _ = engine.eval_batch(batch if known else dataclasses.replace(batch, bounds=None))
+        total = engine.eval_batch(batch if known else dataclasses.replace(batch, bounds=None)).sums
         curves.append([*curve, float(total)])
     return curves
 

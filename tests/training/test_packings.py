@@ -62,7 +62,7 @@ def train_and_count(rank, world, pack_impl, chats, dp):
     outs = map(engine.train_batch, loader.steps(), [lr(0)] * 3)
     losses = [(float(out.loss), out.trained_tokens, out.padding) for out in outs]
     pieces = [[(p.document, p.offset, p.length) for p in dataset.locate(i).pieces] for i in range(64)]
-    return start, [(float(loss), count) for loss, count in evaluated], losses, pieces
+    return start, [(float(one.sums), one.trained_tokens) for one in evaluated], losses, pieces
 
 
 def alone(model, chats, piece):

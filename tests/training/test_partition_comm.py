@@ -248,7 +248,7 @@ def test_products_add_the_gradients_of_matrices(policy: str, compiled: bool) -> 
     """Every sum is what autograd's gradients give, of two passes; no matrix of a block has a gradient of its own."""
     torch._dynamo.reset()
     tokens, positions, targets = networks.batch()
-    labels = (targets, torch.ones(targets.shape), torch.tensor(1 / targets.numel()))
+    labels = (targets, torch.ones(targets.shape), torch.tensor([1 / targets.numel()]))
     found: list[dict[str, Tensor]] = []
     for summed in (False, True):
         network = networks.build(networks.tiny(**networks.LLAMA, checkpoint_policy=policy)).bfloat16()
@@ -263,7 +263,7 @@ def test_products_add_the_gradients_of_matrices(policy: str, compiled: bool) -> 
             if compiled:
                 assert compile_blocks(network, backend="aot_eager") == (2, 0, 0)
             for last in (False, True):
-                network((tokens, positions), labels).backward()
+                network((tokens, positions), labels)[0].backward()
                 assert bucket.start_reduction.called == last
                 sums.end_pass()
         between = {name for name in params if ".attention." in name or ".mlp." in name}

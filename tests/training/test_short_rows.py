@@ -61,9 +61,9 @@ def by_hand(step: int, args: Any, state: Any) -> StepBatch:
 def curve(rank: int, world: int, keys: dict[str, Any], layout: Layout, read: Any) -> dict[str, list[float]]:
     engine, args, lr = build(rank, keys, layout)
     outs = [engine.train_batch(read(step, args, engine.state), lr(step)) for step in range(len(SIZES))]
-    total, tokens = engine.eval_batch(step_batch(99, args, engine.state))
+    evaluated = engine.eval_batch(step_batch(99, args, engine.state))
     return {
-        "loss": [float(out.loss) for out in outs] + [float(total) / tokens],
+        "loss": [float(out.loss) for out in outs] + [evaluated.loss],
         "grad_norm": [float(out.grad_norm) for out in outs],
     }
 

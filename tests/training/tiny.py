@@ -228,6 +228,6 @@ def train(rank: int, world: int, keys: dict[str, Any], layout: Layout, steps: in
         out = engine.train_batch(step_batch(step, args, engine.state), lr(step))
         curve["loss"].append(float(out.loss))
         curve["grad_norm"].append(float(out.grad_norm))
-    total, tokens = engine.eval_batch(step_batch(99, args, engine.state))
-    curve["eval"] = [float(total) / tokens]
+    evaluated = engine.eval_batch(step_batch(99, args, engine.state))
+    curve["eval"] = [evaluated.loss]
     return curve

@@ -118,7 +118,7 @@ def ours_built(kind: str, options: argparse.Namespace) -> tuple[Any, Any]:
     model = derive(NeoXArgs.from_saved(keys), Facts(vocab_size=VOCAB)).model
     state = ParallelState.single()
     layers = gpt_layers(model, vocab_size=VOCAB, padded_vocab_size=VOCAB, state=state)
-    return model, SequentialModel(layers, OBJECTIVES["normal"], 0, state)
+    return model, SequentialModel(layers, OBJECTIVES["normal"](), 0, state)
 
 
 def our_tasks(network: Any, inputs: Any, positions: Any, targets: Any) -> Tasks:
@@ -131,7 +131,7 @@ def our_tasks(network: Any, inputs: Any, positions: Any, targets: Any) -> Tasks:
 
     def train() -> None:
         mask = torch.ones(targets.shape)
-        network((inputs, positions), (targets, mask, 1 / mask.sum())).backward()
+        network((inputs, positions), (targets, mask, (1 / mask.sum()).reshape(1)))[0].backward()
         network.zero_grad(set_to_none=True)
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.model.sequential import SequentialModel
 from megatron.mpu.sharding import named_parameters, spec_of
 from megatron.mpu.state import ParallelState
+from megatron.objectives import measured
 from megatron.optim.matrices import hold
 from megatron.optim.optimizers import Groups
 from megatron.training.engine_step import StepEngine
@@ -65,7 +66,7 @@ class NativeEngine(StepEngine):
         ours = [p for p in model.parameters() if id(p) in trained]
         self.buckets = cut_into_buckets(ours, state, dtype, bucket_elements, fixed_point)
         self.optimizer = build(masters_of(groups, self.buckets))
-        self.fixed_point = FixedPointSums(state.device) if fixed_point else None
+        self.fixed_point = FixedPointSums(self._no_sums()) if fixed_point else None
         self._gradients = NativeGradients(self.buckets, self.optimizer, micro_batches, self.fixed_point)
         self._optimizer_state = NativeState(self.buckets, self.optimizer)
         arrivals = Arrivals(model.sequential, self.buckets)
@@ -75,24 +76,24 @@ class NativeEngine(StepEngine):
         self.module.train()
         if self.fixed_point is not None:
             self.fixed_point.terms = self.micro_batches * self.state.dp_size
-        total = torch.zeros((), device=self.state.device)
+        total = self._no_sums()
         # A mean over micro-batches and data ranks, as objectives expect.
         share = torch.full((), 1 / (self.micro_batches * self.state.dp_size), device=self.state.device)
         for inputs, labels in micro_batches:
-            loss = self.module(inputs, labels)
+            loss, metrics = self.module(inputs, labels)
             loss.backward(share.to(loss.dtype))
             self._gradients.end_pass()
             if self.fixed_point is not None:
-                self.fixed_point.add_loss(loss.detach() * share)
+                self.fixed_point.add_means(measured(loss, metrics) * share)
             else:
-                total += loss.detach()
-        # Behind the update it would wait for the weights on their way.
+                total += measured(loss, metrics)
+        # Behind the update they would wait for the weights on their way.
         sums = self.fixed_point
-        mean = self._sum_over_data(total * share) if sums is None else sums.loss(self._sum_over_data)
-        self._take_update(mean)
-        return mean
+        means = self._sum_over_data(total * share) if sums is None else sums.means(self._sum_over_data)
+        self._take_update(means[0])
+        return means
 
-    def _forward(self, inputs: Any, labels: Any) -> Tensor:
+    def _forward(self, inputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
         return self.module(inputs, labels)
 
     def _set_micro_batches(self) -> None:

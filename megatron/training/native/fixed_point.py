@@ -36,30 +36,30 @@ class FixedPointSums:
     """What is added up in fixed point in one step.
 
     Args:
-        device: of the gradients.
+        means: loss and metrics of nothing, fp32 `[1 + m]`, on the device of the gradients.
 
     Attributes:
         terms: how many samples of all ranks are added up in each sum.
         refused: whether a term was too large for its sum, or not finite: the norm is infinite then; 0-dim bool.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, means: Tensor) -> None:
         self.terms = 1
-        self.refused = torch.zeros((), dtype=torch.bool, device=device)
-        self._loss = torch.zeros(2, dtype=torch.int64, device=device)  # the sum, and how many were not finite
+        self.refused = torch.zeros((), dtype=torch.bool, device=means.device)
+        self._means = torch.stack([to_fixed(means)] * 2)  # the sums, and how many terms were not finite
 
     def clear(self) -> None:
         """Before a step."""
         self.refused.zero_()
-        self._loss.zero_()
+        self._means.zero_()
 
-    def add_loss(self, loss: Tensor) -> None:
-        """One sample's part of the step's loss, 0-dim."""
-        self._loss += torch.stack([to_fixed(loss.nan_to_num(0.0, 0.0, 0.0)), (~loss.isfinite()).to(torch.int64)])
+    def add_means(self, means: Tensor) -> None:
+        """One sample's part of the step's loss and metrics, `[1 + m]`."""
+        self._means += torch.stack([to_fixed(means.nan_to_num(0.0, 0.0, 0.0)), (~means.isfinite()).to(torch.int64)])
 
-    def loss(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
-        """That of all samples, 0-dim fp32; NaN when one is not finite."""
-        total, bad = sum_over_ranks(self._loss).unbind()
+    def means(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
+        """Those of all samples, fp32 `[1 + m]`; NaN when one is not finite."""
+        total, bad = sum_over_ranks(self._means).unbind()
         return torch.where(bad > 0, torch.nan, from_fixed(total))
 
     def add(self, total: Tensor, gradient: Tensor, first: bool) -> None:

@@ -164,7 +164,7 @@ def _step(state: ParallelState, keys: dict[str, Any], weights: dict[str, Tensor]
     model = resolved(**keys).model
     unit = 8 * state.tp_size
     layers = gpt_layers(model, vocab_size=VOCAB, padded_vocab_size=-(-VOCAB // unit) * unit, state=state)
-    objective = OBJECTIVES["normal"]
+    objective = OBJECTIVES["normal"]()
     if state.pp_size == 1:
         network: nn.Module = SequentialModel(layers, objective, 0, state)
         modules = list(network.sequential)
@@ -199,7 +199,7 @@ def _train(network: nn.Module, state: ParallelState, inputs: tuple[Tensor, ...],
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
     targets, mask = labels
     if state.pp_size == 1:
-        network(inputs, (targets, mask, 1 / mask.sum())).backward()
+        network(inputs, (targets, mask, (1 / mask.sum()).reshape(1)))[0].backward()
         optimizer.step()
         return
     config = {
@@ -212,7 +212,7 @@ def _train(network: nn.Module, state: ParallelState, inputs: tuple[Tensor, ...],
     }
     engine, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config=config)
     rows = (slice(0, 2), slice(2, 4))
-    weight = 2 / mask.sum()
+    weight = (2 / mask.sum()).reshape(1)
     engine.train_batch(iter([(tuple(x[r] for x in inputs), (targets[r], mask[r], weight)) for r in rows]))
 
 
