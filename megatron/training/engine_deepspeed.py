@@ -83,7 +83,6 @@ class DeepSpeedEngine(StepEngine):
             self.deepspeed.timers = NoopTimer()  # it keeps two events of the device per step until it prints
         if self.pipelined:
             self.deepspeed._aggregate_total_loss = lambda: self._means[0]
-            self.deepspeed._bcast_pipe_scalar = self._from_last_stage
         if self.pipelined and state.is_last_stage:
             self._measure_loss()
         if isinstance(self._gradients, Bf16Gradients):
@@ -103,10 +102,7 @@ class DeepSpeedEngine(StepEngine):
 
         def loss_of(out: Any, labels: Any) -> Tensor:
             loss, metrics = objective(out, labels)
-            found = measured(loss, metrics)
-            if not torch.is_grad_enabled():
-                return found  # of an evaluation, which DeepSpeed adds up itself
-            self._total += found
+            self._total += measured(loss, metrics)
             if loss.requires_grad:
                 loss.register_hook(lambda gradient: self.deepspeed._backward_prologue())
             return loss
@@ -151,17 +147,16 @@ class DeepSpeedEngine(StepEngine):
 
     def _find_means(self) -> Tensor:
         """Loss and metrics of all micro-batches of the step and all data ranks, `[1 + m]`."""
-        if not self.state.is_last_stage:
-            return self._from_last_stage(None)
-        means = self._sum_over_data(self._total / self.micro_batches) / self.state.dp_size
-        return self._from_last_stage(means) if self.pipelined else means
+        return self._over_ranks(self._total / self.micro_batches) / self.state.dp_size
 
-    def _from_last_stage(self, means: Tensor | None) -> Tensor:
-        """Loss and metrics, which the last stage has. DeepSpeed's methods of this kind copy a zero from the host to the
-        device first, for which the host waits."""
-        known = self._no_sums() if means is None else means.detach().float()
-        dist.broadcast(known, group=self.state.group("pipe"), group_src=self.state.pp_size - 1)
-        return known
+    def _over_ranks(self, sums: Tensor) -> Tensor:
+        """Add up, over data ranks, what the last stage has. DeepSpeed's methods of this kind copy a zero from the host
+        to the device first, for which the host waits."""
+        if self.state.is_last_stage:
+            sums = self._sum_over_data(sums)
+        if self.pipelined:
+            dist.broadcast(sums, group=self.state.group("pipe"), group_src=self.state.pp_size - 1)
+        return sums
 
     def _forward(self, inputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
         return self.deepspeed(inputs, labels)
@@ -180,9 +175,9 @@ class DeepSpeedEngine(StepEngine):
     def _eval_sum(self, micro_batches: Iterator[tuple[Any, Any]], count: int) -> Tensor:
         if not self.pipelined:
             return super()._eval_sum(micro_batches, count)
-        # DeepSpeed averages over micro-batches and data ranks; undo it to get the sum.
-        mean = self.deepspeed.eval_batch(micro_batches, num_micro_batches=count)
-        return mean.detach().float() * count * self.state.dp_size
+        self._total = self._no_sums()
+        self.deepspeed.eval_batch(micro_batches, num_micro_batches=count, reduce_output=None, bcast_loss=False)
+        return self._over_ranks(self._total)
 
     def stage_layers(self) -> Sequence[nn.Module]:
         """See `Engine`."""
