@@ -10,6 +10,7 @@ from jinja2.exceptions import TemplateError
 from megatron.errors import UserError
 from megatron.inference.exported_text import ExportedText
 from megatron.inference.inputs import Prompt
+from megatron.tokenizer import Tokenizer
 
 
 class Written(NamedTuple):
@@ -17,6 +18,15 @@ class Written(NamedTuple):
 
     text: str
     templated: bool = False
+
+
+def tokenize(texts: Sequence[Written], tokenizer: Tokenizer) -> list[list[int]]:
+    """The ids of prompts, without a start that only the tokenizer put before what a template has written."""
+    found = tokenizer.tokenize_openly([written.text for written in texts])
+    start = list(tokenizer.added[0])
+    begin = tokenizer.detokenize(start) or "\0"
+    bare = [written.templated and not written.text.startswith(begin) for written in texts]
+    return [ids[len(start) :] if strip else ids for ids, strip in zip(found, bare, strict=True)]
 
 
 class Chats:

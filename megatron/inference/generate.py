@@ -26,8 +26,8 @@ class Completion:
         finished: the model ended the text itself (one of `Limits.ends`, or what `Limits.ended` looks for).
         message: why nothing or less than asked was generated, else None.
         logits: per new token the logits over the vocabulary (fp32), when asked for; on the last stage only.
-        logprobs: per new token the logarithm of its probability, as the model has it (temperature 1, no token left
-            out), when asked for; on the last stage only.
+        logprobs: per new token, and then of `end`, the logarithm of its probability as the model has it (no token left
+            out), at temperature 1 or the one that was asked for; on the last stage only.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -69,7 +69,7 @@ def generate(
     *,
     use_cache: bool = True,
     return_logits: bool = False,
-    return_logprobs: bool = False,
+    return_logprobs: bool | float = False,
     grew: Grew | None = None,
 ) -> list[Completion]:
     """Complete every prompt. The same call with the same prompts on every rank of a copy of the model.
@@ -79,6 +79,7 @@ def generate(
 
     Args:
         draws: one stream of random numbers per prompt; not needed when `sampling` is greedy.
+        return_logprobs: whether, or at which temperature.
         grew: called on this rank for each new token.
     """
     completions = [Completion() for _ in prompts]
@@ -92,7 +93,7 @@ def generate(
         else:
             batch.append(text)
     if batch and limits.maximum_tokens > 0:
-        _run(stage, batch, limits, sampling, draws, use_cache, _Wanted(return_logits, return_logprobs, grew))
+        _run(stage, batch, limits, sampling, draws, use_cache, _Wanted(return_logits, float(return_logprobs), grew))
     return completions
 
 
@@ -126,20 +127,28 @@ class _Wanted:
     """What is asked for besides the tokens."""
 
     logits: bool
-    logprobs: bool
+    logprobs: float  # their temperature; 0: none
     grew: Grew | None
 
-    def note(self, batch: Sequence[_Text], added: Sequence[bool], logits: Tensor | None, picked: Tensor) -> None:
-        """Of the tokens [b] that were picked just now by logits [b, v] and `added`, each to the text of its row."""
+    def note(
+        self,
+        batch: Sequence[_Text],
+        were_open: Sequence[bool],
+        added: Sequence[bool],
+        logits: Tensor | None,
+        picked: Tensor,
+    ) -> None:
+        """Of the tokens [b] that were picked just now by logits [b, v], each for the text of its row, if that was open;
+        `added`: and is part of it."""
         if logits is not None and self.logprobs:
-            logprobs = logits.float().log_softmax(dim=-1).gather(1, picked[:, None])[:, 0].tolist()
+            logprobs = (logits.float() / self.logprobs).log_softmax(dim=-1).gather(1, picked[:, None])[:, 0].tolist()
         for row, text in enumerate(batch):
+            if logits is not None and self.logprobs and were_open[row]:
+                text.completion.logprobs.append(logprobs[row])
             if not added[row]:
                 continue
             if logits is not None and self.logits:
                 text.completion.logits.append(logits[row].float().cpu())
-            if logits is not None and self.logprobs:
-                text.completion.logprobs.append(logprobs[row])
             if self.grew is not None:
                 self.grew(text.row, text.completion.tokens)
 
@@ -175,8 +184,8 @@ def _run(
         picked = next_tokens(logits, sampling, uniform) if logits is not None and stage.has_results else None
         picked = stage.share(picked, len(batch))
         columns = torch.cat((columns, picked[:, None]), dim=1)
-        taken = zip(batch, picked.tolist(), strict=True)
+        taken, were_open = zip(batch, picked.tolist(), strict=True), [text.open for text in batch]
         added = [text.open and text.take(token, limits, stage.max_positions) for text, token in taken]
-        wanted.note(batch, added, logits, picked)
+        wanted.note(batch, were_open, added, logits, picked)
         if not any(text.open for text in batch):
             return

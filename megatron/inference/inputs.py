@@ -98,7 +98,11 @@ def read_prompts(file: str | None, prompt_end: str, key: str = "sample_input_fil
 
 def _read_objects(file: str) -> list[Prompt]:
     """The prompts of a file with an object a line."""
-    key = "sample_input_file"
+    return [prompt for prompt, _ in read_objects(file, "sample_input_file")]
+
+
+def read_objects(file: str, key: str) -> list[tuple[Prompt, dict[str, Any]]]:
+    """The prompts of a file with an object a line, each with the other fields of its line. Raises `UserError`."""
     lines = enumerate(_read(file, key).splitlines(), start=1)
     prompts = [_from_object(line, f"{key}: {file}:{number}") for number, line in lines if line.strip()]
     if not prompts:
@@ -115,17 +119,17 @@ def _read(file: str, key: str) -> str:
         raise UserError(f"{key}: {file} is not UTF-8 text ({error})") from error
 
 
-def _from_object(line: str, where: str) -> Prompt:
-    """`{"prompt": text}`, or `{"messages": [{"role": ..., "content": ...}, ...]}`."""
+def _from_object(line: str, where: str) -> tuple[Prompt, dict[str, Any]]:
+    """`{"prompt": text}`, or `{"messages": [{"role": ..., "content": ...}, ...]}`, and the other fields."""
     try:
         item = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where} is not JSON ({error})") from error
     if isinstance(item, dict) and isinstance(text := item.get("prompt"), str) and text.strip():
-        return text
+        return text, {key: value for key, value in item.items() if key != "prompt"}
     turns = item.get("messages") if isinstance(item, dict) else None
     if isinstance(turns, list) and turns and all(isinstance(turn, dict) and "role" in turn for turn in turns):
-        return turns
+        return turns, {key: value for key, value in item.items() if key != "messages"}
     raise UserError(f"{where} has neither a text `prompt` nor `messages`, a list of objects with `role` and `content`")
 
 

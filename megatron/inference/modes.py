@@ -16,7 +16,7 @@ from megatron.checkpoint.find import Checkpoint
 from megatron.errors import UserError
 from megatron.files import write_atomically
 from megatron.inference.build import build_stage
-from megatron.inference.chats import Chats, Written
+from megatron.inference.chats import Chats, Written, tokenize
 from megatron.inference.exported_text import as_exported
 from megatron.inference.generate import Completion, Limits, generate
 from megatron.inference.inputs import (
@@ -133,10 +133,7 @@ class TextGenerator:
 
     def _complete(self, items: Sequence[tuple[int, Written]], options: Mapping[str, Any]) -> list[Record]:
         """Records of numbered texts, by one copy of the model."""
-        prompts = self.tokenizer.tokenize_openly([written.text for _, written in items])
-        for i, (_, written) in enumerate(items):
-            if written.templated:
-                prompts[i] = self._without_start(written.text, prompts[i])
+        prompts = tokenize([written for _, written in items], self.tokenizer)
         lengths, growing = [len(prompt) for prompt in prompts], self._growing
         records: dict[int, Record] = {}
         for chunk in batches(self.stage, lengths, self.batch, options["what"]):
@@ -156,11 +153,6 @@ class TextGenerator:
             for i, completion in zip(chunk, completions, strict=True):
                 records[i] = self._record(items[i][1].text, completion, seconds)
         return [records[i] for i in range(len(items))]
-
-    def _without_start(self, text: str, tokens: list[int]) -> list[int]:
-        """The tokens of a text without the start that only the tokenizer put before it."""
-        start = list(self.tokenizer.added[0])
-        return tokens if text.startswith(self.tokenizer.detokenize(start) or "\0") else tokens[len(start) :]
 
     def _record(self, context: str, completion: Completion, seconds: float) -> Record:
         record = {

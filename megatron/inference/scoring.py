@@ -44,11 +44,26 @@ def score(stage: Stage, pairs: Sequence[Pair], batch: int, what: str = "") -> li
     for numbers in batches(stage, [len(text) for text in fed], batch, what):
         chunk = [fed[i] for i in numbers]
         wanted = [(row, number) for row, text in enumerate(chunk) for number in texts[text]]
-        logprobs = _score_chunk(stage, chunk, [(row, pairs[number][1]) for row, number in wanted])
-        if logprobs is not None:
-            for (_, number), found in zip(wanted, logprobs, strict=True):
-                scores[number] = found
+        found = _score_chunk(stage, chunk, [(row, pairs[number][1]) for row, number in wanted])
+        for (_, number), (logprobs, best) in zip(wanted, found or (), strict=found is not None):
+            scores[number] = float(logprobs.sum()), bool(best.all())
     return scores if stage.has_results else []
+
+
+@torch.no_grad()
+def token_logprobs(stage: Stage, pairs: Sequence[Pair], batch: int, temperature: float = 1.0) -> list[list[float]]:
+    """The log-probability of each token of the continuations, of the distribution at this temperature; as `score`.
+
+    Returns them on the copy's speaking rank, an empty list elsewhere. No text may be longer than the model's positions.
+    """
+    fed = [_input_of(context, continuation, stage.max_positions) for context, continuation in pairs]
+    logprobs: list[list[float]] = [[] for _ in pairs]
+    for numbers in batches(stage, [len(text) for text in fed], batch):
+        wanted = [(row, pairs[number][1]) for row, number in enumerate(numbers)]
+        found = _score_chunk(stage, [fed[i] for i in numbers], wanted, temperature)
+        for number, (values, _) in zip(numbers, found or (), strict=found is not None):
+            logprobs[number] = values.tolist()
+    return logprobs if stage.has_results else []
 
 
 def _input_of(context: Sequence[int], continuation: Sequence[int], longest: int) -> tuple[int, ...]:
@@ -63,9 +78,12 @@ def _input_of(context: Sequence[int], continuation: Sequence[int], longest: int)
 
 
 def _score_chunk(
-    stage: Stage, texts: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, Sequence[int]]]
-) -> list[Score] | None:
-    """Scores of (row, continuation) in a batch of fed texts, on the last stage; None elsewhere.
+    stage: Stage,
+    texts: Sequence[tuple[int, ...]],
+    wanted: Sequence[tuple[int, Sequence[int]]],
+    temperature: float = 1.0,
+) -> list[tuple[Tensor, Tensor]] | None:
+    """What `_at` finds for each (row, continuation) in a batch of fed texts, on the last stage; None elsewhere.
 
     Rows are padded on the right, where causal attention does not look.
     """
@@ -77,20 +95,26 @@ def _score_chunk(
         end = row * width + len(texts[row])
         places += range(end - len(continuation), end)
         targets += continuation
-    at = partial(_at, places=torch.tensor(places, device=device), targets=torch.tensor(targets, device=device))
+    at = partial(
+        _at,
+        places=torch.tensor(places, device=device),
+        targets=torch.tensor(targets, device=device),
+        temperature=temperature,
+    )
     found = stage.run(tokens, positions, then=at)
     if found is None:
         return None
     logprobs, best = found
     lengths = [len(continuation) for _, continuation in wanted]
-    sums = [float(part.sum()) for part in logprobs.split(lengths)]
-    return [(total, bool(part.all())) for total, part in zip(sums, best.split(lengths), strict=True)]
+    return list(zip(logprobs.split(lengths), best.split(lengths), strict=True))
 
 
-def _at(out: LMOutput, places: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _at(out: LMOutput, places: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """(log-probability [m] fp64, whether it is the likeliest token [m]) of `targets` after the tokens `places`."""
     logprobs, best = [], []
-    for logits, target in zip(out.logits_at(places, CHUNK), targets.split(CHUNK), strict=True):
+    for logits, target in zip(
+        out.at_temperature(temperature).logits_at(places, CHUNK), targets.split(CHUNK), strict=True
+    ):
         picked = logits.gather(1, target[:, None])[:, 0]
         logprobs.append((picked - logits.logsumexp(dim=-1)).double().cpu())
         best.append((logits.argmax(dim=-1) == target).cpu())

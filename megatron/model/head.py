@@ -9,7 +9,7 @@ chunk by chunk together with the output projection.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,6 @@ from megatron.mpu.collectives import enter_tensor_parallel, gather_last_dim
 from megatron.mpu.cross_entropy import Projection, ZLoss, linear_cross_entropy, weighted_linear_cross_entropy
 from megatron.mpu.layers import linear
 from megatron.mpu.loss_kernels import soft_cap
-from megatron.mpu.sampled_targets import sampled_targets
 from megatron.mpu.sharding import ParamSpec
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.formulas import loss_chunk
@@ -56,6 +55,13 @@ class LMOutput:
         """A loss with the gradient of the balance loss too, and its own value: what is reported stays comparable."""
         return loss if self.balance is None else loss + (self.balance - self.balance.detach())
 
+    def at_temperature(self, temperature: float) -> LMOutput:
+        """The same with its logits divided by the temperature (before a cap of the logits, if there is one)."""
+        if temperature == 1.0:
+            return self
+        bias = None if self.bias is None else self.bias / temperature
+        return replace(self, multiplier=self.multiplier / temperature, bias=bias)
+
     def token_loss(self, targets: Tensor) -> Tensor:
         """Cross entropy in nats of every target [b, s] int64 -> [t] fp32, equal on all tensor-parallel ranks."""
         return linear_cross_entropy(self._scaled(), self.weight, targets.reshape(-1), self.projection, self.bias)
@@ -66,11 +72,6 @@ class LMOutput:
         return weighted_linear_cross_entropy(
             self._scaled(), self.weight, targets.reshape(-1), weights.reshape(-1), self.projection, self.bias
         )
-
-    def sampled(self, drawn: Tensor) -> Tensor:
-        """Targets [b, s] from the model's own distribution, by uniform numbers [b, s] in [0, 1)."""
-        targets = sampled_targets(self._scaled(), self.weight, drawn.reshape(-1), self.projection, self.bias)
-        return targets.view(drawn.shape)
 
     def logits(self, last: int | None = None) -> Tensor:
         """[b, s, v] fp32 over the real vocabulary, gathered over ranks; of the `last` columns only, if given."""
