@@ -32,6 +32,7 @@ FOLDERS: dict[str, str] = {
     "train_impl": "objectives",
     "callbacks": "callbacks",
     "pack_impl": "data/packing",
+    "reward": "inference/rewards",
 }
 """Kind (the YAML key, as the registry has it) -> folder of its entries, in this package."""
 

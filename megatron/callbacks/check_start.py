@@ -105,6 +105,8 @@ class CheckStart(Callback):
     def settled(self, trainer: Trainer, step: Settled) -> None:
         if step.step != self._first or not self.fresh or not step.trained_tokens or trainer.state.rank != 0:
             return
+        if trainer.engine.objective.counts[0] != "tokens":
+            return  # a loss of something else
         expected = math.log(self.vocab_size)
         if not abs(step.loss - expected) <= max(NEAR, NEAR_PART * expected):
             logger.warning(

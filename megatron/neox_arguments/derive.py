@@ -23,6 +23,7 @@ from megatron.neox_arguments import (
     rules_parallel,
     rules_post,
     rules_ramp,
+    rules_rollouts,
     rules_rwkv,
     rules_scales,
     rules_schedule,
@@ -33,6 +34,7 @@ from megatron.neox_arguments import (
 from megatron.neox_arguments.callback_key import check_callbacks
 from megatron.neox_arguments.draft import Draft, Facts, Rule
 from megatron.neox_arguments.problems import Problems, collector
+from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
@@ -88,7 +90,6 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_train.zero, fills=("zero_stage", "zero_optimization")),
     Rule(rules_engine.native_engine, fills=("zero_stage", "zero_optimization")),
     Rule(rules_engine.whole_matrices),
-    Rule(rules_engine.curvature),
     Rule(rules_moe.bias_balancing),
     Rule(rules_experts.expert_parallel),
     Rule(rules_train.communication_type, fills=("communication_data_type",)),
@@ -111,6 +112,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_post.adapters),
     Rule(rules_start.init_from, fills=("init_from",)),
     Rule(rules_start.plugin_sources, fills=("plugin_sources",)),
+    Rule(rules_rollouts.rollouts),
     Rule(rules_train.evaluation, fills=("do_train", "do_valid", "do_test", "text_gen_type")),
     Rule(rules_output.profiling),
     Rule(rules_output.object_store),
@@ -143,7 +145,8 @@ def check_trainable(args: NeoXArgs, problems: Problems | None = None) -> None:
         if all(getattr(training, name) is None for name in lengths) and found.usable(*lengths):
             found.add(f"set train_iters (or {', '.join(lengths[1:])}): how long to train")
         named = found.usable("data_path", "train_data_paths", "mixture", "train_impl")
-        if data.data_path is None and data.train_data_paths is None and named:
+        given = data.data_path is not None or data.train_data_paths is not None or trains_on_rollouts(args.get)
+        if not given and named:
             found.add("set data_path, train_data_paths or mixture: what to train on")
 
 

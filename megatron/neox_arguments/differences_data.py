@@ -213,4 +213,10 @@ DATA: tuple[_Difference, ...] = (
         "fails on mmap data, and would lose document borders",
         "joins shards, labels and rewards into the bytes of one run, or refuses",
     ),
+    Difference(
+        "dataset_impl: online",
+        "unpickles what a socket sends, so that whoever has the port runs code; sends weights out by CUDA-IPC",
+        "JSON over HTTP, which is only parsed; or the ranks write the completions themselves (rollout_prompts)",
+        lambda args: args.data.dataset_impl == "online",
+    ),
 )

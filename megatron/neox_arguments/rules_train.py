@@ -14,6 +14,7 @@ from megatron.neox_arguments.optimizer_params import KIND, optimizer_params
 from megatron.neox_arguments.parameter_rules import parse_rules
 from megatron.neox_arguments.rules_mixture import has_valid_sets
 from megatron.neox_arguments.rules_parallel import stages
+from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.rows import row
 
 
@@ -272,7 +273,8 @@ def evaluation(draft: Draft) -> None:
     evaluates = draft["eval_iters"] > 0
     trains = any(draft[name] for name in rules_schedule.LENGTHS)
     found = {
-        "do_train": trains and (one_path or draft["train_data_paths"] is not None),
+        "do_train": trains
+        and (one_path or draft["train_data_paths"] is not None or trains_on_rollouts(draft.__getitem__)),
         "do_valid": evaluates and (one_path or draft["valid_data_paths"] is not None or has_valid_sets(draft)),
         "do_test": evaluates and (one_path or draft["test_data_paths"] is not None),
     }

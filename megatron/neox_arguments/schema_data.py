@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from megatron.neox_arguments.keys import key
 
-_ONLINE = "online data is not available; use data_path or train_data_paths"
 _ASCENT = "gradient ascent unlearning is not available yet; train on the retain data alone"
 
 
@@ -149,7 +148,7 @@ class DataConfig:
         "packed cuts everywhere.",
     )
     dataset_impl: Literal["gpt2", "pairwise", "online"] = key(
-        "gpt2", "Kind of samples: documents, or preference pairs.", unavailable={"online": _ONLINE}
+        "gpt2", "Kind of samples: documents, preference pairs, or completions of data servers."
     )
     train_reward_data_paths: tuple[str | None, ...] | None = key(
         None, "Rewards of train_data_paths: one number for each text; for each pair its margin.", path=True
@@ -207,10 +206,14 @@ class DataConfig:
     npy_eod: int | None = key(
         None, "The id that ends a document in .npy token files (default: the tokenizer's end-of-document).", new=True
     )
+    online_dataserver_ips: str | tuple[str, ...] = key(
+        "localhost",
+        "Hosts of the data servers of dataset_impl: online, one for each of the ports or one for all.",
+        differs="JSON over HTTP; every server gives its part of a step",
+    )
+    online_dataserver_ports: int | tuple[int, ...] = key(10000, "Their ports.")
 
     # known, not available
-    online_dataserver_ips: str | tuple[str, ...] = key("localhost", "Hosts of sample servers.", unavailable=_ONLINE)
-    online_dataserver_ports: int | tuple[int, ...] = key(10000, "Ports of sample servers.", unavailable=_ONLINE)
     ga_dataset: str | None = key(None, "Data to forget.", unavailable=_ASCENT)
     ga_dataset_impl: str = key("mmap", "Format of ga_dataset.", unavailable=_ASCENT)
     gd_retain_dataset: str | None = key(None, "Data to retain.", unavailable=_ASCENT)

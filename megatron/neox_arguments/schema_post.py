@@ -54,6 +54,68 @@ class PostConfig:
         new=True,
     )
 
+    # completions of the model's own: reinforce, rloo, grpo
+    fp32_reinforce: bool = key(
+        True,
+        "Log-probabilities in fp32, which they always are.",
+        unavailable="log-probabilities are always in fp32; leave it out",
+    )
+    kl_impl: Literal["abs", "mse", "kl", "k3", "full"] = key(
+        "mse",
+        "Estimate of the divergence from the reference, the weights that the run begins with, by d = log p - log p of "
+        "the reference of a token: |d|, d^2/2, d, exp(-d) - 1 + d; or all of the vocabulary, which needs 4 bytes for "
+        "each token and entry of it.",
+    )
+    kl_div_beta: float = key(0.1, "Weight of that divergence; 0: no reference is kept.")
+    reinforce_leave_one_out: bool = key(
+        False,
+        "reinforce: the baseline of a reward is the mean of the prompt's other completions; else of the last 100 "
+        "prompts.",
+        differs="the last 100 prompts of all data-parallel ranks",
+    )
+    grpo_loss: Literal["dapo", "grpo", "dr_grpo"] = key(
+        "dapo",
+        "grpo: the loss is a mean over all tokens of the global batch (dapo), over completions of the mean over their "
+        "tokens (grpo), or over completions of the sum over their tokens / rollout_tokens (dr_grpo).",
+        new=True,
+    )
+    grpo_scale_rewards: Literal["group", "batch", "none"] = key(
+        "group",
+        "grpo: advantages are divided by the standard deviation of the prompt's rewards, of the batch's, or not.",
+        new=True,
+    )
+    grpo_epsilon: float = key(
+        0.2, "grpo, rloo: the ratio to the probability of the draw counts no lower than 1 - this.", new=True
+    )
+    grpo_epsilon_high: float | None = key(None, "And no higher than 1 + this; default: grpo_epsilon.", new=True)
+    rollout_prompts: tuple[str, ...] | None = key(
+        None,
+        "JSON lines files of prompts: {prompt: text} or {messages: [turns]}; other fields reach the reward.",
+        path=True,
+        new=True,
+    )
+    rollouts_per_prompt: int = key(8, "Completions of each prompt; train_batch_size is a multiple.", new=True)
+    rollout_tokens: int = key(256, "Most tokens of a completion.", new=True)
+    rollout_temperature: float = key(
+        1.0, "Temperature of the draws; log-probabilities are those of that distribution.", new=True
+    )
+    rollout_batch_size: int | None = key(
+        None, "Completions that a copy of the model writes at a time; default: all of a step.", new=True
+    )
+    rollout_steps: int = key(1, "Optimizer steps that train on the same completions.", new=True)
+    rollout_log: int = key(
+        4, "Completions of each batch that are appended to rollouts.jsonl of the run folder.", new=True
+    )
+    reward: str | None = key(
+        None, "What a completion is worth: exact, or a function of a plugin.", registry="reward", new=True
+    )
+    reward_url: str | None = key(
+        None, "A service that gives the rewards: JSON over HTTP, documentation/post_training.md.", new=True
+    )
+    reward_timeout: float = key(
+        60.0, "Seconds without an answer after which a reward, or a data server's completions, have failed.", new=True
+    )
+
     # known, not available
     dpo_fp32: bool = key(True, "DPO in fp32.", unavailable=_OBJECTIVE)
     dpo_reference_free: bool = key(False, "DPO without a reference model.", unavailable=_OBJECTIVE)
@@ -65,10 +127,6 @@ class PostConfig:
     z_loss: float = key(
         0.0, "z-loss of reward models. That of language models is z_loss_weight.", unavailable=_OBJECTIVE
     )
-    fp32_reinforce: bool = key(True, "REINFORCE in fp32.", unavailable=_OBJECTIVE)
-    kl_impl: Literal["abs", "mse", "kl", "full"] = key("mse", "KL estimator.", unavailable=_OBJECTIVE)
-    kl_div_beta: float = key(0.1, "Weight of the KL term.", unavailable=_OBJECTIVE)
-    reinforce_leave_one_out: bool = key(False, "Leave-one-out baseline.", unavailable=_OBJECTIVE)
     ga_interval: int | None = key(None, "Steps between bursts of ascent.", unavailable=_ASCENT)
     ga_iters: int | None = key(None, "Ascent steps per burst.", unavailable=_ASCENT)
     ga_lr_scale: float = key(1.0, "Learning-rate factor of ascent steps.", unavailable=_ASCENT)

@@ -10,6 +10,9 @@ from typing import Any, Literal
 from megatron.neox_arguments.keys import key
 
 _OBJECTIVE = "only train_impl: normal is available yet"
+_OPTIMIZERS = {
+    "sophia": "its Hessian needs passes of its own, which no engine takes; use adamw",
+}
 _BNB = "8-bit optimizers are not available; use optimizer.type Adam"
 
 DTYPE_SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
@@ -24,12 +27,12 @@ class OptimizerConfig:
         "adam",
         "Optimizer, usually given as optimizer.type. Weight decay is decoupled.",
         registry="optimizer.type",
+        unavailable=_OPTIMIZERS,
         spellings={
             "schedule_free": "schedule_free_adamw",
             "schedulefree": "schedule_free_adamw",
             "adamwschedulefree": "schedule_free_adamw",
             "sgdschedulefree": "schedule_free_sgd",
-            "sophiag": "sophia",
             "fusedadam": "adam",
             "onebit_adam": "onebitadam",
             "cpuadam": "cpu_adam",
@@ -250,7 +253,7 @@ class TrainingConfig:
         "normal",
         "Objective.",
         registry="train_impl",
-        unavailable=dict.fromkeys(("dpo", "rm", "kto", "reinforce"), _OBJECTIVE),
+        unavailable=dict.fromkeys(("dpo", "rm", "kto"), _OBJECTIVE),
     )
     replica_check_interval: int = key(
         1000, "Steps between checks that replicated weights still agree over ranks; <= 0 never.", new=True
@@ -277,7 +280,10 @@ class TrainingConfig:
 
     # known, not available
     serve_model_weights: bool = key(
-        False, "Serve the weights to an inference process.", unavailable="generate from a checkpoint with generate.py"
+        False,
+        "Serve the weights to an inference process.",
+        unavailable="the ranks write completions themselves, with the weights of the moment: set rollout_prompts and "
+        "reward",
     )
     curriculum_learning: dict[str, Any] | None = key(
         None,

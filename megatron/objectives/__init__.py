@@ -119,6 +119,7 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
     "train_impl",
     wants="a subclass of megatron.objectives.Objective",
     fits=lambda entry: isinstance(entry, type) and issubclass(entry, Objective),
+    fields=("data",),
 )
 """Subclasses of `Objective`, which are made with the keys about post-training (`args.post`)."""
 

@@ -12,6 +12,8 @@ EMA = "ema"
 """The name of the moving average beside the optimizer's moments, in `Engine.read_share` and checkpoints."""
 EVALUATED = "evaluated"
 """In `Engine.read_share`: what an optimizer makes of weights and state, for files of weights alone."""
+REFERENCE = "reference"
+"""In `Engine.read_share` and checkpoints: the weights that a run began with, where it is kept near them."""
 
 
 @torch.no_grad()

@@ -10,7 +10,8 @@ bf16 and fp16, else 4) and a bytes of a gradient (4, but 2 in fp16 at ZeRO 1), a
 | moments   | 4 per moment, `moments` of the optimizer's row (Adam 2, Lion 1), and `block_moments` of blocks,    |
 |           | whose parameters are nearly all matrices (Muon 1); from ZeRO 1 on divided by dp                   |
 | masters   | 4 / dp from ZeRO 1 on; none in fp32 with the native engine, whose weights they are                |
-| average   | 4 / dp with ema_decay, or while a schedule-free optimizer's is evaluated or saved                 |
+| average   | 4 / dp with ema_decay, or while a schedule-free optimizer's is evaluated or saved; as much for the   |
+|           | reference of kl_div_beta                                                                           |
 | gradients | without ZeRO, in bf16 at ZeRO 1, and with the native engine: 4; in fixed point: 8 + 4 / dp        |
 |           | else ZeRO 1: a and one bucket (two with overlap_comm), or (a + 4) / dp if that is more            |
 |           | ZeRO 2: (a + w) / dp and one bucket (two with overlap_comm)                                       |
@@ -45,6 +46,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.block_sizes import MAMBA, RWKV, is_gated
 from megatron.neox_arguments.formulas import loss_chunk
 from megatron.neox_arguments.optimizer_params import KIND, optimizer_params
+from megatron.neox_arguments.rules_rollouts import keeps_reference
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.neox_arguments.schema_train import OptimizerConfig
 from megatron.plan.stages import Held
@@ -89,12 +91,13 @@ def estimate(args: NeoXArgs, *, held: Held, stage: int, blocks: Sequence[int], p
     kept = parts if stage_of_zero else trained
     master = 4 if half or (stage_of_zero and not native) else 0
     averages = args.optimizer.ema_decay is not None or row(KIND, args.optimizer.optimizer_type).get("averages")
+    copies = bool(averages) + keeps_reference(args.get)
     return Memory(
         weights=(2 if half else 4) * (divided(held) if stage_of_zero == 3 else held).parameters,
         gradients=_gradients(args, stage_of_zero, trained.parameters, parts.parameters),
         optimizer=(4 * moments(args.optimizer) + master) * (kept.parameters - kept.blocks)
         + (4 * moments(args.optimizer, of_blocks=True) + master) * kept.blocks
-        + (4 * parts.parameters if averages else 0),
+        + 4 * parts.parameters * copies,
         activations=_activations(args, stage=stage, blocks=blocks, padded_vocab_size=padded_vocab_size),
     )
 

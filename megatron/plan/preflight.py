@@ -21,7 +21,7 @@ from megatron.data.order.splits import NAMES
 from megatron.data.tokens.token_files import find_files
 from megatron.errors import DeepyError, UserError
 from megatron.hub.s3_load import coming_start, find_first
-from megatron.inference.inputs import check_requests, requested_checkpoint
+from megatron.inference.inputs import check_requests, read_objects, requested_checkpoint
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
 from megatron.neox_arguments.inference import for_inference
@@ -141,6 +141,8 @@ def preflight(args: NeoXArgs, kind: str, wait: bool = False, problems: Problems 
         with _collect(args, found):
             if kind == "train":
                 check_folders(args)
+                for file in args.post.rollout_prompts or ():
+                    read_objects(file, "rollout_prompts")
             check_requests(args.generation, kind)
         if found.keys:
             return Found(tokenizer, start, has_data)  # the rest compares whole configurations

@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron.checkpoint.cadence import save_steps
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.formulas import ParameterCount
+from megatron.neox_arguments.rules_rollouts import keeps_reference
 from megatron.plan.memory import moments
 
 
@@ -46,7 +47,7 @@ def saves_of(args: NeoXArgs, count: ParameterCount, first: int = 0) -> Saves | N
     weight = 4 if args.optimizer.precision == "fp32" else 2
     each: float = weight * count.total
     if not checkpoint.no_save_optim:
-        kinds = 1 + moments(args.optimizer) + (args.optimizer.ema_decay is not None)
+        kinds = 1 + moments(args.optimizer) + (args.optimizer.ema_decay is not None) + keeps_reference(args.get)
         fewer = moments(args.optimizer) - moments(args.optimizer, of_blocks=True)
         each += 4 * (kinds * count.total - fewer * count.layers)
     return Saves(saved, kept, each, _free(Path(checkpoint.save)))

@@ -20,6 +20,7 @@ from megatron.log import get_logger
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.batch_plan import BatchPlan
+from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.run.data import collate_rules, open_data, resolve_epochs
 from megatron.run.data_table import data_lines, evaluation_notes
 from megatron.tokenizer.base import Tokenizer
@@ -81,7 +82,7 @@ def open_data_on_ranks(args: NeoXArgs, process: Process, order: SavedOrder | Non
         with together("reading the sample index", state):
             found = found or open_data(args, process.tokenizer, order, done).build()
         agree_on_data(found, state, args.data.use_shared_fs)
-    if found.train is None and args.training.train_iters:
+    if found.train is None and args.training.train_iters and not trains_on_rollouts(args.get):
         raise UserError("there is no training data: check data_path and split, or train_data_paths, or mixture")
     return found
 

@@ -21,6 +21,7 @@ from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.derive import Facts, derive
+from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.model_tokens import add_trained_ends
 
@@ -61,7 +62,7 @@ def open_data(
         with_eod(args.data, tokenizer.eod),
         seq_length=args.model.seq_length,
         seed=training.seed,
-        train_samples=train_samples if training.do_train is not False else 0,
+        train_samples=train_samples if training.do_train is not False and not trains_on_rollouts(args.get) else 0,
         valid_samples=valid_samples if training.do_valid is not False else 0,
         test_samples=test_samples if training.do_test is not False else 0,
         set_samples=test_samples if training.do_valid is not False else 0,  # each validation set, every time

@@ -11,10 +11,12 @@ from megatron.cluster.status import run_folder
 from megatron.log import get_logger
 from megatron.mpu.owned import count_parameters
 from megatron.neox_arguments.derive import check_device, check_trainable
+from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.run.batches import DataOrder, build_batches, named_sets, open_data_on_ranks, share_epochs
 from megatron.run.data import note_trained_ends, resume_order
 from megatron.run.end import Begins, StepLimits, report_stop, watched
 from megatron.run.rewind import train_with_rewinds
+from megatron.run.rollouts import Rollouts
 from megatron.run.start import (
     TokenizerIdentity,
     TrackerIds,
@@ -63,11 +65,14 @@ def _train(process: Process, progress: Progress) -> Trainer:
         process = replace(process, args=args)
         sets = named_sets(plan, batches)
         folder, fresh = run_folder(args), start.checkpoint is None
+        own = [Rollouts(process, folder)] if trains_on_rollouts(args.get) else []
+        if own:
+            batches["train"] = own[0].batches
         context = RunContext(args, state, tokenizer.vocab_size, folder, batches, sets, tokenizer, fresh)
         identity = TokenizerIdentity(tokenizer, args.checkpoint.allow_config_changes)
         trackers = TrackerIds(folder)
         trackers.restore(start, state)
-        callbacks = [DataOrder(plan), identity, trackers, *build_callbacks(context)]
+        callbacks = [DataOrder(plan), identity, trackers, *own, *build_callbacks(context)]
         if state.host is not None and process.limits is not None:
             callbacks.append(StepLimits(process.limits))
         callbacks += [*announced_end, Begins()]

@@ -102,6 +102,15 @@ class Engine(Protocol):
         either is kept; collective at both ends. Nothing may be trained or saved."""
         ...
 
+    def keep_reference(self) -> None:
+        """Keep the weights of this moment, of what is trained, for `as_reference`, and in checkpoints: an engine that
+        keeps a reference takes that of a checkpoint, if it has one."""
+        ...
+
+    def as_reference(self) -> AbstractContextManager[None]:
+        """Inside, the model's weights are the reference; as `averaged`."""
+        ...
+
     def stage_layers(self) -> Sequence[nn.Module]:
         """This rank's layers in order."""
         ...

@@ -14,7 +14,7 @@ from megatron.log import get_logger
 from megatron.mpu.owned import is_owned
 from megatron.mpu.sharding import spec_of
 from megatron.mpu.state import ParallelState
-from megatron.optim.ema import EMA, EVALUATED, WeightAverage, exchange
+from megatron.optim.ema import EMA, EVALUATED, REFERENCE, WeightAverage, exchange
 from megatron.training.engine_gradients import Gradients
 from megatron.training.engine_state import WEIGHT, OptimizerState
 from megatron.training.engine_update import joint_norm
@@ -37,6 +37,7 @@ class StateByName:
     beat: Callable[[], None]
     outliers: Outliers | None
     average: WeightAverage | None = None
+    reference: dict[str, Tensor] | None = None  # of the elements that this rank answers for, 1-D, fp32
     _await_weights: Callable[[], None]  # of the last update, that other ranks send
     _params: dict[str, Parameter]
     _gradients: Gradients
@@ -128,6 +129,8 @@ class StateByName:
             found[EMA] = self.average.means[name]
         elif (evaluated := self._optimizer_state.evaluated(found)) is not None:
             found[EVALUATED] = evaluated
+        if self.reference is not None and name in self.reference:
+            found[REFERENCE] = self.reference[name]
         return found
 
     def moments(self) -> set[str]:
@@ -139,12 +142,15 @@ class StateByName:
     def write_share(self, name: str, values: dict[str, Tensor]) -> None:
         """See `Engine`."""
         self.beat()
-        if set(values) - {WEIGHT, EMA} and not self._optimizer_state.moments():
+        if set(values) - {WEIGHT, EMA, REFERENCE} and not self._optimizer_state.moments():
             self._optimizer_state.materialize()
         p = self.params()[name]
         self._optimizer_state.write(p, self._share(p), values)
         if self.average is not None:
             self.average.load(name, values)
+        if self.reference is not None and name in self.reference and values:
+            begun = self._optimizer_state.master(p, self._share(p))
+            self.reference[name].copy_(values.get(REFERENCE, begun))
 
     def finish_writing(self) -> None:
         """See `Engine`."""
@@ -160,9 +166,24 @@ class StateByName:
 
     def keep_average(self, decay: float) -> None:
         """From now on keep the moving average of the weights that are trained."""
+        self.average = WeightAverage(decay, self._trained())
+
+    def _trained(self) -> dict[str, Tensor]:
+        """The masters of this rank's elements of what is trained."""
         trained = {name: p for name, p in self.params().items() if p.requires_grad}
-        masters = {name: self._optimizer_state.master(p, self._share(p)) for name, p in trained.items()}
-        self.average = WeightAverage(decay, masters)
+        return {name: self._optimizer_state.master(p, self._share(p)) for name, p in trained.items()}
+
+    def keep_reference(self) -> None:
+        """See `Engine`."""
+        self.reference = {name: master.detach().clone() for name, master in self._trained().items()}
+
+    @contextmanager
+    def as_reference(self) -> Iterator[None]:
+        """See `Engine`."""
+        assert self.reference is not None, "no reference is kept"
+        self._exchange(self.reference)
+        yield
+        self._exchange(self.reference)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -1,0 +1,326 @@
+"""The training data of runs that learn from completions: drawn from the model before the step that trains on them.
+
+What a step trains on depends on the weights, the seed and the samples consumed before it, not on the layout: rank 0
+deals prompts to the copies of the model, all ranks learn all completions, and each takes its rows of the global batch.
+Nothing is drawn twice: a resumed run goes on behind the completions of its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.rng import random_state, restore_random_state
+from megatron.data.batch import StepBatch
+from megatron.data.collate import allocate, complete, fill, untrained
+from megatron.data.loader import rank_samples
+from megatron.data.sample import IGNORE, Sample
+from megatron.errors import UserError
+from megatron.inference.data_servers import DataServers
+from megatron.inference.json_service import judge_at
+from megatron.inference.live import live_stage
+from megatron.inference.rewards import REWARDS, Judge, judge_with
+from megatron.inference.rollouts import Asked, Completed, Sampler, read_asked
+from megatron.inference.stage import Stage
+from megatron.inference.team import Control, Team
+from megatron.log import get_logger
+from megatron.model.head import LMOutput
+from megatron.mpu.random import stable_seed
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.batch_plan import BatchPlan
+from megatron.objectives.policy import FULL, PolicyObjective
+from megatron.run.data import collate_rules
+from megatron.training.callback import Callback
+from megatron.training.setup import Process, build_objective
+
+if TYPE_CHECKING:
+    from megatron.training.trainer import Trainer
+
+logger = get_logger(__name__)
+
+FILE = "rollouts.jsonl"
+MOST_FAILURES = 10
+"""Steps in a row without a reward after which a run ends."""
+NOTHING = Completed([0], [], None)
+"""In the place of a completion that a data server did not give."""
+
+
+class Rollouts(Callback):
+    """`batches` in place of those of a data set. Built on every rank, collectively.
+
+    Raises `UserError` for prompts that cannot be read.
+    """
+
+    def __init__(self, process: Process, folder: Path | None) -> None:
+        self.args, self.state = process.args, process.state
+        objective = build_objective(process.args)
+        assert isinstance(objective, PolicyObjective)
+        self.objective = objective
+        # A prompt may end with that token, and a completion begins behind it.
+        self.rules = replace(collate_rules(process.args, process.tokenizer), eod_mask_loss=False, reads=objective.reads)
+        self.control, self.plan = Control(process.state), BatchPlan.of(process.args)
+        self.sampler = Sampler(process.args, process.tokenizer)
+        self.judge, self.options = _judge(process.args), process.args.post
+        self.file = None if folder is None or process.state.rank else folder / FILE
+        self.prompts, self.servers, self.digest = [], None, ""
+        if process.args.data.dataset_impl == "online":
+            data = process.args.data
+            self.servers = DataServers(
+                data.online_dataserver_ips,
+                data.online_dataserver_ports,
+                self.options.reward_timeout,
+                process.tokenizer.vocab_size,
+            )
+        else:
+            self.digest = self.control.on_rank_zero(lambda: self._read(process))
+        self._trainer: Trainer | None = None
+        self._completed: list[list[Completed]] = []
+        self._baseline: list[float] = []
+        self._failed = self._failures = 0
+        self._sums: dict[str, list[float]] = {}
+
+    def _read(self, process: Process) -> str:
+        """On rank 0, which deals them: the prompts. Their digest."""
+        self.prompts = read_asked(process.args, process.tokenizer)
+        logger.info(f"rollouts: {self.options.rollouts_per_prompt} of each of {len(self.prompts):,} prompts an epoch")
+        return sha256(json.dumps([asked.tokens for asked in self.prompts]).encode()).hexdigest()
+
+    # -- hooks --------------------------------------------------------------------------------------
+
+    def start(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        if self.objective.reference:
+            trainer.engine.keep_reference()  # before a checkpoint is loaded, which may have one
+
+    def loaded(self, trainer: Trainer) -> None:
+        if self.objective.reference and trainer.step == 0:
+            trainer.engine.keep_reference()  # of the run that these weights are from
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = [[asdict(one) for one in group] for group in self._completed]
+        return {
+            "prompts": self.digest,
+            "baseline": self._baseline,
+            "failed": self._failed,
+            "completed": kept if self._trainer and self._trainer.step % self.options.rollout_steps else [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["prompts"] != self.digest and not self.args.checkpoint.allow_config_changes:
+            raise UserError(
+                "rollout_prompts: not the prompts that this run began with; give those, or allow_config_changes: true"
+            )
+        self._baseline, self._failed = list(state["baseline"]), state["failed"]
+        self._completed = [[Completed(**one) for one in group] for group in state["completed"]]
+
+    # -- the batches --------------------------------------------------------------------------------
+
+    def batches(self, consumed: int = 0, step: int | None = None) -> Iterator[StepBatch]:
+        """See `Batches`. Each is made when it is asked for, with the weights of that moment."""
+        step = self.plan.whole_steps(consumed) if step is None else step
+        size = self.plan.batch_size(step)
+        gas = size // ((self.args.training.train_micro_batch_size_per_gpu or 1) * self.state.dp_size)
+        while True:
+            if self.plan.skips(step):
+                arrays = untrained(self.rules, gas, self.args.training.train_micro_batch_size_per_gpu or 1)
+                yield StepBatch.from_arrays(arrays, step, consumed)
+            else:
+                behind = step % self.options.rollout_steps
+                if behind == 0 or not self._completed:
+                    self._roll_out(consumed - behind * size, step, size)
+                yield self._batch(gas, step, consumed)
+            step, consumed = step + 1, consumed + size
+
+    def _roll_out(self, first: int, step: int, size: int) -> None:
+        """The completions numbered from `first` on, of one global batch, on every rank."""
+        began = time.monotonic()
+        with self._as_model() as trainer:
+            if self.servers is None:
+                groups = self._ask(trainer, first, size)
+            else:
+                servers = self.servers
+                groups = self.control.on_rank_zero(lambda: servers.fetch("train", step, size))
+                rows = [one for group in groups for one in group]
+                logprobs = self._compare(trainer, rows)
+                groups = _regroup(groups, [replace(one, logprobs=of) for one, of in zip(rows, logprobs, strict=True)])
+            if self.objective.reference:
+                rows = [one for group in groups for one in group]
+                with trainer.engine.as_reference():
+                    logprobs = self._compare(trainer, rows)
+                groups = _regroup(groups, [replace(one, reference=of) for one, of in zip(rows, logprobs, strict=True)])
+        self._completed = groups
+        self._report(trainer, step, size, time.monotonic() - began)
+
+    def _ask(self, trainer: Trainer, first: int, size: int) -> list[list[Completed]]:
+        """Own completions of the prompts whose turn it is."""
+        each, found = self.options.rollouts_per_prompt, []
+
+        def lead(team: Team) -> None:
+            turns = [self._prompt(number // each) for number in range(first, first + size)]
+            found.extend(team.ask("sample", list(zip(range(first, first + size), turns, strict=True)), {}))
+
+        self._run(trainer, "sample", lambda stage, items: self.sampler.sample(stage, items, self.judge), lead)
+        found = self.control.broadcast(found)
+        return [found[i : i + each] for i in range(0, size, each)]
+
+    def _prompt(self, turn: int) -> Asked:
+        """The prompts of each epoch in an order of its own."""
+        epoch, place = divmod(turn, len(self.prompts))
+        order = np.random.default_rng(stable_seed("prompts", self.args.training.seed, epoch))
+        return self.prompts[order.permutation(len(self.prompts))[place]]
+
+    def _compare(self, trainer: Trainer, rows: Sequence[Completed]) -> list[list[float]]:
+        """Log-probabilities of the completions by the weights of the moment."""
+        found: list[list[float]] = []
+
+        def lead(team: Team) -> None:
+            found.extend(team.ask("compare", rows, {}))
+
+        self._run(trainer, "compare", self.sampler.compare, lead)
+        return self.control.broadcast(found)
+
+    def _run(self, trainer: Trainer, name: str, work: Any, lead: Any) -> None:
+        stage: Stage = live_stage(trainer.engine, self.args, self.control)
+        team = Team(self.control, stage, {name: lambda items, options: work(stage, items)})
+        team.run(lambda: lead(team))
+
+    @contextmanager
+    def _as_model(self) -> Iterator[Trainer]:
+        """Inside, the model writes texts; random states of the training are as before afterwards."""
+        assert self._trainer is not None
+        trainer = self._trainer
+        trainer.settle()
+        before = random_state()
+        with trainer.engine.evaluating(), trainer.progress.during("rollouts"):
+            yield trainer
+        restore_random_state(before)
+
+    def _batch(self, gas: int, step: int, consumed: int) -> StepBatch:
+        """This rank's rows of the completions."""
+        micro = self.args.training.train_micro_batch_size_per_gpu or 1
+        rewards = self._rewards()
+        advantages, baseline = self.objective.advantages(rewards, self._baseline)
+        if (step + 1) % self.options.rollout_steps == 0:
+            self._baseline = baseline
+        known = zip(self._completed, advantages, strict=True)
+        rows = [(one, value) for group, values in known for one, value in zip(group, values, strict=False)]
+        rows += [(NOTHING, 0.0)] * (gas * micro * self.state.dp_size - len(rows))
+        arrays = allocate(self.rules, gas, micro)
+        numbers = rank_samples(0, micro_batch=micro, gas=gas, dp_rank=self.state.dp_rank, dp_size=self.state.dp_size)
+        for (at, row), number in np.ndenumerate(numbers):
+            fill(arrays, at, row, self._sample(*rows[number]), self.rules)
+        complete(arrays)
+        batch = StepBatch.from_arrays(arrays, step, consumed)
+        return self._with_distributions(batch) if FULL in self.objective.reads else batch
+
+    def _with_distributions(self, batch: StepBatch) -> StepBatch:
+        """With the reference's log-probabilities of the whole vocabulary, on the last stage."""
+        temperature, found = self.objective.temperature, []
+
+        def distributions(out: LMOutput) -> Tensor:
+            return out.at_temperature(temperature).logits().log_softmax(dim=-1)
+
+        with self._as_model() as trainer, trainer.engine.as_reference():
+            stage, here = live_stage(trainer.engine, self.args), batch.to(self.state.device)
+            for micro, tokens in enumerate(here.tokens):
+                documents = None if here.doc_ids is None else here.doc_ids[micro]
+                out = stage.run(tokens, here.positions[micro], then=distributions, doc_ids=documents)
+                found.append(tokens.new_zeros(0) if out is None else out[: len(tokens)])
+        return replace(batch, extras={**batch.extras, FULL: torch.stack(found)})
+
+    def _rewards(self) -> np.ndarray:
+        """Of all completions, float64 [prompts, most of a prompt], NaN where there is none."""
+        widest = max(map(len, self._completed), default=1)
+        found = np.full((len(self._completed), widest), np.nan)
+        for row, group in enumerate(self._completed):
+            for column, one in enumerate(group):
+                if one.reward is not None and self._fits(one):
+                    found[row, column] = one.reward - self.objective.penalty(one.logprobs, one.reference)
+        return found
+
+    def _fits(self, one: Completed) -> bool:
+        return bool(one.tokens) and len(one.prompt) + len(one.tokens) <= self.rules.seq_length + 1
+
+    def _sample(self, one: Completed, advantage: float) -> Sample:
+        size = self.rules.seq_length + 1
+        text, begin = [*one.prompt, *one.tokens][:size], len(one.prompt)
+        end = len(text) if one.reward is not None and self._fits(one) else begin
+
+        def place(values: Sequence[float] | float | None) -> np.ndarray:
+            found = np.zeros(size, np.float32)
+            if values is not None and end > begin:
+                found[begin:end] = values
+            return found
+
+        tokens = np.zeros(size, np.int64)
+        tokens[: len(text)] = text
+        labels = np.full(size, IGNORE)
+        labels[begin:end] = tokens[begin:end]
+        extras = {
+            "advantage": place(float(advantage)),
+            "old": place(one.logprobs),
+            "reference": place(one.reference),
+        }
+        return Sample(tokens, np.zeros(1, np.int64), labels, len(text), extras=extras)
+
+    # -- reports ------------------------------------------------------------------------------------
+
+    def _report(self, trainer: Trainer, step: int, size: int, seconds: float) -> None:
+        rows = [one for group in self._completed for one in group]
+        judged = [one for one in rows if one.reward is not None and self._fits(one)]
+        self._failed += size - len(judged)
+        self._failures = 0 if judged else self._failures + 1
+        if self._failures >= MOST_FAILURES:
+            raise UserError(f"{MOST_FAILURES} steps in a row had no completion with a reward; see the warnings above")
+        rewards = [one.reward for one in judged if one.reward is not None]
+        spreads = [np.std(known) for group in self._completed if len(known := _known(group)) > 1]
+        values = {
+            "rollout/reward": float(np.mean(rewards)) if rewards else None,
+            "rollout/reward_std": float(np.mean(spreads)) if spreads else None,
+            "rollout/length": float(np.mean([len(one.tokens) for one in judged])) if judged else None,
+            "rollout/finished": float(np.mean([one.finished for one in judged])) if judged else None,
+            "rollout/seconds": seconds,
+        }
+        if not any(name in trainer.metrics for name in values):
+            self._sums.clear()
+        for name, value in values.items():
+            if value is not None:
+                self._sums.setdefault(name, []).append(value)
+        trainer.metrics |= {name: float(np.mean(known)) for name, known in self._sums.items()}
+        trainer.metrics["rollout/failed"] = float(self._failed)
+        if self.file is not None and self.options.rollout_log > 0:
+            _append(self.file, step, judged[: self.options.rollout_log])
+
+
+def _judge(args: NeoXArgs) -> Judge:
+    """Whoever gives the rewards of this run."""
+    if args.post.reward_url is not None:
+        return judge_at(args.post.reward_url, args.post.reward_timeout)
+    return judge_with(REWARDS[args.post.reward] if args.post.reward is not None else lambda rollout: None)
+
+
+def _regroup(groups: Sequence[Sequence[Completed]], rows: Sequence[Completed]) -> list[list[Completed]]:
+    following = iter(rows)
+    return [[next(following) for _ in group] for group in groups]
+
+
+def _known(group: Sequence[Completed]) -> list[float]:
+    return [one.reward for one in group if one.reward is not None]
+
+
+def _append(file: Path, step: int, completed: Sequence[Completed]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a", encoding="utf-8") as lines:
+        for one in completed:
+            line: Mapping[str, Any] = {"step": step, "text": one.text, "tokens": len(one.tokens), "reward": one.reward}
+            lines.write(json.dumps(line, ensure_ascii=False) + "\n")

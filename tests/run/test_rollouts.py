@@ -1,0 +1,257 @@
+"""Runs that train on their own completions: the same at any layout, after a stop, and whoever gives the rewards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.errors import UserError
+from megatron.inference.data_servers import DataServers
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts, derive
+from megatron.neox_arguments.plugin_key import import_plugins
+from tests.tokenizer.vocabularies import byte_level, write_json
+from tests.training.runs import run
+from tests.training.tiny import LLAMA, Layout
+
+pytestmark = pytest.mark.cpu
+
+KEYS: dict[str, Any] = {
+    **LLAMA,
+    "tokenizer_type": "HFTokenizer",
+    "train_impl": "grpo",
+    "kl_impl": "k3",
+    "rollouts_per_prompt": 4,
+    "rollout_tokens": 6,
+    "rollout_temperature": 0.9,
+    "train_batch_size": 8,
+    "train_iters": 4,
+    "checkpoint_factor": 2,
+    "seq_length": 16,
+    "reward": "vowels",
+}
+PLUGIN = """
+from megatron.inference.rewards import REWARDS
+
+@REWARDS.register("vowels")
+def vowels(rollout):
+    if rollout.fields.get("hard") and len(rollout.completion) % 3 == 0:
+        raise ValueError("too hard")
+    return sum(letter in "aeiou" for letter in rollout.completion) + 0.1 * len(rollout.completion)
+"""
+PROMPTS = [{"prompt": text} for text in ("hello", " two words", "x", "four 4")] + [{"prompt": "y", "hard": True}]
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("rollouts")
+    declared = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    vocab_file = write_json(folder / "tokenizer" / "tokenizer.json", byte_level(), tokenizer_config=declared)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in PROMPTS))
+    (folder / "reward.py").write_text(PLUGIN)
+    given = {"vocab_file": str(vocab_file), "rollout_prompts": [str(folder / "prompts.jsonl")]}
+    return {**KEYS, **given, "plugins": [str(folder / "reward.py")]}
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+
+# Of each objective: what it reads besides its defaults, and layouts that do not divide its batch as one rank does.
+CASES: list[tuple[str, dict[str, Any], list[Layout]]] = [
+    ("grpo", {"kl_impl": "k3"}, [Layout(pp=2, dp=2, micro=1), Layout(dp=2, zero=3)]),
+    ("rloo", {}, [Layout(tp=2, sequence_parallel=True, micro=4), Layout(dp=2, micro=1, engine="native")]),
+    ("reinforce", {"kl_impl": "full"}, [Layout(pp=2, tp=2, micro=4)]),
+]
+
+
+@pytest.mark.parametrize(("impl", "more", "layouts"), CASES, ids=lambda case: case if isinstance(case, str) else "")
+def test_any_layout_draws_the_same_and_learns_the_same(
+    tmp_path: Path, keys: dict[str, Any], impl: str, more: dict[str, Any], layouts: list[Layout]
+) -> None:
+    keys = {**keys, "train_impl": impl, "kl_div_beta": 0.5, "rollout_log": 8, **more}
+    if impl == "rloo":
+        del keys["kl_impl"]
+    (alone,) = run({**keys, "save": str(tmp_path / "alone")}, Layout())
+    drawn = lines(tmp_path / "alone")
+    assert not alone.error and alone.steps == [1, 2, 3, 4] and len({line["text"] for line in drawn}) > 20
+    logged = [metrics for _, metrics in alone.logged]
+    assert all(metrics["train/sampler_difference"] < 1e-5 for metrics in logged)
+    # The reference is what the run began with: the distance from it is 0 at first and grows.
+    assert abs(logged[0]["train/kl"]) < 1e-6 < abs(logged[-1]["train/kl"])
+    assert logged[-1]["rollout/failed"] > 0
+    for layout in layouts:
+        save = tmp_path / layout.name
+        for report in run({**keys, "save": str(save)}, layout):
+            assert not report.error
+            assert report.loss == pytest.approx(alone.loss, rel=1e-5, abs=1e-6)
+            assert report.grad_norm == pytest.approx(alone.grad_norm, rel=1e-4)
+        for one, other in zip(lines(save), drawn, strict=True):
+            assert one["text"] == other["text"] and one["reward"] == other["reward"]
+
+
+@pytest.mark.parametrize(("impl", "layout"), [("grpo", Layout(pp=2)), ("reinforce", Layout(dp=2, zero=1, micro=1))])
+def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path, keys: dict[str, Any], impl: str, layout: Layout) -> None:
+    """Also between two steps that train on the same completions, and with the baseline of the steps before."""
+    keys = {**keys, "train_impl": impl, "rollout_steps": 2, "train_iters": 6, "rollout_log": 8}
+    keys |= {"hidden_dropout": 0.1, "checkpoint_factor": 3}
+    straight = run({**keys, "save": str(tmp_path / "a")}, layout)
+    again = {"load": str(tmp_path / "a"), "iteration": 3, "save": str(tmp_path / "b")}
+    resumed = run({**keys, **again}, layout)
+    for before, after in zip(straight, resumed, strict=True):
+        assert not before.error and not after.error
+        assert before.steps == [1, 2, 3, 4, 5, 6] and after.steps == [4, 5, 6]
+        assert after.loss == before.loss[3:] and after.grad_norm == before.grad_norm[3:]
+        assert before.state and after.state == before.state
+    first, second = lines(tmp_path / "a"), lines(tmp_path / "b")
+    assert second == [line for line in first if line["step"] == 4] and len(first) == 3 * len(second)
+
+
+def test_other_prompts_are_refused_on_resume(tmp_path: Path, keys: dict[str, Any]) -> None:
+    assert not run({**keys, "save": str(tmp_path), "train_iters": 2})[0].error
+    (tmp_path / "other.jsonl").write_text(json.dumps({"prompt": "other"}))
+    (report,) = run({**keys, "save": str(tmp_path), "rollout_prompts": [str(tmp_path / "other.jsonl")]})
+    assert report.exit_code == 2 and "rollout_prompts" in report.error and "allow_config_changes" in report.error
+
+
+# -- services ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def service(answer: Callable[[Any], bytes]) -> Iterator[tuple[int, list[Any]]]:
+    """An HTTP server on this machine, and what it was asked."""
+    asked: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(question)
+            content = answer(question)
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):  # whoever asked has lost patience
+                self.wfile.write(content)
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield server.server_address[1], asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_rewards_of_a_service(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Those that it does not give, or not in time, are counted."""
+
+    def answer(question: Any) -> bytes:
+        rollouts = question["rollouts"]
+        if len(asked) == 2:
+            time.sleep(1.5)
+        if len(asked) == 3:
+            return b"[1, 2"
+        return json.dumps({"rewards": [len(one["completion"]) for one in rollouts[:-1]] + [None]}).encode()
+
+    with service(answer) as (port, asked):
+        more = {"reward": None, "reward_url": f"http://127.0.0.1:{port}", "reward_timeout": 0.8}
+        (report,) = run({**keys, **more, "save": str(tmp_path)})
+    assert not report.error and len(asked) == 4
+    assert [metrics["rollout/failed"] for _, metrics in report.logged] == [1, 9, 17, 18]
+    assert report.skipped == [False, True, True, False]
+    first = asked[0]["rollouts"][0]
+    assert set(first) == {"prompt", "completion", "finished", "fields"} and first["prompt"] in {
+        one["prompt"] for one in PROMPTS
+    }
+
+
+ONLINE = {"dataset_impl": "online", "train_impl": "reinforce", "reinforce_leave_one_out": True, "reward": None}
+
+
+def test_completions_of_data_servers(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """GPT-NeoX's keys: two servers, each asked for its part of a step; at another layout the same."""
+
+    def answer(question: Any) -> bytes:
+        assert question["split"] == "train"
+        ids = [[3 + question["step"], 9], [4], [7, 7, 8, 1]][: question["samples"] - 1]
+        groups = [{"prefix": [5, 6], "completions": ids, "rewards": [1.0, 2.0, 6.0][: len(ids)]}]
+        return json.dumps([*groups, {"prefix": [8], "completions": [[1]], "rewards": [3.0]}]).encode()
+
+    keys = {name: value for name, value in keys.items() if name not in ("rollout_prompts", "plugins")} | ONLINE
+    with service(answer) as (first, asked), service(answer) as (second, _):
+        servers = {"online_dataserver_ips": "127.0.0.1", "online_dataserver_ports": [first, second]}
+        (alone,) = run({**keys, **servers})
+        reports = run({**keys, **servers}, Layout(dp=2, micro=2))
+    assert not alone.error and [one["samples"] for one in asked] == [4] * 8
+    assert [one["step"] for one in asked] == [0, 1, 2, 3] * 2
+    assert alone.logged[0][1]["rollout/reward"] == 3.0 and alone.logged[-1][1]["rollout/failed"] == 0
+    for report in reports:
+        assert report.loss == pytest.approx(alone.loss, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"cos\nsystem\n(S'true'\ntR.",  # a pickle
+        b"[" * 10_000,
+        b"{}",
+        b'[{"prefix": [1], "completions": [[9999999]], "rewards": [1]}]',
+        b'[{"prefix": [1], "completions": [[true]], "rewards": [1]}]',
+        b'[{"prefix": [], "completions": [[1]], "rewards": [1]}]',
+        b'[{"prefix": [1], "completions": [[1], []], "rewards": [1, 2]}]',
+        b'[{"prefix": [1], "completions": [[1]], "rewards": ["1", 2]}]',
+        b'[{"prefix": [1], "completions": [[1]], "rewards": [1]}]',  # too few
+        b"\xff\xfe",
+    ],
+    ids=range(10),
+)
+def test_what_a_data_server_says_is_only_read(answer: bytes) -> None:
+    with service(lambda question: answer) as (port, _):
+        assert DataServers("127.0.0.1", port, 5.0, 100).fetch("train", 0, 8) == []
+
+
+def test_a_run_without_rewards_ends(keys: dict[str, Any]) -> None:
+    keys = {name: value for name, value in keys.items() if name not in ("rollout_prompts", "plugins")} | ONLINE
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        servers = {"online_dataserver_ips": "127.0.0.1", "online_dataserver_ports": closed.getsockname()[1]}
+        (report,) = run({**keys, **servers, "train_iters": 20})
+    assert report.exit_code == 2 and "10 steps in a row" in report.error and report.steps == list(range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rollout_prompts": None}, "rollout_prompts: must be set"),
+        ({"reward": None}, "reward: must be set"),
+        ({"reward_url": "http://localhost:1"}, "reward: is set, and reward_url"),
+        ({"rollouts_per_prompt": 3}, "rollouts_per_prompt: is 3; train_batch_size: 8.*6 or 9"),
+        ({"rollouts_per_prompt": 1}, "rollouts_per_prompt: .*2 or more"),
+        ({"train_impl": "normal"}, "rollout_prompts: is not read by train_impl: normal"),
+        ({"data_path": "x"}, "data_path: .*completions"),
+        ({"train_impl": "rloo"}, "kl_impl: is not read by rloo"),
+        ({"ema_decay": 0.9}, "ema_decay: "),
+        ({"rollout_temperature": 0.0}, "rollout_temperature: must be above 0"),
+        ({"reward": "vowel"}, "reward: .*vowels"),
+    ],
+    ids=lambda case: case if isinstance(case, str) else "",
+)
+def test_what_does_not_fit_is_said(keys: dict[str, Any], wrong: dict[str, Any], message: str) -> None:
+    import_plugins(keys["plugins"], lambda name: "test")
+    with pytest.raises(UserError) as error:
+        derive(NeoXArgs.from_saved({**keys, **Layout().keys(), **wrong}), Facts(vocab_size=266, num_devices=1))
+    assert re.search(message, str(error.value))
