@@ -41,6 +41,10 @@ BENCH = "{} --help", "minutes of measuring"
 # a regular expression for commands -> what is run instead ({}: the command), and why
 INSTEAD = {
     r"make .*": MAKE,
+    r"python tools/ckpts/convert_(neox_to_peft|peft_to_neox)\.py .*": (
+        "{words[0]} {words[1]} --help",
+        "checkpoints of runs; tests/convert/hf/test_peft.py converts",
+    ),
     r"source \.venv/bin/activate|bash setup_uv_env\.sh": MAKE,
     r"python prepare_data\.py stdlib( -d \S+)?": PREPARE,
     r"python deepy\.py train\.py configs/pythia/70M\.yml .*": PLANNED,

@@ -44,7 +44,7 @@ from megatron.checkpoint.neox_optimizer import NeoXOptimizer, Place
 from megatron.checkpoint.reader import WEIGHT, CheckpointReader
 from megatron.errors import UserError
 from megatron.log import get_logger
-from megatron.model.gpt import model_specs
+from megatron.model.specs import model_specs
 from megatron.mpu.sharding import ParamSpec
 from megatron.neox_arguments.block_sizes import is_gated
 from megatron.neox_arguments.schema_model import ModelConfig

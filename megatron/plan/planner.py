@@ -6,14 +6,13 @@ from megatron.checkpoint.start import Start
 from megatron.cluster.launch import Placement
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
-from megatron.neox_arguments.formulas import parameter_count
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.plan import sections
 from megatron.plan.memory import estimate
 from megatron.plan.preflight import Found, kind_of, preflight
 from megatron.plan.refusals import check_data_plan
 from megatron.plan.saves import saves_of
-from megatron.plan.stages import stage_sizes, topology
+from megatron.plan.stages import saved_parameters, stage_sizes, topology
 from megatron.run.data import resolve_epochs
 from megatron.run.data_table import evaluation_notes
 
@@ -97,7 +96,7 @@ def _parts(
                 notes = [*data.notes(), *evaluation_notes(data, args.training.eval_iters)]
                 parts.append(sections.data(data.table(), notes))
         begins = start.step if start.kind in ("load", "init") else 0  # after steps of another folder
-        saves = saves_of(args, parameter_count(args.model, vocab_size), begins)
+        saves = saves_of(args, saved_parameters(args, vocab_size, begins_anew=start.checkpoint is None), begins)
         parts.append(sections.checkpoints(start, saves, args.checkpoint.save))
     elif start is not None:
         parts.append(sections.with_title("checkpoint", [f"reads {start.path}"]))

@@ -148,6 +148,11 @@ def preflight(args: NeoXArgs, kind: str, wait: bool = False, problems: Problems 
             return Found(tokenizer, start, has_data)  # the rest compares whole configurations
         before = len(found.found)
         with _collect(args, found):
+            checkpoint = start.checkpoint if isinstance(start, Start) else start
+            if checkpoint is not None and checkpoint.manifest.base is not None:
+                from megatron.checkpoint.base import open_base  # needs torch, and only here
+
+                open_base(checkpoint, args.post.lora_base)
             if isinstance(start, Start):
                 check_fit(args, start)
                 if tokenizer is not None and has_data:

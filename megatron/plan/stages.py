@@ -8,7 +8,8 @@ from math import prod
 from megatron.model.partition import StageRow, layer_parameters, layer_rows, partition, stage_table
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.formulas import parameter_count, round_up
+from megatron.neox_arguments.block_sizes import Size
+from megatron.neox_arguments.formulas import ParameterCount, parameter_count, round_up
 from megatron.neox_arguments.parameter_rules import parse_rules
 from megatron.neox_arguments.schema_model import ModelConfig
 
@@ -103,7 +104,7 @@ def stage_sizes(args: NeoXArgs, vocab_size: int) -> tuple[list[StageRow], list[H
 def _with_frozen(args: NeoXArgs, vocab_size: int, stage: StageRow, held: Held) -> Held:
     """What the ranks of a stage hold with adapters, and how much of it is trained."""
     from megatron.layers.lora import PARTS, Adapters  # these need torch, and only here
-    from megatron.model.gpt import model_specs
+    from megatron.model.specs import model_specs
     from megatron.optim.groups import is_frozen, trained_rules
 
     rules, parallel = trained_rules(args.optimizer, args.post), args.parallel
@@ -124,6 +125,23 @@ def _with_frozen(args: NeoXArgs, vocab_size: int, stage: StageRow, held: Held) -
             experts += size if spec.experts else 0
             blocks += size if layer in in_blocks else 0
     return Held(held.parameters + added, held.experts, held.blocks + added, Held(trained, experts, blocks))
+
+
+def saved_parameters(args: NeoXArgs, vocab_size: int, *, begins_anew: bool) -> ParameterCount:
+    """What a checkpoint holds; `begins_anew`: no other checkpoint has the frozen weights of adapters."""
+    if args.post.lora_r is None:
+        return parameter_count(args.model, vocab_size)
+    from megatron.layers.lora import PARTS, Adapters  # these need torch, and only here
+    from megatron.model.specs import model_specs
+    from megatron.optim.groups import is_frozen, trained_rules
+
+    rules, every = trained_rules(args.optimizer, args.post), begins_anew or args.post.lora_save_base
+    inside = outside = 0
+    for name, spec in model_specs(args.model, vocab_size, Adapters.of(args.post)).items():
+        if every or name.endswith(PARTS) or not is_frozen(spec, rules):
+            in_block = 2 <= int(name.partition(".")[0]) < args.model.num_layers + 2
+            inside, outside = inside + prod(spec.shape) * in_block, outside + prod(spec.shape) * (not in_block)
+    return ParameterCount(embedding=outside, blocks=(Size(inside, 0),), final_norm=0, head=0)
 
 
 def padded_vocabulary(args: NeoXArgs, vocab_size: int) -> int:

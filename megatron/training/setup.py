@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from megatron import log
 from megatron.layers.lora import Adapters
-from megatron.model.gpt import check_targets, gpt_layers
+from megatron.model.gpt import gpt_layers
 from megatron.model.sequential import SequentialModel
+from megatron.model.specs import check_targets
 from megatron.mpu.random import seed_everything
 from megatron.mpu.sharding import named_parameters
 from megatron.mpu.state import ParallelState

@@ -34,7 +34,7 @@ from megatron.convert.settings import open_source, read_settings
 from megatron.errors import UserError
 from megatron.files import read_json
 from megatron.layers.lora import Adapters
-from megatron.model.gpt import model_specs
+from megatron.model.specs import model_specs
 from megatron.mpu.initial_weights import initial_value
 from megatron.mpu.sharding import ParamSpec
 from megatron.neox_arguments.schema_post import ALL_LINEAR

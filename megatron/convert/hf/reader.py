@@ -16,7 +16,7 @@ from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Rule
 from megatron.convert.parts.tensors import OneByOne
 from megatron.errors import UserError
-from megatron.model.gpt import model_specs
+from megatron.model.specs import model_specs
 from megatron.mpu.sharding import ParamSpec, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
