@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -187,6 +188,8 @@ class Checkpointer(Callback):
     def _judge(self, trainer: Trainer, step: Settled) -> None:
         """A step was taken with the weights of the newest checkpoint: whether it shows that they are good."""
         newest = trainer.saved_step if self._writing is None else self._writing.step
+        if trainer.plan.forgets(step.step - 1) and math.isfinite(step.loss):
+            return  # its loss is of other data, and may be raised
         if self.first_loss is None:
             self.first_loss = step.loss
         if newest in (None, self.good, self._sound, self._ruined):

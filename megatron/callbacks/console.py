@@ -36,7 +36,8 @@ def training_line(metrics: dict[str, float], step: int, total: int, more: Sequen
     if "runtime/model_flops_utilization" in metrics:
         parts.append(f"MFU: {metrics['runtime/model_flops_utilization']:.2%}")
         parts.append(f"HFU: {metrics['runtime/hardware_flops_utilization']:.2%}")
-    parts.append(f"lm_loss: {metrics['train/lm_loss']:.6E}")
+    if "train/lm_loss" in metrics:
+        parts.append(f"lm_loss: {metrics['train/lm_loss']:.6E}")
     if "train/loss_scale" in metrics:
         parts.append(f"loss scale: {metrics['train/loss_scale']:.1f}")
     parts += [

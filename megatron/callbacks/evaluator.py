@@ -47,15 +47,16 @@ class Sums:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The mean loss, its perplexity and the loss in bits per byte where it is per token, the objective's metrics;
-        NaN where a mean is over nothing."""
+        """The mean loss (NaN where it is over nothing), its perplexity and the loss in bits per byte where it is per
+        token, and those of the objective's metrics that are over something."""
         mean, *metrics = (total / n if n else math.nan for total, n in zip(self.sums, self.counts, strict=True))
         found = {"lm_loss": mean}
         if self.objective.counts[0] == "tokens":
             found["lm_loss_ppl"] = perplexity(mean)
             if self.bytes:
                 found["bits_per_byte"] = self.sums[0] / math.log(2) / self.bytes
-        return found | dict(zip(self.objective.metrics, metrics, strict=True))
+        means = zip(self.objective.metrics, metrics, self.counts[1:], strict=True)
+        return found | {name: metric for name, metric, n in means if n}
 
 
 def _added(some: tuple[float, ...], others: tuple[float, ...]) -> tuple[float, ...]:

@@ -60,7 +60,8 @@ class LiveLine(Callback):
         trainer.progress.listeners.append(lambda: self._beat(trainer))
 
     def settled(self, trainer: Trainer, step: Settled) -> None:
-        self._loss = step.loss
+        if not trainer.plan.forgets(step.step - 1):
+            self._loss = step.loss
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
         last = trainer.progress.step_seconds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +76,7 @@ class LossSpikes(Callback):
         def steps(consumed: int, step: int) -> Iterator[StepBatch]:
             for number, batch in enumerate(batches(consumed, step), step + 1):
                 if any(one.skip <= number <= one.last for one in self.rewinds):
-                    batch = dataclasses.replace(batch, mask=torch.zeros_like(batch.mask), trained=0)
+                    batch = batch.untrained()
                 yield batch
 
         return steps

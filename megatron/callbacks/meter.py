@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 class Interval:
     """Sums since the last log."""
 
-    loss: Tensor  # over steps that updated, 0-dim like the next three
-    grad_norm: Tensor  # of the last of them
+    grad_norm: Tensor  # of the last step that updated, 0-dim like the next two
     skipped: Tensor
     nan: Tensor
     steps: int = 0
@@ -37,7 +36,7 @@ class Interval:
     flops: float = 0.0
     trained_tokens: int = 0
     padding: int = 0
-    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # sums, and over how many steps
+    metrics: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # sums over updates, and how many
 
 
 @CALLBACKS.register(
@@ -70,7 +69,7 @@ class Meter(Callback):
 
     def _reset(self, trainer: Trainer) -> None:
         zero = torch.zeros((), device=trainer.state.device)
-        self._sums = Interval(loss=zero, grad_norm=zero, skipped=zero, nan=zero)
+        self._sums = Interval(grad_norm=zero, skipped=zero, nan=zero)
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
         sums = self._sums
@@ -83,8 +82,9 @@ class Meter(Callback):
         sums.trained_tokens += out.trained_tokens
         sums.padding += out.padding
         sums.skipped = sums.skipped + out.skipped
-        sums.loss = sums.loss + out.loss.masked_fill(out.skipped, 0.0)
-        for name, metric in out.metrics.items():
+        # A step that forgets raises a loss of other data.
+        losses = {} if trainer.plan.forgets(trainer.step - 1) else {"lm_loss": out.loss}
+        for name, metric in {**losses, **out.metrics}.items():
             total, steps = sums.metrics.get(name, (torch.zeros_like(metric), torch.zeros_like(metric)))
             sums.metrics[name] = total + metric.masked_fill(out.skipped, 0.0), steps + ~out.skipped
         if out.grad_norm is not None:
@@ -98,7 +98,6 @@ class Meter(Callback):
         sums = self._sums
         metrics: dict[str, float | Tensor] = {
             "train/learning_rate": trainer.lr,
-            "train/lm_loss": sums.loss / (sums.steps - sums.skipped).clamp(min=1),
             "train/grad_norm": sums.grad_norm,
             "train/skipped": sums.skipped,
             "train/nan": sums.nan,

@@ -69,6 +69,10 @@ class StepBatch:
         extras = {name: torch.from_numpy(values) for name, values in carried.extras.items()}
         return cls(**tensors, extras=extras, step=step, consumed=consumed)
 
+    def untrained(self) -> StepBatch:
+        """The same with nothing to train on, which engines skip."""
+        return replace(self, mask=torch.zeros_like(self.mask), trained=0, counts=None)
+
     def pin_memory(self) -> StepBatch:
         """The same in page-locked memory, from which copies to a GPU need not wait."""
         return self._map(Tensor.pin_memory)

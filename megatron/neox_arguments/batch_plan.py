@@ -17,6 +17,8 @@ from itertools import accumulate, pairwise
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+from megatron.neox_arguments.forget_steps import SOURCES, TRAIN, ForgetSteps
+
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
 
@@ -35,6 +37,8 @@ class BatchPlan:
         lengths: (first step, inputs of a row from there on), as `stages`; the lengths divide `tokens_per_sample`. Empty
             where every row is a whole sample.
         lr_power: the learning rate follows the batch size to this power, and is as configured at the last size.
+        forget: the steps that unlearn; None: all are ordinary ones.
+        counted: the sources whose samples count; all of them, but in a plan of `only` one.
     """
 
     stages: tuple[tuple[int, int], ...]
@@ -42,6 +46,8 @@ class BatchPlan:
     skip: tuple[tuple[int, int], ...] = ()
     lr_power: float = 0.0
     lengths: tuple[tuple[int, int], ...] = ()
+    forget: ForgetSteps | None = None
+    counted: tuple[str, ...] = SOURCES
 
     @classmethod
     def constant(cls, batch_size: int, tokens_per_sample: int = 1) -> BatchPlan:
@@ -51,7 +57,7 @@ class BatchPlan:
     @classmethod
     def of(cls, args: NeoXArgs) -> BatchPlan:
         """That of a derived configuration."""
-        return cls.from_values({**vars(args.training), "seq_length": args.model.seq_length}.__getitem__)
+        return cls.from_values(args.get)
 
     @classmethod
     def from_values(cls, value: Callable[[str], Any]) -> BatchPlan:
@@ -61,6 +67,7 @@ class BatchPlan:
             value("seq_length"),
             value("skip_steps") or (),
             LR_POWERS[value("batch_size_lr_scale")],
+            forget=ForgetSteps.from_values(value),
         )
         ramp = value("seq_length_ramp")
         return plan if ramp is None else replace(plan, lengths=length_stages(plan, **ramp))
@@ -71,9 +78,25 @@ class BatchPlan:
         taken = [(end - first) * batch for (first, batch), (end, _) in pairwise(self.stages)]
         return list(accumulate(taken, initial=0))
 
+    def only(self, source: str) -> BatchPlan:
+        """The same steps, of which only the samples from one source count."""
+        return replace(self, counted=(source,))
+
+    def forgets(self, step: int) -> bool:
+        """Whether that step unlearns."""
+        return self.forget is not None and self.forget.is_one(step)
+
+    def sources(self, step: int) -> tuple[str, ...]:
+        """The sources from which that step takes samples, a `part_size` from each, in this order."""
+        return self.forget.sources if self.forget is not None and self.forget.is_one(step) else (TRAIN,)
+
+    def part_size(self, step: int) -> int:
+        """Samples over all ranks that the step which follows `step` completed ones takes from each of its sources."""
+        return _held(self.stages, step)[1]
+
     def batch_size(self, step: int) -> int:
         """Samples over all ranks of the step that follows `step` completed ones."""
-        return _held(self.stages, step)[1]
+        return self.part_size(step) * sum(source in self.counted for source in self.sources(step))
 
     def skips(self, step: int) -> bool:
         """Whether that step updates nothing."""
@@ -81,7 +104,8 @@ class BatchPlan:
 
     def lr_factor(self, step: int) -> float:
         """What that step's learning rate is multiplied by."""
-        return (self.batch_size(step) / self.stages[-1][1]) ** self.lr_power
+        of_forget = self.forget.lr_scale if self.forget is not None and self.forget.is_one(step) else 1.0
+        return (self.part_size(step) / self.stages[-1][1]) ** self.lr_power * of_forget
 
     def seq_length(self, step: int) -> int:
         """Inputs of each row of that step."""
@@ -94,19 +118,40 @@ class BatchPlan:
         shown = [f"{batch:,} from step {step:,}" for step, batch in self.stages]
         return "; samples per step: " + ", ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-3:]])
 
+    def describe_forgetting(self, steps: int) -> list[str]:
+        """Which of the run's steps unlearn, as a line; none where none do."""
+        return [self.forget.describe(steps)] if self.forget is not None else []
+
     def metrics(self, step: int) -> dict[str, float]:
         """What is logged of that step, where it is not always the same."""
         found: dict[str, float] = {}
         if len(self.stages) > 1:
-            found["train/batch_size"] = self.batch_size(step)
+            found["train/batch_size"] = self.part_size(step)
         if self.lengths:
             found["train/seq_length"] = self.seq_length(step)
         return found
 
     def samples(self, step: int) -> int:
         """Samples consumed before that step."""
+        taken = self._parts(step)
+        if self.forget is None:
+            return taken if TRAIN in self.counted else 0
+        of_forget = self._forget_parts(step)
+        alike = sum(source in self.counted for source in self.forget.sources)
+        return (taken - of_forget if TRAIN in self.counted else 0) + of_forget * alike
+
+    def _parts(self, step: int) -> int:
+        """Samples before that step, a part of each."""
         first, batch = stage = _held(self.stages, step)
         return self._before[self.stages.index(stage)] + (step - first) * batch
+
+    def _forget_parts(self, step: int) -> int:
+        """The same of the steps that forget."""
+        assert self.forget is not None
+        ends = [*(first for first, _ in self.stages[1:]), step]
+        before = self.forget.before
+        pairs = zip(self.stages, ends, strict=True)
+        return sum(max(0, before(min(end, step)) - before(first)) * batch for (first, batch), end in pairs)
 
     def tokens(self, step: int) -> int:
         """Tokens consumed before that step."""
@@ -116,7 +161,13 @@ class BatchPlan:
         """The most steps that take no more than `samples` samples."""
         at = max(bisect_right(self._before, samples) - 1, 0)
         first, batch = self.stages[at]
-        return first + (samples - self._before[at]) // batch
+        steps = first + (samples - self._before[at]) // batch
+        if self.forget is None:
+            return steps
+        end = max(steps, 1)
+        while self.samples(end) <= samples:
+            end *= 2
+        return bisect_right(range(end), samples, key=self.samples) - 1
 
     def steps_for_tokens(self, tokens: int) -> int:
         """The fewest steps that take at least `tokens` tokens."""

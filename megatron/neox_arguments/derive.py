@@ -30,6 +30,7 @@ from megatron.neox_arguments import (
     rules_start,
     rules_train,
     rules_transformer_engine,
+    rules_unlearning,
 )
 from megatron.neox_arguments.callback_key import check_callbacks
 from megatron.neox_arguments.draft import Draft, Facts, Rule
@@ -56,6 +57,7 @@ RULES: tuple[Rule, ...] = (
         rules_parallel.batch,
         fills=("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     ),
+    Rule(rules_unlearning.unlearning, fills=("train_impl",)),
     Rule(rules_ramp.batch_sizes),
     Rule(rules_ramp.skipped_steps),
     Rule(rules_ramp.row_lengths),

@@ -46,9 +46,11 @@ def _length(args: NeoXArgs) -> list[str]:
     if training.train_iters is None:
         given = ((name, getattr(training, name)) for name in LENGTHS[1:])
         return [f"length: {value} {name.removeprefix('train_')}" for name, value in given if value is not None]
-    samples = BatchPlan.of(args).samples(training.train_iters)
+    plan = BatchPlan.of(args)
+    samples = plan.samples(training.train_iters)
     return [
         f"length: {training.train_iters:,} steps = {samples:,} samples = {samples * args.model.seq_length:,} tokens",
+        *(f"unlearning: {line}" for line in plan.describe_forgetting(training.train_iters)),
     ]
 
 

@@ -6,6 +6,7 @@ from megatron.neox_arguments.arguments import NeoXArgs
 from megatron.neox_arguments.block_sizes import is_gated
 from megatron.neox_arguments.difference import Difference, never
 from megatron.neox_arguments.differences_data import DATA, untrained_tokens
+from megatron.neox_arguments.differences_post import POST
 
 
 def _two_meanings(args: NeoXArgs) -> bool:
@@ -266,6 +267,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         lambda args: args.optimizer.precision == "fp16",
     ),
     *DATA,
+    *POST,
     # runs and checkpoints
     Difference(
         "load without a checkpoint",

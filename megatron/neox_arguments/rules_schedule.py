@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.draft import Draft
+from megatron.neox_arguments.forget_steps import TRAIN
 from megatron.neox_arguments.formulas import flops_per_token
 from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.lengths import Length, in_steps, parse_count
@@ -31,7 +32,7 @@ def length(draft: Draft) -> None:
     name = given[0] if given else "train_iters"
     if name == "train_epochs" and draft.facts.epoch_samples is not None:
         samples, epochs = draft.facts.epoch_samples, draft["train_epochs"]
-        steps = BatchPlan.from_values(draft.__getitem__).whole_steps(samples * epochs)
+        steps = BatchPlan.from_values(draft.__getitem__).only(TRAIN).whole_steps(samples * epochs)
         if steps == 0:
             draft.fail("train_epochs", f"{samples} samples x {epochs} epochs are less than one batch")
         _become_steps(draft, name, steps, f"{epochs} epochs of {samples} samples")

@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 from megatron.neox_arguments.keys import key
 
-_ASCENT = "gradient ascent unlearning is not available yet; train on the retain data alone"
-
 
 @dataclass(frozen=True)
 class TokenizerConfig:
@@ -213,8 +211,22 @@ class DataConfig:
     )
     online_dataserver_ports: int | tuple[int, ...] = key(10000, "Their ports.")
 
-    # known, not available
-    ga_dataset: str | None = key(None, "Data to forget.", unavailable=_ASCENT)
-    ga_dataset_impl: str = key("mmap", "Format of ga_dataset.", unavailable=_ASCENT)
-    gd_retain_dataset: str | None = key(None, "Data to retain.", unavailable=_ASCENT)
-    gd_retain_dataset_impl: str = key("mmap", "Format of gd_retain_dataset.", unavailable=_ASCENT)
+    # unlearning: documentation/post_training.md
+    ga_dataset: str | None = key(
+        None,
+        "Data to forget. Some steps of the run (ga_mode) raise the loss on them instead of lowering that of the "
+        "training data.",
+        path=True,
+        differs="read in an order of its own, each pass shuffled anew, from where the checkpoint left off",
+    )
+    ga_dataset_impl: Literal["infer", "mmap", "cached", "lazy"] = key(
+        "mmap", "Format of ga_dataset. Whatever is written here, the files themselves tell."
+    )
+    ga_label_dataset: str | None = key(
+        None, "Labels of ga_dataset, token by token: -100 is not forgotten.", path=True, new=True
+    )
+    gd_retain_dataset: str | None = key(None, "Data to retain in the steps that forget (gd_mode).", path=True)
+    gd_retain_dataset_impl: Literal["infer", "mmap", "cached", "lazy"] = key(
+        "mmap", "Format of gd_retain_dataset. Whatever is written here, the files themselves tell."
+    )
+    gd_retain_label_dataset: str | None = key(None, "Labels of gd_retain_dataset.", path=True, new=True)

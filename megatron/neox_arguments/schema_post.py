@@ -9,7 +9,6 @@ from megatron.neox_arguments.keys import key
 
 ALL_LINEAR = "all-linear"
 _OBJECTIVE = "its train_impl is not available yet"
-_ASCENT = "gradient ascent unlearning is not available yet; train on the retain data alone"
 
 
 @dataclass(frozen=True)
@@ -116,6 +115,52 @@ class PostConfig:
         60.0, "Seconds without an answer after which a reward, or a data server's completions, have failed.", new=True
     )
 
+    # unlearning: documentation/post_training.md
+    ga_mode: Literal["interval", "interleaved"] = key(
+        "interval",
+        "Which steps forget: interleaved, every ga_interleave_ratio + 1 steps one; interval, ga_iters steps after "
+        "every ga_interval others.",
+        differs="a step that forgets is a step of train_iters and of the schedule in both modes",
+    )
+    ga_interval: int | None = key(None, "ga_mode interval: ordinary steps between bursts.")
+    ga_iters: int | None = key(None, "ga_mode interval: steps of a burst.")
+    ga_interleave_ratio: int = key(1, "ga_mode interleaved: ordinary steps per step that forgets.")
+    ga_lr_scale: float = key(
+        1.0, "The learning rate of a step that forgets is multiplied by this.", differs="holds for all steps of a burst"
+    )
+    ga_loss: Literal["ascent", "npo", "simnpo", "rmu"] = key(
+        "ascent",
+        "What a step that forgets lowers: ascent, the loss times -1; npo, negative preference optimisation against "
+        "the model that the run started from; simnpo, the same by length and without that model.",
+        new=True,
+        unavailable={"rmu": "it needs a frozen copy of the first layers beside the model; use npo or simnpo"},
+    )
+    ga_beta: float = key(0.1, "beta of npo and simnpo.", new=True)
+    ga_gamma: float = key(0.0, "gamma of simnpo: how much likelier than forgotten still counts.", new=True)
+    ga_loss_threshold: float | None = key(
+        None,
+        "Forget no further while the loss on ga_dataset is above this.",
+        differs="compared before the step, and in this sense: a loss that is high enough ends the ascent",
+    )
+    ga_threshold_check_mode: Literal["per_step", "per_burst", "ema"] = key(
+        "per_step",
+        "What is compared with ga_loss_threshold: the loss of each step's samples, that of a burst's first ones (for "
+        "the whole burst), or the moving average (0.1) of those before.",
+        differs="all three stop steps",
+    )
+    ga_threshold_skip_forward: bool = key(
+        False,
+        "With ema: once above ga_loss_threshold, do not look at the loss again; else steps that are left out measure "
+        "it, and forgetting resumes when it falls.",
+    )
+    gd_mode: bool = key(
+        False,
+        "Gradient difference: a step that forgets also takes a batch of gd_retain_dataset, whose loss it lowers.",
+        differs="works, at every layout",
+    )
+    gd_retain_weight: float = key(40.0, "Weight of the loss on gd_retain_dataset, against that on ga_dataset.")
+    gd_log_separate_losses: bool = key(True, "Log both losses of gradient difference besides what it lowers.")
+
     # known, not available
     dpo_fp32: bool = key(True, "DPO in fp32.", unavailable=_OBJECTIVE)
     dpo_reference_free: bool = key(False, "DPO without a reference model.", unavailable=_OBJECTIVE)
@@ -127,14 +172,3 @@ class PostConfig:
     z_loss: float = key(
         0.0, "z-loss of reward models. That of language models is z_loss_weight.", unavailable=_OBJECTIVE
     )
-    ga_interval: int | None = key(None, "Steps between bursts of ascent.", unavailable=_ASCENT)
-    ga_iters: int | None = key(None, "Ascent steps per burst.", unavailable=_ASCENT)
-    ga_lr_scale: float = key(1.0, "Learning-rate factor of ascent steps.", unavailable=_ASCENT)
-    ga_mode: str = key("interval", "interval or interleaved.", unavailable=_ASCENT)
-    ga_interleave_ratio: int = key(1, "Descent steps per ascent step.", unavailable=_ASCENT)
-    ga_loss_threshold: float | None = key(None, "Stop ascending above this loss.", unavailable=_ASCENT)
-    ga_threshold_check_mode: str = key("per_step", "How the threshold is checked.", unavailable=_ASCENT)
-    ga_threshold_skip_forward: bool = key(False, "Skip ascent past the threshold.", unavailable=_ASCENT)
-    gd_mode: bool = key(False, "Gradient difference: retain loss minus forget loss.", unavailable=_ASCENT)
-    gd_retain_weight: float = key(40.0, "Weight of the retain loss.", unavailable=_ASCENT)
-    gd_log_separate_losses: bool = key(True, "Log both losses.", unavailable=_ASCENT)

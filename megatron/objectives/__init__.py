@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,10 +57,10 @@ class Objective(ABC):
         over: which of the counts a metric is a mean over, where that is not the first.
     """
 
-    reads: ClassVar[tuple[str, ...]] = ()
-    counts: ClassVar[tuple[str, ...]] = ("tokens",)
-    metrics: ClassVar[tuple[str, ...]] = ()
-    over: ClassVar[Mapping[str, str]] = {}
+    reads: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ("tokens",)
+    metrics: tuple[str, ...] = ()
+    over: Mapping[str, str] = {}
 
     def __init__(self, options: PostConfig | None = None) -> None:
         self.options = options or PostConfig()

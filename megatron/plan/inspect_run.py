@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from megatron.checkpoint.find import list_checkpoints
 from megatron.checkpoint.start import Start, decide_start
 from megatron.data.collate import CollateRules
+from megatron.data.order.by_step import ByStep
 from megatron.data.order.data_plan import SET, DataPlan
 from megatron.data.order.role_order import RoleOrder
 from megatron.data.sample import SampleDataset
@@ -202,11 +203,13 @@ def open_run(args: NeoXArgs, ranks: int | None, problems: Problems | None = None
     per_rank = micro * training.gradient_accumulation_steps
     roles = {}
     for name, dataset in plan.build().by_role().items():
-        count = len(dataset) if name.startswith(SET) else min(len(dataset), plan.roles[name].samples)
+        role, count = plan.roles[name], len(dataset)
+        if isinstance(dataset, ByStep):
+            role = replace(role, sources=tuple(one for part in dataset.sources for one in plan.roles[part].sources))
+        elif not name.startswith(SET):
+            count = min(count, role.samples)
         steps = train if name == "train" else Steps(training.train_batch_size)
-        roles[name] = RoleData(
-            name, plan.roles[name], dataset, count, steps, micro, training.train_batch_size // per_rank
-        )
+        roles[name] = RoleData(name, role, dataset, count, steps, micro, training.train_batch_size // per_rank)
     rules = collate_rules(args, tokenizer)
     return RunData(args, tokenizer, plan, roles, rules, training.eval_iters or 0, start.message)
 

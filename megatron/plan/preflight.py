@@ -40,8 +40,9 @@ _FOR_PLACE += ("pipe_parallel_size", "model_parallel_size", "expert_parallel_siz
 FOR_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "vocab_size")
 _FOR_START = ("load", "save", "iteration", "finetune", "init_from", "restart_if_damaged")
 _FOR_START += ("s3_path", "s3_load", "s3_chunk_size")
-_FOR_DATA = ("data_path", "mixture", "valid_sets")
-_FOR_DATA += tuple(f"{side}{role}_data_paths" for side in ("", "neg_") for role in NAMES)
+_PATHS = ("data_path", "ga_dataset", "gd_retain_dataset")
+_PATHS += tuple(f"{side}{role}_data_paths" for side in ("", "neg_") for role in NAMES)
+_FOR_DATA = (*_PATHS, "mixture", "valid_sets")
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def check_data_paths(args: NeoXArgs, problems: Problems) -> bool:
     """Whether all data that the config names is there; each path that is not is added to `problems`."""
     if not problems.usable(*_FOR_DATA):
         return False
-    given = {key: args.get(key) for key in _FOR_DATA if args.is_set(key) and key.endswith(("path", "paths"))}
+    given = {key: args.get(key) for key in _PATHS if args.is_set(key)}
     ends = {key: (value,) if isinstance(value, str) else tuple(value or ()) for key, value in given.items()}
     paths, before = data_paths(args), len(problems.found)
     for path in paths:

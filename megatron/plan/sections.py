@@ -167,6 +167,7 @@ def steps(args: NeoXArgs, vocab_size: int) -> list[str]:
             f"train_batch_size {t.train_batch_size} = micro {t.train_micro_batch_size_per_gpu} x accumulation "
             f"{t.gradient_accumulation_steps} x data parallel {dp}{plan.describe()}",
             f"{tokens:,} tokens per step, {iters:,} steps, {count(total)} tokens in all",
+            *plan.describe_forgetting(iters),
             f"{flops:.3e} FLOPs per step (6 per parameter in a matrix product + full attention; by GPT-NeoX's formula "
             f"{neox:.3e}{'; recomputation adds a third' if recompute else ''}{besides}), "
             f"{flops / tokens * total:.3e} in all",

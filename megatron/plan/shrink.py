@@ -53,9 +53,21 @@ _TWO_STEPS: dict[str, Any] = {
 }
 
 
-def synthetic_overrides(data: str, save: str | None) -> dict[str, Any]:
-    """Two steps on the data set `data` (a prefix) of characters, into the folder `save`, whatever the config reads."""
-    paths = {"data_path": data, "split": "80,10,10", "data_impl": "mmap", "save": save}
+# The third of them forgets.
+_THREE_STEPS: dict[str, Any] = {
+    "train_iters": 3,
+    "lr_decay_iters": 3,
+    "ga_mode": "interleaved",
+    "ga_interleave_ratio": 1,
+}
+
+
+def synthetic_overrides(args: NeoXArgs, data: str, save: str | None) -> dict[str, Any]:
+    """Two steps on the data set `data` (a prefix) of characters, into the folder `save`, whatever `args` reads."""
+    paths: dict[str, Any] = {"data_path": data, "split": "80,10,10", "data_impl": "mmap", "save": save}
+    for name in ("ga_dataset", "gd_retain_dataset"):
+        if args.get(name) is not None:
+            paths |= {name: data, name.replace("_dataset", "_label_dataset"): None}
     return {**paths, "tokenizer_type": "CharLevelTokenizer", "vocab_file": None, "merge_file": None, **_TWO_STEPS}
 
 
@@ -90,6 +102,8 @@ def shrink_overrides(args: NeoXArgs) -> dict[str, Any]:
     smaller = {"head_dim": HIDDEN // HEADS, "head_size": 32, "mamba_head_dim": 16, "moe_num_experts": 4}
     smaller |= {"mamba_d_state": 16, "moe_top_k": 2, "moe_shared_expert_size": HIDDEN, "mup_base_hidden_size": HIDDEN}
     small |= {name: min(args.get(name), most) for name, most in smaller.items() if args.is_set(name)}
+    if args.get("ga_dataset") is not None:
+        small |= _THREE_STEPS
     if model.mlp_config is not None:
         small["mlp_config"] = list(model.mlp_config[:layers])
     return small

@@ -22,7 +22,7 @@ def dry_run(paths: list[str], data: str, save: str, env: Mapping[str, str]) -> N
     args = derive(written, Facts(num_devices=place(written, env).world_size))
     if all(getattr(args.training, name) is None for name in LENGTHS):
         raise UserError(f"set train_iters (or {', '.join(LENGTHS[1:])}): how long to train")
-    ours = NeoXArgs.from_files(paths, as_overrides(synthetic_overrides(data, save)))
+    ours = NeoXArgs.from_files(paths, as_overrides(synthetic_overrides(written, data, save)))
     plan(ours, place(ours, env), _SCRIPT)
     return args
 
@@ -32,6 +32,6 @@ def train_two_steps(paths: list[str], args: NeoXArgs, data: str) -> None:
     from megatron.run.train import train
     from megatron.training.setup import run, start_process
 
-    overrides = as_overrides({**synthetic_overrides(data, None), **shrink_overrides(args)})
+    overrides = as_overrides({**synthetic_overrides(args, data, None), **shrink_overrides(args)})
     if code := run(start_process(paths, overrides, None), train):
         raise UserError(f"training stopped with exit code {code}")

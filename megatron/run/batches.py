@@ -25,7 +25,9 @@ from megatron.run.data import collate_rules, open_data, resolve_epochs
 from megatron.run.data_table import data_lines, evaluation_notes
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.callback import Callback
+from megatron.training.engine import StepOut
 from megatron.training.setup import Process, build_objective
+from megatron.training.trainer import Trainer
 
 logger = get_logger(__name__)
 
@@ -34,10 +36,16 @@ class DataOrder(Callback):
     """Saves the sample order with each checkpoint; `data.resume_order` finds it by this class name."""
 
     def __init__(self, plan: DataPlan) -> None:
-        self.plan = plan
+        self.plan, self.step = plan, plan.start[0]
+
+    def loaded(self, trainer: Trainer) -> None:
+        self.step = trainer.step
+
+    def after_step(self, trainer: Trainer, out: StepOut) -> None:
+        self.step = trainer.step
 
     def state_dict(self) -> dict[str, Any]:
-        return self.plan.state()
+        return self.plan.state(self.step)
 
 
 def share_epochs(process: Process) -> NeoXArgs:

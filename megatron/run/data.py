@@ -11,6 +11,7 @@ from megatron.checkpoint.init_from import advise_new_run
 from megatron.checkpoint.start import Start
 from megatron.checkpoint.tokenizer_identity import check_tokenizer
 from megatron.data.collate import CollateRules
+from megatron.data.order.by_step import SourceCounts
 from megatron.data.order.data_plan import DataPlan
 from megatron.data.order.datasets import epoch_samples, plan_datasets
 from megatron.data.order.phases import Progress
@@ -21,6 +22,7 @@ from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.derive import Facts, derive
+from megatron.neox_arguments.forget_steps import FORGET, RETAIN, TRAIN
 from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.model_tokens import add_trained_ends
@@ -47,17 +49,21 @@ def open_data(
         done: its steps and samples so far; its batches may have been larger than those to come.
     """
     training, first = args.training, order.start if order is not None else (0, 0)
-    batches = BatchPlan.of(args)
+    batches, steps = BatchPlan.of(args), training.train_iters or 0
+    counts = _source_counts(args, order, done, batches)
     train_samples, valid_samples, test_samples = sample_counts(
-        train_iters=training.train_iters or 0,
+        train_iters=steps,
         eval_interval=training.eval_interval,
         eval_iters=training.eval_iters,
         train_batch_size=training.train_batch_size,
-        train_samples=batches.samples(training.train_iters or 0),
+        train_samples=batches.samples(steps),
     )
     to_come = train_samples - batches.samples(done[0])
-    # A run initialised from another's checkpoint did not take the earlier steps, or not from these samples.
-    train_samples = done[1] + to_come if first != (0, 0) else max(train_samples, done[1] + to_come)
+    if counts is not None:
+        train_samples = counts.before(steps, TRAIN)
+    else:
+        # A run initialised from another's checkpoint did not take the earlier steps, or not from these samples.
+        train_samples = done[1] + to_come if first != (0, 0) else max(train_samples, done[1] + to_come)
     return plan_datasets(
         with_eod(args.data, tokenizer.eod),
         seq_length=args.model.seq_length,
@@ -68,7 +74,30 @@ def open_data(
         set_samples=test_samples if training.do_valid is not False else 0,  # each validation set, every time
         progress=Progress(training.train_batch_size, *done, first, batches),
         saved=order,
+        counts=counts,
+        unlearning=_unlearning_data(args) if training.do_train is not False else {},
     )
+
+
+def _source_counts(
+    args: NeoXArgs, order: SavedOrder | None, done: tuple[int, int], batches: BatchPlan
+) -> SourceCounts | None:
+    """What steps take from which role, in a run that unlearns, or did so before."""
+    taken = order.taken if order is not None else {}
+    if batches.forget is None and taken.get(TRAIN, done[1]) == done[1]:
+        return None
+    step, consumed = done
+    return SourceCounts(batches, step, taken or {TRAIN: consumed}, args.training.train_iters or step)
+
+
+def _unlearning_data(args: NeoXArgs) -> dict[str, dict[str, str]]:
+    """The roles besides train that steps read: paths of their tokens and labels."""
+    data = args.data
+    found = {FORGET: {"path": data.ga_dataset, "labels": data.ga_label_dataset}}
+    if args.post.gd_mode:
+        found[RETAIN] = {"path": data.gd_retain_dataset, "labels": data.gd_retain_label_dataset}
+    given = {name: {key: path for key, path in paths.items() if path is not None} for name, paths in found.items()}
+    return given if data.ga_dataset is not None else {}
 
 
 def collate_rules(args: NeoXArgs, tokenizer: Tokenizer) -> CollateRules:

@@ -122,7 +122,7 @@ def test_of_files_that_cannot_be_read_nothing_else_is_concluded(tmp_path: Path) 
 
 
 def test_keys_that_one_advice_refuses_are_one_problem(tmp_path: Path) -> None:
-    """A file for gradient ascent sets a handful of keys; none of them alone is a mistake."""
-    keys = {"ga_mode": "interleaved", "ga_dataset": "x", "ga_interleave_ratio": 2}
+    """A file for muP with base shapes sets a handful of keys; none of them alone is a mistake."""
+    keys = {"save_base_shapes": True, "base_shapes_file": "x", "mup_width_scale": 4}
     (only,) = problems_of(tmp_path, text_of(keys))
-    assert re.search(r"^a\.yml:8: ga_mode, ga_dataset \(line 9\), ga_interleave_ratio \(line 10\) are", only)
+    assert re.search(r"^a\.yml:8: save_base_shapes, base_shapes_file \(line 9\), mup_width_scale \(line 10\) are", only)

@@ -24,11 +24,18 @@ TRAINING = (
     "optimizer: {type: Adam, params: {lr: 6.0e-4}}\n"
 )
 PATHS = "train_data_paths: [/no/a]\nvalid_data_paths: [/no/b]\ntest_data_paths: [/no/c]\nvocab_file: /no/t.json\n"
+# As in the configs of the fork.
+UNLEARNING = (
+    "te_mha: true\nte_layernorm_mlp: true\nga_dataset: /no/f\nga_dataset_impl: mmap\nga_mode: interleaved\n"
+    "ga_interleave_ratio: 128\ngd_mode: true\ngd_retain_dataset: /no/r\ngd_retain_weight: 40\n"
+    "eval_tasks: [wmdp_bio_aisi_robust, mmlu_bio]\n"
+)
 FILES = {
     "whole.yml": MODEL + TRAINING + "model_parallel_size: 2\nextra_save_iters: [1]\nuse_wandb: true\n",
     "family/big.yml": MODEL + "hostfile: /mock\nsliding_window_width: 99\nattention_config: [[[flash, local], 6]]\n",
     "family/train_config.yml": TRAINING + "save: /no/save\nload: /no/save\neval_tasks: [lambada_openai]\n",
     "local_setup.yml": PATHS + "log_dir: /no/logs\n",
+    "unlearning.yml": MODEL + TRAINING + PATHS + UNLEARNING,
     "refused.yml": MODEL + TRAINING + "hiden_dropout: 0.1\nnorm: nrom\n",
     "workflow.yml": "on: push\njobs: {}\n",
 }
@@ -53,6 +60,7 @@ def test_a_sweep(folder: Path, warm_python: WarmPython) -> None:
         "family/big.yml": (True, True),
         "family/train_config.yml": (True, True),
         "local_setup.yml": (True, True),
+        "unlearning.yml": (True, True),
         "refused.yml": (False, None),
     }
     assert rows["whole.yml"]["partners"] == "local_setup.yml"
@@ -61,17 +69,17 @@ def test_a_sweep(folder: Path, warm_python: WarmPython) -> None:
     assert "refused.yml:11: " in unknown and "hidden_dropout" in unknown
     assert "refused.yml:12: " in wrong and "norm" in wrong
     assert [row["file"] for row in csv.DictReader((folder / "rows.csv").open())] == sorted(rows)
-    assert "5 files: 4 load, 4 train two steps" in done.stdout and "1 further YAML" in done.stdout
+    assert "6 files: 5 load, 5 train two steps" in done.stdout and "1 further YAML" in done.stdout
     log = (folder / "logs/family/big.yml.log").read_text()
     assert "iteration        2/       2" in log
 
     (folder / "yaml/refused.yml").write_text(FILES["whole.yml"])
     again = warm_python.run(f"{command} --resume", folder)  # what is known is kept: only a new file would be tried
-    assert again.returncode == 2 and "5 files: 4 load" in again.stdout
+    assert again.returncode == 2 and "6 files: 5 load" in again.stdout
     late = warm_python.run(f"python {ROOT}/tools/compat.py yaml --timeout 0 --no-train --jobs 3", folder)
     assert late.returncode == 1, late.stderr
-    assert late.stdout.count("took more than 0 s") == 5 + 1  # and in the summary
-    assert "5 files: 0 load\n" in late.stdout  # nothing about training, which was not asked for
+    assert late.stdout.count("took more than 0 s") == 6 + 1  # and in the summary
+    assert "6 files: 0 load\n" in late.stdout  # nothing about training, which was not asked for
 
 
 def test_what_is_not_a_folder_of_configs(folder: Path, warm_python: WarmPython) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import os
 import time
@@ -179,7 +178,7 @@ def _watched(report: Report, faults: Faults) -> Iterator[None]:
             for batch in inner(consumed, step):
                 report.tokens.append([digest(sample) for sample in batch.tokens.flatten(0, 1)])
                 masked = batch.step + 1 in faults.all_masked
-                yield dataclasses.replace(batch, mask=torch.zeros_like(batch.mask), trained=0) if masked else batch
+                yield batch.untrained() if masked else batch
 
         return watched
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from types import SimpleNamespace
@@ -132,7 +131,7 @@ def noise(rank, world, keys, layout):
     for step in range(12):
         batch = step_batch(step, args, engine.state)
         if step in (5, 7):
-            batch = dataclasses.replace(batch, mask=torch.zeros_like(batch.mask), trained=0)
+            batch = batch.untrained()
         out = engine.train_batch(batch, lr(step))
         trainer.step += 1
         monitor.after_step(trainer, out)

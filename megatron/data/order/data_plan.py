@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megatron.data.order.by_step import ByStep, SourceCounts
 from megatron.data.order.mixture import Mixture, ReadOnce
 from megatron.data.order.role_order import RoleOrder
 from megatron.data.order.saved_order import SavedOrder
@@ -21,6 +22,7 @@ from megatron.data.tokens.cache import IndexCaches, content_key
 from megatron.data.tokens.indexed import FileIdentity, IndexedDataset, identify
 from megatron.data.tokens.manifest import TURN_ENDS, check_tokenizer, read_manifest, verify
 from megatron.log import Once, get_logger
+from megatron.neox_arguments.forget_steps import SOURCES, TRAIN
 from megatron.tokenizer.base import Tokenizer
 
 SET = "valid/"  # before the name of a validation set, where roles have names
@@ -71,10 +73,12 @@ class DataPlan:
     Attributes:
         seq_length: inputs per sample.
         batch: samples per step.
-        roles: train, valid, test, and `valid/<name>` for each of `sets`. A role without data or samples is left out.
+        roles: train, valid, test, `valid/<name>` for each of `sets`, and what steps of unlearning read. A role without
+            data or samples is left out.
         sets: the validation sets with names.
         start: the run's first step, and the samples consumed before it (`Progress`).
         caches: keep the index arrays.
+        counts: what the steps of training take from which role; None: all from train.
     """
 
     seq_length: int
@@ -83,6 +87,7 @@ class DataPlan:
     sets: tuple[SetSteps, ...] = ()
     start: tuple[int, int] = (0, 0)
     caches: IndexCaches = field(default_factory=IndexCaches, compare=False)
+    counts: SourceCounts | None = None
 
     def table(self) -> list[SourceRow]:
         """One row per role and source."""
@@ -97,9 +102,10 @@ class DataPlan:
             for note in source.packing.notes()
         ]
 
-    def state(self) -> dict[str, Any]:
-        """JSON-able record of the sample order, for checkpoints."""
-        return SavedOrder({name: role.save() for name, role in self.roles.items()}, self.start).write()
+    def state(self, step: int = 0) -> dict[str, Any]:
+        """JSON-able record of the sample order, for the checkpoint after `step` steps."""
+        taken = self.counts.at(step) if self.counts is not None else {}
+        return SavedOrder({name: role.save() for name, role in self.roles.items()}, self.start, taken=taken).write()
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
         """See `manifest.check_tokenizer`."""
@@ -144,6 +150,9 @@ class DataPlan:
         sets = {
             one.name: ReadOnce(built.pop(f"{SET}{one.name}"), one.samples, one.steps * self.batch) for one in self.sets
         }
+        if self.counts is not None and TRAIN in built:
+            parts = {source: built.pop(source) for source in SOURCES if source in built}
+            built[TRAIN] = ByStep(self.counts, parts)
         return Datasets(self, **built, valid_sets=sets)
 
     def _build(self, role: RoleOrder, mmap_warmup: bool) -> SampleDataset:

@@ -6,15 +6,19 @@ at start. `DataPlan.build` then builds the index arrays, or finds them in the ca
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from megatron.data.order.by_step import SourceCounts
 from megatron.data.order.data_plan import SET, DataPlan, Datasets, SetSteps
 from megatron.data.order.phases import Progress
 from megatron.data.order.role_order import OrderBuilder, RoleOrder, packing_of
 from megatron.data.order.saved_order import SavedOrder
-from megatron.data.order.sources import find_sources
+from megatron.data.order.sources import RoleSources, find_sources, one_source
 from megatron.data.order.splits import NAMES
 from megatron.data.tokens.cache import IndexCaches
+from megatron.neox_arguments.forget_steps import TRAIN
 from megatron.neox_arguments.schema_data import DataConfig
 
 
@@ -29,6 +33,8 @@ def plan_datasets(
     set_samples: int = 0,
     progress: Progress | None = None,
     saved: SavedOrder | None = None,
+    counts: SourceCounts | None = None,
+    unlearning: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> DataPlan:
     """Open, divide and count the data of a run.
 
@@ -40,6 +46,8 @@ def plan_datasets(
         set_samples: of each validation set with a name, in every evaluation; 0 leaves them out.
         progress: samples per step and how far the run is; by default at the beginning, one sample per step.
         saved: the order in the checkpoint that is resumed.
+        counts: what the steps of training take from which role; None: all from train.
+        unlearning: the roles besides train that they take from: `path` and `labels` of each.
 
     Raises `UserError`: files missing or damaged, too few tokens, weights that do not fit, caps that are too low,
     changes of the data or weights of past steps.
@@ -49,17 +57,26 @@ def plan_datasets(
     names = [name for name in NAMES if wanted[name] > 0 or (name == "valid" and set_samples > 0)]
     found = find_sources(data, names, seq_length, caches)
     builder = OrderBuilder(data, seq_length, seed, progress, saved or SavedOrder(), caches)
+
+    def order_training(name: str, sources: RoleSources, samples: int) -> RoleOrder:
+        own = builder if counts is None else replace(builder, progress=counts.progress(name, progress))
+        return own.order_training(name, sources, samples)
+
     roles: dict[str, RoleOrder] = {}
     for name, sources in found.roles.items():
         if sources.sources and wanted[name] > 0:
-            order = builder.order_training if name == "train" else builder.order_other
+            order = order_training if name == TRAIN else builder.order_other
             roles[name] = order(name, sources, wanted[name])
     sets = []
     for one in found.valid_sets if set_samples > 0 else ():
         role = builder.order_once(f"{SET}{one.source.name}", one.source, set_samples)
         roles[f"{SET}{one.source.name}"] = role
         sets.append(SetSteps(one.source.name, one.tags, role.samples, -(-role.samples // progress.batch)))
-    return DataPlan(seq_length, progress.batch, roles, tuple(sets), progress.start, caches)
+    for name, paths in (unlearning or {}).items():
+        assert counts is not None
+        if (samples := counts.before(counts.end, name)) > 0:
+            roles[name] = order_training(name, one_source(data, name, paths, caches), samples)
+    return DataPlan(seq_length, progress.batch, roles, tuple(sets), progress.start, caches, counts)
 
 
 def build_datasets(data: DataConfig, **counts: Any) -> Datasets:

@@ -67,12 +67,15 @@ class SavedOrder:
 
     Attributes:
         start: its first step, and the samples consumed before it (`Progress.start`).
+        taken: how many of the samples consumed before the checkpoint each source of steps had given (forget_steps);
+            empty: all are training data.
         remedy: how to begin a new order instead, for the errors about a change of this one.
     """
 
     roles: Mapping[str, SavedRole] = field(default_factory=dict)
     start: tuple[int, int] = (0, 0)
     remedy: str = ""
+    taken: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def read(record: Mapping[str, Any] | None) -> SavedOrder:
@@ -87,7 +90,8 @@ class SavedOrder:
             )
         role = _role_of_version_1 if version == 1 else _role
         step, samples = record.get("begun", (0, 0))
-        return SavedOrder({name: role(saved) for name, saved in record["roles"].items()}, (step, samples))
+        roles = {name: role(saved) for name, saved in record["roles"].items()}
+        return SavedOrder(roles, (step, samples), taken=record.get("taken", {}))
 
     def write(self) -> dict[str, Any]:
         """The JSON-able record for a checkpoint."""
@@ -99,7 +103,8 @@ class SavedOrder:
             }
             for name, role in self.roles.items()
         }
-        return {"version": STATE_VERSION, "roles": roles, "begun": list(self.start)}
+        taken = {"taken": dict(self.taken)} if self.taken else {}
+        return {"version": STATE_VERSION, "roles": roles, "begun": list(self.start), **taken}
 
     def inherit(self, old_step: int, start: tuple[int, int]) -> SavedOrder:
         """The order with which a new run begins after step `old_step` of this one; `start` is the new run's.
@@ -111,7 +116,7 @@ class SavedOrder:
             name: replace(role, phases=tuple(replace(phase, step=phase.step + shift) for phase in role.phases))
             for name, role in self.roles.items()
         }
-        return SavedOrder(roles, start)
+        return SavedOrder(roles, start, taken=self.taken)
 
 
 def _role(record: Mapping[str, Any]) -> SavedRole:

@@ -131,6 +131,11 @@ def find_sources(
     return FoundData({name: role for name, role in roles.items() if name in asked}, sets)
 
 
+def one_source(data: DataConfig, name: str, paths: Mapping[str, Any], caches: IndexCaches) -> RoleSources:
+    """A role that has one source, of its name; `paths` by the names in `mixtures.SOURCE_KEYS`."""
+    return RoleSources((_open(data, TokenFiles.of(data, caches), name, paths),), ((0, (1.0,)),))
+
+
 def resolve_path(data: DataConfig, path: str) -> str:
     """A data path of the config, relative ones under `data_root`."""
     return str(Path(data.data_root).expanduser() / path) if data.data_root is not None else path
@@ -141,6 +146,8 @@ def named_paths(data: DataConfig, names: Sequence[str]) -> list[str]:
     paths = [data.data_path] if data.data_path is not None else []
     for name in names:
         paths += [*(getattr(data, f"{name}_data_paths") or ()), *(getattr(data, f"neg_{name}_data_paths") or ())]
+    if "train" in names and data.ga_dataset is not None:
+        paths += [path for path in (data.ga_dataset, data.gd_retain_dataset) if path is not None]
     if "valid" in names:
         sets = (data.valid_sets or {}).values()
         paths += [one[key] for one in sets for key in ("path", "rejected") if key in one]

@@ -1,0 +1,61 @@
+"""The deliberate differences from GPT-NeoX (unlearning: from its fork) that concern post-training."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron.neox_arguments.arguments import NeoXArgs
+from megatron.neox_arguments.difference import Difference as _Difference
+
+Difference = partial(_Difference, section="Post-training")
+
+
+def _unlearns(args: NeoXArgs) -> bool:
+    return args.get("ga_dataset") is not None
+
+
+POST: tuple[_Difference, ...] = (
+    Difference(
+        "ga_mode interval",
+        "at every ga_interval-th iteration ga_iters ascent steps replace the descent step; they move the schedule, and "
+        "train_iters counts them as one",
+        "ga_interval ordinary steps, then ga_iters that forget, and again; each is a step of train_iters, of the "
+        "schedule and of the log, as with interleaved",
+        lambda args: _unlearns(args) and args.get("ga_mode") == "interval",
+        keys=("ga_interval", "ga_iters"),
+    ),
+    Difference(
+        "ga_loss_threshold",
+        "steps are counted as skipped once the forget loss is below it, after they were taken; most check modes skip "
+        "none",
+        "a step is left out while the forget loss is above it, decided before the step in all three modes; it counts, "
+        "and its samples do",
+        lambda args: _unlearns(args) and args.get("ga_loss_threshold") is not None,
+        keys=("ga_threshold_check_mode", "ga_threshold_skip_forward"),
+    ),
+    Difference(
+        "ga_lr_scale",
+        "holds for the first step of a burst, and the step after it may have the rate of the one before",
+        "holds for every step that forgets",
+        lambda args: _unlearns(args) and args.get("ga_lr_scale") != 1.0,
+    ),
+    Difference(
+        "gd_mode",
+        "plain ascent with pipeline stages, descent on the forget data without them",
+        "gd_retain_weight x retain loss - forget loss in one step, a batch of either, each a mean over its own tokens",
+        lambda args: bool(args.get("gd_mode")),
+        keys=("gd_retain_weight", "gd_retain_dataset"),
+    ),
+    Difference(
+        "ga_dataset, gd_retain_dataset",
+        "one shuffled epoch again and again, from its beginning after every start",
+        "each pass shuffled anew, pack_impl as for the training data, and read on from where the checkpoint left off",
+        _unlearns,
+    ),
+    Difference(
+        "log of runs that unlearn",
+        "lm_loss is that of any step, or missing",
+        "lm_loss is the mean over the ordinary steps since the last log; losses of the others have names of their own",
+        _unlearns,
+    ),
+)

@@ -1,0 +1,132 @@
+"""`train_impl: unlearn`: next-token cross entropy on what is trained or retained, its opposite on what is forgotten.
+
+Legend: b rows of a micro-batch, s sequence, t = b·s, n answers of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.data.answers import ANSWER_TOKENS
+from megatron.data.batch import StepBatch
+from megatron.data.order.by_step import KIND
+from megatron.model.head import LMOutput
+from megatron.neox_arguments.forget_steps import FORGET, RETAIN, SOURCES, TRAIN
+from megatron.neox_arguments.schema_post import PostConfig
+from megatron.objectives import OBJECTIVES, Labels, Objective
+
+REFERENCE = "reference"
+
+
+@OBJECTIVES.register("unlearn", doc="Steps that forget between ordinary ones; what `ga_dataset` means.")
+class UnlearnObjective(Objective):
+    """Σ ordinary (-log p) / their number + gd_retain_weight · Σ retained (-log p) / their number + what forgets:
+
+    * ascent: Σ forgotten log p / their number;
+    * npo, simnpo: the mean of `npo` or `simnpo` over answers, which are the documents (parts) of packed rows.
+
+    A token's kind is the source it came from; each kind has a mean of its own, so the loss depends on no layout.
+    `ga_actual_loss` or `gd_forget_loss` is the cross entropy of what is forgotten, whatever is lowered.
+    """
+
+    counts = ("tokens", "retained", "forgotten", "answers")
+
+    def __init__(self, options: PostConfig | None = None) -> None:
+        super().__init__(options)
+        keys = self.options
+        self.reads = {"ascent": (KIND,), "simnpo": (KIND, "answers"), "npo": (KIND, "answers", REFERENCE)}[keys.ga_loss]
+        self.forget_loss = "gd_forget_loss" if keys.gd_mode else "ga_actual_loss"
+        self.metrics = ("gd_combined_loss" if keys.gd_mode else "ga_objective",)
+        if not keys.gd_mode:
+            self.metrics += (self.forget_loss,)
+        elif keys.gd_log_separate_losses or keys.ga_loss_threshold is not None:
+            self.metrics += (self.forget_loss, "gd_retain_loss")
+        self.over = dict.fromkeys(self.metrics, "forgotten") | {"gd_retain_loss": "retained"}
+
+    def count(self, batch: StepBatch) -> Sequence[float]:
+        """Trained tokens of each kind, and answers that are forgotten."""
+        batch = self._with_kinds(batch)
+        kind, trained = batch.extras[KIND], batch.mask > 0
+        tokens = [float((trained & (kind == SOURCES.index(name))).sum()) for name in (TRAIN, RETAIN, FORGET)]
+        forgotten = trained & (kind == SOURCES.index(FORGET))
+        answers = 0
+        if batch.answers is not None and tokens[-1]:
+            answers = sum(len(one[there].unique()) for one, there in zip(batch.answers, forgotten, strict=True))
+        return (*tokens, float(answers))
+
+    def labels(self, batch: StepBatch, micro: int, weights: Tensor) -> tuple[Tensor, ...]:
+        return super().labels(self._with_kinds(batch), micro, weights)
+
+    def _with_kinds(self, batch: StepBatch) -> StepBatch:
+        """Data for evaluation are ordinary."""
+        missing = [name for name in (KIND, REFERENCE) if name in self.reads and name not in batch.extras]
+        if KIND not in missing:
+            return batch
+        return replace(batch, extras={**batch.extras, **{name: torch.zeros_like(batch.mask) for name in missing}})
+
+    def loss(self, out: LMOutput, labels: Labels) -> tuple[Tensor, Tensor]:
+        """See `Objective`."""
+        ordinary, retained, forgotten, answers = labels.weights.unbind()
+        kind = labels.extras[KIND]
+        is_forgotten = (kind == SOURCES.index(FORGET)) * labels.mask
+        is_retained = (kind == SOURCES.index(RETAIN)) * labels.mask
+        lowered = (kind == SOURCES.index(TRAIN)) * labels.mask * ordinary
+        lowered = lowered + is_retained * (retained * self.options.gd_retain_weight)
+        if self.options.ga_loss == "ascent":
+            loss, losses = out.weighted_loss(labels.targets, lowered - is_forgotten * forgotten)
+        else:
+            losses = out.token_loss(labels.targets)
+            each = self._per_answer(losses.view_as(kind), labels, is_forgotten)
+            loss = (losses * lowered.reshape(-1)).sum() + each.sum() * answers
+            losses = losses.detach()
+        losses = losses.view_as(kind)
+        means = {
+            self.metrics[0]: loss.detach(),  # a step that forgets has no ordinary samples
+            self.forget_loss: (losses * is_forgotten).sum() * forgotten,
+            "gd_retain_loss": (losses * is_retained).sum() * retained,
+        }
+        return out.with_balance(loss), torch.stack([means[name] for name in self.metrics])
+
+    def _per_answer(self, losses: Tensor, labels: Labels, is_forgotten: Tensor) -> Tensor:
+        """What each answer adds, [n], 0 for those that are not forgotten."""
+        keys, number = self.options, len(labels.extras[ANSWER_TOKENS])
+        log_probs = -losses
+        if keys.ga_loss == "npo":
+            log_probs = log_probs - labels.extras[REFERENCE]
+        sums = _sum_by_answer(log_probs * is_forgotten, labels.answers, number)
+        tokens = _sum_by_answer(is_forgotten, labels.answers, number)
+        if keys.ga_loss == "npo":
+            each = npo(sums, keys.ga_beta)
+        else:
+            each = simnpo(sums / tokens.clamp(min=1), keys.ga_beta, keys.ga_gamma)
+        return each * (tokens > 0)
+
+
+def _sum_by_answer(values: Tensor, answers: Tensor, number: int) -> Tensor:
+    """Per token [b, s] -> per answer [n]."""
+    rest = values.new_zeros(number + 1)  # the last is of tokens without an answer
+    places = torch.where(answers < 0, number, answers)
+    return rest.index_add(0, places.reshape(-1), values.reshape(-1))[:-1]
+
+
+def npo(ratios: Tensor, beta: float) -> Tensor:
+    """Negative preference optimisation (Zhang et al. 2024, arXiv 2404.05868), nats -> [n].
+
+    Args:
+        ratios: log-probability of each answer less that of the reference model, [n].
+    """
+    return F.softplus(beta * ratios) * (2 / beta)
+
+
+def simnpo(means: Tensor, beta: float, gamma: float) -> Tensor:
+    """The same without a reference (Fan et al. 2024, arXiv 2410.07163), nats -> [n].
+
+    Args:
+        means: log-probability of each answer per token, [n].
+    """
+    return F.softplus(beta * means + gamma) * (2 / beta)
