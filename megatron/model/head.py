@@ -23,6 +23,7 @@ from megatron.mpu.collectives import enter_tensor_parallel, gather_last_dim
 from megatron.mpu.cross_entropy import Projection, ZLoss, linear_cross_entropy, weighted_linear_cross_entropy
 from megatron.mpu.layers import linear
 from megatron.mpu.loss_kernels import soft_cap
+from megatron.mpu.sampled_targets import sampled_targets
 from megatron.mpu.sharding import ParamSpec
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.formulas import loss_chunk
@@ -72,6 +73,11 @@ class LMOutput:
         return weighted_linear_cross_entropy(
             self._scaled(), self.weight, targets.reshape(-1), weights.reshape(-1), self.projection, self.bias
         )
+
+    def sampled(self, drawn: Tensor) -> Tensor:
+        """Targets [b, s] from the model's own distribution, by uniform numbers [b, s] in [0, 1)."""
+        targets = sampled_targets(self._scaled(), self.weight, drawn.reshape(-1), self.projection, self.bias)
+        return targets.view(drawn.shape)
 
     def logits(self, last: int | None = None) -> Tensor:
         """[b, s, v] fp32 over the real vocabulary, gathered over ranks; of the `last` columns only, if given."""

@@ -103,7 +103,7 @@ def _check_targets(targets: Tensor, vocab_size: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Shard:
+class Shard:
     """This rank's real vocabulary: ids `start` to `start + rows` are the first rows of its weight."""
 
     start: int
@@ -113,7 +113,7 @@ class _Shard:
     cap: float | None
 
     @classmethod
-    def of(cls, local_size: int, projection: Projection) -> _Shard:
+    def of(cls, local_size: int, projection: Projection) -> Shard:
         state = projection.state
         start = state.tp_rank * local_size
         rows = min(max(projection.vocab_size - start, 0), local_size)
@@ -200,7 +200,7 @@ class _Gradients:
         return self.hidden, weight, bias
 
 
-def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
+def chunks(tokens: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, tokens)) for start in range(0, tokens, chunk))
 
 
@@ -213,10 +213,10 @@ class _PerToken(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, projection: Projection
     ) -> Tensor:
-        own = _Shard.of(weight.shape[0], projection)
+        own = Shard.of(weight.shape[0], projection)
         losses = hidden.new_empty(hidden.shape[0], dtype=at_least_fp32(hidden.dtype))
         log_sums = torch.empty_like(losses)
-        for part in _chunks(hidden.shape[0], projection.chunk):
+        for part in chunks(hidden.shape[0], projection.chunk):
             losses[part], log_sums[part] = own.losses(own.logits(hidden[part], weight, bias), targets[part])
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums)
         ctx.own, ctx.chunk = own, projection.chunk
@@ -227,7 +227,7 @@ class _PerToken(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_sums = ctx.saved_tensors
         gradients = _Gradients(hidden, weight, ctx.own.rows, ctx.needs_input_grad[:3])
-        for part in _chunks(hidden.shape[0], ctx.chunk):
+        for part in chunks(hidden.shape[0], ctx.chunk):
             logits = ctx.own.logits(hidden[part], weight, bias)
             unweighted = ctx.own.logits_gradient_(logits, log_sums[part], targets[part])
             gradients.add(part, hidden[part], unweighted, grad[part])
@@ -246,7 +246,7 @@ class _Weighted(torch.autograd.Function):
         projection: Projection,
         wanted: tuple[bool, ...],
     ) -> tuple[Tensor, Tensor]:
-        own = _Shard.of(weight.shape[0], projection)
+        own = Shard.of(weight.shape[0], projection)
         losses = hidden.new_empty(hidden.shape[0], dtype=at_least_fp32(hidden.dtype))
         token_weights = token_weights.to(losses.dtype)
         # Weights of 1/(number of tokens) would leave fp16's range before the loss scale arrives in backward, so
@@ -256,7 +256,7 @@ class _Weighted(torch.autograd.Function):
         gradients = _Gradients(hidden, weight, own.rows, wanted)
         z_loss = projection.z_loss if any(wanted) else None
         z_weight = z_loss.weight if z_loss is not None else 0.0
-        for part in _chunks(hidden.shape[0], projection.chunk):
+        for part in chunks(hidden.shape[0], projection.chunk):
             x = hidden[part]
             logits = own.logits(x, weight, bias)
             losses[part], log_sum = own.losses(logits, targets[part])

@@ -92,6 +92,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_train.zero, fills=("zero_stage", "zero_optimization")),
     Rule(rules_engine.native_engine, fills=("zero_stage", "zero_optimization")),
     Rule(rules_engine.whole_matrices),
+    Rule(rules_engine.curvature),
     Rule(rules_moe.bias_balancing),
     Rule(rules_experts.expert_parallel),
     Rule(rules_train.communication_type, fills=("communication_data_type",)),

@@ -87,6 +87,25 @@ def whole_matrices(draft: Draft) -> None:
         draft.fail("optimizer.type", f"{needs}, which ZeRO stage 1 cuts in fp32; use stage 0, or engine: native")
 
 
+def curvature(draft: Draft) -> None:
+    """An optimizer that estimates the curvature from targets drawn from the model: of next tokens, and of nothing that
+    is added to their loss."""
+    kind = draft["optimizer_type"]
+    if not row(KIND, kind).get("curvature"):
+        return
+    params = optimizer_params(kind, draft["optimizer"])
+    for name, least in (("hessian_interval", 1), ("rho", 0.0)):
+        if name in params and params[name] < least:
+            draft.fail(f"optimizer.params.{name}", f"must be {least} or more, is {params[name]}")
+    draws = f"{kind} draws next tokens from the model"
+    if draft["train_impl"] != "normal":
+        draft.fail("optimizer.type", f"{draws}; with train_impl {draft['train_impl']} use adamw")
+    if draft["z_loss_weight"]:
+        draft.fail("optimizer.type", f"{draws}, whose curvature z_loss_weight would change; leave it out or use adamw")
+    if "moe" in (draft["layer_mlps"] or ()):
+        draft.fail("optimizer.type", f"{draws} in passes that mixtures of experts would count as well; use adamw")
+
+
 def repeatable(draft: Draft) -> None:
     """deterministic: no kernel whose sums come in another order each time. Those of other packages for Mamba add up
     gradients so; torch computes the same without them."""

@@ -10,9 +10,6 @@ from typing import Any, Literal
 from megatron.neox_arguments.keys import key
 
 _OBJECTIVE = "only train_impl: normal is available yet"
-_OPTIMIZERS = {
-    "sophia": "its Hessian needs passes of its own, which no engine takes; use adamw",
-}
 _BNB = "8-bit optimizers are not available; use optimizer.type Adam"
 
 DTYPE_SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
@@ -27,12 +24,12 @@ class OptimizerConfig:
         "adam",
         "Optimizer, usually given as optimizer.type. Weight decay is decoupled.",
         registry="optimizer.type",
-        unavailable=_OPTIMIZERS,
         spellings={
             "schedule_free": "schedule_free_adamw",
             "schedulefree": "schedule_free_adamw",
             "adamwschedulefree": "schedule_free_adamw",
             "sgdschedulefree": "schedule_free_sgd",
+            "sophiag": "sophia",
             "fusedadam": "adam",
             "onebit_adam": "onebitadam",
             "cpuadam": "cpu_adam",

@@ -17,5 +17,8 @@ class NormalObjective(Objective):
     """
 
     def loss(self, out: LMOutput, labels: Labels) -> Tensor:
-        """See `Objective`."""
-        return out.with_balance(out.weighted_loss(labels.targets, labels.mask * labels.weights[0])[0])
+        """See `Objective`. The targets may be numbers to draw them by (`LMOutput.sampled`)."""
+        weights = labels.mask * labels.weights[0]
+        if labels.targets.is_floating_point():  # draws, for an estimate of the curvature
+            return out.weighted_loss(out.sampled(labels.targets), weights)[0]
+        return out.with_balance(out.weighted_loss(labels.targets, weights)[0])

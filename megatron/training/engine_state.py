@@ -7,7 +7,8 @@ elements; which rank has which of them is the engine's business. Nothing here co
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,6 +78,25 @@ class OptimizerState:
     def evaluated(self, values: Mapping[str, Tensor]) -> Tensor | None:
         """Of what `read` found, the weights to be evaluated, a new tensor; None where they are those in training."""
         return self._inner.average(values) if self.averages and len(values) > 1 else None  # type: ignore[attr-defined]
+
+    def wants_curvature(self, step: int) -> bool:
+        """Whether the optimizer needs an estimate of the curvature before this step."""
+        every: int = getattr(self._inner, "curvature_every", 0)
+        return every > 0 and (step % every == 0 or not self.moments())
+
+    @property
+    def estimates_curvature(self) -> bool:
+        return getattr(self._inner, "estimated_tokens", None) is not None
+
+    @contextmanager
+    def estimating_curvature(self, tokens: int) -> Iterator[None]:
+        """Inside, a step of the optimizer takes gradients of targets that were drawn, and moves no weight."""
+        inner: Any = self._inner
+        inner.estimated_tokens = tokens
+        try:
+            yield
+        finally:
+            inner.estimated_tokens = None
 
     def set_lr(self, lr: float) -> None:
         """The learning rate of the schedule, which groups scale."""

@@ -9,6 +9,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from megatron.layers.kv_cache import KVCache
 from megatron.layers.lora import switched_off
 from megatron.model.head import Then
 from megatron.model.sequential import run_stage
+from megatron.mpu.sampled_targets import draws
 from megatron.mpu.state import ParallelState
 from megatron.objectives import Objective, measured
 from megatron.training.compile import without_compile
@@ -87,9 +89,13 @@ class StepEngine(StateByName):
         if len(batch.tokens) != self.micro_batches:
             self.micro_batches = len(batch.tokens)
             self._set_micro_batches()
-        self._update = None
         terms = self.micro_batches * self.state.dp_size
         weights = [terms / count if count else 0.0 for count in counts]
+        if self._optimizer_state.wants_curvature(batch.step):
+            drawn = replace(batch, targets=draws(batch.tokens, batch.step))
+            with self._optimizer_state.estimating_curvature(trained):
+                self._forward_backward(self._micro_batches(drawn, weights))
+        self._update = None
         loss, *metrics = self._forward_backward(self._micro_batches(batch, weights)).unbind()
         update = self._update
         assert update is not None, "a step ended without an update"
@@ -102,6 +108,8 @@ class StepEngine(StateByName):
 
     def _take_update(self, loss: Tensor) -> Update:
         """Clip and step with the gradients of the whole step, whose loss is the one that is reported."""
+        if self._optimizer_state.estimates_curvature:
+            return clip_and_step(self._gradients, self.state, max_norm=0.0, loss_scale=self._loss_scale() or 1.0)
         self._update = clip_and_step(
             self._gradients,
             self.state,

@@ -14,7 +14,7 @@ from megatron.layers.positions.alibi import alibi_slopes
 from megatron.model.head import LMOutput
 from megatron.mpu import collectives, initial_weights
 from megatron.mpu.collectives import all_reduce, leave_tensor_parallel, own_rows
-from megatron.mpu.cross_entropy import _Shard
+from megatron.mpu.cross_entropy import Shard
 from megatron.mpu.layers import RowParallelLinear, VocabParallelEmbedding, linear
 from megatron.mpu.sharding import ParamSpec, shard
 from megatron.mpu.state import ParallelState
@@ -100,22 +100,22 @@ def fused_blocks_cut_as_one() -> Any:
 def padding_in_the_softmax() -> Any:
     """Padded vocabulary rows take part in the softmax."""
 
-    def whole(cls: type[_Shard], local_size: int, projection: Any) -> _Shard:
+    def whole(cls: type[Shard], local_size: int, projection: Any) -> Shard:
         state = projection.state
         return cls(state.tp_rank * local_size, local_size, state, projection.compiled, projection.softcap)
 
-    return mock.patch.object(_Shard, "of", classmethod(whole))
+    return mock.patch.object(Shard, "of", classmethod(whole))
 
 
 @mutant("neox", TP, "gradient of 0.word_embeddings.weight")
 def local_softmax_gradient() -> Any:
     """The loss knows the whole vocabulary, its gradient only this rank's part of it."""
-    original = _Shard.losses
+    original = Shard.losses
 
-    def losses(self: _Shard, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def losses(self: Shard, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return original(self, logits, targets)[0], torch.logsumexp(logits, -1)
 
-    return mock.patch.object(_Shard, "losses", losses)
+    return mock.patch.object(Shard, "losses", losses)
 
 
 @mutant("neox", TP, "gradient of 0.word_embeddings.weight")

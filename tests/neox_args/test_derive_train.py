@@ -101,7 +101,15 @@ def test_zero(tmp_path: Path) -> None:
             "optimizer.type: adafactor .*experts",
         ),
         ({"optimizer": {"type": "Adafactor", "params": {"d": 0.5}}}, "optimizer.params.d: must be 1 or more, is 0.5"),
-        ({"optimizer": {"type": "sophia"}}, "optimizer.type: sophia .*Hessian .*adamw"),
+        ({"optimizer": {"type": "SophiaG"}, "z_loss_weight": 0.1}, "optimizer.type: sophia .*z_loss_weight"),
+        (
+            {"optimizer": {"type": "sophia"}, "moe_num_experts": 4, "moe_router_type": "topk"},
+            "optimizer.type: sophia .*experts",
+        ),
+        (
+            {"optimizer": {"type": "sophia", "params": {"hessian_interval": 0}}},
+            "optimizer.params.hessian_interval: must be 1 or more, is 0",
+        ),
         ({"optimizer": {"type": "schedule_free"}, "ema_decay": 0.9}, "ema_decay: schedule_free_adamw averages"),
         (
             {"optimizer": {"type": "schedule_free_sgd", "params": {"momentum": 0}}},

@@ -16,7 +16,7 @@ OPTIMIZERS: Registry[Builder] = Registry(
     "optimizer.type",
     wants="a function (groups, lr, params) -> torch.optim.Optimizer",
     fits=callable,
-    fields=("params", "moments", "block_moments", "decays", "matrices", "averages"),
+    fields=("params", "moments", "block_moments", "decays", "matrices", "averages", "curvature"),
 )
 """Builders of optimizers. An entry is a function `(groups, lr, params) -> torch.optim.Optimizer`:
 
@@ -36,6 +36,8 @@ Its row:
 * `decays=False`: it takes no weight decay;
 * `averages=True`: the weights in training are not those to be evaluated. Its method `average(values)` makes these, of
   some elements, from `weight` and what it keeps. Files of weights in checkpoints hold them;
+* `curvature=True`: every `curvature_every` steps its gradients are those of targets drawn from the model, of
+  `estimated_tokens` tokens, see `sophia.py`;
 * `matrices=True`: it needs whole matrices: groups of them have a `WholeMatrices` under `matrices`, those of the rest
   None, and layouts that cut them otherwise are refused. `"all"`: all groups have it. What it keeps in another shape
   than the parameter's is in its attribute `kept`, by parameter.
