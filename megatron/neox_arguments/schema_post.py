@@ -40,6 +40,14 @@ class PostConfig:
         "DoRA: adapters change the direction of a weight's rows, and a vector beside them their length.",
         new=True,
     )
+    reference_path: str | None = key(
+        None,
+        "Folder for the log-probabilities of the reference model, which runs that begin with the same weights share "
+        "(default: `save`).",
+        new=True,
+        path=True,
+    )
+
     lora_base: str | None = key(
         None,
         "The checkpoint whose weights the adapters belong to, where it has moved. Default: what the run began from.",

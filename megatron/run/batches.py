@@ -13,6 +13,7 @@ from megatron.data.copies import CudaCopies, copy_ahead
 from megatron.data.loader import StepLoader
 from megatron.data.order.data_plan import SET, DataPlan, Datasets
 from megatron.data.order.saved_order import SavedOrder
+from megatron.data.reference import ReferenceStore, WithReference
 from megatron.data.sample import SampleDataset
 from megatron.data.tokens.indexed import identify
 from megatron.errors import UserError
@@ -108,8 +109,11 @@ def _log_data(args: NeoXArgs, tokenizer: Tokenizer, plan: DataPlan) -> None:
         logger.info(note)
 
 
-def build_batches(args: NeoXArgs, process: Process, datasets: Datasets) -> dict[str, Batches]:
-    """`batches[role](consumed, step)` for each role: batches of the training data are those of the plan."""
+def build_batches(
+    args: NeoXArgs, process: Process, datasets: Datasets, reference: ReferenceStore | None = None
+) -> dict[str, Batches]:
+    """`batches[role](consumed, step)` for each role: batches of the training data are those of the plan. Samples have
+    their log-probabilities in `reference`, which need not be there yet."""
     objective = build_objective(args)
     rules = replace(collate_rules(args, process.tokenizer), reads=objective.reads)
 
@@ -118,7 +122,7 @@ def build_batches(args: NeoXArgs, process: Process, datasets: Datasets) -> dict[
 
     def steps(role: str, dataset: SampleDataset) -> Batches:
         loader = StepLoader(
-            dataset,
+            dataset if reference is None else WithReference(dataset, reference),
             micro_batch=args.training.train_micro_batch_size_per_gpu,
             gas=args.training.gradient_accumulation_steps,
             rules=rules,

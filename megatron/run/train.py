@@ -15,6 +15,7 @@ from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.run.batches import DataOrder, build_batches, named_sets, open_data_on_ranks, share_epochs
 from megatron.run.data import note_trained_ends, resume_order
 from megatron.run.end import Begins, StepLimits, report_stop, watched
+from megatron.run.reference import find_reference
 from megatron.run.rewind import train_with_rewinds
 from megatron.run.rollouts import Rollouts
 from megatron.run.start import (
@@ -58,10 +59,12 @@ def _train(process: Process, progress: Progress) -> Trainer:
         start = share_start(args, state)
         log_start(args, start)
         args = resume_config(args, start)
-        datasets = open_data_on_ranks(args, process, *resume_order(start, args.checkpoint.load))
+        order, done = resume_order(start, args.checkpoint.load)
+        datasets = open_data_on_ranks(args, process, order, done)
         plan = datasets.plan
         args = note_trained_ends(args, plan)
-        batches = build_batches(args, process, datasets)
+        reference = find_reference(args, start, tokenizer, datasets, done[1])
+        batches = build_batches(args, process, datasets, None if reference is None else reference.store)
         process = replace(process, args=args)
         sets = named_sets(plan, batches)
         folder, fresh = run_folder(args), start.checkpoint is None
@@ -72,7 +75,8 @@ def _train(process: Process, progress: Progress) -> Trainer:
         identity = TokenizerIdentity(tokenizer, args.checkpoint.allow_config_changes)
         trackers = TrackerIds(folder)
         trackers.restore(start, state)
-        callbacks = [DataOrder(plan), identity, trackers, *own, *build_callbacks(context)]
+        before = [reference] if reference is not None else []
+        callbacks = [DataOrder(plan), identity, trackers, *before, *own, *build_callbacks(context)]
         if state.host is not None and process.limits is not None:
             callbacks.append(StepLimits(process.limits))
         callbacks += [*announced_end, Begins()]

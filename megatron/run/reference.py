@@ -1,0 +1,263 @@
+"""The reference model of a run, for objectives that compare with one: a pass of the run's own engine over what the run
+will read, before its first step.
+
+The reference has the weights that the run begins with, never those of its checkpoints. Its log-probabilities are kept
+(`data/reference.py`) in a folder that is named by the weights and by what else the numbers depend on. A pass that was
+interrupted goes on where it was. A run that is resumed finds everything; one that was made longer loads the weights
+that it began with once more, for what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.checkpoint.agreement import broadcast, together
+from megatron.checkpoint.find import Checkpoint, open_checkpoint
+from megatron.checkpoint.init_from import InitFrom
+from megatron.checkpoint.rng import random_state, restore_random_state
+from megatron.checkpoint.start import Start
+from megatron.data.loader import StepLoader
+from megatron.data.order.data_plan import Datasets
+from megatron.data.order.mixture import ReadOnce
+from megatron.data.reference import REFERENCE, ReferenceStore, Selected, StoreWriter, row_key, rows_of
+from megatron.data.sample import SampleDataset
+from megatron.data.tokens.cache import content_key, index_folder
+from megatron.data.tokens.indexed import identify
+from megatron.errors import NumericsError, UserError
+from megatron.files import write_atomically
+from megatron.inference.live import live_stage
+from megatron.inference.log_probabilities import log_probabilities
+from megatron.layers.lora import switched_off
+from megatron.log import get_logger, progress
+from megatron.neox_arguments import NeoXArgs
+from megatron.run.data import collate_rules
+from megatron.run.start import restore
+from megatron.tokenizer.base import Tokenizer
+from megatron.training.callback import Callback
+from megatron.training.setup import build_objective
+from megatron.training.trainer import Trainer
+
+VERSION = 1  # part of every folder's name: raise it when the numbers change
+COMMIT_SECONDS = 30.0  # how much of a pass is lost at most
+
+logger = get_logger(__name__)
+
+Missing = dict[str, list[int]]
+"""By role, the numbers of the items of which a row is not there."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The weights that a run began with.
+
+    Attributes:
+        key: hash of what their log-probabilities depend on besides the rows.
+        weights: hash of the weights alone.
+        checkpoint: the folder of the checkpoint that had them; None: they were new.
+        kind, init: of the start that took them (`Start.kind`, the keys of `init_from`).
+    """
+
+    key: str
+    weights: str
+    checkpoint: str | None
+    kind: str
+    init: dict[str, Any] | None = None
+
+
+class Reference(Callback):
+    """Fills the store before the first step. Keeps the origin with each checkpoint."""
+
+    def __init__(
+        self,
+        args: NeoXArgs,
+        start: Start,
+        tokenizer: Tokenizer,
+        datasets: Datasets,
+        begun: int,
+    ) -> None:
+        """`begun`: samples of the training data that the run has read."""
+        self.start_at, self.tokenizer, self.datasets, self.begun = start, tokenizer, datasets, begun
+        saved = start.checkpoint.callbacks.get(type(self).__name__) if start.checkpoint and start.resumes else None
+        self.resumed = saved is not None
+        self.origin = Origin(**saved) if saved is not None else _origin(args, start, tokenizer)
+        folder = reference_folder(args, datasets) / f"reference-{self.origin.key[:16]}"
+        self.store = ReferenceStore(folder, args.model.seq_length)
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self.origin)
+
+    def loaded(self, trainer: Trainer) -> None:
+        state, missing = trainer.state, Missing()
+        with together("looking for reference log-probabilities", state):
+            if state.rank == 0:
+                missing = self._missing()
+        missing = broadcast(missing, state)
+        self.store.refresh()
+        if not missing:
+            return
+        with trainer.progress.during("evaluation"):
+            if self.resumed:
+                self._load_origin(trainer)
+            before = random_state()
+            with trainer.engine.evaluating(), switched_off(trainer.engine.module):
+                for role, numbers in missing.items():
+                    self._pass(trainer, role, numbers)
+            restore_random_state(before)
+            if self.resumed:
+                restore(trainer, self.start_at)
+        with together("reading reference log-probabilities", state):
+            self.store.refresh()
+            if not len(self.store):
+                raise UserError(f"{self.store.folder} is not on a file system that all nodes see; set reference_path")
+
+    def _missing(self) -> Missing:
+        """What the run will read and the store does not have. A store that was found whole is not looked through again
+        for the same order of the data."""
+        roles = self.datasets.plan.roles
+        wanted = {
+            name: range(self.begun if name == "train" else 0, min(len(dataset), roles[name].samples))
+            for name, dataset in self.datasets.by_role().items()
+        }
+        described = {name: [numbers.start, numbers.stop] for name, numbers in wanted.items()}
+        order = content_key({"order": self.datasets.digest(), "items": described})
+        seen = self.store.folder / f"whole-{order[:16]}.json"
+        if seen.is_file():
+            return {}
+        found: Missing = {}
+        for name, dataset in self.datasets.by_role().items():
+            numbers = progress(wanted[name], what=f"looking for reference log-probabilities: {name}", unit="sample")
+            if lacking := self.store.missing(dataset, numbers):
+                found[name] = lacking
+        if not found and len(self.store):
+            write_atomically(seen, json.dumps(described))
+        return found
+
+    def _load_origin(self, trainer: Trainer) -> None:
+        """The weights that the run began with. Raises `UserError` when they are not there any more."""
+        origin, checkpoint, state = self.origin, None, trainer.state
+        lacks = f"{self.store.folder} lacks reference log-probabilities of samples that this run will read"
+        with together("opening the checkpoint of the reference", state):
+            if origin.checkpoint is None:
+                raise UserError(
+                    f"{lacks}, and it began with new weights, which no file has. Copy the folder back from where the "
+                    "run was, or do not make the run longer."
+                )
+            if state.rank == 0:
+                checkpoint = open_checkpoint(origin.checkpoint)
+                if _weights_of(checkpoint) != origin.weights:
+                    raise UserError(f"{lacks}, and {origin.checkpoint} is not what the run began with any more")
+        checkpoint = broadcast(checkpoint, state)
+        logger.info(f"loading {origin.checkpoint} once more: {lacks}")
+        restore(trainer, Start("finetune", checkpoint, 0, "", InitFrom.of(origin.init)), checksums=True)
+
+    def _pass(self, trainer: Trainer, role: str, numbers: list[int]) -> None:
+        """Log-probabilities of items, written by the rank of the last stage that is first in all else."""
+        args, state = trainer.args, trainer.state
+        micro, rows = args.training.train_micro_batch_size_per_gpu, self.datasets.plan.roles[role].rows
+        batch = micro * state.dp_size
+        dataset, steps = self.datasets.by_role()[role], -(-len(numbers) // batch)
+        loader = StepLoader(
+            ReadOnce(Selected(dataset, numbers), len(numbers), steps * batch),
+            micro_batch=micro,
+            gas=1,
+            rules=collate_rules(args, self.tokenizer),
+            dp_rank=state.dp_rank,
+            dp_size=state.dp_size,
+            num_workers=args.data.num_workers,
+            rows=rows,
+        )
+        writes = state.is_last_stage and state.tp_rank == 0 and state.dp_rank == 0
+        writer = _Writer(self.store.folder, self.origin) if writes else None
+        stage, batches, what = live_stage(trainer.engine, args), loader.steps(), f"reference model on {role}"
+        for step in progress(range(steps), what=what, unit="batch") if state.rank == 0 else range(steps):
+            found = log_probabilities(stage, next(batches), trainer.progress.beat)
+            values = None if found is None or state.tp_rank else _gather_data(found[0], trainer)
+            if writer is not None and values is not None:
+                writer.write(dataset, numbers[step * batch : (step + 1) * batch], values, rows)
+        with together("writing reference log-probabilities", state):
+            if writer is not None:
+                writer.close()
+
+
+class _Writer:
+    """Writes what a pass gives."""
+
+    def __init__(self, folder: Path, origin: Origin) -> None:
+        name = f"{time.time_ns():x}-{os.uname().nodename}-{os.getpid()}"
+        self._writer, self._committed = StoreWriter(folder, name), time.monotonic()
+        write_atomically(folder / "model.json", json.dumps(asdict(origin), indent=1))
+
+    def write(self, dataset: SampleDataset, numbers: list[int], values: Tensor, rows: int) -> None:
+        """`values` `[items * rows, s]` of items, perhaps with more rows that fill the batch up."""
+        host = values.cpu().numpy()
+        for k, number in enumerate(numbers):
+            for row, sample in enumerate(rows_of(dataset[number])):
+                found = host[k * rows + row]
+                self._writer.add(row_key(sample), found)
+        if not bool(torch.isfinite(values).all()):
+            raise NumericsError("the reference model gives log-probabilities that are not finite")
+        if time.monotonic() - self._committed > COMMIT_SECONDS:
+            self._writer.commit()
+            self._committed = time.monotonic()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _gather_data(values: Tensor, trainer: Trainer) -> Tensor:
+    """`values` `[n, s]` of all data ranks, `[data ranks * n, s]`."""
+    group, size = trainer.state.group("data"), trainer.state.dp_size
+    if group is None:
+        return values
+    found = values.new_empty((size * len(values), *values.shape[1:]))
+    dist.all_gather_into_tensor(found, values.contiguous(), group=group)
+    return found
+
+
+def find_reference(
+    args: NeoXArgs, start: Start, tokenizer: Tokenizer, datasets: Datasets, begun: int
+) -> Reference | None:
+    """The reference of a run; None where the objective reads none."""
+    if REFERENCE not in build_objective(args).reads:
+        return None
+    return Reference(args, start, tokenizer, datasets, begun)
+
+
+def reference_folder(args: NeoXArgs, datasets: Datasets) -> Path:
+    """Where the folders of references are: `reference_path`, or `save`, or beside the training data's index."""
+    named = args.post.reference_path or args.checkpoint.save
+    if named is not None:
+        return Path(named).expanduser()
+    source = next(iter(datasets.plan.roles.values())).sources[0].source
+    return index_folder(source.data.prefix, args.data.use_shared_fs, args.data.data_cache_path)
+
+
+def _origin(args: NeoXArgs, start: Start, tokenizer: Tokenizer) -> Origin:
+    found = start.checkpoint
+    model = {"model": asdict(args.model), "vocabulary": tokenizer.vocab_size}
+    new = {**model, "seed": args.training.seed}  # of new weights, and of rows that a larger model adds
+    weights = content_key(new) if found is None else _weights_of(found)
+    grown = start.init is not None and start.init.grows
+    init = args.checkpoint.init_from if grown else None
+    described = {"version": VERSION, "weights": weights, "precision": args.optimizer.precision, "eod": tokenizer.eod}
+    described |= {"grown": [init, new]} if grown else model
+    return Origin(content_key(described), weights, None if found is None else str(found.path), start.kind, init)
+
+
+def _weights_of(checkpoint: Checkpoint) -> str:
+    """Hash of the checksums of the files with weights; GPT-NeoX's have none, so some of each is read."""
+    manifest = checkpoint.manifest
+    if not checkpoint.by_neox:
+        names = sorted(name for name in manifest.files if name.startswith("layer_"))
+        return content_key({name: asdict(manifest.files[name]) for name in names})
+    files = sorted(path for path in checkpoint.path.glob("*.pt") if "optim" not in path.name)
+    return content_key({path.name: identify(path)[1:] for path in files})
