@@ -101,9 +101,11 @@ class Reference(Callback):
             if state.rank == 0:
                 missing = self._missing()
         missing = broadcast(missing, state)
-        self.store.refresh()
         if not missing:
+            logger.info(f"log-probabilities of the reference model are in {self.store.folder}")
             return
+        count = sum(map(len, missing.values()))
+        logger.info(f"the reference model reads {count:,} samples before the first step, into {self.store.folder}")
         with trainer.progress.during("evaluation"):
             if self.resumed:
                 self._load_origin(trainer)
@@ -114,8 +116,8 @@ class Reference(Callback):
             restore_random_state(before)
             if self.resumed:
                 restore(trainer, self.start_at)
+        self.store.refresh()
         with together("reading reference log-probabilities", state):
-            self.store.refresh()
             if not len(self.store):
                 raise UserError(f"{self.store.folder} is not on a file system that all nodes see; set reference_path")
 

@@ -1,0 +1,167 @@
+"""The pass of the reference model: what it computes is the model at step 0, at any layout, and once."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.distributed import run_distributed
+from tests.run import reference_probe  # noqa: F401  (registers the objective)
+from tests.training import runs
+from tests.training.runs import Faults, Report, corpus
+from tests.training.tiny import Layout
+
+pytestmark = pytest.mark.cpu
+
+PROBE = {"train_impl": "reference_probe", "lr_decay_iters": 20, "checkpoint_factor": 1}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def train(rank: int, world: int, *arguments: Any) -> Report:
+    """In the ranks this module is imported, and with it the objective."""
+    return runs.train(rank, world, *arguments)
+
+
+def run(keys: dict[str, Any], layout: Layout | None = None) -> Report:
+    layout = layout or Layout()
+    return run_distributed(train, layout.world, {**PROBE, **keys}, layout, Faults(), timeout=110)[0]
+
+
+def metric(report: Report, name: str) -> list[float]:
+    assert not report.error
+    return [metrics[f"train/{name}"] for _, metrics in report.logged]
+
+
+def stored(root: Path) -> dict[str, bytes]:
+    """The files of rows and keys of a store, by name."""
+    (folder,) = root.glob("reference-*")
+    return {path.name: path.read_bytes() for end in ("rows", "keys") for path in folder.glob(f"*.{end}")}
+
+
+def rows(root: Path) -> int:
+    return sum(len(content) // 8 for name, content in stored(root).items() if name.endswith(".keys"))
+
+
+def test_it_is_the_model_that_the_run_begins_with(data: str, tmp_path: Path) -> None:
+    """Also for validation and test; a row that is read again, in a later pass over a set, is there once."""
+    keys = {"data_path": data, "save": str(tmp_path), "eval_iters": 2, "eval_interval": 2, "train_iters": 3}
+    report = run({**keys, "pack_impl": "unpacked"})
+    distance = metric(report, "distance")
+    assert distance[0] < 1e-6 < 1e-4 < distance[1] < distance[2]
+    assert {split for _, split, metrics in report.evaluated if metrics["distance"] > 1e-4} == {"validation", "test"}
+    assert rows(tmp_path) == 3 * 8 + 6 + 6
+
+
+LAYOUTS = {
+    "tensor and sequence parallel": (Layout(tp=2, sequence_parallel=True), {}),
+    "pipeline, data parallel": (Layout(pp=2, dp=2), {"gradient_accumulation_steps": 2}),
+    "native engine, ZeRO-3": (Layout(dp=2), {"engine": "native", "zero_optimization": {"stage": 3}}),
+    "ZeRO-3": (Layout(dp=2), {"zero_optimization": {"stage": 3}}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(data: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+    folder = tmp_path_factory.mktemp("alone")
+    return run({"data_path": data, "reference_path": str(folder), "train_iters": 2}), folder
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_it_is_the_same_at_every_layout(data: str, tmp_path: Path, alone: tuple[Report, Path], name: str) -> None:
+    """What one rank wrote serves all layouts, and each layout writes the same."""
+    (layout, more), (reference, folder) = LAYOUTS[name], alone
+    before = stored(folder)
+    keys = {"data_path": data, "train_iters": 2, **more}
+    found = run({**keys, "reference_path": str(folder)}, layout)
+    assert metric(found, "distance")[0] < 1e-6 and stored(folder) == before
+    found = run({**keys, "reference_path": str(tmp_path)}, layout)
+    assert metric(found, "distance")[0] < 1e-6
+    assert metric(found, "reference") == pytest.approx(metric(reference, "reference"), rel=1e-6)
+    assert rows(tmp_path) == rows(folder)
+
+
+def test_a_run_that_stops_and_goes_on(data: str, tmp_path: Path) -> None:
+    """It reads what is there, and compares with step 0 and not with its checkpoint."""
+    straight = run({"data_path": data, "save": str(tmp_path / "a"), "train_iters": 4})
+    stopped = {"data_path": data, "save": str(tmp_path / "b"), "train_iters": 4}
+    first = run({**stopped, "exit_interval": 2})
+    before = stored(tmp_path / "b")
+    second = run(stopped)
+    assert stored(tmp_path / "b") == before
+    for name in ("distance", "reference"):
+        assert metric(first, name) + metric(second, name) == metric(straight, name)
+    assert second.state == straight.state
+
+
+def test_an_interrupted_pass_goes_on(data: str, tmp_path: Path) -> None:
+    """Rows without a key, and half a row, are as good as none; the others are kept."""
+    keys = {"data_path": data, "save": str(tmp_path), "train_iters": 2}
+    whole = run({**keys, "callbacks": {"checkpointer": False}})
+    (folder,) = tmp_path.glob("reference-*")
+    (content,), (numbers,) = folder.glob("*.rows"), folder.glob("*.keys")
+    content.write_bytes(content.read_bytes()[: 7 * 16 * 4 + 10])
+    numbers.write_bytes(numbers.read_bytes()[: 9 * 8])
+    for mark in folder.glob("whole-*"):
+        mark.unlink()
+    again = run({**keys, "callbacks": {"checkpointer": False}})
+    assert metric(again, "reference") == metric(whole, "reference")
+    sizes = sorted(len(content) // (4 * 16) for name, content in stored(tmp_path).items() if name.endswith(".rows"))
+    assert sizes == [7, 9]
+
+
+@pytest.fixture(scope="module")
+def base(data: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("base"))
+    assert not run({"train_impl": "normal", "data_path": data, "save": folder, "train_iters": 2}).error
+    return folder
+
+
+def test_a_run_made_longer_takes_its_first_weights(data: str, base: str, tmp_path: Path) -> None:
+    keys = {"data_path": data, "load": base, "finetune": True, "seed": 5}
+    straight = run({**keys, "save": str(tmp_path / "a"), "train_iters": 4})
+    keys |= {"save": str(tmp_path / "b")}
+    first = run({**keys, "train_iters": 2})
+    assert metric(first, "distance")[0] < 1e-6 and rows(tmp_path / "b") == 16
+    second = run({**keys, "train_iters": 4})
+    # The order of a run that was made longer is its own, but every sample of 16 is in both.
+    assert rows(tmp_path / "b") == 32 and second.steps == [3, 4]
+    assert metric(second, "distance")[0] > 1e-4
+    assert metric(first, "reference") == metric(straight, "reference")[:2]
+
+    def table(root: Path) -> dict[bytes, np.ndarray]:
+        (folder,) = root.glob("reference-*")
+        found = {}
+        for path in folder.glob("*.keys"):
+            numbers = path.read_bytes()
+            values = np.fromfile(path.with_suffix(".rows"), np.float32).reshape(-1, 16)
+            found |= {numbers[8 * i : 8 * i + 8]: row for i, row in enumerate(values)}
+        return found
+
+    one, other = table(tmp_path / "a"), table(tmp_path / "b")
+    both = one.keys() & other.keys()
+    assert len(both) >= 16 and all(np.abs(one[key] - other[key]).max() < 1e-6 for key in both)
+
+
+def test_what_cannot_be_made_again(data: str, base: str, tmp_path: Path) -> None:
+    """A lost folder is made again from the checkpoint that the run began with; new weights are lost with it."""
+    for load in ({"load": base, "finetune": True}, {}):
+        save = tmp_path / str(len(load))
+        keys = {"data_path": data, "save": str(save), "train_iters": 3, **load}
+        straight = run({**keys, "save": str(tmp_path / "straight"), "reference_path": str(tmp_path / "x")})
+        run({**keys, "exit_interval": 1})
+        (folder,) = save.glob("reference-*")
+        shutil.rmtree(folder)
+        again = run(keys)
+        if load:
+            assert metric(again, "reference") == metric(straight, "reference")[1:]
+        else:
+            assert again.exit_code == 2 and str(folder) in again.error and "new weights" in again.error
+        shutil.rmtree(tmp_path / "straight")
