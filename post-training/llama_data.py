@@ -180,7 +180,9 @@ def main() -> None:
         for found in pairs(args, args.test_split, left_out) if args.test_split else ():
             files["test"].add(found)
         if not files["train"].count:
-            raise UserError(f"--val {args.val}: there are {files['val'].count} usable records, none is left to train on")
+            raise UserError(
+                f"--val {args.val}: there are {files['val'].count} usable records, none is left to train on"
+            )
         for one in files.values():
             one.close()
     if any(left_out.values()):

@@ -30,11 +30,15 @@ REFERENCE = "reference"
 _KEYS, _ROWS = ".keys", ".rows"
 
 
+_Index = tuple[np.ndarray, np.ndarray, list[np.ndarray]]
+"""All keys, ascending; where their rows are, (file, row) `[keys, 2]`; the files."""
+
+
 def row_key(sample: Sample) -> int:
     """64 bits that stand for what the model sees of a sample: tokens, and where documents begin and end."""
     digest = hashlib.blake2b(np.ascontiguousarray(sample.tokens, dtype=np.int64), digest_size=8)
-    starts = [] if sample.starts is None else sample.starts
-    digest.update(np.asarray([*starts, sample.length or 0, sample.labels is None], dtype=np.int64))
+    borders = np.empty(0, np.int64) if sample.starts is None else sample.starts
+    digest.update(np.asarray([*borders, sample.length or 0, sample.labels is None], dtype=np.int64))
     return int.from_bytes(digest.digest(), "little")
 
 
@@ -49,30 +53,31 @@ class ReferenceStore:
     def __init__(self, folder: Path, length: int) -> None:
         self.folder, self.length = folder, length
         self._lock = threading.Lock()
-        self._found: tuple[np.ndarray, np.ndarray, list[np.ndarray]] | None = None
+        self._found: _Index | None = None
 
     def refresh(self) -> None:
         """Look at the files again."""
         self._found = None
 
-    def _index(self) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        """All keys, ascending, where the rows are (file, row) `[keys, 2]`, and the files."""
+    def _index(self) -> _Index:
         with self._lock:
             if self._found is None:
-                keys, places, files = [np.empty(0, np.uint64)], [np.empty((0, 2), np.int64)], []
-                for path in sorted(self.folder.glob(f"*{_KEYS}")):
-                    found = np.fromfile(path, "<u8")
-                    content = path.with_suffix(_ROWS)
-                    whole = min(len(found), content.stat().st_size // (4 * self.length))
-                    if not whole:
-                        continue
-                    keys.append(found[:whole])
-                    places.append(np.stack([np.full(whole, len(files)), np.arange(whole)], axis=1))
-                    files.append(np.memmap(content, "<f4", "r", shape=(whole, self.length)))
-                joined = np.concatenate(keys)
-                order = np.argsort(joined, kind="stable")
-                self._found = joined[order], np.concatenate(places)[order], files
+                self._found = self._read()
             return self._found
+
+    def _read(self) -> _Index:
+        keys, places = [np.empty(0, np.uint64)], [np.empty((0, 2), np.int64)]
+        files: list[np.ndarray] = []
+        for path in sorted(self.folder.glob(f"*{_KEYS}")):
+            found, content = np.fromfile(path, "<u8"), path.with_suffix(_ROWS)
+            whole = min(len(found), content.stat().st_size // (4 * self.length))
+            if whole:
+                keys.append(found[:whole])
+                places.append(np.stack([np.full(whole, len(files)), np.arange(whole)], axis=1))
+                files.append(np.memmap(content, "<f4", "r", shape=(whole, self.length)))
+        joined = np.concatenate(keys)
+        order = np.argsort(joined, kind="stable")
+        return joined[order], np.concatenate(places)[order], files
 
     def __len__(self) -> int:
         return len(self._index()[0])
@@ -192,8 +197,8 @@ class WithReference(_Over):
             found = self.store.find(sample)
             if found is None:
                 raise UserError(
-                    f"{self.store.folder} lacks the reference log-probabilities of sample {index}. If something in that "
-                    "folder was removed while the run was using it, start the run again."
+                    f"{self.store.folder} lacks the reference log-probabilities of sample {index}. If something in it "
+                    "was removed while the run was using it, start the run again."
                 )
             values[1:] = found
         return replace(sample, extras={**sample.extras, REFERENCE: values})

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpoint.agreement import broadcast, together
@@ -43,6 +42,7 @@ from megatron.run.data import collate_rules
 from megatron.run.start import restore
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.callback import Callback
+from megatron.training.partition_comm import all_gather
 from megatron.training.setup import build_objective
 from megatron.training.trainer import Trainer
 
@@ -221,7 +221,7 @@ def _gather_data(values: Tensor, trainer: Trainer) -> Tensor:
     if group is None:
         return values
     found = values.new_empty((size * len(values), *values.shape[1:]))
-    dist.all_gather_into_tensor(found, values.contiguous(), group=group)
+    all_gather(found, values.contiguous(), group=group)
     return found
 
 

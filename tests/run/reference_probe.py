@@ -1,4 +1,4 @@
-"""An objective that shows the reference: it trains like `normal`, and reports how far the model is from the reference."""
+"""An objective that shows the reference: trains like `normal`, and reports how far the model is from the reference."""
 
 from __future__ import annotations
 
