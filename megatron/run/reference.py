@@ -38,6 +38,7 @@ from megatron.inference.log_probabilities import log_probabilities
 from megatron.layers.lora import switched_off
 from megatron.log import get_logger, progress
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.run.data import collate_rules
 from megatron.run.start import restore
 from megatron.tokenizer.base import Tokenizer
@@ -228,8 +229,8 @@ def _gather_data(values: Tensor, trainer: Trainer) -> Tensor:
 def find_reference(
     args: NeoXArgs, start: Start, tokenizer: Tokenizer, datasets: Datasets, begun: int
 ) -> Reference | None:
-    """The reference of a run; None where the objective reads none."""
-    if REFERENCE not in build_objective(args).reads:
+    """The reference of a run; None where the objective reads none, or of texts that do not exist yet (rollouts)."""
+    if REFERENCE not in build_objective(args).reads or trains_on_rollouts(args.get):
         return None
     return Reference(args, start, tokenizer, datasets, begun)
 
