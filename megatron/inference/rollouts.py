@@ -5,7 +5,7 @@ Draws depend on the seed and the number of the completion alone: the same at any
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron.inference.sampling import Draws, Sampling
 from megatron.inference.scoring import token_logprobs
 from megatron.inference.stage import Stage, batches
 from megatron.inference.stop_strings import StopStrings
+from megatron.inference.team import Control, share_out
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
@@ -59,7 +60,9 @@ class Completed:
 
 def read_asked(args: NeoXArgs, tokenizer: Tokenizer) -> list[Asked]:
     """The prompts of `rollout_prompts` that leave room for a completion. Raises `UserError`."""
-    options, room = args.post, args.model.seq_length + 1 - args.post.rollout_tokens
+    options, length = args.post, args.model.seq_length
+    assert length is not None, "a derived configuration has it"
+    room = length + 1 - options.rollout_tokens
     read = [one for file in options.rollout_prompts or () for one in read_objects(file, "rollout_prompts")]
     if args.generation.chat or not all(isinstance(prompt, str) for prompt, _ in read):
         exported = as_exported(tokenizer, args.tokenizer.model_tokens)
@@ -80,12 +83,13 @@ def read_asked(args: NeoXArgs, tokenizer: Tokenizer) -> list[Asked]:
 
 
 class Sampler:
-    """Draws completions on one copy of the model.
+    """Draws completions, and compares models by them. Its methods are collective over all ranks.
 
     Raises `UserError`: the tokenizer has no end of document, or a stop token is none.
     """
 
-    def __init__(self, args: NeoXArgs, tokenizer: Tokenizer) -> None:
+    def __init__(self, args: NeoXArgs, tokenizer: Tokenizer, control: Control, judge: Judge) -> None:
+        self.control, self.judge = control, judge
         options, generation = args.post, args.generation
         self.tokenizer, self.seed, self.temperature = tokenizer, args.training.seed, options.rollout_temperature
         self.batch = options.rollout_batch_size
@@ -95,9 +99,22 @@ class Sampler:
         start = tokenizer.require_eod("rollouts")
         self.limits = Limits(options.rollout_tokens, start, ends, self.stops.ended)
 
-    def sample(self, stage: Stage, asked: Sequence[tuple[int, Asked]], judge: Judge) -> list[Completed]:
-        """Completions of numbered prompts, judged on the copy's rank with the results; elsewhere without rewards and
-        log-probabilities."""
+    def write(self, stage: Stage, asked: Callable[[], Sequence[tuple[int, Asked]]]) -> list[Completed] | None:
+        """Judged completions of the numbered prompts that `asked` gives on rank 0; None when asked to stop."""
+        return share_out(self.control, stage, lambda mine: self._write(stage, mine), asked)
+
+    def compare(self, stage: Stage, completed: Sequence[Completed]) -> list[list[float]] | None:
+        """The log-probabilities of the completions' tokens by the stage's weights, at the temperature of the draws;
+        None when asked to stop."""
+
+        def work(mine: Sequence[Completed]) -> list[list[float]]:
+            pairs = [(one.prompt, one.tokens) for one in mine]
+            return token_logprobs(stage, pairs, self.batch or len(pairs), self.temperature)
+
+        return share_out(self.control, stage, work, lambda: completed)
+
+    def _write(self, stage: Stage, asked: Sequence[tuple[int, Asked]]) -> list[Completed]:
+        """Of one copy of the model, on its rank with the results."""
         found: dict[int, Completed] = {}
         lengths = [len(one.tokens) for _, one in asked]
         for chunk in batches(stage, lengths, self.batch or len(asked)):
@@ -120,10 +137,4 @@ class Sampler:
             Rollout(one.prompt, done.text, done.finished, one.fields)
             for (_, one), done in zip(asked, ordered, strict=True)
         ]
-        return [replace(done, reward=reward) for done, reward in zip(ordered, judge(rollouts), strict=True)]
-
-    def compare(self, stage: Stage, completed: Sequence[Completed]) -> list[list[float]]:
-        """The log-probabilities of the completions' tokens by the stage's weights, at the temperature of the draws, on
-        the copy's rank with the results."""
-        pairs = [(one.prompt, one.tokens) for one in completed]
-        return token_logprobs(stage, pairs, self.batch or len(pairs), self.temperature)
+        return [replace(done, reward=reward) for done, reward in zip(ordered, self.judge(rollouts), strict=True)]

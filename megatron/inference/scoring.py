@@ -58,7 +58,9 @@ def token_logprobs(stage: Stage, pairs: Sequence[Pair], batch: int, temperature:
     """
     fed = [_input_of(context, continuation, stage.max_positions) for context, continuation in pairs]
     logprobs: list[list[float]] = [[] for _ in pairs]
-    for numbers in batches(stage, [len(text) for text in fed], batch):
+    some = [number for number, text in enumerate(fed) if text]
+    for places in batches(stage, [len(fed[number]) for number in some], batch):
+        numbers = [some[place] for place in places]
         wanted = [(row, pairs[number][1]) for row, number in enumerate(numbers)]
         found = _score_chunk(stage, [fed[i] for i in numbers], wanted, temperature)
         for number, (values, _) in zip(numbers, found or (), strict=found is not None):

@@ -71,6 +71,25 @@ class Control:
 Worker = Callable[[Sequence[Any], Mapping[str, Any]], Sequence[Any]]
 
 
+def share_out(
+    control: Control, stage: Stage, work: Callable[[Sequence[Any]], Sequence[Any]], items: Callable[[], Sequence[Any]]
+) -> list[Any] | None:
+    """What `work` makes of the items that rank 0 has, in order, on every rank; None where some rank was asked to stop.
+
+    `work`: see `Worker`, without options.
+    """
+    found: list[Any] | None = None
+    team = Team(control, stage, {"work": lambda mine, options: work(mine)})
+
+    def lead() -> None:
+        nonlocal found
+        with suppress(Stopped):
+            found = team.ask("work", items(), {})
+
+    team.run(lead)
+    return control.broadcast(found)
+
+
 class Team:
     """All ranks of a job around one model: `team.run(lead)` on every rank runs `lead()` on rank 0, which may `ask`.
 

@@ -25,14 +25,14 @@ from megatron.data.batch import StepBatch
 from megatron.data.collate import allocate, complete, fill, untrained
 from megatron.data.loader import rank_samples
 from megatron.data.sample import IGNORE, Sample
-from megatron.errors import UserError
+from megatron.errors import StopRequested, UserError
 from megatron.inference.data_servers import DataServers
 from megatron.inference.json_service import judge_at
 from megatron.inference.live import live_stage
 from megatron.inference.rewards import REWARDS, Judge, judge_with
 from megatron.inference.rollouts import Asked, Completed, Sampler, read_asked
 from megatron.inference.stage import Stage
-from megatron.inference.team import Control, Team
+from megatron.inference.team import Control
 from megatron.log import get_logger
 from megatron.model.head import LMOutput
 from megatron.mpu.random import stable_seed
@@ -69,10 +69,12 @@ class Rollouts(Callback):
         # A prompt may end with that token, and a completion begins behind it.
         self.rules = replace(collate_rules(process.args, process.tokenizer), eod_mask_loss=False, reads=objective.reads)
         self.control, self.plan = Control(process.state), BatchPlan.of(process.args)
-        self.sampler = Sampler(process.args, process.tokenizer)
-        self.judge, self.options = _judge(process.args), process.args.post
+        self.sampler = Sampler(process.args, process.tokenizer, self.control, _judge(process.args))
+        self.options = process.args.post
         self.file = None if folder is None or process.state.rank else folder / FILE
-        self.prompts, self.servers, self.digest = [], None, ""
+        self.prompts: list[Asked] = []
+        self.servers: DataServers | None = None
+        self.digest = ""
         if process.args.data.dataset_impl == "online":
             data = process.args.data
             self.servers = DataServers(
@@ -126,7 +128,8 @@ class Rollouts(Callback):
     # -- the batches --------------------------------------------------------------------------------
 
     def batches(self, consumed: int = 0, step: int | None = None) -> Iterator[StepBatch]:
-        """See `Batches`. Each is made when it is asked for, with the weights of that moment."""
+        """See `Batches`. Each is made when it is asked for, with the weights of that moment; none any more when the run
+        is to stop."""
         step = self.plan.whole_steps(consumed) if step is None else step
         size = self.plan.batch_size(step)
         gas = size // ((self.args.training.train_micro_batch_size_per_gpu or 1) * self.state.dp_size)
@@ -137,62 +140,53 @@ class Rollouts(Callback):
             else:
                 behind = step % self.options.rollout_steps
                 if behind == 0 or not self._completed:
-                    self._roll_out(consumed - behind * size, step, size)
+                    if not self._roll_out(consumed - behind * size, step, size):
+                        return
                 yield self._batch(gas, step, consumed)
             step, consumed = step + 1, consumed + size
 
-    def _roll_out(self, first: int, step: int, size: int) -> None:
-        """The completions numbered from `first` on, of one global batch, on every rank."""
+    def _roll_out(self, first: int, step: int, size: int) -> bool:
+        """The completions numbered from `first` on, of one global batch, on every rank; False when asked to stop."""
         began = time.monotonic()
         with self._as_model() as trainer:
             if self.servers is None:
-                groups = self._ask(trainer, first, size)
+                rows = self.sampler.write(self._stage(trainer), lambda: self._turns(first, size))
+                sizes = [self.options.rollouts_per_prompt] * (size // self.options.rollouts_per_prompt)
             else:
-                servers = self.servers
-                groups = self.control.on_rank_zero(lambda: servers.fetch("train", step, size))
-                rows = [one for group in groups for one in group]
-                logprobs = self._compare(trainer, rows)
-                groups = _regroup(groups, [replace(one, logprobs=of) for one, of in zip(rows, logprobs, strict=True)])
-            if self.objective.reference:
-                rows = [one for group in groups for one in group]
+                rows, sizes = self._fetch(trainer, self.servers, step, size)
+            if rows is not None and self.objective.reference:
                 with trainer.engine.as_reference():
-                    logprobs = self._compare(trainer, rows)
-                groups = _regroup(groups, [replace(one, reference=of) for one, of in zip(rows, logprobs, strict=True)])
-        self._completed = groups
+                    rows = _with_reference(rows, self.sampler.compare(self._stage(trainer), rows))
+        if rows is None:
+            trainer.request_stop("stopped while completions were written", StopRequested.exit_code)
+            return False
+        ends = np.cumsum(sizes).tolist()
+        self._completed = [rows[end - count : end] for count, end in zip(sizes, ends, strict=True)]
         self._report(trainer, step, size, time.monotonic() - began)
+        return True
 
-    def _ask(self, trainer: Trainer, first: int, size: int) -> list[list[Completed]]:
-        """Own completions of the prompts whose turn it is."""
-        each, found = self.options.rollouts_per_prompt, []
+    def _stage(self, trainer: Trainer) -> Stage:
+        """Of the weights of the moment."""
+        return live_stage(trainer.engine, self.args, self.control, trainer.stopping)
 
-        def lead(team: Team) -> None:
-            turns = [self._prompt(number // each) for number in range(first, first + size)]
-            found.extend(team.ask("sample", list(zip(range(first, first + size), turns, strict=True)), {}))
+    def _fetch(
+        self, trainer: Trainer, servers: DataServers, step: int, size: int
+    ) -> tuple[list[Completed] | None, list[int]]:
+        """Completions of data servers, and how many of them each prompt has. What does not fit is left out."""
+        groups = self.control.on_rank_zero(lambda: servers.fetch("train", step, size))
+        rows = [one if self._fits(one) else NOTHING for group in groups for one in group]
+        return _with_logprobs(rows, self.sampler.compare(self._stage(trainer), rows)), list(map(len, groups))
 
-        self._run(trainer, "sample", lambda stage, items: self.sampler.sample(stage, items, self.judge), lead)
-        found = self.control.broadcast(found)
-        return [found[i : i + each] for i in range(0, size, each)]
+    def _turns(self, first: int, size: int) -> list[tuple[int, Asked]]:
+        """The prompts of the completions with these numbers."""
+        each = self.options.rollouts_per_prompt
+        return [(number, self._prompt(number // each)) for number in range(first, first + size)]
 
     def _prompt(self, turn: int) -> Asked:
         """The prompts of each epoch in an order of its own."""
         epoch, place = divmod(turn, len(self.prompts))
         order = np.random.default_rng(stable_seed("prompts", self.args.training.seed, epoch))
         return self.prompts[order.permutation(len(self.prompts))[place]]
-
-    def _compare(self, trainer: Trainer, rows: Sequence[Completed]) -> list[list[float]]:
-        """Log-probabilities of the completions by the weights of the moment."""
-        found: list[list[float]] = []
-
-        def lead(team: Team) -> None:
-            found.extend(team.ask("compare", rows, {}))
-
-        self._run(trainer, "compare", self.sampler.compare, lead)
-        return self.control.broadcast(found)
-
-    def _run(self, trainer: Trainer, name: str, work: Any, lead: Any) -> None:
-        stage: Stage = live_stage(trainer.engine, self.args, self.control)
-        team = Team(self.control, stage, {name: lambda items, options: work(stage, items)})
-        team.run(lambda: lead(team))
 
     @contextmanager
     def _as_model(self) -> Iterator[Trainer]:
@@ -309,9 +303,12 @@ def _judge(args: NeoXArgs) -> Judge:
     return judge_with(REWARDS[args.post.reward] if args.post.reward is not None else lambda rollout: None)
 
 
-def _regroup(groups: Sequence[Sequence[Completed]], rows: Sequence[Completed]) -> list[list[Completed]]:
-    following = iter(rows)
-    return [[next(following) for _ in group] for group in groups]
+def _with_logprobs(rows: Sequence[Completed], logprobs: Sequence[list[float]] | None) -> list[Completed] | None:
+    return None if logprobs is None else [replace(a, logprobs=b) for a, b in zip(rows, logprobs, strict=True)]
+
+
+def _with_reference(rows: Sequence[Completed], logprobs: Sequence[list[float]] | None) -> list[Completed] | None:
+    return None if logprobs is None else [replace(a, reference=b) for a, b in zip(rows, logprobs, strict=True)]
 
 
 def _known(group: Sequence[Completed]) -> list[float]:

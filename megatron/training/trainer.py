@@ -30,7 +30,7 @@ class Trainer:
         args: the derived configuration.
         state: this rank's place in the layout.
         batches: `batches(consumed, step)` yields this data rank's steps from that many consumed samples on, numbered
-            from `step`.
+            from `step`; it ends early when it has requested a stop, on every rank.
         callbacks: in the order in which their hooks run.
         learning_rate: `learning_rate(step)` for the step that follows `step` completed ones.
         progress: that of a run that is already watched; its own by default.
@@ -164,7 +164,10 @@ class Trainer:
                 self.progress.enter("reading data", self.step + 1)
                 self.call("before_step")
                 self.lr = self.learning_rate(self.step)
-                batch = next(batches)
+                batch = next(batches, None)
+                if batch is None:
+                    assert self.stop_reason is not None, "the training data ended before the run"
+                    break
                 self.progress.enter("training", self.step + 1)
                 out = self.engine.train_batch(batch, self.lr)
                 self.consumed += self.plan.batch_size(self.step)

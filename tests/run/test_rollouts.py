@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
 import socket
 import threading
 import time
@@ -20,8 +21,9 @@ from megatron.inference.data_servers import DataServers
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.plugin_key import import_plugins
+from tests.documented import ROOT
 from tests.tokenizer.vocabularies import byte_level, write_json
-from tests.training.runs import run
+from tests.training.runs import Faults, run
 from tests.training.tiny import LLAMA, Layout
 
 pytestmark = pytest.mark.cpu
@@ -115,6 +117,28 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path, keys: dict[str, Any]
         assert before.state and after.state == before.state
     first, second = lines(tmp_path / "a"), lines(tmp_path / "b")
     assert second == [line for line in first if line["step"] == 4] and len(first) == 3 * len(second)
+
+
+def test_a_stop_does_not_wait_for_the_completions(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """It ends the run before the step that they are for, which is the first of the next start."""
+    layout, keys = Layout(pp=2, dp=2), {**keys, "rollout_log": 8}
+    straight = run({**keys, "save": str(tmp_path / "a")}, layout)
+    keys |= {"save": str(tmp_path / "b")}
+    for report in run(keys, layout, Faults(signal=(3, 2, signal.SIGTERM))):
+        assert report.steps == [1] and report.exit_code == 3 and "completions" in report.error
+    for before, after in zip(straight, run(keys, layout), strict=True):
+        assert after.steps == [2, 3, 4] and after.loss == before.loss[1:] and after.state == before.state
+    assert lines(tmp_path / "b") == lines(tmp_path / "a")
+
+
+def test_the_toy_task_is_learnt(tmp_path: Path) -> None:
+    """Whose first completions are random characters."""
+    with contextlib.chdir(ROOT):
+        given = NeoXArgs.from_files([str(ROOT / "post-training/toy-grpo.yml")], ["train_iters=45"]).to_dict()
+        (report,) = run({**given, "save": str(tmp_path), "tokenizer_type": "CharLevelTokenizer"})
+    assert not report.error
+    rewards = [metrics["rollout/reward"] for _, metrics in report.logged]
+    assert rewards[0] < 0.05 and rewards[-1] > 0.15
 
 
 def test_other_prompts_are_refused_on_resume(tmp_path: Path, keys: dict[str, Any]) -> None:
