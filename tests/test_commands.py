@@ -117,6 +117,10 @@ INSTEAD = {
         "a model of the Hub; tests/convert/test_faces.py converts as the launcher starts it",
     ),
     r"python configs/gen_docs\.py": DOCS,
+    r"python deepy\.py train\.py post-training/toy-grpo\.yml": (
+        "{} train_iters=2",
+        "half a minute; tests/run/test_rollouts.py",
+    ),
     r"python deepy\.py (train|generate)\.py FILES.*": (
         "python deepy.py {words[2]} run.yml --dry-run",
         "a pattern",
@@ -171,6 +175,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, warm_python: WarmPython) ->
         "tools",
         "huggingface",
         "slurm",
+        "post-training",
         *(path.name for path in ROOT.glob("*.py") if path.name != "setup.py"),
     ):
         (place / name).symlink_to(ROOT / name)
