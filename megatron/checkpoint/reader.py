@@ -25,7 +25,8 @@ from megatron.mpu.sharding import ParamSpec, shard, unshard, zeros
 from megatron.neox_arguments.optimizer_params import KIND
 from megatron.optim.ema import EMA
 from megatron.optim.matrices import WHOLE
-from megatron.rows import row
+from megatron.registry import added
+from megatron.rows import row, rows
 
 WEIGHT = "weight"
 
@@ -54,9 +55,17 @@ class CheckpointReader:
         """Whether the run kept moving averages of its weights (`ema_decay`), and its optimizer's files are there."""
         return self.manifest.optimizer and self.manifest.config.get("ema_decay") is not None
 
+    @property
+    def _holds_averages(self) -> bool:
+        """Whether files of weights hold what the optimizer averages itself; of a plugin's only when it is loaded."""
+        kind = self.manifest.config.get("optimizer_type")
+        return (kind in rows(KIND) or kind in added(KIND)) and bool(row(KIND, kind).get("averages"))
+
     def use_averages(self) -> None:
-        """From now on weights are their moving averages, in fp32; those of parameters that were not trained are
+        """From now on weights are their averages (moving ones in fp32); those of parameters that were not trained are
         themselves. Raises `UserError` when the checkpoint has none."""
+        if self._holds_averages:
+            return
         if not self.has_averages:
             raise UserError(
                 f"{self.folder} has no average of the weights: the run needs ema_decay, and no no_save_optim"
@@ -84,8 +93,7 @@ class CheckpointReader:
     def master(self, name: str) -> Tensor:
         """The full weight in fp32, as the optimizer goes on with it, where that is stored and not another than those to
         be evaluated; else `weight`."""
-        kind = self.manifest.config.get("optimizer_type")
-        if not self.manifest.optimizer or (kind is not None and row(KIND, kind).get("averages")):
+        if not self.manifest.optimizer or self._holds_averages:
             return self.weight(name)
         return self._full(name, lambda rank: self._moments(name, rank)[WEIGHT])
 

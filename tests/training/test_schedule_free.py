@@ -158,7 +158,7 @@ def test_the_average_is_evaluated_and_saved_as_weights(tmp_path: Path) -> None:
     stage = stage_of(folder, {**KINDS["adamw"], "save": "run"})  # generate.py and eval.py
     held = dict(named_parameters(stage.layers[0]))[name]
     assert torch.equal(held[: len(table)], table)
-    export(tmp_path / "native", tmp_path / "hf", tokenizer=False, check=False)
+    export(tmp_path / "native", tmp_path / "hf", tokenizer=False, check=False, averaged=True)  # as without
     assert torch.equal(load_file(tmp_path / "hf" / "model.safetensors")["model.embed_tokens.weight"], table)
 
 
