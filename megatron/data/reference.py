@@ -179,7 +179,8 @@ class Selected(_Over):
 
 
 class WithReference(_Over):
-    """A dataset whose samples have their row of a store, as the extra `reference` `[s + 1]` (0 for the first token)."""
+    """A dataset whose samples have their row of a store, as the extra `reference` `[s + 1]` (0 for the first token),
+    unless they have one already."""
 
     def __init__(self, dataset: SampleDataset, store: ReferenceStore) -> None:
         super().__init__(dataset)
@@ -192,6 +193,8 @@ class WithReference(_Over):
         return self._extend(item, index)
 
     def _extend(self, sample: Sample, index: int) -> Sample:
+        if REFERENCE in sample.extras:
+            return sample
         values = np.zeros(len(sample.tokens), dtype=np.float32)
         if rows_of(sample):
             found = self.store.find(sample)

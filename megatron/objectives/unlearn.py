@@ -15,12 +15,11 @@ from torch import Tensor
 from megatron.data.answers import ANSWER_TOKENS
 from megatron.data.batch import StepBatch
 from megatron.data.order.by_step import KIND
+from megatron.data.reference import REFERENCE
 from megatron.model.head import LMOutput
 from megatron.neox_arguments.forget_steps import FORGET, RETAIN, SOURCES, TRAIN
 from megatron.neox_arguments.schema_post import PostConfig
 from megatron.objectives import OBJECTIVES, Labels, Objective
-
-REFERENCE = "reference"
 
 
 @OBJECTIVES.register("unlearn", doc="Steps that forget between ordinary ones; what `ga_dataset` means.")

@@ -120,9 +120,11 @@ def build_batches(
     device = process.state.device
     copies = CudaCopies(device) if device.type == "cuda" else None
 
+    compared = datasets.compared().keys() | {"train"}
+
     def steps(role: str, dataset: SampleDataset) -> Batches:
         loader = StepLoader(
-            dataset if reference is None else WithReference(dataset, reference),
+            dataset if reference is None or role not in compared else WithReference(dataset, reference),
             micro_batch=args.training.train_micro_batch_size_per_gpu,
             gas=args.training.gradient_accumulation_steps,
             rules=rules,

@@ -38,6 +38,7 @@ from megatron.inference.log_probabilities import log_probabilities
 from megatron.layers.lora import switched_off
 from megatron.log import get_logger, progress
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.forget_steps import TRAIN
 from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.run.data import collate_rules
 from megatron.run.start import restore
@@ -125,10 +126,11 @@ class Reference(Callback):
     def _missing(self) -> Missing:
         """What the run will read and the store does not have. A store that was found whole is not looked through again
         for the same order of the data."""
-        roles = self.datasets.plan.roles
+        plan = self.datasets.plan
+        begun = {TRAIN: self.begun} if plan.counts is None else plan.counts.taken
         wanted = {
-            name: range(self.begun if name == "train" else 0, min(len(dataset), roles[name].samples))
-            for name, dataset in self.datasets.by_role().items()
+            name: range(begun.get(name, 0), min(len(dataset), plan.roles[name].samples))
+            for name, dataset in self.datasets.compared().items()
         }
         described = {name: [numbers.start, numbers.stop] for name, numbers in wanted.items()}
         order = content_key({"order": self.datasets.digest(), "items": described})
@@ -136,7 +138,7 @@ class Reference(Callback):
         if seen.is_file():
             return {}
         found: Missing = {}
-        for name, dataset in self.datasets.by_role().items():
+        for name, dataset in self.datasets.compared().items():
             numbers = progress(wanted[name], what=f"looking for reference log-probabilities: {name}", unit="sample")
             if lacking := self.store.missing(dataset, numbers):
                 found[name] = lacking
@@ -167,7 +169,7 @@ class Reference(Callback):
         args, state = trainer.args, trainer.state
         micro, rows = args.training.train_micro_batch_size_per_gpu, self.datasets.plan.roles[role].rows
         batch = micro * state.dp_size
-        dataset, steps = self.datasets.by_role()[role], -(-len(numbers) // batch)
+        dataset, steps = self.datasets.compared()[role], -(-len(numbers) // batch)
         loader = StepLoader(
             ReadOnce(Selected(dataset, numbers), len(numbers), steps * batch),
             micro_batch=micro,

@@ -263,3 +263,20 @@ def test_a_threshold_leaves_steps_out_and_changes_no_other(tmp_path: Path, data:
     (rest,) = run({**BURSTS, **data, **stops, **again, "ga_loss_threshold": 100.0})
     assert [k + 3 for k, skipped in enumerate(rest.skipped) if skipped] == [3]
     assert rest.logged[-1][1]["train/ga_steps_performed_total"] == 2
+
+
+def test_npo_compares_with_the_model_that_the_run_began_with(tmp_path: Path, data: dict[str, str]) -> None:
+    """Of the forget data alone; while nothing has changed it is 2 ln 2 / beta, wherever the run stopped before."""
+    still = {"optimizer": {"type": "Adam", "params": {"lr": 1e-12}}, "min_lr": 0.0, "weight_decay": 0.0}
+    keys = {**WHOLE, **data, "ga_loss": "npo", "reference_path": str(tmp_path), "eval_iters": 1}
+    (report,) = run({**keys, **still})
+    assert not report.error
+    assert [report.loss[step] for step in (3, 6)] == pytest.approx([13.862944] * 2, rel=1e-5)
+    (folder,) = tmp_path.glob("reference-*")
+    assert sum(path.stat().st_size // 8 for path in folder.glob("*.keys")) == 16
+    assert {split for _, split, _ in report.evaluated} == {"validation", "test"}
+    whole = run({**keys, "save": str(tmp_path / "whole")})[0]
+    again = {"load": str(tmp_path / "whole"), "iteration": 6, "save": str(tmp_path / "again")}
+    for rest in run({**keys, **again}, Layout(pp=2, tp=2)):
+        assert not rest.error and rest.loss == pytest.approx(whole.loss[6:], rel=1e-5)
+    assert abs(whole.loss[6] - 13.862944) > 1e-3

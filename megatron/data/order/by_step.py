@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron.data.order.phases import Progress
+from megatron.data.reference import REFERENCE
 from megatron.data.sample import NO_SAMPLES, Provenance, Sample, SampleDataset, Wanted
 from megatron.data.tokens.cache import content_key
 from megatron.neox_arguments.batch_plan import BatchPlan
@@ -94,9 +95,11 @@ class ByStep:
         source, number = self._draw(index)
         sample = self.sources[source][number]
         assert isinstance(sample, Sample), "rules_unlearning"
-        kind = np.full(len(sample.tokens), SOURCES.index(source), np.float32)
+        extras = {KIND: np.full(len(sample.tokens), SOURCES.index(source), np.float32)}
+        if source != FORGET:
+            extras[REFERENCE] = np.zeros_like(extras[KIND])  # only what is forgotten is compared with another model
         answers = documents_of(sample) if source == FORGET and sample.answers is None else sample.answers
-        return replace(sample, answers=answers, extras={**sample.extras, KIND: kind})
+        return replace(sample, answers=answers, extras={**sample.extras, **extras})
 
     def locate(self, index: int) -> Provenance:
         source, number = self._draw(index)

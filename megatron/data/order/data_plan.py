@@ -22,7 +22,7 @@ from megatron.data.tokens.cache import IndexCaches, content_key
 from megatron.data.tokens.indexed import FileIdentity, IndexedDataset, identify
 from megatron.data.tokens.manifest import TURN_ENDS, check_tokenizer, read_manifest, verify
 from megatron.log import Once, get_logger
-from megatron.neox_arguments.forget_steps import SOURCES, TRAIN
+from megatron.neox_arguments.forget_steps import FORGET, SOURCES, TRAIN
 from megatron.tokenizer.base import Tokenizer
 
 SET = "valid/"  # before the name of a validation set, where roles have names
@@ -53,6 +53,12 @@ class Datasets:
         roles = {"train": self.train, "valid": self.valid, "test": self.test}
         there = {name: dataset for name, dataset in roles.items() if dataset is not None}
         return there | {f"{SET}{name}": dataset for name, dataset in self.valid_sets.items()}
+
+    def compared(self) -> dict[str, SampleDataset]:
+        """Those that an objective compares with a reference model: all, but of a run that unlearns the forget data."""
+        if not isinstance(self.train, ByStep):
+            return self.by_role()
+        return {name: dataset for name, dataset in self.train.sources.items() if name == FORGET}
 
     def digest(self, arrays: bool = False) -> str:
         """Hash of the order of all samples, for ranks to compare. With `arrays` of the index arrays themselves, which
