@@ -16,12 +16,14 @@ from torch import Tensor
 from megatron.checkpoint import layout
 from megatron.checkpoint.compare import ADAPTERS
 from megatron.checkpoint.find import Checkpoint, open_checkpoint
+from megatron.checkpoint.grown import without_output_matrix
 from megatron.checkpoint.manifest import BaseEntry, ParameterEntry
 from megatron.checkpoint.neox_reader import NeoXReader
 from megatron.checkpoint.reader import WEIGHT, CheckpointReader
 from megatron.checksums import file_crc32
 from megatron.errors import UserError
 from megatron.layers.lora import PARTS, Adapters
+from megatron.model.head import REWARD
 from megatron.mpu.initial_weights import initial_value
 from megatron.mpu.sharding import ParamSpec, shard
 from megatron.neox_arguments.schema_model import ModelConfig
@@ -75,11 +77,13 @@ class Opening:
 
     * `model`, `vocab_size`: of this run; only files of GPT-NeoX do not say them.
     * `lora_base`: where the frozen weights are now, if they have moved.
+    * `new_head`: the model has a head of rewards, but a language model's checkpoint will do, and is read as such.
     """
 
     model: ModelConfig | None = None
     vocab_size: int | None = None
     lora_base: str | None = None
+    new_head: bool = False
 
 
 def open_reader(checkpoint: Checkpoint, how: Opening = Opening(), *, checksums: bool = True) -> CheckpointReader:
@@ -88,10 +92,11 @@ def open_reader(checkpoint: Checkpoint, how: Opening = Opening(), *, checksums: 
     if base is not None:
         entry = checkpoint.manifest.base
         assert entry is not None
-        inner = open_reader(base, replace(how, vocab_size=entry.vocab_size, lora_base=None), checksums=checksums)
+        of_base = replace(how, vocab_size=entry.vocab_size, lora_base=None, new_head=True)
+        inner = open_reader(base, of_base, checksums=checksums)
         return BasedReader(checkpoint, inner, checksums=checksums)
     if checkpoint.by_neox and how.model is not None and how.vocab_size is not None:
-        return NeoXReader(checkpoint, how.model, how.vocab_size)
+        return NeoXReader(checkpoint, how.model, how.vocab_size, new_head=how.new_head)
     return CheckpointReader(checkpoint, checksums=checksums)
 
 
@@ -101,7 +106,10 @@ class BasedReader(CheckpointReader):
     def __init__(self, checkpoint: Checkpoint, base: CheckpointReader, *, checksums: bool = True) -> None:
         super().__init__(checkpoint, checksums=checksums)
         self.base, self._own = base, frozenset(self.manifest.parameters)
-        self.manifest = replace(self.manifest, parameters={**base.manifest.parameters, **self.manifest.parameters})
+        frozen, own = base.manifest.parameters, self.manifest.parameters
+        if any(name.endswith(REWARD) for name in own):
+            frozen = without_output_matrix(frozen)
+        self.manifest = replace(self.manifest, parameters={**frozen, **own})
 
     def weight(self, name: str) -> Tensor:
         return super().weight(name) if name in self._own else self.base.weight(name)

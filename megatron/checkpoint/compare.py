@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.init_from import DEPTH, OF_EACH_BLOCK, advise_new_run, stretch
+from megatron.checkpoint.init_from import DEPTH, NEW_REWARD_MODEL, OF_EACH_BLOCK, advise_new_run, stretch
 from megatron.errors import UserError
 
 ARCHITECTURE = (
@@ -32,6 +32,7 @@ ARCHITECTURE = (
     "use_bias_in_attn_output",
     "use_bias_in_mlp",
     "use_bias_in_head",
+    "output_head",
     "final_logit_softcapping",
     "scale_embedding",
     "no_weight_tying",
@@ -197,13 +198,15 @@ def check_config(
         allow: `allow_config_changes`: log it and continue; the order of the data cannot change all the same.
         finetune: a new run on old weights, for which only the architecture must agree.
         new_run: the run that made the checkpoint does not continue, so that what `converted_to_engine` finds is no
-            matter; the caller warns of it.
+            matter, nor, without its optimizer state, a head of rewards that is new; the caller tells.
         load_optim: whether optimizer state is loaded, so that the optimizer must agree.
         load_data: whether the order of the samples is continued, so that its data keys must agree.
         trained: whether `saved` is the configuration of a run; else nothing has changed but what must agree.
     """
     breaking, others = compare_configs(saved, current)
     taken = converted_to_engine(saved, current) if new_run or finetune else []
+    if new_run and not load_optim:
+        taken += [change for change in breaking if change.key == "output_head" and change.current == "reward"]
     breaking = [change for change in breaking if change not in taken]
     weights_only = finetune or not trains
     matters = {"architecture"} if weights_only else {"architecture", "tokenizer"}
@@ -235,6 +238,8 @@ def _use_own_config(path: Path) -> str:
 def _other_way(refused: list[Change], current: Mapping[str, Any], path: Path) -> str:
     """What else the user may do, as it is typed."""
     kinds = {change.kind for change in refused}
+    if [change.current for change in refused if change.key == "output_head"] == ["reward"]:
+        return f"for {NEW_REWARD_MODEL}"
     if kinds == {"optimizer"} and not current.get("init_from"):
         return "set no_load_optim=true for a new optimizer"
     if (layer_map := _layer_map(refused)) is not None:

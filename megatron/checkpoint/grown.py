@@ -1,23 +1,27 @@
-"""The weights of a checkpoint for a model with more blocks or another vocabulary (`init_from`: `layer_map`, `vocab`).
+"""The weights of a checkpoint for a model with more blocks or another vocabulary (`init_from`: `layer_map`, `vocab`),
+or with a head of rewards on a language model (`train_impl: rm`).
 
-A block of the new model starts as a copy of an old one. Of a vocabulary the rows that both have are taken; the others
-are what a new model of this size and seed begins with, so they do not depend on the layout.
+A block of the new model starts as a copy of an old one. Of a vocabulary the rows that both have are taken; the others,
+and a new head, are what a new model of this size and seed begins with, so they do not depend on the layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.find import Checkpoint
 from megatron.checkpoint.init_from import InitFrom
 from megatron.checkpoint.manifest import ParameterEntry
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.model.head import REWARD, TIED_NAME
 from megatron.mpu.initial_weights import initial_value
 from megatron.mpu.sharding import ParamSpec, shard
+
+T = TypeVar("T")
 
 _FIRST_BLOCK = 2  # numbers of layers as in layout.py
 
@@ -30,16 +34,20 @@ class Growth:
         layer_map: for each block of this model the one of the checkpoint that it takes; None: the blocks are the same.
         resize: the vocabulary may have another size.
         seed: of this run, which draws new rows.
+        new_head: where the checkpoint has no head of rewards, its output matrix is left out, and the head is new.
     """
 
     layer_map: tuple[int, ...] | None
     resize: bool
     seed: int
+    new_head: bool = False
 
     @staticmethod
-    def of(init: InitFrom | None, seed: int) -> Growth | None:
+    def of(init: InitFrom | None, seed: int, new_head: bool = False) -> Growth | None:
         """None when the model has the shapes of the checkpoint's."""
-        return None if init is None or not init.grows else Growth(init.layer_map, init.vocab == "resize", seed)
+        if init is None or not init.grows:
+            return Growth(None, False, seed, True) if new_head else None
+        return Growth(init.layer_map, init.vocab == "resize", seed, new_head)
 
     def sources(self, stored: Mapping[str, ParameterEntry]) -> dict[str, str]:
         """{name in this model: name in the checkpoint} of all that is stored."""
@@ -56,14 +64,20 @@ class Growth:
 
 
 class GrownReader(CheckpointReader):
-    """The weights of a checkpoint under the names, and with the vocabulary, of a model that has these `shapes`. Reads
-    no optimizer state."""
+    """The weights that `stored` reads under the names, and with the vocabulary, of a model that has these `shapes`.
+    Reads no optimizer state."""
 
-    def __init__(self, checkpoint: Checkpoint, growth: Growth, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        super().__init__(checkpoint, checksums=False)
-        self._stored, self._growth = CheckpointReader(checkpoint, checksums=False), growth
-        self.sources = growth.sources(checkpoint.manifest.parameters)
-        entries = {name: checkpoint.manifest.parameters[old] for name, old in self.sources.items()}
+    def __init__(self, stored: CheckpointReader, growth: Growth, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.checkpoint, self.folder = stored.checkpoint, stored.folder
+        self.heads, self.tp_size = stored.heads, stored.tp_size
+        self._stored, self._growth = stored, growth
+        there = stored.manifest.parameters
+        self.sources = growth.sources(there)
+        heads = [name for name in shapes if name.endswith(REWARD) and name not in self.sources]
+        self._new = {name: shapes[name] for name in heads if growth.new_head}
+        if self._new:
+            self.sources = without_output_matrix(self.sources)
+        entries = {name: there[old] for name, old in self.sources.items()}
         self._resized = {
             name: entry.shape[0]
             for name, entry in entries.items()
@@ -72,19 +86,26 @@ class GrownReader(CheckpointReader):
             if shapes[name][0] != entry.shape[0] and shapes[name][1:] == entry.shape[1:]
         }
         resized = {name: replace(entries[name], shape=shapes[name]) for name in self._resized}
-        self.manifest = replace(self.manifest, parameters={**entries, **resized})
+        kind = there[TIED_NAME].dtype if self._new else ""
+        new = {name: ParameterEntry(shape, 1, (), None, kind) for name, shape in self._new.items()}
+        self.manifest = replace(stored.manifest, parameters={**entries, **resized, **new})
 
     def local_weight(
         self, name: str, spec: ParamSpec, tp_rank: int, tp_size: int, share: range | None = None
     ) -> Tensor:
         """See `CheckpointReader`."""
-        source = self.sources[name]
-        if name not in self._resized:
-            return self._stored.local_weight(source, spec, tp_rank, tp_size, share)
-        full, kept = initial_value(spec, name, self._growth.seed), min(self._resized[name], spec.shape[0])
-        full[:kept] = self._stored.weight(source)[:kept]
+        if name not in self._resized and name not in self._new:
+            return self._stored.local_weight(self.sources[name], spec, tp_rank, tp_size, share)
+        full = initial_value(spec, name, self._growth.seed)
+        if name in self._resized:
+            kept = min(self._resized[name], spec.shape[0])
+            full[:kept] = self._stored.weight(self.sources[name])[:kept]
         local = shard(full, spec, tp_rank, tp_size)
         return local.clone() if share is None else local.reshape(-1)[share.start : share.stop]
+
+    def state(self) -> dict[str, Any]:
+        """See `CheckpointReader`."""
+        return self._stored.state()
 
     def stored_names(self, names: Iterable[str]) -> list[str]:
         """What parameters of this model are called in the checkpoint, as far as it has them."""
@@ -92,7 +113,7 @@ class GrownReader(CheckpointReader):
 
     def describe(self) -> str:
         """What is not a copy, in one line."""
-        parts = []
+        parts = [f"{name}: new (drawn with seed {self._growth.seed})" for name in self._new]
         if self._growth.layer_map is not None:
             parts.append(f"blocks are copies of the checkpoint's blocks {list(self._growth.layer_map)}")
         for name, before in self._resized.items():
@@ -100,4 +121,10 @@ class GrownReader(CheckpointReader):
             fate = f"new (drawn with seed {self._growth.seed})" if now > before else "cut"
             low, high = sorted((now, before))
             parts.append(f"{name}: rows 0 to {low - 1} taken, {low} to {high - 1} {fate}")
-        return "; ".join(parts) or "the vocabulary has the size of the checkpoint's"
+        same = "the vocabulary has the size of the checkpoint's" if self._growth.resize else "no parameter is new"
+        return "; ".join(parts) or same
+
+
+def without_output_matrix(named: Mapping[str, T]) -> dict[str, T]:
+    """What is named by parameter, without that of a language model's own output matrix."""
+    return {name: of for name, of in named.items() if not layout.split_name(name)[1].startswith("final_linear.")}

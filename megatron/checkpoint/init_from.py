@@ -16,6 +16,10 @@ from megatron.errors import UserError
 OF_EACH_BLOCK = ("attention_config", "layer_mlps")
 # What differs between models that differ in depth alone.
 DEPTH = ("num_layers", "attention_config", "mlp_config", "layer_mlps", "layer_windows", "moe_layers")
+NEW_REWARD_MODEL = (
+    "a new reward model on the weights of a language model set finetune: true beside `load` (or init_from with "
+    "optimizer: reset)"
+)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from megatron.checkpoint.base import Opening, WithNewAdapters, open_reader
 from megatron.checkpoint.damage import find_damage
 from megatron.checkpoint.find import Checkpoint, advise_others
 from megatron.checkpoint.grown import GrownReader, Growth
-from megatron.checkpoint.init_from import advise_new_run
+from megatron.checkpoint.init_from import NEW_REWARD_MODEL, advise_new_run
 from megatron.checkpoint.neox_folder import FRESH_MOMENTS
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.reader import WEIGHT, CheckpointReader
@@ -27,7 +27,7 @@ from megatron.checkpoint.rng import reseed_after, restore_random_state
 from megatron.errors import UserError
 from megatron.layers.lora import PARTS
 from megatron.log import get_logger
-from megatron.model.head import TIED_NAME
+from megatron.model.head import REWARD, TIED_NAME
 from megatron.mpu.sharding import ParamSpec
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments.schema_model import ModelConfig
@@ -83,9 +83,12 @@ def load_checkpoint(
     with together(f"loading {checkpoint.path}", state):
         shapes = {name: shape for stage in wanted for name, shape in stage.items()}
         shares = {name: share for name in sorted(params, key=layout.parameter_order) if (share := engine.share(name))}
-        grown = None if growth is None else GrownReader(checkpoint, growth, shapes)
+        new_head = growth is not None and growth.new_head
+        opening = Opening(model, shapes[TIED_NAME][0], lora_base, new_head)
+        reader = open_reader(checkpoint, opening, checksums=False)
+        grown = None if growth is None else GrownReader(reader, growth, shapes)
         _check_files(checkpoint, shares if grown is None else grown.stored_names(shares), state)
-        reader = grown or open_reader(checkpoint, Opening(model, shapes[TIED_NAME][0], lora_base), checksums=False)
+        reader = grown or reader
         if not load_optim and any(name.endswith(PARTS) for name in shapes):
             reader = WithNewAdapters(reader, shapes, seed)  # type: ignore[assignment]
         _check_names(reader, shapes, begins=not (load_optim or load_rng))
@@ -177,6 +180,8 @@ def _check_names(reader: CheckpointReader, wanted: Mapping[str, tuple[int, ...]]
             advice = "To train new adapters (lora_r) beside its weights, start a new run: set finetune=true"
         elif unexpected and all(name.endswith(PARTS) for name in unexpected):
             advice = "It has adapters: set the keys lora_* as in its config, or merge them by converting it"
+        elif len(missing) == 1 and missing[0].endswith(REWARD):
+            advice = f"For {NEW_REWARD_MODEL}"
         raise UserError(f"{reader.folder} does not fit this model: {'; '.join(problems)}. {advice}.")
 
 

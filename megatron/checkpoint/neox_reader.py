@@ -28,6 +28,7 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.feed_forward_width import advise_width
 from megatron.checkpoint.find import Checkpoint
 from megatron.checkpoint.foreign import load_foreign
+from megatron.checkpoint.init_from import NEW_REWARD_MODEL
 from megatron.checkpoint.manifest import ParameterEntry
 from megatron.checkpoint.neox_folder import NeoXFiles
 from megatron.checkpoint.neox_layout import Heads
@@ -44,6 +45,7 @@ from megatron.checkpoint.neox_optimizer import NeoXOptimizer, Place
 from megatron.checkpoint.reader import WEIGHT, CheckpointReader
 from megatron.errors import UserError
 from megatron.log import get_logger
+from megatron.model.head import REWARD
 from megatron.model.specs import model_specs
 from megatron.mpu.sharding import ParamSpec
 from megatron.neox_arguments.block_sizes import is_gated
@@ -67,7 +69,7 @@ class NeoXReader(CheckpointReader):
     Raises `UserError` when files are missing or do not fit the model.
     """
 
-    def __init__(self, checkpoint: Checkpoint, model: ModelConfig, vocab_size: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: ModelConfig, vocab_size: int, *, new_head: bool = False) -> None:
         self.checkpoint, self.folder = checkpoint, checkpoint.path
         self.heads = Heads.of(model)
         self._files: OrderedDict[str, dict[str, Any]] = OrderedDict()
@@ -82,6 +84,8 @@ class NeoXReader(CheckpointReader):
         written = client.get("args")
         written = written if isinstance(written, Mapping) else {}
         _check_args(self.folder, written, model, vocab_size)
+        if new_head and not self._holds(model.num_layers + 4, REWARD):
+            model = replace(model, output_head="vocabulary")
         specs = model_specs(model, vocab_size)
         by_layer: dict[int, dict[str, ParamSpec]] = {}
         for name, spec in specs.items():
@@ -141,10 +145,13 @@ class NeoXReader(CheckpointReader):
         problems = [f"{where} lacks {number}.{name}" for name in wanted if name not in found]
         problems += [f"{where} holds {number}.{name}, which this model does not have" for name in left_over]
         if problems:
-            raise UserError(
-                f"{self.folder} does not fit this model: {_some(problems)}. Check norm, activation, use_bias_in_mlp, "
-                "use_bias_in_attn_linear, gpt_j_tied, no_weight_tying and the other keys of the run's config."
+            advice = (
+                "Check norm, activation, use_bias_in_mlp, use_bias_in_attn_linear, gpt_j_tied, no_weight_tying and the "
+                "other keys of the run's config"
             )
+            if REWARD in wanted and REWARD not in found:
+                advice = f"For {NEW_REWARD_MODEL}"
+            raise UserError(f"{self.folder} does not fit this model: {_some(problems)}. {advice}.")
         self._check_readable(number, stored, wanted, model)
         entries = {}
         for local, spec in wanted.items():
@@ -214,6 +221,10 @@ class NeoXReader(CheckpointReader):
     def _parameters_of(self, number: int) -> list[str]:
         """Names in a layer that this model does not have, apart from a copy of the embedding."""
         return [name for name in self._layer(number, 0) if name != _EMBEDDING]
+
+    def _holds(self, number: int, local: str) -> bool:
+        """Whether a layer, which may not be there, has a parameter of this name."""
+        return (not self._layout.layers or (number, 0) in self._layout.layers) and local in self._stored(number, 0)
 
     def _layer(self, number: int, tp_rank: int) -> dict[str, Any]:
         """{name: tensor} of one layer on one rank; the table of relative positions is the embedding's."""

@@ -42,8 +42,8 @@ _DERIVED = (
     "ffn_dim",
 )
 _NOT_COMPARED = ("attention_config", *_DERIVED)
-# Longer or tuned further than the model whose tokenizer it uses: still the same network.
-_MAY_DIFFER = ("attention_config", "rope_scaling", "rotary_emb_base", "rotary_emb_base_local")
+# Longer, tuned further or with another head than the model whose tokenizer it uses: still the same network.
+_MAY_DIFFER = ("output_head", "attention_config", "rope_scaling", "rotary_emb_base", "rotary_emb_base_local")
 
 
 @dataclass(frozen=True)

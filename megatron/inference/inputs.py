@@ -24,13 +24,20 @@ def requested_checkpoint(args: NeoXArgs) -> Checkpoint:
     """The checkpoint to use: `iteration`, or the latest of `load` (else of `save`).
 
     Raises:
-        UserError: neither key is set, or the folder holds no such checkpoint.
+        UserError: neither key is set, or the folder holds no such checkpoint, or one of a reward model.
     """
     options = args.checkpoint
     if options.load is None and options.save is None:
         raise UserError("load is not set: evaluation and generation need a checkpoint, e.g. load=checkpoints")
     key = "load" if options.load is not None else "save"
-    return find_checkpoint(options.load or options.save or "", options.iteration, key)
+    found = find_checkpoint(options.load or options.save or "", options.iteration, key)
+    if "reward" in (args.model.output_head, found.manifest.config.get("output_head")):
+        raise UserError(
+            f"{key}: {found.path} holds a reward model (train_impl: rm), which gives a number for a text and no words; "
+            "its accuracy on pairs is what training logs for its validation data, and "
+            "tools/ckpts/convert_neox_to_hf.py exports it as AutoModelForSequenceClassification"
+        )
+    return found
 
 
 def inherit_tokens(args: NeoXArgs, checkpoint: Checkpoint) -> dict[str, Any] | None:

@@ -83,7 +83,7 @@ def gpt_layers(
             partial(_with_adapters, build, index, adapters) for index, build in enumerate(builders[1:-2], start=2)
         ]
     rows = layer_rows(model)
-    tied = None if model.no_weight_tying else TIED_NAME
+    tied = TIED_NAME if model.ties_head else None
     return [
         Layer(row.index, build, row.name, parameters, tied if row.name == "Head" else None)
         for row, build, parameters in zip(rows, builders, layer_parameters(model, vocab_size), strict=True)

@@ -19,7 +19,7 @@ from megatron.layers.carry import Carry
 from megatron.layers.init import build_init
 from megatron.layers.norms import build_norm
 from megatron.mpu import sharding
-from megatron.mpu.collectives import enter_tensor_parallel, gather_last_dim
+from megatron.mpu.collectives import enter_tensor_parallel, gather_last_dim, sum_partials
 from megatron.mpu.cross_entropy import Projection, ZLoss, linear_cross_entropy, weighted_linear_cross_entropy
 from megatron.mpu.layers import linear
 from megatron.mpu.loss_kernels import soft_cap
@@ -32,16 +32,30 @@ if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
 TIED_NAME = "0.word_embeddings.weight"
+REWARD = "rm_linear.weight"
+"""GPT-NeoX's name of the head of a reward model, in its layer."""
+
+
+class Output:
+    """What the two kinds of output have in common.
+
+    `balance`: what mixtures of experts add to the loss, 0-dim fp32, or None.
+    """
+
+    balance: Tensor | None
+
+    def with_balance(self, loss: Tensor) -> Tensor:
+        """A loss with the gradient of the balance loss too, and its own value: what is reported stays comparable."""
+        return loss if self.balance is None else loss + (self.balance - self.balance.detach())
 
 
 @dataclass(frozen=True)
-class LMOutput:
+class LMOutput(Output):
     """The network's output for every token, before the output projection.
 
     * `hidden` [t, h] ([t/tp, h] under sequence parallelism), after the final norm.
     * `weight` [v/tp, h] of the output matrix; `bias` [v/tp] of the logits or None; how they become logits.
     * `shape` (b, s); `multiplier` of the logits (muP: 1 / width multiplier).
-    * `balance`: what mixtures of experts add to the loss, 0-dim fp32, or None.
     """
 
     hidden: Tensor
@@ -51,10 +65,6 @@ class LMOutput:
     multiplier: float = 1.0
     bias: Tensor | None = None
     balance: Tensor | None = None
-
-    def with_balance(self, loss: Tensor) -> Tensor:
-        """A loss with the gradient of the balance loss too, and its own value: what is reported stays comparable."""
-        return loss if self.balance is None else loss + (self.balance - self.balance.detach())
 
     def at_temperature(self, temperature: float) -> LMOutput:
         """The same with its logits divided by the temperature (before a cap of the logits, if there is one)."""
@@ -105,6 +115,38 @@ class LMOutput:
         return self.hidden if self.multiplier == 1.0 else self.hidden * self.multiplier
 
 
+@dataclass(frozen=True)
+class RewardOutput(Output):
+    """The output of a reward model for every token, before its one number.
+
+    * `hidden` [t, h] ([t/tp, h] under sequence parallelism), after the final norm.
+    * `weight` [1, h/tp]; `shape` (b, s); `multiplier` of the rewards (muP: 1 / width multiplier).
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    shape: tuple[int, int]
+    state: ParallelState
+    multiplier: float = 1.0
+    balance: Tensor | None = None
+
+    def rewards(self, places: Tensor | None = None) -> Tensor:
+        """fp32 [n] of the tokens `places` int64 [n] of t, or [t] of all; equal on all tensor-parallel ranks.
+
+        In fp32 whatever the model's type is: rewards that differ little would be the same number in bf16.
+        """
+        hidden = enter_tensor_parallel(self.hidden, self.state)
+        if places is not None:
+            hidden = hidden.index_select(0, places)
+        width = self.weight.shape[1]
+        mine = hidden.narrow(1, self.state.tp_rank * width, width).float()
+        return sum_partials(linear(mine, self.weight.float()), self.state).squeeze(1) * self.multiplier
+
+    def logits(self) -> Tensor:
+        """[b, s, 1] fp32: the rewards, as transformers' classes for sequences call and shape them."""
+        return self.rewards().view(*self.shape, 1)
+
+
 class FinalNorm(nn.Module):
     """Layer L+3: the norm before the output matrix."""
 
@@ -116,7 +158,8 @@ class FinalNorm(nn.Module):
         return carry.replace_hidden(self.norm(carry.hidden))
 
 
-Then = Callable[[LMOutput], Any]
+Then = Callable[[Any], Any]
+"""What is made of the head's `LMOutput` or `RewardOutput`."""
 
 
 class OutputMatrix(nn.Module):
@@ -142,8 +185,26 @@ class OutputMatrix(nn.Module):
         return out if then is None else then(out)
 
 
+class RewardVector(nn.Module):
+    """`weight` [1, h/tp], split over the hidden dimension and without a bias, as GPT-NeoX's `rm_linear`; never tied."""
+
+    def __init__(self, model: ModelConfig, state: ParallelState) -> None:
+        super().__init__()
+        self.state = state
+        self.multiplier = 1.0 / model.mup_width_mult if model.use_mup else 1.0
+        init = build_init(model, hidden_matrix=False)
+        # Of the kind of output matrices, which optimizers of matrices leave out.
+        spec = ParamSpec(shape=(1, model.hidden_size), init=init, split_dim=1, kind="embedding")
+        self.weight = sharding.parameter(spec, state)
+
+    def forward(self, hidden: Tensor, shape: torch.Size, balance: Tensor | None, then: Then | None) -> Any:
+        out = RewardOutput(hidden, self.weight, (shape[0], shape[1]), self.state, self.multiplier, balance)
+        return out if then is None else then(out)
+
+
 class Head(nn.Module):
-    """Layer L+4: the output matrix, `final_linear.weight` (and `.bias`), or the embedding's, `word_embeddings.weight`.
+    """Layer L+4: the output matrix, `final_linear.weight` (and `.bias`), or the embedding's, `word_embeddings.weight`;
+    of a reward model `rm_linear.weight`.
 
     `weight`: the embedding's parameter, if this process holds it; a tied head without it makes a copy of its own, which
     the pipeline keeps equal to the original.
@@ -159,7 +220,13 @@ class Head(nn.Module):
         weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__()
-        tied = not model.no_weight_tying
+        self.final_linear: nn.Module | None = None
+        self.word_embeddings: nn.Module | None = None
+        self.rm_linear: nn.Module | None = None
+        if model.output_head == "reward":
+            self.rm_linear = RewardVector(model, state)
+            return
+        tied = model.ties_head
         if weight is None:
             spec = ParamSpec(
                 shape=(vocab_size, model.hidden_size),
@@ -171,13 +238,15 @@ class Head(nn.Module):
             )
             weight = sharding.parameter(spec, state)
         matrix = OutputMatrix(model, state, weight, vocab_size, padded_vocab_size)
-        self.final_linear = None if tied else matrix
-        self.word_embeddings = matrix if tied else None
+        if tied:
+            self.word_embeddings = matrix
+        else:
+            self.final_linear = matrix
 
     def forward(self, carry: Carry, then: Then | None = None) -> Any:
-        """The last carry -> `LMOutput`, or what `then` makes of it.
+        """The last carry -> `LMOutput` or `RewardOutput`, or what `then` makes of it.
 
         `then` runs inside the matrix's forward, where its weight is whole under ZeRO-3 as well.
         """
-        matrix = self.word_embeddings if self.final_linear is None else self.final_linear
+        (matrix,) = self.children()
         return matrix(carry.hidden, carry.positions.shape, carry.balance, then)

@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 
 from megatron.errors import UserError
 from megatron.neox_arguments.block_sizes import BLOCK, GMLP, MAMBA, RWKV
-from megatron.neox_arguments.formulas import parameter_count
+from megatron.neox_arguments.formulas import head_size, parameter_count
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.registry import added
 
@@ -71,8 +71,8 @@ def layer_rows(model: ModelConfig) -> list[LayerRow]:
 def layer_parameters(model: ModelConfig, vocab_size: int) -> list[int]:
     """Parameters of each layer over the real vocabulary; a tied head counts the copy its stage holds."""
     count = parameter_count(model, vocab_size)
-    head = vocab_size * (model.hidden_size + model.use_bias_in_head)
-    return [count.embedding, *(block.total for block in count.blocks), count.final_norm, head]
+    blocks = (block.total for block in count.blocks)
+    return [count.embedding, *blocks, count.final_norm, head_size(model, vocab_size)]
 
 
 def partition(rows: Sequence[LayerRow], stages: int, method: str, parameters: Sequence[int] | None = None) -> list[int]:

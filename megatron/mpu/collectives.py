@@ -135,6 +135,12 @@ def leave_tensor_parallel(x: Tensor, state: ParallelState) -> Tensor:
     return _Scatter.apply(x, state, True) if state.sequence_parallel else _Reduce.apply(x, state)
 
 
+def sum_partials(x: Tensor, state: ParallelState) -> Tensor:
+    """The sum over ranks of what each has in part, whole on all of them under sequence parallelism as well, which go on
+    to the same computation; backward is the identity."""
+    return x if state.tp_size == 1 else _Reduce.apply(x, state)
+
+
 def split_sequence(x: Tensor, state: ParallelState) -> Tensor:
     """[t, ...], the same on all ranks, -> [t/tp, ...]; backward gathers. Identity without sequence parallelism."""
     return _Scatter.apply(x, state, False) if state.sequence_parallel else x

@@ -77,6 +77,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_scales.soft_caps),
     Rule(rules_scales.embedding),
     Rule(rules_scales.local_positions),
+    Rule(rules_scales.output_head, fills=("output_head",)),
     Rule(rules_scales.head_bias),
     Rule(rules_scales.unit_offset),
     Rule(rules_feed_forward.feed_forward, fills=("gated_width_rule", "ffn_width")),

@@ -59,8 +59,15 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> ParameterCount:
         embedding=vocab_size * h + position_parameters(model),
         blocks=tuple(block_size(model, layer) for layer in range(model.num_layers)),
         final_norm=norm_parameters(model, h),
-        head=vocab_size * (h + model.use_bias_in_head) if model.no_weight_tying else 0,
+        head=0 if model.ties_head else head_size(model, vocab_size),
     )
+
+
+def head_size(model: ModelConfig, vocab_size: int) -> int:
+    """Parameters of the output matrix and its bias, tied or not; those of rewards have neither bias nor vocabulary."""
+    if model.output_head == "reward":
+        return model.hidden_size
+    return vocab_size * (model.hidden_size + model.use_bias_in_head)
 
 
 def loss_chunk(configured: int | None, on_gpu: bool) -> int:
@@ -81,7 +88,8 @@ def flops_per_token(model: ModelConfig, vocab_size: int) -> float:
     a token is not sent to.
     """
     count = parameter_count(model, vocab_size)
-    matrices = sum(block.active for block in count.blocks) + count.final_norm + vocab_size * model.hidden_size
+    head = vocab_size * model.hidden_size if model.output_head == "vocabulary" else model.hidden_size
+    matrices = sum(block.active for block in count.blocks) + count.final_norm + head
     assert model.attention_config is not None  # derived
     return 6.0 * matrices + sum(mixer_flops(model, kind) for kind in model.attention_config)
 

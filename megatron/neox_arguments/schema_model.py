@@ -69,6 +69,12 @@ class ModelConfig(MambaConfig):
     )
     no_weight_tying: bool = key(False, "Give the output head its own matrix instead of sharing the word embeddings.")
     use_bias_in_head: bool = key(False, "A bias in the output head (with no_weight_tying).", new=True)
+    output_head: Literal["vocabulary", "reward"] = key(
+        "vocabulary",
+        "What the last layer gives for each token: logits of the vocabulary, or one number (train_impl: rm).",
+        derived="check",
+        new=True,
+    )
     final_logit_softcapping: float | None = key(
         None, "Bound logits smoothly: c * tanh(logits / c), in training as in generation (Gemma 2: 30).", new=True
     )
@@ -387,3 +393,8 @@ class ModelConfig(MambaConfig):
     soft_prompt_tuning: dict[str, Any] | None = key(
         None, "Soft prompt tuning.", unavailable="fine-tune the whole model with finetune: true"
     )
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether the output matrix is the word embedding's; a head of rewards never is."""
+        return not self.no_weight_tying and self.output_head == "vocabulary"

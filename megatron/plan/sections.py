@@ -107,7 +107,7 @@ def model(args: NeoXArgs, tokenizer: str, vocab_size: int) -> list[str]:
         + ", ".join(f"{kind} x{times}" for kind, times in kinds.items()),
         f"tokenizer {tokenizer}: {vocab_size} tokens, {args.tokenizer.padded_vocab_size} rows in memory",
         f"parameters {total.total:,} ({count(total.total)}): blocks {total.layers:,}, embedding {total.embedding:,}, "
-        f"head {total.head:,}{'' if m.no_weight_tying else ' (tied)'}, final norm {total.final_norm:,}",
+        f"head {total.head:,}{' (tied)' if m.ties_head else ''}, final norm {total.final_norm:,}",
     ]
     if "moe" in m.layer_mlps:
         rows.insert(2, _experts(m))

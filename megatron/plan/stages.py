@@ -9,7 +9,7 @@ from megatron.model.partition import StageRow, layer_parameters, layer_rows, par
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.block_sizes import Size
-from megatron.neox_arguments.formulas import ParameterCount, parameter_count, round_up
+from megatron.neox_arguments.formulas import ParameterCount, head_size, parameter_count, round_up
 from megatron.neox_arguments.parameter_rules import parse_rules
 from megatron.neox_arguments.schema_model import ModelConfig
 
@@ -73,8 +73,9 @@ def layer_sizes(model: ModelConfig, vocab_size: int, padded_vocab_size: int, tp:
 
 def _head(model: ModelConfig, vocab_size: int, padded_vocab_size: int, tp: int) -> LayerSize:
     """The output matrix and its bias, where they are not the embedding's."""
-    width = model.hidden_size + model.use_bias_in_head if model.no_weight_tying else 0
-    return LayerSize(vocab_size * width, padded_vocab_size * width // tp)
+    if model.ties_head:
+        return LayerSize(0, 0)
+    return LayerSize(head_size(model, vocab_size), head_size(model, padded_vocab_size) // tp)
 
 
 def stage_sizes(args: NeoXArgs, vocab_size: int) -> tuple[list[StageRow], list[Held]]:
@@ -88,7 +89,7 @@ def stage_sizes(args: NeoXArgs, vocab_size: int) -> tuple[list[StageRow], list[H
     # Weighed as the run weighs them (a tied head counts its copy), so that both show the same stages.
     weights = layer_parameters(model, vocab_size)
     table = stage_table(rows, partition(rows, stages, args.parallel.pipe_partition_method, weights), full)
-    copy = padded * model.hidden_size // tp if stages > 1 and not model.no_weight_tying else 0  # on the last stage
+    copy = padded * model.hidden_size // tp if stages > 1 and model.ties_head else 0  # on the last stage
     held = []
     for stage in table:
         layers = sizes[stage.start : stage.stop]

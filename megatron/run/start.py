@@ -309,6 +309,7 @@ def restore(trainer: Trainer, start: Start, checksums: bool = False, whole: bool
     `no_load_optim` and `no_load_rng` say, which are about the checkpoint that this process began with."""
     assert start.checkpoint is not None
     options = trainer.args.checkpoint
+    seed, rewards = trainer.args.training.seed, trainer.args.model.output_head == "reward"
     client = load_checkpoint(
         start.checkpoint,
         trainer.engine,
@@ -318,9 +319,9 @@ def restore(trainer: Trainer, start: Start, checksums: bool = False, whole: bool
         load_optim=start.load_optim and (whole or not options.no_load_optim),
         load_rng=start.load_rng and (whole or not options.no_load_rng),
         checksums=checksums,  # `share_start` has compared them
-        growth=Growth.of(start.init, trainer.args.training.seed),
+        growth=Growth.of(start.init, seed, new_head=rewards and not start.load_optim),
         lora_base=trainer.args.post.lora_base,
-        seed=trainer.args.training.seed,
+        seed=seed,
     )
     if start.resumes:
         trainer.load_state_dict(client)

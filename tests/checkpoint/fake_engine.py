@@ -32,6 +32,7 @@ def model_specs(
     hidden: int = HIDDEN,
     ffn: int = FFN,
     vocab: int = VOCAB,
+    reward: bool = False,
 ) -> list[ParamSpec]:
     """The declarations of a small gated, grouped-query model; the vocabulary pads differently at every `tp_size`."""
     padded = -(-vocab // (8 * tp_size)) * 8 * tp_size
@@ -51,7 +52,9 @@ def model_specs(
         ):
             specs.append(ParamSpec(name=f"{layer}.{name}", shape=shape, init=draw, split_dim=split, blocks=blocks))
     specs.append(ParamSpec(name=f"{depth + 3}.norm.scale", shape=(hidden,), init=draw))
-    if not tied:
+    if reward:
+        specs.append(ParamSpec(name=f"{depth + 4}.rm_linear.weight", shape=(1, hidden), init=draw, split_dim=1))
+    elif not tied:
         head = ParamSpec(
             name=f"{depth + 4}.final_linear.weight", shape=(vocab, hidden), init=draw, split_dim=0, padded=padded
         )

@@ -179,6 +179,8 @@ def write_neox(
         found[layers + 3] = dict(norm)
         if head in theirs:
             found[layers + 4] = {"final_linear.weight": cut(theirs[head], rank)}
+        if "score.weight" in theirs:  # split over the hidden dimension, as GPT-NeoX's row-parallel layers
+            found[layers + 4] = {"rm_linear.weight": theirs["score.weight"].chunk(tp, 1)[rank]}
         return found
 
     args = {key: keys[key] for key in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")}

@@ -10,16 +10,23 @@ import torch
 
 from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.find import open_checkpoint
-from megatron.checkpoint.grown import Growth
+from megatron.checkpoint.grown import GrownReader, Growth
 from megatron.checkpoint.init_from import InitFrom
+from megatron.checkpoint.layout import parameter_order
 from megatron.checkpoint.load import load_checkpoint
+from megatron.model.gpt import model_specs as network_specs
+from megatron.checkpoint.neox_reader import reader_of
 from megatron.checkpoint.save import save_checkpoint
 from megatron.errors import UserError
+from megatron.mpu.initial_weights import initial_value
 from megatron.mpu.sharding import unshard
 from megatron.mpu.state import ParallelState
 from megatron.mpu.topology import Topology
 from tests.checkpoint.fake_engine import HEADS, VOCAB, FakeEngine, full_value, model_specs
+from tests.checkpoint.neox_files import write_neox
 from tests.checkpoint.starts import decide, put
+from tests.convert.helpers import NEOX, hugging_face, resolved
+from tests.convert.helpers import VOCAB as NEOX_VOCAB
 from tests.distributed import run_distributed
 
 pytestmark = pytest.mark.cpu
@@ -163,3 +170,68 @@ def test_the_start_says_how_the_model_grows(tmp_path: Path) -> None:
     torch.save({"module": {}}, tmp_path / "neox/global_step5/mp_rank_00_model_states.pt")
     with pytest.raises(UserError, match="written by GPT-NeoX; vocab: resize and layer_map"):
         decide(None, init_from={**init, "path": str(tmp_path / "neox"), "data": "restart"})
+
+
+REWARDS = Growth(None, False, RUN, new_head=True)
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "loaded_at", "tied"), [((1, 1, 2), (2, 1, 1), False), ((1, 1, 1), (1, 2, 2), True)]
+)
+def test_a_language_models_checkpoint_lacks_only_the_head_of_rewards(tmp_path: Path, saved_at, loaded_at, tied) -> None:
+    run_distributed(save, torch.tensor(saved_at).prod().item(), str(tmp_path), saved_at, tied)
+    sizes = {"reward": True}
+    found = {}
+    for part in run_distributed(
+        load, torch.tensor(loaded_at).prod().item(), str(tmp_path), loaded_at, tied, REWARDS, sizes
+    ):
+        found |= part
+    for spec in model_specs(loaded_at[2], tied=tied, **sizes):
+        whole = unshard([found[spec.name, rank] for rank in range(loaded_at[2])], spec)
+        assert torch.equal(whole, full_value(RUN if spec.name == "6.rm_linear.weight" else OLD, spec)), spec.name
+
+
+def test_nothing_else_may_be_missing_beside_the_head_of_rewards(tmp_path: Path) -> None:
+    save(0, 1, str(tmp_path), (1, 1, 1), False)
+    with pytest.raises(UserError, match=r"not in the checkpoint: 6\.rm_linear\.weight; .*finetune: true"):
+        load(0, 1, str(tmp_path), (1, 1, 1), False, None, {"reward": True})
+    with pytest.raises(UserError, match=r"not in the checkpoint: 4\.attention"):
+        load(0, 1, str(tmp_path), (1, 1, 1), False, REWARDS, {"reward": True, "depth": 3})
+    with pytest.raises(UserError, match=r"not in the checkpoint: 6\.final_linear\.weight"):
+        (tmp_path / "rewards").mkdir()
+        engine = engine_at(0, (1, 1, 1), OLD, False, reward=True)
+        save_checkpoint(tmp_path / "rewards", 1, engine, engine.state, heads=HEADS, consumed=8, client={}, config={})
+        load(0, 1, str(tmp_path / "rewards"), (1, 1, 1), False, REWARDS, {})
+
+
+@pytest.mark.parametrize("form", ["pipe", "whole"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_language_model_of_gpt_neox_gets_a_head_of_rewards(tmp_path: Path, form: str, tied: bool) -> None:
+    keys = {**NEOX, "no_weight_tying": not tied}
+    _, theirs = hugging_face(resolved(**keys), "neox")
+    checkpoint = open_checkpoint(write_neox(tmp_path / "global_step9", theirs, keys, tp=2, form=form))
+    model = resolved(**keys, train_impl="rm").model
+    specs = network_specs(model, NEOX_VOCAB)
+    reader = reader_of(checkpoint, model, NEOX_VOCAB, new_head=True)
+    grown = GrownReader(reader, REWARDS, {name: spec.shape for name, spec in specs.items()})
+    assert grown.names() == sorted(specs, key=parameter_order)
+    head = specs["6.rm_linear.weight"]
+    assert torch.equal(grown.local_weight(head.name, head, 1, 2), initial_value(head, head.name, RUN)[:, 16:])
+    same = specs["3.mlp.linear2.weight"]
+    expected = theirs["gpt_neox.layers.1.mlp.dense_4h_to_h.weight"].chunk(2, 1)[1]
+    assert torch.equal(grown.local_weight(same.name, same, 1, 2), expected)
+    with pytest.raises(UserError, match=r"lacks 6\.rm_linear\.weight.*finetune: true|missing layer_06"):
+        reader_of(checkpoint, model, NEOX_VOCAB)
+
+
+def test_a_run_goes_on_with_the_head_that_it_had() -> None:
+    normal, rewards = ({**CONFIG, "output_head": head} for head in ("vocabulary", "reward"))
+    check_config(normal, rewards, path=Path("p"), finetune=True, new_run=True, load_optim=False)
+    for saved, now, options in (
+        (normal, rewards, {}),
+        (normal, rewards, {"new_run": True}),
+        (rewards, normal, {"finetune": True, "new_run": True, "load_optim": False}),
+    ):
+        advice = "finetune: true" if now is rewards else "new weights"
+        with pytest.raises(UserError, match=rf"output_head: .*(\n.*)*{advice}"):
+            check_config(saved, now, path=Path("p"), **options)

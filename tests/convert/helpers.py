@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.weights import save_weights
@@ -58,7 +58,11 @@ def hugging_face(args: NeoXArgs, architecture: str, seed: int = 0):
     """
     fields = FAMILIES[architecture].config(args.model, VOCAB, TokenIds())
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).float().eval()
+    if args.model.output_head == "reward":
+        config = AutoConfig.for_model(**fields, num_labels=1)
+        model = AutoModelForSequenceClassification.from_config(config).float().eval()
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields)).float().eval()
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             # Of small weights a state space makes little that could be seen.
@@ -89,7 +93,7 @@ def specs_of(args: NeoXArgs, tp: int):
 
 def full_tensors(args: NeoXArgs, architecture: str, theirs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Our full parameters from Hugging Face's tensors, by the family's table read backwards."""
-    rules = [rule for rule in FAMILIES[architecture].table(args.model) if not isinstance(rule, Constant)]
+    rules = [rule for rule in FAMILIES[architecture].rules(args.model) if not isinstance(rule, Constant)]
     ways = [rule.among(theirs) for rule in rules]
     return {way.ours: way.transform.load([theirs[name] for name in way.theirs]) for way in ways}
 

@@ -32,14 +32,14 @@ def choose_family(model: ModelConfig, name: str | None, among: Collection[str] =
     """
     if name is not None:
         family = FAMILIES[name]
-        if reasons := family.unsupported(model):
+        if reasons := family.refusals(model):
             raise UserError(f"{family.architecture} cannot express this model: {'; '.join(reasons)}")
         return family
     refusals: list[tuple[str, list[str]]] = []
     for candidate in sorted(FAMILIES, key=lambda one: one not in FIRST):
         if among and candidate not in among:
             continue
-        reasons = FAMILIES[candidate].unsupported(model)
+        reasons = FAMILIES[candidate].refusals(model)
         if not reasons:
             return FAMILIES[candidate]
         refusals.append((candidate, reasons))

@@ -17,6 +17,7 @@ from megatron.convert.drafts import check_free, draft_of, publish
 from megatron.convert.families import choose_family
 from megatron.convert.hf.check import compare
 from megatron.convert.hf.safetensors_writer import Planned, write_safetensors
+from megatron.convert.hf.streamed import auto_class
 from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Family, Rule, TokenIds
 from megatron.convert.precision import dtype_of
 from megatron.convert.settings import Reference, Settings, open_source
@@ -29,6 +30,7 @@ from megatron.tokenizer.model_tokens import BOS, EOS, FIELDS, GENERATION, PAD, M
 logger = get_logger(__name__)
 
 MAX_SHARD_BYTES = 5 * 10**9
+ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ def export(
     overwrite: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Exported:
-    """Convert a checkpoint to a folder that `AutoModelForCausalLM` and `AutoTokenizer` open.
+    """Convert a checkpoint to a folder that `AutoModelForCausalLM` (of a reward model
+    `AutoModelForSequenceClassification`) and `AutoTokenizer` open.
 
     Args:
         checkpoint: a `global_step<N>` folder, or a `save` folder (its latest).
@@ -93,12 +96,14 @@ def export(
     if averaged:
         reader.use_averages()
     family = choose_family(settings.model, architecture, families)
-    table = family.table(settings.model)
+    table = family.rules(settings.model)
     _check_names(reader, table)
     dtype = dtype_of(precision, reader.dtype(WORD_EMBEDDINGS))
     with draft_of(output, "--output_dir") as draft:
         kept, tokens = _write_tokenizer(reader, settings, draft, tokenizer, vocab_is_hf, pad_token_id)
         _check_ids(tokens, settings, reader, pad_token_id)
+        if settings.model.output_head == "reward":
+            _check_padding(tokens)
         _write_config(draft, family, settings.model, reader, tokens, dtype)
         kept.pop("transformers_version", None)
         _write_json(draft / GENERATION, {**kept, **tokens.generation})
@@ -108,7 +113,7 @@ def export(
         write_safetensors(draft, plan, _tensors(reader, table), dtype, max_shard_bytes)
         difference = compare(reader, settings.model, draft, dtype).accept("the exported copy") if check else None
         publish(draft, output)
-    return Exported(output, family.architecture, difference)
+    return Exported(output, family.class_of(settings.model), difference)
 
 
 def _check_names(reader: CheckpointReader, table: list[Rule | Constant]) -> None:
@@ -153,6 +158,17 @@ def _check_ids(tokens: ModelTokens, settings: Settings, reader: CheckpointReader
         raise UserError(f"special token ids beyond the model's {vocab_size} tokens: {too_large}. Is it its tokenizer?")
 
 
+def _check_padding(tokens: ModelTokens) -> None:
+    """transformers takes the reward at the last token that is not padding, which must be the end of the text."""
+    pad, ends = tokens.config.get(PAD), tokens.config.get(EOS)
+    if pad is None or pad in (ends if isinstance(ends, (list, tuple)) else [ends]):
+        why = "has no padding token" if pad is None else f"has its end of text, {pad}, as padding token too"
+        raise UserError(
+            f"--pad-token-id: the model {why}: AutoModelForSequenceClassification takes the reward at the last token "
+            "that is not padding; give the id of a token that no text ends with"
+        )
+
+
 def _write_config(
     draft: Path, family: Family, model: ModelConfig, reader: CheckpointReader, tokens: ModelTokens, dtype: torch.dtype
 ) -> None:
@@ -162,7 +178,8 @@ def _write_config(
     )
     name = str(dtype).removeprefix("torch.")
     config: dict[str, Any] = {
-        "architectures": [family.architecture],
+        "architectures": [family.class_of(model)],
+        **(ONE_LABEL if model.output_head == "reward" else {}),
         **{field: value for field, value in fields.items() if field not in FIELDS or field in ids},
         "dtype": name,
         "torch_dtype": name,  # for transformers 4
@@ -197,13 +214,13 @@ def _tensors(reader: CheckpointReader, table: list[Rule | Constant]) -> Iterator
 
 def _check_plan(draft: Path, reader: CheckpointReader, table: list[Rule | Constant], model: ModelConfig) -> None:
     """The planned names and shapes are those of the architecture that config.json describes, built without memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     with torch.device("meta"):
         config = AutoConfig.from_pretrained(draft, trust_remote_code=False)
-        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        empty = auto_class(model.output_head == "reward").from_config(config, trust_remote_code=False)
     expected = {name: tuple(tensor.shape) for name, tensor in empty.state_dict().items()}
-    if not model.no_weight_tying:
+    if model.ties_head:
         head = empty.get_output_embeddings()
         for name in [f"{name}.weight" for name, module in empty.named_modules() if module is head]:
             del expected[name]  # the embedding under a second name

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.convert.hf.safetensors_reader import read_header, read_tensor
+from megatron.convert.parts.family import CLASSIFIER
 from megatron.convert.parts.tensors import Stored
 from megatron.errors import UserError
 from megatron.files import read_json, refuse_lfs_pointer
@@ -55,6 +56,11 @@ class HuggingFaceFolder:
         stored = self.tensors[name]
         path = self.path / stored.file
         return read_tensor(path, stored) if stored.file.endswith(".safetensors") else _load(path)[name]
+
+    @property
+    def is_reward_model(self) -> bool:
+        """Whether its class is one for sequences: numbers for a text in the place of logits for each token."""
+        return any(name.endswith(CLASSIFIER) for name in self.config.get("architectures") or ())
 
     def model_tokens(self) -> dict[str, Any]:
         """The ids in config.json and generation_config.json, as they are there: the key `model_tokens`."""

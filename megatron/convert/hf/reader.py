@@ -73,6 +73,11 @@ def keys_of(source: HuggingFaceFolder) -> tuple[str, dict[str, Any]]:
     size = source.config.get("vocab_size")
     if not isinstance(size, int):
         raise UserError(f"{where}: vocab_size is {size!r}, not a number")
+    if source.is_reward_model:
+        labels = source.config.get("num_labels") or len(source.config.get("id2label") or (0, 1))
+        if labels != 1:
+            raise UserError(f"{where}: {labels} labels (id2label); a reward model has one number for a text")
+        keys = {**keys, "train_impl": "rm"}
     return family, {**keys, "vocab_size": size}
 
 
@@ -85,18 +90,18 @@ def model_of(keys: dict[str, Any]) -> ModelConfig:
 def rules_of(source: HuggingFaceFolder, family: str, model: ModelConfig) -> dict[str, Rule]:
     """The family's table by our names, with the names that this source has. Its tensors are exactly those there."""
     entry = FAMILIES[family]
-    if reasons := entry.unsupported(model):
+    if reasons := entry.refusals(model):
         raise UserError(f"{source.path}: {entry.architecture} with {'; '.join(reasons)} cannot be converted")
     there = set(source.tensors)
     rules: dict[str, Rule] = {}
     wanted: set[str] = set()
-    for rule in entry.table(model):
+    for rule in entry.rules(model):
         if isinstance(rule, Constant):
             raise ValueError(f"{family}: a model read from {entry.architecture} leaves {rule.theirs} out")
         rules[rule.ours] = rule.among(there)
         wanted.update(rules[rule.ours].theirs)
     extra = there - wanted
-    if not model.no_weight_tying:
+    if model.ties_head:
         extra -= _tied_heads(source, extra, rules[WORD_EMBEDDINGS].theirs[0])
     missing = sorted(wanted - there)
     if missing or extra:

@@ -45,14 +45,21 @@ def _config_of(folder: HuggingFaceFolder) -> Any:
 
 
 def _build(folder: HuggingFaceFolder, config: Any) -> Any:
-    """transformers' own causal model of a config. Raises `UserError` when it has none."""
-    from transformers import AutoModelForCausalLM
-
+    """transformers' own model of a config. Raises `UserError` when it has none."""
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+        return (
+            auto_class(folder.is_reward_model).from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+        )
     except ValueError as error:
-        kind = folder.config.get("model_type")
-        raise UserError(f"{folder.path}: transformers has no causal language model of model_type {kind!r}") from error
+        what, kind = "reward" if folder.is_reward_model else "causal language", folder.config.get("model_type")
+        raise UserError(f"{folder.path}: transformers has no {what} model of model_type {kind!r}") from error
+
+
+def auto_class(rewards: bool) -> Any:
+    """The class of transformers that opens causal language models, or that of reward models."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification if rewards else AutoModelForCausalLM
 
 
 @torch.no_grad()
@@ -72,7 +79,10 @@ def folder_outputs(
         layer.register_forward_hook(_note_output(found, block(index)))
     streamed.head.register_forward_pre_hook(_note_input(found, NORM, cut=True), with_kwargs=True)
     with _quiet():
-        logits = streamed.model(input_ids=tokens, use_cache=False).logits
+        if folder.is_reward_model:  # its own forward would keep one token of each text
+            logits = streamed.head(streamed.model.base_model(input_ids=tokens, use_cache=False).last_hidden_state)
+        else:
+            logits = streamed.model(input_ids=tokens, use_cache=False).logits
     return [*found, (LOGITS, logits.float())]
 
 
@@ -110,7 +120,7 @@ class StreamedModel:
             if hasattr(config, "rescale_every"):  # RWKV: it would scale weights that are not loaded, for fp16
                 config.rescale_every = 0
             self.model = _build(folder, config)
-        self.head: nn.Module = self.model.get_output_embeddings()
+        self.head: nn.Module = self.model.score if folder.is_reward_model else self.model.get_output_embeddings()
         self._empty = dict(self.model.named_parameters(remove_duplicate=False))
         self._tied = _tied_names(self._empty)
         self.layers, units = _units(self.model, config.num_hidden_layers)

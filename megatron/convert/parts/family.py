@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.convert.parts.transforms import Copy, Transform
+from megatron.model.head import REWARD
 
 if TYPE_CHECKING:
     from megatron.convert.parts.fields import Fields
     from megatron.neox_arguments.schema_model import ModelConfig
 
 WORD_EMBEDDINGS = "0.word_embeddings.weight"
+CLASSIFIER, CLASSIFIER_WEIGHT = "ForSequenceClassification", "score.weight"
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,29 @@ class Family:
     config: Callable[[ModelConfig, int, TokenIds], dict[str, Any]]
     unsupported: Callable[[ModelConfig], list[str]]
     readers: Mapping[str, Callable[[Fields], dict[str, Any]]] = field(default_factory=dict)
+
+    def rules(self, model: ModelConfig) -> list[Rule | Constant]:
+        """`table`, with the head of a reward model in the place of the output matrix."""
+        if model.output_head == "vocabulary":
+            return self.table(model)
+        body = self.table(replace(model, no_weight_tying=False, use_bias_in_head=False))
+        return [*body, Rule(f"{model.num_layers + 4}.{REWARD}", (CLASSIFIER_WEIGHT,))]
+
+    def class_of(self, model: ModelConfig) -> str:
+        """The class in transformers: `architecture`, or its sister with one number for a text."""
+        if model.output_head == "vocabulary":
+            return self.architecture
+        return re.sub(r"(ForCausalLM|LMHeadModel)$", CLASSIFIER, self.architecture)
+
+    def refusals(self, model: ModelConfig) -> list[str]:
+        """What the architecture cannot express of the model."""
+        reasons = self.unsupported(model)
+        if model.output_head == "vocabulary":
+            return reasons
+        import transformers
+
+        missing = not hasattr(transformers, name := self.class_of(model))
+        return [*reasons, *([f"train_impl: rm (transformers has no {name})"] if missing else [])]
 
 
 def common_fields(model: ModelConfig, vocab_size: int, ids: TokenIds) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def export_mamba_ssm(checkpoint: str | Path, output: str | Path, config_files: S
     kind = (model.attention_config or ("",))[0]
     if kind not in ("mamba", "mamba2"):
         raise UserError(f"{reader.folder} has layers of {kind}; mamba-ssm has Mamba only")
-    reasons = FAMILIES[kind].unsupported(model)
+    reasons = FAMILIES[kind].refusals(model)
     if model.rms_norm_epsilon != _EPSILON:
         reasons.append(f"rms_norm_epsilon: {model.rms_norm_epsilon} (it has {_EPSILON})")
     if reasons:

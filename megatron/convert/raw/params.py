@@ -113,6 +113,8 @@ def unsupported(model: ModelConfig, shards: int) -> list[str]:
     """What raw LLaMA files cannot express, one phrase each."""
     family = "mistral" if _is_mistral(model) else "llama"
     reasons = FAMILIES[family].unsupported(model)
+    if model.output_head == "reward":
+        reasons.append("train_impl: rm (it has logits only)")
     if model.activation != "swiglu":
         reasons.append(f"activation: {model.activation} (it has swiglu only)")
     if family == "llama" and (model.use_bias_in_attn_linear or model.use_bias_in_mlp):
