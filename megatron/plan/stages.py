@@ -111,7 +111,7 @@ def _with_frozen(args: NeoXArgs, vocab_size: int, stage: StageRow, held: Held) -
     rules, parallel = trained_rules(args.optimizer, args.post), args.parallel
     layers = {layer.index for layer in stage.layers}
     in_blocks = {layer.index for layer in stage.layers if layer.is_block}
-    copies = {0} if any(layer.name == "Head" for layer in stage.layers) and not args.model.no_weight_tying else set()
+    copies = {0} if any(layer.name == "Head" for layer in stage.layers) and args.model.ties_head else set()
     added = trained = experts = blocks = 0
     for name, spec in model_specs(args.model, vocab_size, Adapters.of(args.post)).items():
         layer, is_adapter = int(name.partition(".")[0]), name.endswith(PARTS)

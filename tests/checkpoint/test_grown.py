@@ -14,10 +14,10 @@ from megatron.checkpoint.grown import GrownReader, Growth
 from megatron.checkpoint.init_from import InitFrom
 from megatron.checkpoint.layout import parameter_order
 from megatron.checkpoint.load import load_checkpoint
-from megatron.model.gpt import model_specs as network_specs
 from megatron.checkpoint.neox_reader import reader_of
 from megatron.checkpoint.save import save_checkpoint
 from megatron.errors import UserError
+from megatron.model.gpt import model_specs as network_specs
 from megatron.mpu.initial_weights import initial_value
 from megatron.mpu.sharding import unshard
 from megatron.mpu.state import ParallelState
