@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from megatron.neox_arguments.schema_post import PostConfig
     from megatron.neox_arguments.schema_train import OptimizerConfig
 
-_ADAPTERS_ALONE = (ParameterRule(("*",), freeze=True), ParameterRule(("*.lora.*",), freeze=False))
+# A head of rewards is trained, too: it is not the base model's.
+_ADAPTERS_ALONE = (ParameterRule(("*",), freeze=True), ParameterRule(("*.lora.*", "*.rm_linear.*"), freeze=False))
 
 _EMBEDDING_LAYER = "0."  # how the canonical names of its parameters begin
 
