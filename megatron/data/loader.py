@@ -20,6 +20,7 @@ import numpy as np
 from megatron.data.batch import StepBatch
 from megatron.data.collate import CollateRules, allocate, complete, cut, fill, untrained
 from megatron.data.sample import Sample, SampleDataset
+from megatron.errors import UserError
 from megatron.neox_arguments.batch_plan import BatchPlan
 
 
@@ -37,6 +38,7 @@ class StepLoader:
         plan: samples of each step over all ranks, multiples of micro_batch * dp_size; by default always the same.
         rows: samples in an item; item i of a micro-batch is its rows from rows * i on. All else counts items.
         count: works out what the objective counts in a batch, `StepBatch.counts`.
+        problem: why the objective can learn nothing from a sample; None where it can.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class StepLoader:
         plan: BatchPlan | None = None,
         rows: int = 1,
         count: Callable[[StepBatch], Sequence[float]] | None = None,
+        problem: Callable[[Sample], str | None] = lambda sample: None,
     ) -> None:
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank {dp_rank} of dp_size {dp_size}")
         self.dataset, self.rules = dataset, rules
         self.micro_batch, self.gas, self.dp_rank, self.dp_size = micro_batch, gas, dp_rank, dp_size
-        self.num_workers, self.pin_memory, self.rows, self.count = num_workers, pin_memory, rows, count
+        self.num_workers, self.pin_memory, self.rows = num_workers, pin_memory, rows
+        self.count, self.problem = count, problem
         self.plan = plan or BatchPlan.constant(micro_batch * gas * dp_size)
 
     def num_steps(self, consumed: int = 0, step: int = 0) -> int:
@@ -94,6 +98,11 @@ class StepLoader:
         samples = item if isinstance(item, tuple) else (item,)
         if len(samples) != self.rows:
             raise ValueError(f"item {number} is {len(samples)} samples, expected {self.rows}")
+        for sample in samples:
+            if why := self.problem(sample):
+                found = self.dataset.locate(number)
+                documents = ", ".join(dict.fromkeys(str(piece.document) for piece in found.pieces))
+                raise UserError(f"{found.path[-1]}: document {documents}: {why}")
         return samples
 
     def steps(self, consumed: int = 0, step: int | None = None) -> Iterator[StepBatch]:

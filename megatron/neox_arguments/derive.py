@@ -18,6 +18,7 @@ from megatron.neox_arguments import (
     rules_mixture,
     rules_model,
     rules_moe,
+    rules_objective,
     rules_output,
     rules_pairs,
     rules_parallel,
@@ -77,7 +78,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_scales.soft_caps),
     Rule(rules_scales.embedding),
     Rule(rules_scales.local_positions),
-    Rule(rules_scales.output_head, fills=("output_head",)),
+    Rule(rules_objective.output_head, fills=("output_head",)),
     Rule(rules_scales.head_bias),
     Rule(rules_scales.unit_offset),
     Rule(rules_feed_forward.feed_forward, fills=("gated_width_rule", "ffn_width")),
@@ -102,6 +103,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_pairs.pairs, fills=rules_pairs.FILLED),
     Rule(rules_data.data_paths, fills=("data_impl",)),
     Rule(rules_pairs.answers),
+    Rule(rules_objective.strengths),
     Rule(rules_schedule.length, fills=rules_schedule.LENGTHS),
     Rule(rules_mixture.train_weights),
     Rule(rules_mixture.per_source),
@@ -143,15 +145,14 @@ def derive(args: NeoXArgs, facts: Facts | None = None, problems: Problems | None
 
 def check_trainable(args: NeoXArgs, problems: Problems | None = None) -> None:
     """What only training needs: steps to do and data. Raises one `UserError`, or adds to `problems`."""
-    training, data = args.training, args.data
+    training = args.training
     with collector(problems) as found:
         lengths = rules_schedule.LENGTHS
         if all(getattr(training, name) is None for name in lengths) and found.usable(*lengths):
             found.add(f"set train_iters (or {', '.join(lengths[1:])}): how long to train")
-        named = found.usable("data_path", "train_data_paths", "mixture", "train_impl")
-        given = data.data_path is not None or data.train_data_paths is not None or trains_on_rollouts(args.get)
-        if not given and named:
-            found.add("set data_path, train_data_paths or mixture: what to train on")
+        named = found.usable("data_path", "train_data_paths", "mixture", "train_impl", "dataset_impl")
+        if named and (problem := rules_objective.data_problem(args)):
+            found.add(problem)
 
 
 def check_device(args: NeoXArgs, on_gpu: bool, problems: Problems | None = None) -> None:

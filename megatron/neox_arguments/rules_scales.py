@@ -1,9 +1,8 @@
-"""Rules about caps, factors, biases and the head: keys that change what a network computes more than its blocks."""
+"""Rules about caps, factors and biases: keys that change the numbers a network computes, but not its shape."""
 
 from __future__ import annotations
 
 from megatron.neox_arguments.draft import Draft
-from megatron.rows import row
 
 # Back-ends of attention whose kernels return no scores that a cap could be put on.
 WITHOUT_SOFTCAP = ("torch", "cudnn", "varlen", "transformer_engine")
@@ -36,20 +35,6 @@ def local_positions(draft: Draft) -> None:
         draft.fail("rotary_emb_base_local", f"pos_emb is {draft['pos_emb']}; it needs rotary")
     if all(window is None for window in draft["layer_windows"]):
         draft.fail("rotary_emb_base_local", "no layer has a sliding window; set sliding_window_width or leave it out")
-
-
-def output_head(draft: Draft) -> None:
-    """What is trained says what the last layer is; one of rewards gives no words."""
-    objective = draft["train_impl"]
-    head = row("train_impl", objective).get("head", "vocabulary")
-    draft.set("output_head", head, f"train_impl {objective}")
-    if head == "vocabulary":
-        return
-    for name in ("eval_tasks", "eval_suite", "sample_every"):
-        if draft[name]:
-            draft.report(name, f"train_impl: {objective} gives a number for a text and no words; leave it out")
-    if draft["z_loss_weight"]:
-        draft.report("z_loss_weight", f"train_impl: {objective} has no logits; z_loss holds its rewards near 0")
 
 
 def head_bias(draft: Draft) -> None:

@@ -169,14 +169,34 @@ class PostConfig:
     gd_retain_weight: float = key(40.0, "Weight of the loss on gd_retain_dataset, against that on ga_dataset.")
     gd_log_separate_losses: bool = key(True, "Log both losses of gradient difference besides what it lowers.")
 
+    # reward models
+    z_loss: float = key(
+        0.0, "train_impl rm: add this times the squared rewards of both answers. Language models have z_loss_weight."
+    )
+    rm_center_coefficient: float = key(
+        0.0,
+        "train_impl rm: add this times the square of the sum of both rewards of a pair, which holds rewards near 0 "
+        "(TRL's center_rewards_coefficient).",
+        new=True,
+    )
+
+    # KTO
+    kto_beta: float = key(0.1, "train_impl kto: how dear it is to move away from the reference model.")
+    kto_desirable_weight: float = key(1.0, "train_impl kto: weight of answers with a reward above 0.")
+    kto_undesirable_weight: float = key(1.0, "train_impl kto: weight of answers with a reward below 0.")
+    kto_loss_type: Literal["kto", "apo_zero_unpaired"] = key(
+        "kto",
+        "train_impl kto: what an answer is compared with. kto: z0, how far the model is from the reference on prompts "
+        "with the answers to others, one more forward pass a step. apo_zero_unpaired: 0.",
+        new=True,
+    )
+    kto_fp32: bool = key(
+        True,
+        "train_impl kto: log-probabilities in fp32.",
+        unavailable={False: "they are always in fp32; leave it out"},
+    )
+
     # known, not available
     dpo_fp32: bool = key(True, "DPO in fp32.", unavailable=_OBJECTIVE)
     dpo_reference_free: bool = key(False, "DPO without a reference model.", unavailable=_OBJECTIVE)
     dpo_beta: float = key(0.1, "DPO's beta.", unavailable=_OBJECTIVE)
-    kto_fp32: bool = key(True, "KTO in fp32.", unavailable=_OBJECTIVE)
-    kto_desirable_weight: float = key(1.0, "Weight of desirable samples.", unavailable=_OBJECTIVE)
-    kto_undesirable_weight: float = key(1.0, "Weight of undesirable samples.", unavailable=_OBJECTIVE)
-    kto_beta: float = key(0.1, "KTO's beta.", unavailable=_OBJECTIVE)
-    z_loss: float = key(
-        0.0, "z-loss of reward models. That of language models is z_loss_weight.", unavailable=_OBJECTIVE
-    )

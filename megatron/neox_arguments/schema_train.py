@@ -250,7 +250,7 @@ class TrainingConfig:
         "normal",
         "Objective.",
         registry="train_impl",
-        unavailable=dict.fromkeys(("dpo", "rm", "kto"), _OBJECTIVE),
+        unavailable=dict.fromkeys(("dpo", "kto"), _OBJECTIVE),
     )
     replica_check_interval: int = key(
         1000, "Steps between checks that replicated weights still agree over ranks; <= 0 never.", new=True

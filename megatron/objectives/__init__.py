@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.data.answers import ANSWER_TOKENS
 from megatron.data.batch import StepBatch
+from megatron.data.sample import Sample
 from megatron.errors import UserError
 from megatron.model.head import LMOutput
 from megatron.neox_arguments.schema_post import PostConfig
@@ -70,6 +71,10 @@ class Objective(ABC):
         first forward pass. A step in which nothing is counted is skipped."""
         return (batch.trained,)
 
+    def problem(self, sample: Sample) -> str | None:
+        """Why nothing can be learnt from a sample, for a message that names its document; None where it can."""
+        return None
+
     @abstractmethod
     def loss(self, out: LMOutput, labels: Labels) -> Tensor | tuple[Tensor, Tensor]:
         """A micro-batch's share of the step's loss: 0-dim fp32 with a gradient for every parameter (`out.with_balance`
@@ -118,9 +123,13 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
     "train_impl",
     wants="a subclass of megatron.objectives.Objective",
     fits=lambda entry: isinstance(entry, type) and issubclass(entry, Objective),
-    fields=("data",),
+    fields=("head", "data"),
 )
-"""Subclasses of `Objective`, which are made with the keys about post-training (`args.post`)."""
+"""Subclasses of `Objective`, which are made with the keys about post-training (`args.post`).
+
+`head`: what the last layer gives, where that is not logits: `reward`. `data`: what is learnt from, where it is not
+texts alone: `pairs`, texts with `rewards`, or the model's own `rollouts`.
+"""
 
 
 import_entries(__name__, __path__)

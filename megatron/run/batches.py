@@ -135,6 +135,7 @@ def build_batches(
             plan=BatchPlan.of(args) if role == "train" else None,
             rows=datasets.plan.roles[role].rows,
             count=objective.count,
+            problem=objective.problem,
         )
         if copies is None:
             return loader.steps

@@ -46,7 +46,7 @@ RULED: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 # One value is possible, so there is nothing to read.
-FIXED = {"deepspeed", "output_layer_parallelism", "data_impl", "ga_dataset_impl", "gd_retain_dataset_impl"}
+FIXED = {"deepspeed", "output_layer_parallelism", "data_impl", "ga_dataset_impl", "gd_retain_dataset_impl", "kto_fp32"}
 
 # Keys about pairs, of which tests/neox_args/test_pairs.py holds what they change.
 PAIRS = {"dataset_impl", *(f"pos_{name}" for name in rules_pairs.FILLED)}

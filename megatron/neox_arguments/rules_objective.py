@@ -1,0 +1,74 @@
+"""Rules about what is trained (`train_impl`): the head that it needs, the data, the batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron.neox_arguments.batch_plan import BatchPlan
+from megatron.neox_arguments.draft import Draft
+from megatron.rows import row
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments.arguments import NeoXArgs
+
+
+def output_head(draft: Draft) -> None:
+    """The objective says what the last layer gives; rewards are no words."""
+    objective = draft["train_impl"]
+    head = row("train_impl", objective).get("head", "vocabulary")
+    draft.set("output_head", head, f"train_impl {objective}")
+    if head == "vocabulary":
+        return
+    for name in ("eval_tasks", "eval_suite", "sample_every"):
+        if draft[name]:
+            draft.report(name, f"train_impl: {objective} gives a number for a text and no words; leave it out")
+    if draft["z_loss_weight"]:
+        draft.report("z_loss_weight", f"train_impl: {objective} has no logits; z_loss holds its rewards near 0")
+    if draft["eod_mask_loss"]:
+        draft.report(
+            "eod_mask_loss", f"train_impl: {objective} reads the reward at an end of text, which it masks; set it false"
+        )
+
+
+def strengths(draft: Draft) -> None:
+    """Factors of losses are not negative."""
+    draft.positive("kto_beta")
+    draft.not_negative("kto_desirable_weight", "kto_undesirable_weight", "z_loss", "rm_center_coefficient")
+
+
+def data_problem(args: NeoXArgs) -> str | None:
+    """What to set, where the objective cannot learn from the data that are configured."""
+    data, objective = args.data, args.training.train_impl
+    needs = row("train_impl", objective).get("data")
+    if needs == "rollouts":
+        return None
+    pairs = data.dataset_impl == "pairwise"
+    if needs == "pairs" and not (pairs and data.train_data_paths):
+        return (
+            f"train_impl: {objective} learns from pairs: set dataset_impl: pairwise, pos_train_data_paths and "
+            "neg_train_data_paths"
+        )
+    if needs == "rewards" and (pairs or data.train_reward_data_paths is None):
+        return (
+            f"train_impl: {objective} learns from texts with a reward each: set train_data_paths, "
+            "train_label_data_paths and train_reward_data_paths (dataset_impl: gpt2)"
+        )
+    for role in ("valid", "test") if needs == "rewards" else ():
+        if getattr(data, f"{role}_data_paths") is not None and getattr(data, f"{role}_reward_data_paths") is None:
+            return f"{role}_reward_data_paths: train_impl: {objective} needs the rewards of {role}_data_paths; set it"
+    if data.data_path is None and data.train_data_paths is None:
+        return "set data_path, train_data_paths or mixture: what to train on"
+    return _exchange_problem(args) if objective == "kto" and args.post.kto_loss_type == "kto" else None
+
+
+def _exchange_problem(args: NeoXArgs) -> str | None:
+    """KTO's z0 is of prompts with the answers to others in the global batch: a text a row, two or more of them."""
+    if args.data.train_label_data_paths is None:
+        wrong = "without labels prompts are answers, too; set train_label_data_paths"
+    elif args.data.pack_impl != "unpacked":
+        wrong = f"pack_impl: {args.data.pack_impl} puts several into a row; set pack_impl: unpacked"
+    elif min(size for _, size in BatchPlan.of(args).stages) < 2:
+        wrong = "train_batch_size: 1 has none to exchange; set 2 or more"
+    else:
+        return None
+    return f"kto exchanges answers within a batch, and {wrong}, or kto_loss_type: apo_zero_unpaired, which does not"

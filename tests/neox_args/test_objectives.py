@@ -1,0 +1,78 @@
+"""What `train_impl` needs: a head, data, a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import check_trainable, derive
+
+pytestmark = pytest.mark.cpu
+
+RUN: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "train_iters": 4,
+}
+PAIRS = {
+    "train_impl": "rm",
+    "dataset_impl": "pairwise",
+    "pack_impl": "unpacked",
+    "pos_train_data_paths": ["good"],
+    "neg_train_data_paths": ["bad"],
+}
+REWARDS = {
+    "train_impl": "kto",
+    "pack_impl": "unpacked",
+    "train_data_paths": ["texts"],
+    "train_label_data_paths": ["labels"],
+    "train_reward_data_paths": ["rewards"],
+}
+
+
+def trainable(**keys: Any) -> NeoXArgs:
+    args = derive(NeoXArgs.from_saved({**RUN, **keys}))
+    check_trainable(args)
+    return args
+
+
+def test_a_reward_model_has_a_head_of_rewards() -> None:
+    assert trainable(**PAIRS).model.output_head == "reward"
+    assert trainable(**REWARDS).model.output_head == "vocabulary"
+    assert not trainable(**PAIRS).model.ties_head
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({**PAIRS, "eval_tasks": ["lambada"]}, "eval_tasks: .*no words"),
+        ({**PAIRS, "sample_every": 2, "sample_prompts": "p.txt"}, "sample_every: .*no words"),
+        ({**PAIRS, "z_loss_weight": 0.1}, "z_loss_weight: .*z_loss"),
+        ({**PAIRS, "eod_mask_loss": True}, "eod_mask_loss: .*set it false"),
+        ({"train_impl": "rm", "train_data_paths": ["texts"]}, "rm learns from pairs: .*pos_train_data_paths"),
+        ({"train_impl": "rm"}, "rm learns from pairs: .*pos_train_data_paths"),
+        ({**PAIRS, "train_impl": "kto"}, "kto learns from texts with a reward each: .*train_reward_data_paths"),
+        ({"train_impl": "kto", "data_path": "texts"}, "kto learns from texts with a reward each"),
+        ({**REWARDS, "valid_data_paths": ["more"]}, "valid_reward_data_paths: "),
+        ({**REWARDS, "train_label_data_paths": None}, "labels.*train_label_data_paths"),
+        ({**REWARDS, "pack_impl": "best_fit", "intra_document_masking": True}, "pack_impl: unpacked, or kto_loss_type"),
+        ({**REWARDS, "train_micro_batch_size_per_gpu": 1}, "train_batch_size: 1 .*2 or more, or kto_loss_type"),
+        ({**REWARDS, "kto_beta": 0.0}, "kto_beta"),
+        ({**PAIRS, "rm_center_coefficient": -1.0}, "rm_center_coefficient"),
+    ],
+)
+def test_what_an_objective_cannot_do_is_named(keys: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        trainable(**keys)
+
+
+def test_without_an_estimate_kto_takes_what_the_data_are() -> None:
+    free = {**REWARDS, "kto_loss_type": "apo_zero_unpaired"}
+    trainable(**{**free, "train_micro_batch_size_per_gpu": 1, "train_label_data_paths": None})
+    trainable(**{**free, "pack_impl": "best_fit", "intra_document_masking": True})
