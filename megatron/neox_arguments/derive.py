@@ -36,7 +36,6 @@ from megatron.neox_arguments import (
 from megatron.neox_arguments.callback_key import check_callbacks
 from megatron.neox_arguments.draft import Draft, Facts, Rule
 from megatron.neox_arguments.problems import Problems, collector
-from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs

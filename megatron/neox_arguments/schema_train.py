@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megatron.neox_arguments.keys import key
 
-_OBJECTIVE = "only train_impl: normal is available yet"
+_OBJECTIVE = "it is not available yet"
 _BNB = "8-bit optimizers are not available; use optimizer.type Adam"
 
 DTYPE_SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.base import Opening, open_reader
 from megatron.checkpoint.compare import check_config
 from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.grown import GrownReader, Growth
 from megatron.checkpoint.init_from import InitFrom
 from megatron.checkpoint.layout import parameter_order
 from megatron.checkpoint.load import load_checkpoint
-from megatron.checkpoint.neox_reader import reader_of
 from megatron.checkpoint.save import save_checkpoint
 from megatron.errors import UserError
 from megatron.model.gpt import model_specs as network_specs
@@ -212,7 +212,7 @@ def test_a_language_model_of_gpt_neox_gets_a_head_of_rewards(tmp_path: Path, for
     checkpoint = open_checkpoint(write_neox(tmp_path / "global_step9", theirs, keys, tp=2, form=form))
     model = resolved(**keys, train_impl="rm").model
     specs = network_specs(model, NEOX_VOCAB)
-    reader = reader_of(checkpoint, model, NEOX_VOCAB, new_head=True)
+    reader = open_reader(checkpoint, Opening(model, NEOX_VOCAB, new_head=True))
     grown = GrownReader(reader, REWARDS, {name: spec.shape for name, spec in specs.items()})
     assert grown.names() == sorted(specs, key=parameter_order)
     head = specs["6.rm_linear.weight"]
@@ -221,7 +221,7 @@ def test_a_language_model_of_gpt_neox_gets_a_head_of_rewards(tmp_path: Path, for
     expected = theirs["gpt_neox.layers.1.mlp.dense_4h_to_h.weight"].chunk(2, 1)[1]
     assert torch.equal(grown.local_weight(same.name, same, 1, 2), expected)
     with pytest.raises(UserError, match=r"lacks 6\.rm_linear\.weight.*finetune: true|missing layer_06"):
-        reader_of(checkpoint, model, NEOX_VOCAB)
+        open_reader(checkpoint, Opening(model, NEOX_VOCAB))
 
 
 def test_a_run_goes_on_with_the_head_that_it_had() -> None:
