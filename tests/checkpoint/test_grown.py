@@ -17,7 +17,7 @@ from megatron.checkpoint.layout import parameter_order
 from megatron.checkpoint.load import load_checkpoint
 from megatron.checkpoint.save import save_checkpoint
 from megatron.errors import UserError
-from megatron.model.gpt import model_specs as network_specs
+from megatron.model.specs import model_specs as network_specs
 from megatron.mpu.initial_weights import initial_value
 from megatron.mpu.sharding import unshard
 from megatron.mpu.state import ParallelState
