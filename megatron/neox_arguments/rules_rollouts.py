@@ -8,7 +8,7 @@ from typing import Any
 from megatron.neox_arguments.draft import Draft, nearest_multiples
 from megatron.rows import row
 
-_REWARDS = ("reward", "reward_url")
+_REWARDS = ("reward", "reward_url", "reward_model")
 _OWN_BATCHES = ("batch_size_schedule", "rampup_batch_size", "seq_length_ramp")
 _DATA = ("data_path", "train_data_paths", "valid_data_paths", "test_data_paths", "mixture", "valid_sets")
 
@@ -43,7 +43,10 @@ def rollouts(draft: Draft) -> None:
     if online and given:
         draft.report(given[0], "completions of dataset_impl: online come with their rewards; leave it out")
     if not online and len(given) != 1:
-        draft.report("reward", "is set, and reward_url, too" if given else "must be set, or reward_url")
+        others = " and ".join(given)
+        draft.report(
+            "reward", f"one is enough: {others} are set" if given else "must be set, or reward_url, reward_model"
+        )
     for key in (*_OWN_BATCHES, *_DATA):
         if draft[key] is not None:
             draft.report(

@@ -119,6 +119,12 @@ class PostConfig:
     reward_url: str | None = key(
         None, "A service that gives the rewards: JSON over HTTP, documentation/post_training.md.", new=True
     )
+    reward_model: str | None = key(
+        None,
+        "A reward model (train_impl: rm), as a folder of checkpoints: its weights are in memory at the run's layout.",
+        path=True,
+        new=True,
+    )
     reward_timeout: float = key(
         60.0, "Seconds without an answer after which a reward, or a data server's completions, have failed.", new=True
     )

@@ -29,6 +29,7 @@ from megatron.errors import StopRequested, UserError
 from megatron.inference.data_servers import DataServers
 from megatron.inference.json_service import judge_at
 from megatron.inference.live import live_stage
+from megatron.inference.reward_model import RewardModel
 from megatron.inference.rewards import REWARDS, Judge, judge_with
 from megatron.inference.rollouts import Asked, Completed, Sampler, read_asked
 from megatron.inference.stage import Stage
@@ -71,6 +72,10 @@ class Rollouts(Callback):
         self.control, self.plan = Control(process.state), BatchPlan.of(process.args)
         self.sampler = Sampler(process.args, process.tokenizer, self.control, _judge(process.args))
         self.options = process.args.post
+        self.reward_model: RewardModel | None = None
+        if (model := self.options.reward_model) is not None:
+            batch = self.options.rollout_batch_size
+            self.reward_model = RewardModel(model, process.args, process.tokenizer, self.control, batch)
         self.file = None if folder is None or process.state.rank else folder / FILE
         self.prompts: list[Asked] = []
         self.servers: DataServers | None = None
@@ -152,6 +157,9 @@ class Rollouts(Callback):
             if self.servers is None:
                 rows = self.sampler.write(self._stage(trainer), lambda: self._turns(first, size))
                 sizes = [self.options.rollouts_per_prompt] * (size // self.options.rollouts_per_prompt)
+                if rows is not None and self.reward_model is not None:
+                    rewards = self.reward_model.judge(rows)
+                    rows = [replace(one, reward=reward) for one, reward in zip(rows, rewards, strict=True)]
             else:
                 rows, sizes = self._fetch(trainer, self.servers, step, size)
             if rows is not None and self.objective.reference:

@@ -14,16 +14,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from megatron.data.sample import IGNORE
+from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.errors import UserError
 from megatron.inference.data_servers import DataServers
+from megatron.inference.reward_model import RewardModel
+from megatron.inference.rollouts import Completed
+from megatron.inference.team import Control
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.plugin_key import import_plugins
+from tests.distributed import run_distributed
 from tests.documented import ROOT
 from tests.tokenizer.vocabularies import byte_level, write_json
-from tests.training.runs import Faults, run
+from tests.training.runs import Faults, process_of, run
 from tests.training.tiny import LLAMA, Layout
 
 pytestmark = pytest.mark.cpu
@@ -148,6 +156,53 @@ def test_other_prompts_are_refused_on_resume(tmp_path: Path, keys: dict[str, Any
     assert report.exit_code == 2 and "rollout_prompts" in report.error and "allow_config_changes" in report.error
 
 
+def write_pairs(folder: Path) -> dict[str, Any]:
+    """Keys of pairs of which the better answer has lower ids, labelled where a reward is read."""
+    rng, found = np.random.RandomState(3), {}
+    for side, first in (("pos", 1), ("neg", 150)):
+        texts, labels = folder / f"{side}_document", folder / f"{side}_label_document"
+        with IndexedDatasetBuilder(texts, np.uint16) as text, IndexedDatasetBuilder(labels, np.int32) as label:
+            for _ in range(40):
+                tokens = rng.randint(first, first + 100, 9).tolist()
+                text.add_document([*tokens, 0])
+                label.add_document([IGNORE] * 9 + [0])
+            text.finalize(), label.finalize()
+        found |= {f"{side}_train_data_paths": [str(texts)], f"{side}_train_label_data_paths": [str(labels)]}
+    return {**found, "train_impl": "rm", "dataset_impl": "pairwise", "pack_impl": "unpacked", "eod_mask_loss": False}
+
+
+def judge(rank: int, world: int, keys: dict[str, Any]) -> tuple[list[float | None], list[float]]:
+    """Rewards of texts that are judged together, and of each by itself."""
+    process = process_of(rank, keys, Layout())
+    model = RewardModel(keys["reward_model"], process.args, process.tokenizer, Control(process.state), 3)
+    texts = [Completed([5, 6], [7], None), Completed([9], [200, 3, 4, 0], None), Completed([1], [2], None)]
+    texts += [Completed([80], [90, 100], None), Completed([3], [], None)]
+    alone = []
+    for one in texts[:4]:
+        tokens = torch.tensor([[*one.prompt, *one.tokens]])
+        out = model.stage.run(tokens, torch.arange(tokens.shape[1])[None])
+        alone.append(float(out.logits()[0, -1]))
+    return model.judge(texts), alone
+
+
+def test_rewards_of_a_reward_model(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """At another layout than it was trained at, and the same at all."""
+    rewards = {name: value for name, value in keys.items() if name not in ("rollout_prompts", "plugins", "reward")}
+    folder = str(tmp_path / "rm")
+    (trained,) = run({**rewards, **write_pairs(tmp_path), "save": folder, "kl_impl": "mse"})
+    assert not trained.error
+    more = {"reward": None, "plugins": [], "reward_model": folder, "rollout_log": 8}
+    together, alone = run_distributed(judge, 1, {**keys, **more})[0]
+    assert together[:4] == pytest.approx(alone, rel=1e-5) and together[4] is None and len(set(alone)) == 4
+    for name, layout in (("a", Layout()), ("b", Layout(pp=2, tp=2))):
+        reports = run({**keys, **more, "save": str(tmp_path / name), "train_iters": 2}, layout)
+        assert not any(report.error for report in reports)
+    for one, other in zip(lines(tmp_path / "a"), lines(tmp_path / "b"), strict=True):
+        assert one["text"] == other["text"] and one["reward"] == pytest.approx(other["reward"], rel=1e-4)
+    (report,) = run({**keys, **more, "reward_model": str(tmp_path / "a")})
+    assert report.exit_code == 2 and "reward_model: " in report.error and "train_impl: rm" in report.error
+
+
 # -- services ------------------------------------------------------------------------------------------
 
 
@@ -262,7 +317,7 @@ def test_a_run_without_rewards_ends(keys: dict[str, Any]) -> None:
     [
         ({"rollout_prompts": None}, "rollout_prompts: must be set"),
         ({"reward": None}, "reward: must be set"),
-        ({"reward_url": "http://localhost:1"}, "reward: is set, and reward_url"),
+        ({"reward_url": "http://localhost:1"}, "reward: one is enough: reward and reward_url are set"),
         ({"rollouts_per_prompt": 3}, "rollouts_per_prompt: is 3; train_batch_size: 8.*6 or 9"),
         ({"rollouts_per_prompt": 1}, "rollouts_per_prompt: .*2 or more"),
         ({"train_impl": "normal"}, "rollout_prompts: is not read by train_impl: normal"),
