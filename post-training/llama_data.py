@@ -16,6 +16,7 @@ import argparse
 import itertools
 import json
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -170,11 +171,11 @@ def main() -> None:
         files = {split: Files(Path(args.output), args.name, split) for split in ("train", "val", "test")}
         for one in files.values():
             stack.callback(one.remove)
-        held: list[dict[str, Any]] = []
+        held: deque[dict[str, Any]] = deque()
         for found in pairs(args, args.train_split, left_out):
             held.append(found)
             if len(held) > args.val:
-                files["train"].add(held.pop(0))
+                files["train"].add(held.popleft())
         for found in held:
             files["val"].add(found)
         for found in pairs(args, args.test_split, left_out) if args.test_split else ():
