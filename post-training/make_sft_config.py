@@ -52,7 +52,9 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     group = parser.add_argument_group("the model")
-    group.add_argument("--from", dest="base", required=True, metavar="DIR", help="`save` of a run, or a checkpoint in it")
+    group.add_argument(
+        "--from", dest="base", required=True, metavar="DIR", help="`save` of a run, or a checkpoint in it"
+    )
     group.add_argument("--iteration", type=int, metavar="N", help="its step (the latest)")
     group.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json of the chats (the checkpoint's)")
     group = parser.add_argument_group("a recipe by name")

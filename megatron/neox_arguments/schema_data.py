@@ -183,6 +183,12 @@ class DataConfig:
         None, "Labels of pos_test_data_paths; without any, what both texts begin with is not trained.", path=True
     )
     neg_test_label_data_paths: tuple[str | None, ...] | None = key(None, "Labels of neg_test_data_paths.", path=True)
+    precompute_model_name: str | None = key(
+        None,
+        "The reference model's log-probabilities are in the files <data path>_<this>: float32, for each text those of "
+        "its tokens from the second on. Without it the run computes them (reference_path).",
+        differs="in every packing of whole documents",
+    )
     eod_mask_loss: bool = key(False, "No loss at positions whose input token is end-of-document.")
     num_workers: int = key(
         2, "Background workers per rank that read samples; 0 reads in the training process.", most=1_000

@@ -400,7 +400,7 @@ class GenerationConfig:
     text_gen_type: Literal["unconditional", "input-file", "interactive", "precompute"] | None = key(
         None,
         "Kind of generation. Default: input-file with sample_input_file or prompt, else unconditional.",
-        unavailable={"precompute": "reference log-probabilities are not available yet"},
+        unavailable={"precompute": "a training run computes the log-probabilities of its reference model itself"},
     )
     temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", differs="0 is greedy whatever top_k is")
     top_p: float = key(0.0, "Sample from the smallest set of tokens with this much probability; 0 is off.")
@@ -501,9 +501,4 @@ class GenerationConfig:
     eval_results_prefix: str = key("", "Start of the name of eval.py's result file.", path=True)
 
     # known, not available
-    precompute_model_name: str | None = key(
-        None,
-        "Name of cached reference log-probabilities.",
-        unavailable="reference log-probabilities are not available yet",
-    )
     char_level_ppl: bool = key(False, "Perplexity per character.", unavailable="divide by characters per token")

@@ -231,8 +231,10 @@ def _gather_data(values: Tensor, trainer: Trainer) -> Tensor:
 def find_reference(
     args: NeoXArgs, start: Start, tokenizer: Tokenizer, datasets: Datasets, begun: int
 ) -> Reference | None:
-    """The reference of a run; None where the objective reads none, or of texts that do not exist yet (rollouts)."""
-    if REFERENCE not in build_objective(args).reads or trains_on_rollouts(args.get):
+    """The reference of a run; None where the objective reads none, or of texts that do not exist yet (rollouts), and
+    where the data have it (`precompute_model_name`)."""
+    given = args.data.precompute_model_name is not None
+    if REFERENCE not in build_objective(args).reads or trains_on_rollouts(args.get) or given:
         return None
     return Reference(args, start, tokenizer, datasets, begun)
 

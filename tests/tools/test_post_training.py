@@ -86,7 +86,9 @@ def test_splits_of_the_hub(tmp_path: Path) -> None:
         hub.datasets["me/prefs"] = Repo({"data/train-0.jsonl": rows, "data/test-0.jsonl": test})
         flags = ("--dataset", "me/prefs", "--train-split", "train", "--test-split", "test", "--val", 1)
         script(tmp_path, "post-training/llama_data.py", *flags, **hub.environment(tmp_path / "home"))
-    found = [len(lines(tmp_path / f"data/pairwise/llama3_dpo_{split}_filtered.jsonl")) for split in ("train", "val", "test")]
+    found = [
+        len(lines(tmp_path / f"data/pairwise/llama3_dpo_{split}_filtered.jsonl")) for split in ("train", "val", "test")
+    ]
     assert found == [4, 1, 2]
 
 
@@ -127,6 +129,7 @@ VALUES = {
     "sft": {"train_impl": "normal", "lr": 1e-5, "min_lr": 1e-6},
     "dpo": {"train_impl": "dpo", "lr": 5e-7, "min_lr": 0.0, "dpo_beta": 0.01, "dataset_impl": "pairwise"},
     "kto": {"train_impl": "kto", "lr": 1e-5, "min_lr": 1e-6, "kto_beta": 0.1},
+    "reinforce": {"train_impl": "reinforce", "lr": 1e-5, "min_lr": 1e-6, "kl_impl": "abs", "dataset_impl": "online"},
     "rm": {"train_impl": "rm", "lr": 5e-7, "min_lr": 0.0, "dataset_impl": "pairwise"},
 }
 COMMON = {"model_parallel_size": 4, "zero_stage": 1, "precision": "bfloat16", "seq_length": 1024, "warmup": 0.1}
@@ -138,10 +141,12 @@ COMMON |= {"num_layers": 32, "hidden_size": 4096, "num_kv_heads": 8, "ffn_width"
 @pytest.mark.parametrize("name", sorted(path.stem.removeprefix("llama3-8b-") for path in CONFIGS.glob("llama3-8b-*")))
 def test_configs_have_the_values_of_gpt_neox(name: str) -> None:
     args = derive(NeoXArgs.from_files([str(CONFIGS / f"llama3-8b-{name}.yml")]), Facts(vocab_size=128256))
-    for key, value in (COMMON | VALUES[name]).items():
+    online = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4} if name == "reinforce" else {}
+    for key, value in (COMMON | VALUES[name] | online).items():
         assert args.get(key) == value, key
-    assert args.notes == () and args.training.do_train and args.training.do_valid and args.training.do_test
-    assert args.data.allow_chopped == (name == "sft")
+    assert args.notes == () and args.data.allow_chopped == (name in ("sft", "reinforce"))
+    if not online:
+        assert args.training.do_train and args.training.do_valid and args.training.do_test
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +154,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 2 steps, and tokenised chats with and without labels, of one tokenizer."""
     folder = tmp_path_factory.mktemp("base")
     write_folder(folder / "tok", "chatml")
-    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat(f"q{i}", "yes")}) + "\n" for i in range(9)))
+    (folder / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": chat(f"q{i}", "yes")}) + "\n" for i in range(9))
+    )
     for name in ("olmo3_dolci_sft_instruct", "sfm-mcqa-sft-mix"):
         prefix = folder / f"data/{name}/{name}"
         prefix.parent.mkdir(parents=True)

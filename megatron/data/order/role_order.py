@@ -111,7 +111,7 @@ def packing_of(data: DataConfig, source: Source, seq_length: int, caches: IndexC
         labels=source.labels,
         allow_chopped=data.allow_chopped,
         cache=caches.of(source.data.prefix),
-        **({} if source.rewards is None else {"rewards": source.rewards}),
+        **{name: one for name in ("rewards", "references") if (one := getattr(source, name)) is not None},
     )
 
 

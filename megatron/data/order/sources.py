@@ -14,7 +14,7 @@ from megatron.data.order.phases import Weights
 from megatron.data.order.splits import NAMES, parse_split, split_bounds
 from megatron.data.tokens.cache import IndexCaches
 from megatron.data.tokens.indexed import FileIdentity, IndexedDataset
-from megatron.data.tokens.labels import check_labels, check_rewards, unused_labels
+from megatron.data.tokens.labels import check_labels, check_references, check_rewards, unused_labels
 from megatron.data.tokens.pairs import Pairs
 from megatron.data.tokens.token_files import TokenFiles
 from megatron.errors import UserError
@@ -38,6 +38,7 @@ class Source:
         documents: half-open range of the used ones.
         labels: which tokens are trained.
         rewards: one number for each document, or pair.
+        references: log-probabilities of the tokens of each document from the second on.
         max_epochs: how often a run may read it; None: any number of times.
     """
 
@@ -47,6 +48,7 @@ class Source:
     labels: IndexedDataset | None = None
     max_epochs: float | None = None
     rewards: IndexedDataset | None = None
+    references: IndexedDataset | None = None
 
     @property
     def num_documents(self) -> int:
@@ -54,13 +56,14 @@ class Source:
 
     @property
     def identity(self) -> tuple[FileIdentity, ...]:
-        """What tells its files from others: those of the tokens, then those of the labels and of the rewards."""
+        """What tells its files from others: those of the tokens, of the labels, of the rewards, of the references."""
         return tuple(one for data in self.opened for one in data.identity)
 
     @property
     def opened(self) -> list[IndexedDataset]:
-        """All that is read for it: tokens, labels, rewards."""
-        return [data for data in (self.data, self.labels, self.rewards) if data is not None]
+        """All that is read for it: tokens, labels, rewards, references."""
+        found = (self.data, self.labels, self.rewards, self.references)
+        return [data for data in found if data is not None]
 
     @property
     def tokens(self) -> int:
@@ -211,7 +214,18 @@ def _open(data: DataConfig, files: TokenFiles, name: str, paths: Mapping[str, An
     rewards = files.open(path) if (path := find("rewards")) is not None else None
     if rewards is not None:
         check_rewards(tokens, rewards)
-    return Source(name, tokens, (0, len(tokens)), labels, rewards=rewards)
+    references = _open_references(files, tokens, data.precompute_model_name)
+    return Source(name, tokens, (0, len(tokens)), labels, rewards=rewards, references=references)
+
+
+def _open_references(files: TokenFiles, data: IndexedDataset, name: str | None) -> IndexedDataset | None:
+    """The log-probabilities `name` (`precompute_model_name`) of a dataset, of both sides of pairs."""
+    if name is None:
+        return None
+    found = [files.open(f"{side.prefix}_{name}") for side in data.sides]
+    for one, side in zip(found, data.sides, strict=True):
+        check_references(side, one)
+    return found[0] if len(found) == 1 else Pairs(*found)
 
 
 def _open_labelled(

@@ -49,6 +49,7 @@ class Packing(ABC):
         allow_chopped: documents of more than seq_length + 1 tokens are cut (true) or left out (false).
         cache: where index arrays are stored, and what is found by reading labels or counting samples.
         rewards: one number for each document, or pair.
+        references: log-probabilities of the tokens of each document from the second on.
 
     `rows`: how many a sample has; 2 where each text of a pair has a row of its own.
     """
@@ -65,8 +66,10 @@ class Packing(ABC):
         allow_chopped: bool = True,
         cache: IndexCache | None = None,
         rewards: IndexedDataset | None = None,
+        references: IndexedDataset | None = None,
     ) -> None:
-        self.data, self.labels, self.rewards, self.seq_length = data, labels, rewards, seq_length
+        self.data, self.labels, self.seq_length = data, labels, seq_length
+        self.rewards, self.references = rewards, references
         self.documents = documents or (0, len(data))
         self.allow_chopped = allow_chopped
         self.cache, self.name = cache or IndexCache(None), Path(data.prefix).name

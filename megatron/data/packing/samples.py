@@ -25,6 +25,7 @@ class PackedSamples(ABC):
     def __init__(self, packing: Packing, samples: int, indices: Sequence[Arrays]) -> None:
         self.data, self.labels, self.capacity = packing.data, packing.labels, packing.capacity
         self.rows, self.rewards, self.compares = packing.rows, packing.rewards, packing.compares
+        self.references = packing.references
         self.key, self.samples, self.indices = packing.key, samples, indices
 
     @property
@@ -76,10 +77,17 @@ class PackedSamples(ABC):
         return np.where(np.arange(len(tokens)) < same, IGNORE, tokens)
 
     def _extras(self, parts: Sequence[Piece]) -> dict[str, np.ndarray]:
-        if self.rewards is None:
-            return {}
-        values = [self.rewards.get(part.document)[0] for part in parts]
-        return {"reward" if len(self.data.sides) == 1 else "margin": np.asarray(values, dtype=np.float32)}
+        found = {}
+        if self.rewards is not None:
+            values = [self.rewards.get(part.document)[0] for part in parts]
+            found["reward" if len(self.data.sides) == 1 else "margin"] = np.asarray(values, dtype=np.float32)
+        if self.references is not None:
+            found["reference"], at = np.zeros(self.capacity, dtype=np.float32), 0
+            for part in parts:  # nothing for the first token, which is no target
+                side = self.references.sides[part.side]
+                found["reference"][at + 1 : at + part.length] = side.get(part.document, part.offset, part.length - 1)
+                at += part.length
+        return found
 
     def locate(self, index: int) -> Provenance:
         return Provenance((self.data.prefix,), index, tuple(self._parts(index)))

@@ -1,4 +1,4 @@
-"""Labels and rewards: do they fit their data, and does a label dataset next to it stay unused by mistake?"""
+"""Labels, rewards and references: do they fit their data, and do labels next to it stay unused by mistake?"""
 
 from __future__ import annotations
 
@@ -66,3 +66,13 @@ def check_rewards(data: IndexedDataset, rewards: IndexedDataset) -> None:
     if len(wrong):
         at = int(wrong[0])
         raise UserError(f"{rewards.prefix}: item {at} has {int(rewards.sizes[at])} values; a reward is one number.")
+
+
+def check_references(data: IndexedDataset, references: IndexedDataset) -> None:
+    """Raise `UserError` unless `references` has log-probabilities for each document of `data`. How many a document
+    needs depends on how much of it is read: GPT-NeoX writes as many as a sample has."""
+    if references.dtype.kind != "f" or len(references) != len(data):
+        raise UserError(
+            f"{references.prefix} has {len(references)} items of {references.dtype}, but the log-probabilities of the "
+            f"{len(data)} documents of {data.prefix} are as many, of float32."
+        )

@@ -222,3 +222,31 @@ def test_unpacked_pairs_are_read_in_the_order_of_gpt_neox(tmp_path: Path) -> Non
     order = np.arange(17) % 7
     np.random.RandomState(1234).shuffle(order)
     assert [dataset.locate(i).pieces[0].document for i in range(17)] == order.tolist()
+
+
+@pytest.mark.parametrize("pack_impl", WHOLE)
+def test_given_references_stay_with_their_tokens(tmp_path: Path, pack_impl: str) -> None:
+    """Value j of a text is that of its token j + 1; GPT-NeoX's files have more of them than a short text needs."""
+    write(tmp_path / "c", documents([(5, 4), (3, 3), (9, 8)], 0), np.int32)
+    write(tmp_path / "r", documents([(5, 4), (3, 3), (9, 8)], 1), np.int32)
+    for name in ("c", "r"):
+        texts = [IndexedDataset(tmp_path / name).get(i).tolist() for i in range(3)]
+        write(tmp_path / f"{name}_base", [[-float(t) for t in text[1:]] + [7.0] * 9 for text in texts], np.float32)
+    data = DataConfig(
+        dataset_impl="pairwise",
+        pack_impl=pack_impl,
+        train_data_paths=(str(tmp_path / "c"),),
+        neg_train_data_paths=(str(tmp_path / "r"),),
+        precompute_model_name="base",
+    )
+    built = build_datasets(data, seq_length=11, seed=1, train_samples=3).train
+    assert built is not None
+    for index in range(3):
+        item = built[index]
+        for row in item if isinstance(item, tuple) else (item,):
+            real = np.arange(12) < (row.length or 0)
+            first = np.isin(np.arange(12), row.starts)
+            assert row.extras["reference"].tolist() == np.where(real & ~first, -row.tokens, 0).tolist()
+    write(tmp_path / "r_base", [[0.5]] * 2, np.float32)
+    with pytest.raises(UserError, match=r"r_base has 2 items .* 3 documents"):
+        build_datasets(data, seq_length=11, seed=1, train_samples=3)
