@@ -14,7 +14,23 @@ def _unlearns(args: NeoXArgs) -> bool:
     return args.get("ga_dataset") is not None
 
 
+def _compares(args: NeoXArgs) -> bool:
+    return args.training.train_impl in ("dpo", "kto")
+
+
 POST: tuple[_Difference, ...] = (
+    Difference(
+        "reference model of dpo and kto",
+        "a second engine in memory, loaded from `load`: after a resume the checkpoint of the run itself",
+        "the weights that the run began with, in a pass before the first step whose results are kept",
+        _compares,
+    ),
+    Difference(
+        "precompute_model_name",
+        "only with pack_impl: unpacked; written by generate.py (text_gen_type: precompute)",
+        "in every packing of whole documents; a run without it computes and keeps the log-probabilities itself",
+        lambda args: args.data.precompute_model_name is not None,
+    ),
     Difference(
         "ga_mode interval",
         "at every ga_interval-th iteration ga_iters ascent steps replace the descent step; they move the schedule, and "
