@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from megatron.checkpoint.agreement import await_thread
 from megatron.cluster.exports import last_words
 from megatron.cluster.uploads import Upload, Uploads
 from megatron.log import get_logger
-from megatron.training.callback import Callback, due
+from megatron.training.callback import Callback
 
 if TYPE_CHECKING:
     from megatron.training.engine import StepOut
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_POLL_STEPS = 100  # where log_interval says nothing
+LOOK_SECONDS = 10.0  # between looks for exports: their folder may be on a slow file system
 
 
 @CALLBACKS.register(
@@ -41,24 +42,24 @@ class HfUpload(Callback):
 
     Args:
         uploads: on rank 0; None on the ranks that only wait at the end.
-        poll: steps between looks for exports.
     """
 
-    def __init__(self, uploads: Uploads | None, poll: int) -> None:
-        self.uploads, self.poll = uploads, poll
+    def __init__(self, uploads: Uploads | None) -> None:
+        self.uploads = uploads
+        self._looked = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._sending: Upload | None = None
         self._failed: list[Upload] = []  # what was pending when the last one was begun: still so when it has failed
 
     @classmethod
     def build(cls, context: RunContext) -> HfUpload:
-        repo, interval = context.args.checkpoint.hf_upload_repo or "", context.args.logging.log_interval
-        uploads = Uploads(exports_of(context.args), repo) if context.state.rank == 0 else None
-        return cls(uploads, max(interval, 0) or _POLL_STEPS)
+        repo = context.args.checkpoint.hf_upload_repo or ""
+        return cls(Uploads(exports_of(context.args), repo) if context.state.rank == 0 else None)
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
-        if self.uploads is None or not due(trainer.step, self.poll):
+        if self.uploads is None or time.monotonic() - self._looked < LOOK_SECONDS:
             return
+        self._looked = time.monotonic()
         if self._process is None or self._process.poll() is not None:
             self._close(self.uploads)
             pending = self.uploads.pending(trainer.step)

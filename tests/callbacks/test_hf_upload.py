@@ -26,6 +26,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     caplog.set_level("INFO")
     monkeypatch.setattr(logging.getLogger("deepy"), "propagate", True)
     monkeypatch.setattr("megatron.cluster.uploads._RETRY", ("--max-retries=0",))
+    monkeypatch.setattr("megatron.callbacks.hf_upload.LOOK_SECONDS", 0.0)
     with UploadHub() as hub:
         for name, value in hub.environment(tmp_path / "home").items():
             monkeypatch.setenv(name, value)
@@ -56,7 +57,7 @@ class Exporting(Callback):
 
 def train(folder: Path, steps: tuple[int, ...], *more: Callback, waits: bool = True, **keys: Any) -> None:
     uploads = Uploads(Exports(folder, folder), "me/tiny")
-    trainer_of([*more, Exporting(folder, steps, waits), HfUpload(uploads, poll=1)], **{"train_iters": 6, **keys}).run()
+    trainer_of([*more, Exporting(folder, steps, waits), HfUpload(uploads)], **{"train_iters": 6, **keys}).run()
 
 
 def branches(hub: UploadHub) -> dict[str, bytes]:
