@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.layers.carry import Carry
 from megatron.layers.init import build_init
@@ -101,6 +102,17 @@ class LMOutput(Output):
         hidden = enter_tensor_parallel(self._scaled(), self.projection.state)
         for place in places.split(chunk):
             yield self._project(hidden[place])
+
+    def map_logits(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+        """What `function(logits [c, v] fp32, rows of each of the values [c, ...])` -> [c] makes of all tokens, [t].
+        Logits exist for one chunk at a time: they are made again in the backward pass."""
+        hidden = enter_tensor_parallel(self._scaled(), self.projection.state)
+
+        def of_chunk(hidden: Tensor, *rows: Tensor) -> Tensor:
+            return function(self._project(hidden), *rows)
+
+        chunks = zip(*(part.split(self.projection.chunk) for part in (hidden, *values)), strict=True)
+        return torch.cat([checkpoint(of_chunk, *rows, use_reentrant=False) for rows in chunks])
 
     def _project(self, hidden: Tensor) -> Tensor:
         state, vocab_size, softcap = self.projection.state, self.projection.vocab_size, self.projection.softcap

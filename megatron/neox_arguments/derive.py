@@ -115,6 +115,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_health.attention),
     Rule(rules_health.spikes, fills=("on_spike",)),
     Rule(rules_post.adapters),
+    Rule(rules_post.distillation),
     Rule(rules_start.init_from, fills=("init_from",)),
     Rule(rules_start.plugin_sources, fills=("plugin_sources",)),
     Rule(rules_rollouts.rollouts),

@@ -1,4 +1,4 @@
-"""Rules for training that begins with a trained model: adapters."""
+"""Rules for training that begins with a trained model: adapters, teachers."""
 
 from __future__ import annotations
 
@@ -20,3 +20,14 @@ def adapters(draft: Draft) -> None:
         draft.report("lora_r", "te_layernorm_mlp reads the weights of layers that have adapters; set it to false")
     if not draft["lora_target_modules"]:
         draft.report("lora_target_modules", "names no layer; use all-linear, or names such as query_key_value")
+
+
+def distillation(draft: Draft) -> None:
+    """A teacher, and numbers that mean something."""
+    if draft["train_impl"] != "distill":
+        return
+    draft.require("distill_teacher")
+    draft.positive("distill_temperature")
+    draft.not_negative("distill_top_k", zero=" (all)")
+    draft.check(lambda share: 0 < share <= 1, "must be above 0 and at most 1", "distill_weight")
+    draft.check(lambda share: 0 < share < 1, "must be above 0 and below 1", "distill_jsd_beta")

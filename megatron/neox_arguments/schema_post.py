@@ -47,7 +47,29 @@ class PostConfig:
         new=True,
         path=True,
     )
-
+    distill_teacher: str | None = key(
+        None,
+        "train_impl distill: checkpoint of the teacher, of any layout, with the same vocabulary. It is in memory, cut "
+        "like the model.",
+        path=True,
+        new=True,
+    )
+    distill_loss: Literal["forward_kl", "reverse_kl", "jsd"] = key(
+        "forward_kl",
+        "The divergence from the teacher's distributions p to the model's q: KL(p||q), KL(q||p), or the generalised "
+        "Jensen-Shannon divergence.",
+        new=True,
+    )
+    distill_jsd_beta: float = key(0.5, "Weight of p in the mixture of jsd, in (0, 1).", new=True)
+    distill_temperature: float = key(
+        1.0, "Both distributions are taken at this temperature T; the loss times T².", new=True
+    )
+    distill_weight: float = key(
+        1.0, "Share of the divergence in the loss; the rest is cross entropy with the data.", new=True
+    )
+    distill_top_k: int = key(
+        64, "How many of the teacher's likeliest tokens are told apart; all others count as one. 0: all are.", new=True
+    )
     lora_base: str | None = key(
         None,
         "The checkpoint whose weights the adapters belong to, where it has moved. Default: what the run began from.",

@@ -28,6 +28,7 @@ from megatron.run.start import (
     setup_status,
     share_start,
 )
+from megatron.run.teacher import Teacher
 from megatron.training.progress import Progress
 from megatron.training.setup import Process, build_engine, build_model, build_schedule
 from megatron.training.trainer import Trainer
@@ -66,6 +67,9 @@ def _train(process: Process, progress: Progress) -> Trainer:
         reference = find_reference(args, start, tokenizer, datasets, done[1])
         batches = build_batches(args, process, datasets, None if reference is None else reference.store)
         process = replace(process, args=args)
+        if args.training.train_impl == "distill":
+            teacher = Teacher(process)
+            batches = {role: teacher.beside(steps) for role, steps in batches.items()}
         sets = named_sets(plan, batches)
         folder, fresh = run_folder(args), start.checkpoint is None
         own = [Rollouts(process, folder)] if trains_on_rollouts(args.get) else []

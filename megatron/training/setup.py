@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron import log
+from megatron.checkpoint.agreement import gather
+from megatron.errors import UserError
 from megatron.layers.lora import Adapters
 from megatron.model.gpt import gpt_layers
 from megatron.model.sequential import SequentialModel
@@ -189,6 +191,12 @@ def build_engine(process: Process, model: torch.nn.Module) -> StepEngine:
         rules=rules,
         matrices=WholeMatrices(state, every=whole == "all") if whole else None,
     )
+    idle = [stage for stage, trains in gather((state.pp_rank, bool(groups)), state) if not trains]
+    if idle:
+        raise UserError(
+            f"nothing is trained on pipeline stage {min(idle)}, which engines cannot run: let lora_target_modules or "
+            "parameter_groups leave something to train on every stage, or use fewer stages (pipe_parallel_size)"
+        )
     params = optimizer_params(optimizer_args.optimizer_type, optimizer_args.optimizer)
 
     def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

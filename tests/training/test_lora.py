@@ -52,13 +52,13 @@ def _base_alone(rank: int, world: int, keys: dict[str, Any], layout: Layout) -> 
     """Loss of one batch: before training, behind it, and then without adapters; what was trained, what has moments."""
     engine, args, lr = build(rank, keys, layout)
     batch = step_batch(99, args, engine.state)
-    losses = [float(engine.eval_batch(batch)[0])]
+    losses = [float(engine.eval_batch(batch).sums[0])]
     for step in range(2):
         engine.train_batch(step_batch(step, args, engine.state), lr(step) * 10)
-    losses.append(float(engine.eval_batch(batch)[0]))
+    losses.append(float(engine.eval_batch(batch).sums[0]))
     with engine.without_adapters():
-        losses.append(float(engine.eval_batch(batch)[0]))
-    losses.append(float(engine.eval_batch(batch)[0]))
+        losses.append(float(engine.eval_batch(batch).sums[0]))
+    losses.append(float(engine.eval_batch(batch).sums[0]))
     trained = {name for name, p in engine.params().items() if p.requires_grad}
     kept = {name for name in engine.params() if set(engine.read_share(name)) > {"weight"}}
     return losses, trained, kept
@@ -82,6 +82,12 @@ def test_a_name_that_is_no_layer_is_refused_with_those_that_are() -> None:
     keys = {**LLAMA, **LORA, "lora_target_modules": ["q_proj"]}
     with pytest.raises((UserError, RankFailure), match="'q_proj' is no linear layer.*attention.query_key_value"):
         run_distributed(train, 1, keys, Layout(), 1)
+
+
+def test_a_stage_with_nothing_to_train_is_refused() -> None:
+    keys = {**LLAMA, **LORA, "lora_target_modules": ["3.mlp.*"]}
+    with pytest.raises((UserError, RankFailure), match="nothing is trained on pipeline stage 0"):
+        run_distributed(train, 2, keys, Layout(pp=2), 1)
 
 
 # The layers of a GPT-NeoX block, ours and theirs.
