@@ -8,7 +8,6 @@ from typing import Literal
 from megatron.neox_arguments.keys import key
 
 ALL_LINEAR = "all-linear"
-_OBJECTIVE = "its train_impl is not available yet"
 
 
 @dataclass(frozen=True)
@@ -224,7 +223,40 @@ class PostConfig:
         unavailable={False: "they are always in fp32; leave it out"},
     )
 
-    # known, not available
-    dpo_fp32: bool = key(True, "DPO in fp32.", unavailable=_OBJECTIVE)
-    dpo_reference_free: bool = key(False, "DPO without a reference model.", unavailable=_OBJECTIVE)
-    dpo_beta: float = key(0.1, "DPO's beta.", unavailable=_OBJECTIVE)
+    # preference pairs
+    dpo_loss_type: Literal[
+        "sigmoid", "cdpo", "robust", "sigmoid_norm", "hinge", "ipo", "apo_zero", "apo_down", "simpo", "orpo"
+    ] = key(
+        "sigmoid",
+        "Loss of a preference pair. sigmoid: DPO; cdpo, robust: with dpo_label_smoothing; sigmoid_norm, ipo: of means "
+        "over tokens; simpo, orpo: without a reference model.",
+        new=True,
+    )
+    dpo_beta: float = key(0.1, "How far log-probability ratios count; of orpo, the weight of the ratio of odds.")
+    dpo_reference_free: bool = key(False, "No reference model: its log-probabilities are taken to be 0.")
+    dpo_fp32: bool = key(
+        True,
+        "Log-probabilities are worked out in fp32.",
+        unavailable="log-probabilities are always worked out in fp32, chunk by chunk; leave it out",
+    )
+    dpo_label_smoothing: float = key(
+        0.0, "The share of pairs whose preference is taken to be the other way round, below 0.5.", new=True
+    )
+    dpo_simpo_gamma: float = key(0.5, "The margin that simpo aims at.", new=True)
+    dpo_sft_loss_weight: float | None = key(
+        None,
+        "Adds this times the mean loss of the tokens of chosen answers (default: 0, of orpo 1).",
+        new=True,
+    )
+
+    @property
+    def dpo_uses_reference(self) -> bool:
+        """Whether preferences are compared with those of a reference model."""
+        return not self.dpo_reference_free and self.dpo_loss_type not in ("simpo", "orpo")
+
+    @property
+    def dpo_sft_weight(self) -> float:
+        """`dpo_sft_loss_weight`, where it is not set what it then is."""
+        if self.dpo_sft_loss_weight is not None:
+            return self.dpo_sft_loss_weight
+        return 1.0 if self.dpo_loss_type == "orpo" else 0.0
