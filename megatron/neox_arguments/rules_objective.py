@@ -11,6 +11,16 @@ from megatron.rows import row
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
 
+_OF_DPO = (
+    "dpo_loss_type",
+    "dpo_beta",
+    "dpo_reference_free",
+    "dpo_label_smoothing",
+    "dpo_simpo_gamma",
+    "dpo_sft_loss_weight",
+)
+_SMOOTHED = ("sigmoid", "cdpo", "robust", "sigmoid_norm", "simpo")
+
 
 def output_head(draft: Draft) -> None:
     """The objective says what the last layer gives; rewards are no words."""
@@ -36,6 +46,27 @@ def strengths(draft: Draft) -> None:
     draft.not_negative("kto_desirable_weight", "kto_undesirable_weight", "z_loss", "rm_center_coefficient")
 
 
+def preferences(draft: Draft) -> None:
+    """The keys of `train_impl: dpo`, and what they mean together."""
+    if draft["train_impl"] != "dpo":
+        for name in _OF_DPO:
+            if draft.is_changed(name):
+                draft.note(f"{draft.source(name)}: {name} has no effect with train_impl: {draft['train_impl']}")
+        return
+    kind, smoothing = draft["dpo_loss_type"], draft["dpo_label_smoothing"]
+    draft.positive("dpo_beta")
+    draft.not_negative("dpo_sft_loss_weight", "dpo_simpo_gamma")
+    draft.check(lambda share: 0 <= share < 0.5, "must be 0 or more and less than 0.5", "dpo_label_smoothing")
+    if smoothing and kind not in _SMOOTHED:
+        draft.report("dpo_label_smoothing", f"is for {', '.join(_SMOOTHED)}; dpo_loss_type is {kind}")
+    if kind in ("cdpo", "robust") and not smoothing:
+        draft.report("dpo_label_smoothing", f"must be above 0 for dpo_loss_type {kind}: the share of flipped pairs")
+    if kind != "simpo" and draft.is_changed("dpo_simpo_gamma"):
+        draft.report("dpo_simpo_gamma", f"is the target margin of simpo; dpo_loss_type is {kind}")
+    if draft["z_loss_weight"]:
+        draft.report("z_loss_weight", "goes with a loss per token, which train_impl: dpo has not; leave it out")
+
+
 def data_problem(args: NeoXArgs) -> str | None:
     """What to set, where the objective cannot learn from the data that are configured."""
     data, objective = args.data, args.training.train_impl
@@ -48,6 +79,8 @@ def data_problem(args: NeoXArgs) -> str | None:
             f"train_impl: {objective} learns from pairs: set dataset_impl: pairwise, pos_train_data_paths and "
             "neg_train_data_paths"
         )
+    if pairs and needs != "pairs":
+        return f"train_impl: {objective} does not compare the texts of dataset_impl: pairwise; set train_impl: dpo or rm"
     if needs == "rewards" and (pairs or data.train_reward_data_paths is None):
         return (
             f"train_impl: {objective} learns from texts with a reward each: set train_data_paths, "

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from megatron.neox_arguments.keys import key
 
-_OBJECTIVE = "it is not available yet"
 _BNB = "8-bit optimizers are not available; use optimizer.type Adam"
 
 DTYPE_SPELLINGS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
@@ -250,7 +249,6 @@ class TrainingConfig:
         "normal",
         "Objective.",
         registry="train_impl",
-        unavailable=dict.fromkeys(("dpo", "kto"), _OBJECTIVE),
     )
     replica_check_interval: int = key(
         1000, "Steps between checks that replicated weights still agree over ranks; <= 0 never.", new=True

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.data.answers import ANSWER_TOKENS
 from megatron.data.batch import StepBatch
 from megatron.model.head import LMOutput
 from megatron.neox_arguments.schema_post import PostConfig
@@ -141,7 +142,7 @@ class DPOObjective(Objective):
         "ref_neg",
         "chosen_nll",
     )
-    over = {"chosen_nll": "chosen_tokens"}  # noqa: RUF012
+    over = {"chosen_nll": "chosen_tokens"}
 
     def __init__(self, options: PostConfig | None = None) -> None:
         super().__init__(options)
@@ -149,7 +150,7 @@ class DPOObjective(Objective):
 
     def count(self, batch: StepBatch) -> Sequence[float]:
         """See `Objective`."""
-        chosen, rejected = split_pairs(batch.extras["answer_tokens"]) if batch.trained else (torch.zeros(1),) * 2
+        chosen, rejected = split_pairs(batch.extras[ANSWER_TOKENS])
         return int((chosen + rejected > 0).sum()), float(chosen.sum())
 
     def loss(self, out: LMOutput, labels: Labels) -> tuple[Tensor, Tensor]:
@@ -157,7 +158,7 @@ class DPOObjective(Objective):
         sums = -sum_trained(out.token_loss(labels.targets), labels)
         reference = labels.extras.get("reference")
         known = torch.zeros_like(sums) if reference is None else sum_trained(reference, labels)
-        pairs, counted = pairs_of(sums, known, labels.extras["answer_tokens"])
+        pairs, counted = pairs_of(sums, known, labels.extras[ANSWER_TOKENS])
         by_pairs, by_tokens = labels.weights[0] * counted, labels.weights[1]
         nll = -pairs.chosen.sum() * by_tokens
         loss = (LOSSES[self.options.dpo_loss_type](pairs, self.options) * by_pairs).sum()

@@ -13,7 +13,7 @@ from tests.neox_args.helpers import derived
 
 pytestmark = pytest.mark.cpu
 
-PAIRWISE = {"dataset_impl": "pairwise", "pack_impl": "unpacked"}
+PAIRWISE = {"dataset_impl": "pairwise", "pack_impl": "unpacked", "train_impl": "dpo"}
 TRAIN = {"pos_train_data_paths": ["c"], "neg_train_data_paths": ["r"]}
 LABELS = {"pos_train_label_data_paths": ["cl"], "neg_train_label_data_paths": ["rl"]}
 VALID = {"pos_valid_data_paths": ["vc"], "neg_valid_data_paths": ["vr"]}
