@@ -32,6 +32,13 @@ POST: tuple[_Difference, ...] = (
         lambda args: args.data.precompute_model_name is not None,
     ),
     Difference(
+        "train_impl: dpo",
+        "fails at HEAD (an undefined name); with tensor parallelism the softmax is that of a rank's part of the "
+        "vocabulary; no pipeline; a mean of the micro-batches' means",
+        "works at every layout: the mean over the pairs of the global batch",
+        lambda args: args.training.train_impl == "dpo",
+    ),
+    Difference(
         "ga_mode interval",
         "at every ga_interval-th iteration ga_iters ascent steps replace the descent step; they move the schedule, and "
         "train_iters counts them as one",
