@@ -80,7 +80,9 @@ def data_problem(args: NeoXArgs) -> str | None:
             "neg_train_data_paths"
         )
     if pairs and needs != "pairs":
-        return f"train_impl: {objective} does not compare the texts of dataset_impl: pairwise; set train_impl: dpo or rm"
+        return (
+            f"train_impl: {objective} does not compare the texts of dataset_impl: pairwise; set train_impl: dpo or rm"
+        )
     if needs == "rewards" and (pairs or data.train_reward_data_paths is None):
         return (
             f"train_impl: {objective} learns from texts with a reward each: set train_data_paths, "

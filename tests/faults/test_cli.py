@@ -97,7 +97,7 @@ CASES: dict[str, tuple[tuple[str, ...], Change, str]] = {
         r"run\.yml:10: optimizer\.params\.lr is already set at",
     ),
     "name of a back-end": (("attention_backend=trch",), nothing, r"attention_backend.*Did you mean 'torch'"),
-    "not available yet": (("train_impl=kto",), nothing, r"train_impl: kto is not available"),
+    "not available": (("use_bnb_optimizer=true",), nothing, r"use_bnb_optimizer.*not available"),
     # 58, 63: data
     "no such data": (("data_path=data/y",), nothing, r"no dataset 'data/y'.*Datasets in data: data/x"),
     "no data here": (("data_path=y",), nothing, r"Datasets below the working directory: data/x"),
