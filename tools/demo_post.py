@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from statistics import mean
 
-from demo import ROOT, Demo, Stage, last_step, log_of, read_metric
+from tools.demo import ROOT, Demo, Stage, last_step, log_of, read_metric
 
 DEMO = Path("demo-post")
 DATA = DEMO / "data"
@@ -69,7 +69,7 @@ def summary() -> bool:
     """Print the first and last figures of every run; whether all of them moved as they should."""
     checks = {
         "SFT: loss falls": ("sft", "train/lm_loss", lambda first, last: last < first),
-        "reward model: accuracy rises": ("rm", "train/reward_acc", lambda first, last: last > max(first, 0.9)),
+        "reward model: accuracy rises": ("rm", "train/accuracy", lambda first, last: last > max(first, 0.9)),
         "DPO: margin rises": ("dpo", "train/margins", lambda first, last: last > first),
         "GRPO: reward rises": ("grpo", "rollout/reward", lambda first, last: last > first),
         "unlearning: forget loss rises": ("unlearn", "train/ga_actual_loss", lambda first, last: last > first + 1),
