@@ -97,7 +97,7 @@ def test_make_targets_in_the_text_exist(document: str) -> None:
 
 def test_make_help_lists_the_targets() -> None:
     result = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
-    for target in ("venv", "demo", "test", "test-full", "test-cluster", "check", "docs", "clean"):
+    for target in ("venv", "demo", "demo-post", "test", "test-full", "test-cluster", "check", "docs", "clean"):
         assert re.search(rf"^  make {target} +\S", result.stdout, flags=re.MULTILINE), target
 
 

@@ -61,7 +61,9 @@ class Demo:
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         start = time.monotonic()
         for number, stage in enumerate(self.stages, start=1):
-            print(f"\n=== {number}/{len(self.stages)} {stage.title}: {stage.explanation}\n$ {stage.command}", flush=True)
+            print(
+                f"\n=== {number}/{len(self.stages)} {stage.title}: {stage.explanation}\n$ {stage.command}", flush=True
+            )
             if stage.done():
                 print("    (done before; `make clean` removes all results)")
                 continue

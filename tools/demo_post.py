@@ -58,8 +58,9 @@ def stages() -> list[Stage]:
         Stage(
             "Generate",
             "What the last model answers: letters it knows, and the one it has forgotten.",
-            f"python deepy.py generate.py {RECIPES}/unlearn.yml load={DEMO}/unlearn text_gen_type=input-file temperature=0 "
-            f"maximum_tokens=8 -i {DATA}/prompts.jsonl -o {DEMO}/generated.jsonl",
+            f"python deepy.py generate.py {RECIPES}/unlearn.yml load={DEMO}/unlearn "
+            f"text_gen_type=input-file temperature=0 maximum_tokens=8 "
+            f"-i {DATA}/prompts.jsonl -o {DEMO}/generated.jsonl",
             (DEMO / "generated.jsonl").exists,
         ),
     ]

@@ -111,7 +111,9 @@ def test_the_demo_of_post_training_needs_every_figure_to_move(tmp_path: Path, mo
     }
     for run, metrics in figures.items():
         (demo_post.DEMO / run).mkdir(parents=True)
-        rows = [{"step": step, **{name: values[step > 10] for name, values in metrics.items()}} for step in (10, 20, 30)]
+        rows = [
+            {"step": step, **{name: values[step > 10] for name, values in metrics.items()}} for step in (10, 20, 30)
+        ]
         (demo_post.DEMO / run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (demo_post.DEMO / "generated.jsonl").write_text("{}\n")
     assert demo_post.summary() == (reward > 0.3)
