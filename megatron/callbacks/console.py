@@ -11,6 +11,7 @@ from megatron.callbacks.context import RunContext
 from megatron.callbacks.live_line import shows_live_line
 from megatron.log import get_logger, result
 from megatron.neox_arguments.callback_key import choose_callbacks
+from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.training.callback import Callback
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ class Console(Callback):
         if context.state.rank != 0:
             return None
         metrics = [name for one in choose_callbacks(context.args) for name in one.row.get("console", ())]
+        if trains_on_rollouts(context.args.get):
+            metrics += ["rollout/reward", "rollout/length"]
         return cls(metrics, show=not shows_live_line(context))
 
     def loaded(self, trainer: Trainer) -> None:

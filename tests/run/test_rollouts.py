@@ -110,10 +110,19 @@ def test_any_layout_draws_the_same_and_learns_the_same(
             assert one["text"] == other["text"] and one["reward"] == other["reward"]
 
 
-@pytest.mark.parametrize(("impl", "layout"), [("grpo", Layout(pp=2)), ("reinforce", Layout(dp=2, zero=1, micro=1))])
-def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path, keys: dict[str, Any], impl: str, layout: Layout) -> None:
-    """Also between two steps that train on the same completions, and with the baseline of the steps before."""
-    keys = {**keys, "train_impl": impl, "rollout_steps": 2, "train_iters": 6, "rollout_log": 8}
+RESUMED: list[tuple[Layout, dict[str, Any]]] = [
+    (Layout(pp=2), {"lora_r": 2, "precision": "bfloat16"}),
+    (Layout(dp=2, zero=1, micro=1), {"train_impl": "reinforce"}),
+]
+
+
+@pytest.mark.parametrize(("layout", "more"), RESUMED, ids=("lora-bf16", "baseline"))
+def test_a_resumed_run_goes_on_where_it_was(
+    tmp_path: Path, keys: dict[str, Any], layout: Layout, more: dict[str, Any]
+) -> None:
+    """Also between two steps that train on the same completions, and with the baseline of the steps before; of adapters
+    the reference is the model without them."""
+    keys = {**keys, "rollout_steps": 2, "train_iters": 6, "rollout_log": 8, **more}
     keys |= {"hidden_dropout": 0.1, "checkpoint_factor": 3}
     straight = run({**keys, "save": str(tmp_path / "a")}, layout)
     again = {"load": str(tmp_path / "a"), "iteration": 3, "save": str(tmp_path / "b")}
@@ -123,6 +132,8 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path, keys: dict[str, Any]
         assert before.steps == [1, 2, 3, 4, 5, 6] and after.steps == [4, 5, 6]
         assert after.loss == before.loss[3:] and after.grad_norm == before.grad_norm[3:]
         assert before.state and after.state == before.state
+        # Nothing but bf16 and dropout is between the sampler, the trainer and the reference.
+        assert before.logged[0][1]["train/kl"] < 0.01 and before.logged[0][1]["train/sampler_difference"] < 0.1
     first, second = lines(tmp_path / "a"), lines(tmp_path / "b")
     assert second == [line for line in first if line["step"] == 4] and len(first) == 3 * len(second)
 
