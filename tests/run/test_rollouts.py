@@ -30,6 +30,7 @@ from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.plugin_key import import_plugins
 from tests.distributed import run_distributed
 from tests.documented import ROOT
+from tests.plugins.helpers import remembered
 from tests.tokenizer.vocabularies import byte_level, write_json
 from tests.training.runs import Faults, process_of, run
 from tests.training.tiny import LLAMA, Layout
@@ -71,6 +72,13 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "reward.py").write_text(PLUGIN)
     given = {"vocab_file": str(vocab_file), "rollout_prompts": [str(folder / "prompts.jsonl")]}
     return {**KEYS, **given, "plugins": [str(folder / "reward.py")]}
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    """What plugins registered, in this process."""
+    with remembered():
+        yield
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
