@@ -71,7 +71,12 @@ class StepBatch:
 
     def untrained(self) -> StepBatch:
         """The same with nothing to train on, which engines skip."""
-        return replace(self, mask=torch.zeros_like(self.mask), trained=0, counts=None)
+        return replace(
+            self,
+            mask=torch.zeros_like(self.mask),
+            trained=0,
+            counts=None if self.counts is None else [0.0] * len(self.counts),
+        )
 
     def pin_memory(self) -> StepBatch:
         """The same in page-locked memory, from which copies to a GPU need not wait."""
