@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.data.answers import ANSWER_TOKENS
 from megatron.data.batch import StepBatch
 from megatron.data.order.by_step import KIND
 from megatron.data.reference import REFERENCE
@@ -20,6 +19,7 @@ from megatron.model.head import LMOutput
 from megatron.neox_arguments.forget_steps import FORGET, RETAIN, SOURCES, TRAIN
 from megatron.neox_arguments.schema_post import PostConfig
 from megatron.objectives import OBJECTIVES, Labels, Objective
+from megatron.objectives.answers import sum_by_answer
 
 
 @OBJECTIVES.register("unlearn", doc="Steps that forget between ordinary ones; what `ga_dataset` means.")
@@ -93,24 +93,15 @@ class UnlearnObjective(Objective):
 
     def _per_answer(self, losses: Tensor, labels: Labels, is_forgotten: Tensor) -> Tensor:
         """What each answer adds, [n], 0 for those that are not forgotten."""
-        keys, number = self.options, len(labels.extras[ANSWER_TOKENS])
-        log_probs = -losses
+        keys, log_probs = self.options, -losses
         if keys.ga_loss == "npo":
             log_probs = log_probs - labels.extras[REFERENCE]
-        sums = _sum_by_answer(log_probs * is_forgotten, labels.answers, number)
-        tokens = _sum_by_answer(is_forgotten, labels.answers, number)
+        sums, tokens = sum_by_answer(log_probs.double() * is_forgotten, labels), sum_by_answer(is_forgotten, labels)
         if keys.ga_loss == "npo":
             each = npo(sums, keys.ga_beta)
         else:
             each = simnpo(sums / tokens.clamp(min=1), keys.ga_beta, keys.ga_gamma)
-        return each * (tokens > 0)
-
-
-def _sum_by_answer(values: Tensor, answers: Tensor, number: int) -> Tensor:
-    """Per token [b, s] -> per answer [n]."""
-    rest = values.new_zeros(number + 1)  # the last is of tokens without an answer
-    places = torch.where(answers < 0, number, answers)
-    return rest.index_add(0, places.reshape(-1), values.reshape(-1))[:-1]
+        return (each * (tokens > 0)).float()
 
 
 def npo(ratios: Tensor, beta: float) -> Tensor:
