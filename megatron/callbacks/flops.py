@@ -74,7 +74,7 @@ def device_peak(device: torch.device, configured_tflops: float | None) -> float 
 def step_flops(context: RunContext) -> Flops:
     """FLOPs of one optimizer step of a run, and the peak of this device."""
     args, state = context.args, context.state
-    tokens = args.training.train_batch_size * args.model.seq_length
+    tokens = args.training.train_batch_size * BatchPlan.of(args).tokens_per_sample
 
     def with_rows(length: int) -> float:
         return flops_per_token(replace(args.model, seq_length=length), context.vocab_size) * tokens

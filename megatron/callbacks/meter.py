@@ -101,7 +101,7 @@ class Meter(Callback):
             "train/grad_norm": sums.grad_norm,
             "train/skipped": sums.skipped,
             "train/nan": sums.nan,
-            "train/tokens": float(trainer.consumed) * trainer.args.model.seq_length,
+            "train/tokens": float(trainer.consumed) * trainer.plan.tokens_per_sample,
             "train/trained_tokens": sums.trained_tokens,
         }
         for name, (total, steps) in sums.metrics.items():
@@ -140,7 +140,7 @@ class Meter(Callback):
             "runtime/samples_per_sec": samples,
             "runtime/iteration_time": seconds / sums.steps,
             "runtime/steps_per_sec": sums.steps / seconds,
-            "runtime/tokens_per_sec": samples * trainer.args.model.seq_length - sums.padding / seconds,
+            "runtime/tokens_per_sec": samples * trainer.plan.tokens_per_sample - sums.padding / seconds,
             "runtime/flops_per_sec_per_gpu": achieved,
         }
         if self.flops.peak:

@@ -1,8 +1,8 @@
 """How many samples each step of a run takes, in rows of which length, and how far that gets: steps, samples and tokens
 into each other.
 
-Everything is a pure function of the step, so that a resumed run needs no replay. A sample is `seq_length` tokens, also
-where it is cut into shorter rows.
+Everything is a pure function of the step, so that a resumed run needs no replay. A sample is `seq_length` tokens, a
+pair in two rows twice as many, also where it is cut into shorter rows.
 Imports no torch.
 """
 
@@ -18,12 +18,19 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from megatron.neox_arguments.forget_steps import SOURCES, TRAIN, ForgetSteps
+from megatron.rows import row
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
 
 LR_POWERS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 """`batch_size_lr_scale`."""
+
+
+def rows_per_sample(value: Callable[[str], Any]) -> int:
+    """How many rows of a batch a sample is, by flat keys: 2 where each text of a pair has one of its own."""
+    pairs = value("dataset_impl") == "pairwise"
+    return 2 if pairs and row("pack_impl", value("pack_impl")).get("answers") == "apart" else 1
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class BatchPlan:
         """That of flat keys, whose derived values are known."""
         plan = cls(
             batch_stages(value("train_batch_size"), value("batch_size_schedule"), value("rampup_batch_size")),
-            value("seq_length"),
+            rows_per_sample(value) * value("seq_length"),
             value("skip_steps") or (),
             LR_POWERS[value("batch_size_lr_scale")],
             forget=ForgetSteps.from_values(value),

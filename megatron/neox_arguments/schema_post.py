@@ -248,15 +248,3 @@ class PostConfig:
         "Adds this times the mean loss of the tokens of chosen answers (default: 0, of orpo 1).",
         new=True,
     )
-
-    @property
-    def dpo_uses_reference(self) -> bool:
-        """Whether preferences are compared with those of a reference model."""
-        return not self.dpo_reference_free and self.dpo_loss_type not in ("simpo", "orpo")
-
-    @property
-    def dpo_sft_weight(self) -> float:
-        """`dpo_sft_loss_weight`, where it is not set what it then is."""
-        if self.dpo_sft_loss_weight is not None:
-            return self.dpo_sft_loss_weight
-        return 1.0 if self.dpo_loss_type == "orpo" else 0.0

@@ -146,7 +146,11 @@ class DPOObjective(Objective):
 
     def __init__(self, options: PostConfig | None = None) -> None:
         super().__init__(options)
-        self.reads = ("answers", "reference") if self.options.dpo_uses_reference else ("answers",)
+        keys = self.options
+        compares = not keys.dpo_reference_free and keys.dpo_loss_type not in ("simpo", "orpo")
+        self.reads = ("answers", "reference") if compares else ("answers",)
+        weight = keys.dpo_sft_loss_weight
+        self.sft_weight = float(keys.dpo_loss_type == "orpo") if weight is None else weight
 
     def count(self, batch: StepBatch) -> Sequence[float]:
         """See `Objective`."""
@@ -162,7 +166,7 @@ class DPOObjective(Objective):
         by_pairs, by_tokens = labels.weights[0] * counted, labels.weights[1]
         nll = -pairs.chosen.sum() * by_tokens
         loss = (LOSSES[self.options.dpo_loss_type](pairs, self.options) * by_pairs).sum()
-        loss = loss + self.options.dpo_sft_weight * nll
+        loss = loss + self.sft_weight * nll
         with torch.no_grad():
             beta = self.options.dpo_beta
             references = split_pairs(known)

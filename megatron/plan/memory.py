@@ -43,6 +43,7 @@ from dataclasses import dataclass
 
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.block_sizes import MAMBA, RWKV, is_gated
 from megatron.neox_arguments.formulas import loss_chunk
 from megatron.neox_arguments.optimizer_params import KIND, optimizer_params
@@ -141,7 +142,7 @@ def _activations(args: NeoXArgs, *, stage: int, blocks: Sequence[int], padded_vo
     model, parallel, training = args.model, args.parallel, args.training
     tp, pp = parallel.model_parallel_size, max(1, parallel.pipe_parallel_size)
     element = 2 if args.optimizer.precision != "fp32" else 4
-    tokens = training.train_micro_batch_size_per_gpu * model.seq_length
+    tokens = training.train_micro_batch_size_per_gpu * BatchPlan.of(args).tokens_per_sample
     in_flight = min(training.gradient_accumulation_steps, pp - stage)
     costs = [_per_block(args, block) for block in blocks]
     policy = model.checkpoint_policy or ("full" if model.checkpoint_activations else "none")

@@ -150,10 +150,10 @@ def memory(args: NeoXArgs, estimates: Sequence[Memory]) -> list[str]:
 
 def steps(args: NeoXArgs, vocab_size: int) -> list[str]:
     """Batch arithmetic, tokens, FLOPs, schedule."""
-    t, dp, seq = args.training, args.parallel.data_parallel_size, args.model.seq_length
-    tokens = t.train_batch_size * seq
+    t, dp = args.training, args.parallel.data_parallel_size
     iters = t.train_iters or 0
     plan = BatchPlan.of(args)
+    tokens = t.train_batch_size * plan.tokens_per_sample
     total = plan.tokens(iters)
     flops = flops_per_token(args.model, vocab_size) * tokens
     neox = neox_flops_per_token(args.model, vocab_size, recompute=False) * tokens

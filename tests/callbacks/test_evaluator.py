@@ -13,7 +13,9 @@ import torch
 from megatron.callbacks.evaluator import Evaluator, NamedSet, perplexity
 from megatron.callbacks.samples import Samples
 from megatron.callbacks.task_evaluator import TaskEvaluator
+from megatron.objectives import Objective
 from megatron.tokenizer.simple import ByteTokenizer
+from megatron.training.engine import EvalOut
 from tests.callbacks.fakes import KEYS, GoesBack, Log, args_of, batches, evaluated, run_and_go_back, trainer_of
 
 pytestmark = pytest.mark.cpu
@@ -187,3 +189,22 @@ def test_perplexity_ends_at_infinity(loss, expected):
 
 def test_perplexity_of_nan_is_nan():
     assert math.isnan(perplexity(math.nan))
+
+
+def test_metrics_of_an_objective_are_means_over_what_it_counts_without_a_perplexity():
+    """Two batches of pairs: sums and counts add up before they are divided, each by its own count."""
+
+    class Preferences(Objective):
+        counts, metrics, over = ("pairs", "words"), ("accuracy", "nll"), {"nll": "words"}
+
+        def loss(self, out, labels):
+            raise NotImplementedError
+
+    log = Log()
+    trainer = trainer_of([Evaluator(10, 2, batches, None, [], ByteTokenizer()), log])
+    trainer.engine.objective = Preferences()
+    sums = iter([[6.0, 1.0, 10.0], [2.0, 1.0, 0.0]])
+    counts = iter([(3, 3, 5), (1, 1, 0)])
+    trainer.engine.eval_batch = lambda batch: EvalOut(torch.tensor(next(sums)), next(counts), 5)
+    trainer.run()
+    assert [metrics for _, _, metrics in log.evaluated_] == [{"lm_loss": 2.0, "accuracy": 0.5, "nll": 2.0}]

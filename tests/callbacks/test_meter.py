@@ -337,3 +337,17 @@ def test_peak_of_a_device(monkeypatch, name, expected):
     assert device_peak(gpu, None) == expected
     assert device_peak(gpu, 100.0) == 1e14  # peak_theoretical_tflops wins
     assert device_peak(torch.device("cpu"), None) is None and device_peak(torch.device("cpu"), 2.0) == 2e12
+
+
+def test_metrics_of_the_objective_are_means_over_the_steps_that_have_them():
+    """As the loss: steps without an update do not count, nor those in which nothing of the kind was there."""
+    reported = [{"margin": 1.0, "rare": 5.0}, {"margin": 2.0}, {"margin": 100.0, "rare": 100.0}, {"margin": 3.0}]
+    outs = [
+        out(skipped=step == 2, metrics={name: torch.tensor(x) for name, x in metrics.items()})
+        for step, metrics in enumerate(reported)
+    ]
+    log = Log()
+    trainer = trainer_of([Meter(4, FLOPS), log], outs, train_iters=4)
+    trainer.run()
+    ((_, metrics),) = log.logged_
+    assert (metrics["train/margin"], metrics["train/rare"]) == (2.0, 5.0)

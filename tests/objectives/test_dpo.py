@@ -257,7 +257,7 @@ def test_the_loss_of_chosen_answers_is_added_per_token() -> None:
     plain, metrics, _ = ours(options("sigmoid"))
     with_sft, _, _ = ours(options("sigmoid", dpo_sft_loss_weight=0.5), micro=1)
     assert with_sft.item() == pytest.approx(plain.item() + 0.5 * metrics[-1].item(), rel=1e-5)
-    assert options("orpo", dpo_sft_loss_weight=None).dpo_sft_weight == 1.0
+    assert DPOObjective(options("orpo", dpo_sft_loss_weight=None)).sft_weight == 1.0
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "simpo", "orpo"])
