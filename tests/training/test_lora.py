@@ -143,6 +143,7 @@ def _peft_model(keys: dict[str, Any]) -> peft.PeftModel:
         lora_alpha=keys["lora_alpha"],
         use_rslora=keys["use_rslora"],
         use_dora=keys["use_dora"],
+        lora_dropout=keys["lora_dropout"],
         target_modules=list(LAYERS.values()),
     )
     return peft.get_peft_model(GPTNeoXForCausalLM(config), lora)
@@ -173,8 +174,10 @@ def _beside_peft(
         gradients: dict[str, torch.Tensor] = {}
         engine.before_update = lambda kept=gradients: kept.update({n: g.clone() for n, g in engine.grads().items()})
         batch = step_batch(step, args, engine.state)
+        torch.manual_seed(step)  # both draw the same masks, layer by layer
         loss = float(engine.train_batch(batch, lr(step)).loss)
         tokens, targets, mask = (part.flatten(0, 1) for part in (batch.tokens, batch.targets, batch.mask))
+        torch.manual_seed(step)
         each = torch.nn.functional.cross_entropy(
             theirs(tokens).logits.flatten(0, 1), targets.flatten().clamp(min=0), reduction="none"
         )
@@ -194,10 +197,13 @@ def _beside_peft(
     return found
 
 
-@pytest.mark.parametrize(("rslora", "dora"), [(False, False), (True, False), (False, True)])
-def test_five_steps_are_those_of_peft(rslora: bool, dora: bool) -> None:
+@pytest.mark.parametrize(
+    ("rslora", "dora", "dropout"), [(False, False, 0.0), (True, False, 0.3), (False, True, 0.0), (False, True, 0.3)]
+)
+def test_five_steps_are_those_of_peft(rslora: bool, dora: bool, dropout: float) -> None:
     rate = {"optimizer": {"type": "Adam", "params": {"lr": 5e-3, "betas": [0.9, 0.95], "eps": 1e-8}}}
-    keys = {**NEOX, **LORA, **rate, "num_kv_heads": 4, "gradient_clipping": 0.0, "use_rslora": rslora, "use_dora": dora}
-    for loss, their_loss, gradients in run_distributed(_beside_peft, 1, keys, Layout())[0]:
+    kind = {"use_rslora": rslora, "use_dora": dora, "lora_dropout": dropout}
+    keys = {**NEOX, **LORA, **rate, "num_kv_heads": 4, "gradient_clipping": 0.0, **kind}
+    for loss, their_loss, gradients in run_distributed(_beside_peft, 1, keys, Layout(micro=8))[0]:
         assert loss == pytest.approx(their_loss, rel=1e-5)
         assert max(gradients.values()) < 1e-5, gradients
