@@ -54,6 +54,7 @@ class DistillObjective(Objective):
     """
 
     reads = (IDS, LOGPROBS)
+    counts = ("targets",)  # that are trained; no nats per token of the data
     metrics: ClassVar[tuple[str, ...]] = ("divergence", "cross_entropy")
 
     def loss(self, out: LMOutput, labels: Labels) -> tuple[Tensor, Tensor]:

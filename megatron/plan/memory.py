@@ -21,7 +21,7 @@ A bucket of DeepSpeed's has reduce_bucket_size elements (5e8 by default) of a by
 Of experts, parameters are what the rank holds of them under tensor and expert parallelism, and dp is replaced by
 dp / ep, the number of ranks that hold the same.
 
-What is frozen (lora_r, parameter_groups) counts as weights alone.
+What is frozen (lora_r, parameter_groups) counts as weights alone, and so does a teacher (distill_teacher).
 
 Activations, per token of a micro-batch and block, in elements: the inputs and outputs of the norms (4h, or 3h with one
 shared norm; divided by tp under sequence parallel), and, always divided by tp, queries, keys and values before and
@@ -40,7 +40,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
+from megatron.checkpoint.find import find_checkpoint, open_checkpoint
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.batch_plan import BatchPlan
@@ -101,6 +103,17 @@ def estimate(args: NeoXArgs, *, held: Held, stage: int, blocks: Sequence[int], p
         + 4 * parts.parameters * copies,
         activations=_activations(args, stage=stage, blocks=blocks, padded_vocab_size=padded_vocab_size),
     )
+
+
+def teacher_bytes(args: NeoXArgs) -> float:
+    """Of the weights of `distill_teacher` on each rank, its stages taken for equal. Raises `UserError` without one."""
+    checkpoint = find_checkpoint(args.post.distill_teacher or "", key="distill_teacher")
+    tp, stages = args.parallel.model_parallel_size, max(1, args.parallel.pipe_parallel_size)
+    entries = [*checkpoint.manifest.parameters.values()]
+    if (base := checkpoint.manifest.base) is not None:
+        entries += open_checkpoint(base.path).manifest.parameters.values()
+    held = sum(prod(one.shape) / (1 if one.split_dim is None else tp) for one in entries)
+    return held / stages * (4 if args.optimizer.precision == "fp32" else 2)
 
 
 def _gradients(args: NeoXArgs, stage: int, whole: float, parts: float) -> float:

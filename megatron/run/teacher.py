@@ -37,6 +37,10 @@ class Teacher:
     def __init__(self, process: Process) -> None:
         args, options = process.args, process.args.post
         checkpoint = find_checkpoint(options.distill_teacher, key="distill_teacher")
+        if checkpoint.by_neox:
+            raise UserError(
+                f"distill_teacher: {checkpoint.path} was written by GPT-NeoX; convert it to Hugging Face and back"
+            )
         kept = {name: args.get(name) for name in _OF_THE_RUN}
         saved = for_inference(NeoXArgs.from_saved({**checkpoint.manifest.config, **kept}, source=str(checkpoint.path)))
         own = derive(saved, Facts(process.tokenizer.vocab_size, process.state.topology.world_size))

@@ -44,7 +44,7 @@ def _ours(
     loss.backward()
     assert metrics.shape == (2,)
     gradients = [p.grad.clone() for p in network.parameters()]
-    return float(loss), gradients, logits(network, tokens, positions), mask
+    return float(loss.detach()), gradients, logits(network, tokens, positions), mask
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
