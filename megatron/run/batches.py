@@ -24,6 +24,7 @@ from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.run.data import collate_rules, open_data, resolve_epochs
 from megatron.run.data_table import data_lines, evaluation_notes
+from megatron.run.reference_point import ReferencePoint
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.callback import Callback
 from megatron.training.engine import StepOut
@@ -110,10 +111,14 @@ def _log_data(args: NeoXArgs, tokenizer: Tokenizer, plan: DataPlan) -> None:
 
 
 def build_batches(
-    args: NeoXArgs, process: Process, datasets: Datasets, reference: ReferenceStore | None = None
+    args: NeoXArgs,
+    process: Process,
+    datasets: Datasets,
+    reference: ReferenceStore | None = None,
+    point: ReferencePoint | None = None,
 ) -> dict[str, Batches]:
     """`batches[role](consumed, step)` for each role: batches of the training data are those of the plan. Samples have
-    their log-probabilities in `reference`, which need not be there yet."""
+    their log-probabilities in `reference`, which need not be there yet, and batches the z0 of `point`."""
     objective = build_objective(args)
     rules = replace(collate_rules(args, process.tokenizer), reads=objective.reads)
 
@@ -141,7 +146,10 @@ def build_batches(
             return loader.steps
         return lambda consumed=0, step=None: copy_ahead(loader.steps(consumed, step), copies)
 
-    return {role: steps(role, dataset) for role, dataset in datasets.by_role().items()}
+    found = {role: steps(role, dataset) for role, dataset in datasets.by_role().items()}
+    for role, dataset in point.exchanged.items() if point is not None else ():
+        found[role] = point.add_to(found[role], steps(role, dataset))
+    return found
 
 
 def named_sets(plan: DataPlan, batches: dict[str, Batches]) -> list[NamedSet]:

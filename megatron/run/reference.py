@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from megatron.training.setup import build_objective
 from megatron.training.trainer import Trainer
 
 VERSION = 1  # part of every folder's name: raise it when the numbers change
+EXCHANGED = " with other answers"
 COMMIT_SECONDS = 30.0  # how much of a pass is lost at most
 
 logger = get_logger(__name__)
@@ -85,9 +87,15 @@ class Reference(Callback):
         tokenizer: Tokenizer,
         datasets: Datasets,
         begun: int,
+        exchanged: Mapping[str, SampleDataset],
     ) -> None:
-        """`begun`: samples of the training data that the run has read."""
+        """`begun`: samples of the training data that the run has read. `exchanged`: of each role the same samples with
+        other answers, which are compared as well; {} for none."""
         self.start_at, self.tokenizer, self.datasets, self.begun = start, tokenizer, datasets, begun
+        self.compared = {
+            **datasets.compared(),
+            **{f"{role}{EXCHANGED}": dataset for role, dataset in exchanged.items()},
+        }
         saved = start.checkpoint.callbacks.get(type(self).__name__) if start.checkpoint and start.resumes else None
         self.resumed = saved is not None
         self.origin = Origin(**saved) if saved is not None else _origin(args, start, tokenizer)
@@ -129,16 +137,17 @@ class Reference(Callback):
         plan = self.datasets.plan
         begun = {TRAIN: self.begun} if plan.counts is None else plan.counts.taken
         wanted = {
-            name: range(begun.get(name, 0), min(len(dataset), plan.roles[name].samples))
-            for name, dataset in self.datasets.compared().items()
+            name: range(begun.get(_role(name), 0), min(len(dataset), plan.roles[_role(name)].samples))
+            for name, dataset in self.compared.items()
         }
         described = {name: [numbers.start, numbers.stop] for name, numbers in wanted.items()}
-        order = content_key({"order": self.datasets.digest(), "items": described})
+        exchanged = [dataset.digest() for name, dataset in self.compared.items() if _role(name) != name]
+        order = content_key({"order": self.datasets.digest(), "items": described, "exchanged": exchanged})
         seen = self.store.folder / f"whole-{order[:16]}.json"
         if seen.is_file():
             return {}
         found: Missing = {}
-        for name, dataset in self.datasets.compared().items():
+        for name, dataset in self.compared.items():
             numbers = progress(wanted[name], what=f"looking for reference log-probabilities: {name}", unit="sample")
             if lacking := self.store.missing(dataset, numbers):
                 found[name] = lacking
@@ -167,9 +176,9 @@ class Reference(Callback):
     def _pass(self, trainer: Trainer, role: str, numbers: list[int]) -> None:
         """Log-probabilities of items, written by the rank of the last stage that is first in all else."""
         args, state = trainer.args, trainer.state
-        micro, rows = args.training.train_micro_batch_size_per_gpu, self.datasets.plan.roles[role].rows
+        micro, rows = args.training.train_micro_batch_size_per_gpu, self.datasets.plan.roles[_role(role)].rows
         batch = micro * state.dp_size
-        dataset, steps = self.datasets.compared()[role], -(-len(numbers) // batch)
+        dataset, steps = self.compared[role], -(-len(numbers) // batch)
         loader = StepLoader(
             ReadOnce(Selected(dataset, numbers), len(numbers), steps * batch),
             micro_batch=micro,
@@ -229,14 +238,24 @@ def _gather_data(values: Tensor, trainer: Trainer) -> Tensor:
 
 
 def find_reference(
-    args: NeoXArgs, start: Start, tokenizer: Tokenizer, datasets: Datasets, begun: int
+    args: NeoXArgs,
+    start: Start,
+    tokenizer: Tokenizer,
+    datasets: Datasets,
+    begun: int,
+    exchanged: Mapping[str, SampleDataset],
 ) -> Reference | None:
     """The reference of a run; None where the objective reads none, or of texts that do not exist yet (rollouts), and
     where the data have it (`precompute_model_name`)."""
     given = args.data.precompute_model_name is not None
     if REFERENCE not in build_objective(args).reads or trains_on_rollouts(args.get) or given:
         return None
-    return Reference(args, start, tokenizer, datasets, begun)
+    return Reference(args, start, tokenizer, datasets, begun, exchanged)
+
+
+def _role(name: str) -> str:
+    """The role of what is compared."""
+    return name.removesuffix(EXCHANGED)
 
 
 def reference_folder(args: NeoXArgs, datasets: Datasets) -> Path:

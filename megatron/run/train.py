@@ -16,6 +16,7 @@ from megatron.run.batches import DataOrder, build_batches, named_sets, open_data
 from megatron.run.data import note_trained_ends, resume_order
 from megatron.run.end import Begins, StepLimits, report_stop, watched
 from megatron.run.reference import find_reference
+from megatron.run.reference_point import ReferencePoint
 from megatron.run.rewind import train_with_rewinds
 from megatron.run.rollouts import Rollouts
 from megatron.run.start import (
@@ -64,8 +65,10 @@ def _train(process: Process, progress: Progress) -> Trainer:
         datasets = open_data_on_ranks(args, process, order, done)
         plan = datasets.plan
         args = note_trained_ends(args, plan)
-        reference = find_reference(args, start, tokenizer, datasets, done[1])
-        batches = build_batches(args, process, datasets, None if reference is None else reference.store)
+        point = ReferencePoint.of(args, datasets, done)
+        exchanged = {} if point is None else point.exchanged
+        reference = find_reference(args, start, tokenizer, datasets, done[1], exchanged)
+        batches = build_batches(args, process, datasets, None if reference is None else reference.store, point)
         process = replace(process, args=args)
         if args.training.train_impl == "distill":
             teacher = Teacher(process)
@@ -79,7 +82,7 @@ def _train(process: Process, progress: Progress) -> Trainer:
         identity = TokenizerIdentity(tokenizer, args.checkpoint.allow_config_changes)
         trackers = TrackerIds(folder)
         trackers.restore(start, state)
-        before = [reference] if reference is not None else []
+        before = [one for one in (reference, point) if one is not None]
         callbacks = [DataOrder(plan), identity, trackers, *before, *own, *build_callbacks(context)]
         if state.host is not None and process.limits is not None:
             callbacks.append(StepLimits(process.limits))
