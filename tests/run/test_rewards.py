@@ -106,7 +106,7 @@ def through_a_stop(keys: dict[str, Any], root: Path, names: tuple[str, ...]) -> 
 def check_layout(keys: dict[str, Any], layout: Layout, straight: Report, names: tuple[str, ...]) -> None:
     for report in run(keys, layout)[:1]:
         for name in names:
-            assert logged(report, name) == pytest.approx(logged(straight, name), rel=1e-4, abs=1e-5), name
+            assert logged(report, name) == pytest.approx(logged(straight, name), rel=1e-5, abs=1e-6), name
 
 
 def evaluated(report: Report) -> dict[str, float]:
