@@ -18,7 +18,49 @@ def _compares(args: NeoXArgs) -> bool:
     return args.training.train_impl in ("dpo", "kto")
 
 
+def _rewards(args: NeoXArgs) -> bool:
+    return args.model.output_head == "reward"
+
+
+def _kto(args: NeoXArgs) -> bool:
+    return args.training.train_impl == "kto"
+
+
 POST: tuple[_Difference, ...] = (
+    Difference(
+        "train_impl: rm on a language model's checkpoint",
+        "any parameter may be missing in the checkpoint, and is silently new",
+        "the head alone may, of a new run (finetune, or init_from without the optimizer); it is drawn by seed and name",
+        _rewards,
+    ),
+    Difference(
+        "train_impl: rm with tied embeddings, or with train_micro_batch_size_per_gpu: 1",
+        "fails",
+        "works",
+        _rewards,
+    ),
+    Difference(
+        "which token a reward is read at",
+        "where labels are set; with another number of them than one in a row, rewards of other answers are compared",
+        "the one token of an answer that has a label; another number is an error that names the document",
+        _rewards,
+    ),
+    Difference(
+        "KTO's estimate of how far the model is from its reference",
+        "one half of the micro-batch gives that of the other: answers to their own prompts, each clamped at 0, another "
+        "number at each micro-batch",
+        "prompts with the answers to the next prompts of the global batch (the last one with the first's), clamped "
+        "after the mean, in a pass before the step; the same at every layout. A batch of one is refused",
+        _kto,
+        keys=("kto_loss_type",),
+    ),
+    Difference(
+        "kto_beta, kto_desirable_weight, kto_undesirable_weight",
+        "beta is scaled by the share of a row that is no padding; the weights are averaged over half a micro-batch "
+        "first; answers with the reward 0 count in the mean",
+        "beta and weights are those of each answer, and answers with the reward 0 are left out",
+        _kto,
+    ),
     Difference(
         "reference model of dpo and kto",
         "a second engine in memory, loaded from `load`: after a resume the checkpoint of the run itself",

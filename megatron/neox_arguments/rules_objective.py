@@ -100,6 +100,8 @@ def _exchange_problem(args: NeoXArgs) -> str | None:
     """KTO's z0 is of prompts with the answers to others in the global batch: a text a row, two or more of them."""
     if args.data.train_label_data_paths is None:
         wrong = "without labels prompts are answers, too; set train_label_data_paths"
+    elif args.data.precompute_model_name is not None:
+        wrong = "precompute_model_name has no log-probabilities of exchanged ones; leave it out"
     elif args.data.pack_impl != "unpacked":
         wrong = f"pack_impl: {args.data.pack_impl} puts several into a row; set pack_impl: unpacked"
     elif min(size for _, size in BatchPlan.of(args).stages) < 2:

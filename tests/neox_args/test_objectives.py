@@ -62,6 +62,7 @@ def test_a_reward_model_has_a_head_of_rewards() -> None:
         ({**REWARDS, "valid_data_paths": ["more"]}, "valid_reward_data_paths: "),
         ({**REWARDS, "train_label_data_paths": None}, "labels.*train_label_data_paths"),
         ({**REWARDS, "pack_impl": "best_fit", "intra_document_masking": True}, "pack_impl: unpacked, or kto_loss_type"),
+        ({**REWARDS, "precompute_model_name": "ref"}, "precompute_model_name .*leave it out"),
         ({**REWARDS, "train_micro_batch_size_per_gpu": 1}, "train_batch_size: 1 .*2 or more, or kto_loss_type"),
         ({**REWARDS, "kto_beta": 0.0}, "kto_beta"),
         ({**PAIRS, "rm_center_coefficient": -1.0}, "rm_center_coefficient"),
