@@ -15,7 +15,7 @@ from megatron.data.batch import StepBatch
 from megatron.model.head import LMOutput
 from megatron.neox_arguments.schema_post import PostConfig
 from megatron.objectives import OBJECTIVES, Labels, Objective
-from megatron.objectives.answers import sum_by_answer
+from megatron.objectives.answers import sum_trained
 
 REWARD, REFERENCE, Z0 = "reward", "reference", "z0"
 KL = "kl"  # the mean log-ratio of the answers to their own prompts
@@ -57,7 +57,7 @@ class Kto(Objective):
         options, reward = self.options, labels.extras[REWARD]
         z0 = labels.extras[Z0] if self.estimates else torch.zeros_like(reward)
         log_probability = -out.token_loss(labels.targets).view_as(labels.mask)
-        log_ratio = sum_by_answer((log_probability - labels.extras[REFERENCE]) * labels.mask, labels)
+        log_ratio = sum_trained(log_probability - labels.extras[REFERENCE], labels).float()
         good, bad = _classes(reward, labels.extras[ANSWER_TOKENS])
         rows, of_good, of_bad = labels.weights
         weights = (options.kto_desirable_weight * good + options.kto_undesirable_weight * bad) * rows

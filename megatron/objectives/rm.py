@@ -18,7 +18,7 @@ from megatron.data.batch import StepBatch
 from megatron.data.sample import Sample
 from megatron.model.head import RewardOutput
 from megatron.objectives import OBJECTIVES, Labels, Objective
-from megatron.objectives.answers import sum_by_answer
+from megatron.objectives.answers import split_pairs, sum_by_answer
 
 MARGIN = "margin"
 
@@ -71,7 +71,7 @@ class RewardModel(Objective):
         margin, there = labels.extras[MARGIN], labels.extras[ANSWER_TOKENS]
         token = torch.arange(labels.mask.numel(), device=labels.mask.device)
         place = sum_by_answer(token * labels.mask.flatten().long(), labels)
-        chosen, rejected = out.rewards(place).view(-1, 2).unbind(1)
+        chosen, rejected = split_pairs(out.rewards(place))
         share = there[::2] * labels.weights[0]
         losses = reward_loss(
             chosen, rejected, margin[::2], z_loss=self.options.z_loss, centre=self.options.rm_center_coefficient
