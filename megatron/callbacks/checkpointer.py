@@ -18,7 +18,7 @@ from megatron.checkpoint.attempt import SaveError
 from megatron.checkpoint.background import BackgroundSave, aside
 from megatron.checkpoint.base import base_entry
 from megatron.checkpoint.cadence import is_save_step
-from megatron.checkpoint.find import list_checkpoints
+from megatron.checkpoint.find import abandon_after, list_checkpoints
 from megatron.checkpoint.folder import write_latest
 from megatron.checkpoint.host_memory import HostMemory
 from megatron.checkpoint.manifest import BaseEntry
@@ -244,7 +244,7 @@ class Checkpointer(Callback):
         options, began, self._began = trainer.args.checkpoint, self._began, None
         if trainer.state.rank == 0 and began is not None:
             with suppress(OSError):  # a full disk is for the save to report
-                list_checkpoints(self.root).abandon_after(began)
+                abandon_after(self.root, began)
         return Save(
             self.root,
             trainer.step,

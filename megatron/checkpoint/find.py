@@ -192,16 +192,6 @@ class Listing:
                 parts.append("this looks like a Hugging Face folder, not a checkpoint of Deepy")
         return "; ".join(parts)
 
-    def abandon_after(self, step: int) -> None:
-        """Record that the run goes on from the checkpoint of `step`: later ones are of a line that is abandoned.
-
-        Raises `OSError`.
-        """
-        left = {later for later in self.steps if later > step} | (self.abandoned - {step})
-        if left != self.abandoned:
-            record = {layout.step_folder(one): identity(self.checkpoints[one].path) for one in sorted(left)}
-            write_atomically(self.root / layout.ABANDONED, json.dumps(record, indent=1) + "\n")
-
 
 def list_checkpoints(root: str | Path, neox: bool = False, damaged: Damaged = NONE_DAMAGED) -> Listing:
     """Open every checkpoint in `root`. `neox`: folders that GPT-NeoX wrote count too, for those who take weights.
@@ -230,6 +220,21 @@ def list_checkpoints(root: str | Path, neox: bool = False, damaged: Damaged = NO
     before = [step for step in line if named is not None and step <= named]
     latest = max(before or line, default=None)
     return Listing(root, dict(sorted(complete.items())), incomplete, abandoned, latest)
+
+
+def abandon_after(root: Path, step: int) -> None:
+    """Record that the run in `root` goes on from the checkpoint of `step`: later ones are of a line that is abandoned.
+
+    Raises `OSError`.
+    """
+    later = any((layout.step_of(path.name) or 0) > step for path in root.glob("global_step*"))
+    if not later and not (root / layout.ABANDONED).exists():
+        return  # as nearly always: nothing has to be opened
+    found = list_checkpoints(root)
+    left = {one for one in found.steps if one > step} | (found.abandoned - {step})
+    if left != found.abandoned:
+        record = {layout.step_folder(one): identity(found.checkpoints[one].path) for one in sorted(left)}
+        write_atomically(root / layout.ABANDONED, json.dumps(record, indent=1) + "\n")
 
 
 def _abandoned(root: Path, complete: Mapping[int, Checkpoint]) -> frozenset[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.callbacks.checkpointer import Checkpointer
 from megatron.checkpoint import layout
 from megatron.checkpoint.agreement import broadcast, together
-from megatron.checkpoint.find import Checkpoint, list_checkpoints, open_checkpoint
+from megatron.checkpoint.find import Checkpoint, abandon_after, open_checkpoint
 from megatron.checkpoint.folder import write_latest
 from megatron.checkpoint.rewinds import Rewind, Rewinding, write_rewinds
 from megatron.checkpoint.start import Start
@@ -43,7 +43,7 @@ def _go_back(trainer: Trainer, rewinds: Sequence[Rewind]) -> None:
     with trainer.progress.during("loading"), together("going back to an earlier checkpoint", state):
         if state.rank == 0:
             checkpoint = open_checkpoint(root / layout.step_folder(rewind.to), "save")
-            list_checkpoints(root).abandon_after(rewind.to)
+            abandon_after(root, rewind.to)
             write_latest(root, rewind.to)
             write_rewinds(root, rewinds)  # last: a job killed before it resumes, and finds the spike again
     checkpoint = broadcast(checkpoint, state)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from megatron.checkpoint.find import find_checkpoint, list_checkpoints
+from megatron.checkpoint.find import abandon_after, find_checkpoint, list_checkpoints
 from megatron.errors import UserError
 from tests.checkpoint.starts import decide, put
 
@@ -22,7 +22,7 @@ def test_latest_wins_over_a_higher_step_of_an_abandoned_line(save):
 def test_nothing_falls_back_to_an_abandoned_line(save):
     for step in (2, 4, 5, 8):
         put(save, step)
-    list_checkpoints(save).abandon_after(4)  # the run goes back
+    abandon_after(save, 4)  # the run goes back
     assert list_checkpoints(save).latest == 4 and list_checkpoints(save).steps == (2, 4, 5, 8)
     put(save, 6)
     put(save, 8, consumed=77)  # it replaces the one of the old line
@@ -37,7 +37,7 @@ def test_nothing_falls_back_to_an_abandoned_line(save):
     with pytest.raises(UserError, match=r"save: .*went back from: \[5\].* take iteration=5 .* restart_if_damaged"):
         decide(save)
     assert decide(save, iteration=5).step == 5
-    list_checkpoints(save).abandon_after(5)  # a run that goes on from it has made it its own
+    abandon_after(save, 5)  # a run that goes on from it has made it its own
     assert list_checkpoints(save).latest == 5
     (save / "abandoned.json").write_text("[")
     assert list_checkpoints(save).abandoned == frozenset()
