@@ -75,7 +75,7 @@ class LiveLine(Callback):
         parts = [] if self._loss is None else [f"loss {self._loss:.4f}"]
         parts.append(f"lr {trainer.lr:.2e}")
         if self._seconds:
-            speed = self._samples * (trainer.args.model.seq_length or 0) / self._seconds
+            speed = self._samples * trainer.plan.tokens_per_sample / self._seconds
             parts.append(f"{speed:,.0f} tokens/s" if speed < 1e5 else f"{speed / 1e3:,.0f}k tokens/s")
             if self.flops.peak:
                 used = self.flops.per_step / self._seconds / self.flops.world_size / self.flops.peak

@@ -15,6 +15,7 @@ from megatron.errors import UserError
 from megatron.files import read_json
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.batch_plan import rows_per_sample
 from megatron.neox_arguments.mixtures import weight_phases
 
 logger = get_logger(__name__)
@@ -71,6 +72,7 @@ def read_facts(checkpoint: Checkpoint, stored: NeoXArgs | None) -> RunFacts:
     standard = NeoXArgs.from_saved({}).to_dict()
     train_iters = config.get("train_iters")
     length, batch = config.get("seq_length"), config.get("train_batch_size")
+    rows = rows_per_sample({**standard, **config}.get)
     samples = manifest.consumed or (manifest.step * batch if checkpoint.by_neox and isinstance(batch, int) else 0)
     folder = checkpoint.path.parent
     scores, scored_at = _read_scores(folder / "eval_results", manifest.step)
@@ -79,7 +81,7 @@ def read_facts(checkpoint: Checkpoint, stored: NeoXArgs | None) -> RunFacts:
         train_iters=train_iters if isinstance(train_iters, int) else None,
         config=config,
         changed={key: value for key, value in config.items() if key not in standard or value != standard[key]},
-        tokens=samples * length if samples and isinstance(length, int) else None,
+        tokens=samples * rows * length if samples and isinstance(length, int) else None,
         git=manifest.git or config.get("git_hash"),
         versions=manifest.versions,
         losses=read_losses(folder / FILE, manifest.step),

@@ -33,11 +33,12 @@ def _ranks(args: NeoXArgs) -> str:
 
 def _batch(args: NeoXArgs) -> str:
     training = args.training
-    tokens = training.train_batch_size * args.model.seq_length
+    plan = BatchPlan.of(args)
     return (
         f"batch: {training.train_batch_size:,} samples = micro {training.train_micro_batch_size_per_gpu} x accumulation"
         f" {training.gradient_accumulation_steps} x data {args.parallel.data_parallel_size};"
-        f" x {args.model.seq_length:,} = {tokens:,} tokens per step{BatchPlan.of(args).describe()}"
+        f" x {plan.tokens_per_sample:,} = {training.train_batch_size * plan.tokens_per_sample:,} tokens per step"
+        f"{plan.describe()}"
     )
 
 
@@ -49,7 +50,7 @@ def _length(args: NeoXArgs) -> list[str]:
     plan = BatchPlan.of(args)
     samples = plan.samples(training.train_iters)
     return [
-        f"length: {training.train_iters:,} steps = {samples:,} samples = {samples * args.model.seq_length:,} tokens",
+        f"length: {training.train_iters:,} steps = {samples:,} samples = {samples * plan.tokens_per_sample:,} tokens",
         *(f"unlearning: {line}" for line in plan.describe_forgetting(training.train_iters)),
     ]
 
@@ -74,7 +75,7 @@ def _layers(count: ParameterCount) -> str:
 
 def _size(args: NeoXArgs, vocab_size: int) -> list[str]:
     count = parameter_count(args.model, vocab_size)
-    tokens = args.training.train_batch_size * args.model.seq_length
+    tokens = args.training.train_batch_size * BatchPlan.of(args).tokens_per_sample
     flops = flops_per_token(args.model, vocab_size) * tokens
     active = f", of which a token uses {count.active:,}" if count.active != count.total else ""
     return [

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from megatron.errors import UserError
+from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.derive import derive
+from megatron.neox_arguments.describe import describe
 from tests.neox_args.helpers import derived
 
 pytestmark = pytest.mark.cpu
@@ -67,3 +69,14 @@ def test_answers_may_share_a_row_that_keeps_them_apart(tmp_path: Path) -> None:
     derived(tmp_path, **rewarded, pack_impl="best_fit", intra_document_masking=True)
     with pytest.raises(UserError, match="intra_document_masking: true"):
         derived(tmp_path, **rewarded, pack_impl="pack_until_overflow")
+
+
+def test_both_rows_of_a_pair_are_tokens(tmp_path: Path) -> None:
+    """What counts tokens (lengths, throughput, FLOPs, memory) asks the plan."""
+    keys = {"seq_length": 64, "train_batch_size": 8, "train_iters": None, "train_tokens": 8 * 2 * 64 * 5}
+    args = derived(tmp_path, **PAIRWISE, **TRAIN, **keys)
+    plan = BatchPlan.of(args)
+    assert args.training.train_iters == 5 and plan.tokens_per_sample == 128
+    assert "= 1,024 tokens per step" in "\n".join(describe(args))
+    joined = {"pack_impl": "best_fit", "intra_document_masking": True}
+    assert BatchPlan.of(derived(tmp_path, **PAIRWISE, **TRAIN, **keys, **joined)).tokens_per_sample == 64
