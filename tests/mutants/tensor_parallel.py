@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megatron.layers import attention
+from megatron.layers import attention, lora
 from megatron.layers.norms import Norm
 from megatron.layers.positions.alibi import alibi_slopes
 from megatron.model.head import LMOutput
@@ -282,3 +282,15 @@ def split_counted_on_the_first_rank() -> Any:
         return is_owned(spec, state, *partitioned) and (spec.kind != "vector" or state.tp_rank == 0)
 
     return mock.patch("megatron.training.engine_update.is_owned", owned)
+
+
+@mutant("dora", TP, "gradient of 2.attention.dense.lora.B")
+def adapter_gradient_of_own_columns() -> Any:
+    """What every rank has of an adapter keeps the gradient of one rank's columns."""
+    return mock.patch.object(lora.Lora, "_whole", lambda self, p, replicated: p)
+
+
+@mutant("dora", TP, "loss")
+def lengths_of_own_columns() -> Any:
+    """The lengths of a row-parallel weight's rows are those of one rank's part."""
+    return mock.patch.object(lora, "all_reduce", lambda x, state: x)
