@@ -78,5 +78,5 @@ def test_both_rows_of_a_pair_are_tokens(tmp_path: Path) -> None:
     plan = BatchPlan.of(args)
     assert args.training.train_iters == 5 and plan.tokens_per_sample == 128
     assert "= 1,024 tokens per step" in "\n".join(describe(args))
-    joined = {"pack_impl": "best_fit", "intra_document_masking": True}
-    assert BatchPlan.of(derived(tmp_path, **PAIRWISE, **TRAIN, **keys, **joined)).tokens_per_sample == 64
+    joined = {**PAIRWISE, "pack_impl": "best_fit", "intra_document_masking": True}
+    assert BatchPlan.of(derived(tmp_path, **TRAIN, **keys, **joined)).tokens_per_sample == 64
