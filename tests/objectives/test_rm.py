@@ -11,6 +11,7 @@ from trl import RewardTrainer
 
 from megatron.data.sample import Sample
 from megatron.neox_arguments.schema_post import PostConfig
+from megatron.objectives import Labels
 from megatron.objectives.rm import RewardModel, reward_loss
 from tests.convert.helpers import VOCAB
 from tests.objectives.twins import Twins, trainer
@@ -74,3 +75,22 @@ def test_an_answer_has_one_token_with_a_label() -> None:
         problem = objective.problem(wrong)
         assert problem is not None and problem.startswith(count), problem
         assert "--for-rm" in problem
+
+
+def test_answers_may_share_a_row_and_be_less_than_there_is_room_for() -> None:
+    values = torch.linspace(-1, 2, 32)
+    out = SimpleNamespace(rewards=lambda places: values[places], with_balance=lambda loss: loss)
+    mask, answers = torch.zeros(2, 16), torch.full((2, 16), -1)
+    answers[0, :5], answers[0, 5:12] = 0, 1
+    answers[1, :4], answers[1, 4:] = 2, 3
+    mask[0, 3] = mask[0, 9] = mask[1, 2] = mask[1, 15] = 1
+    extras = {
+        "answers": answers,
+        "answer_tokens": torch.tensor([1.0, 1, 1, 1, 0, 0]),
+        "margin": torch.tensor([0.5, 0.5, 0, 0, 0, 0]),
+    }
+    labels = Labels(torch.zeros(2, 16, dtype=torch.int64), mask, torch.tensor([0.5]), extras)
+    loss, metrics = RewardModel().loss(out, labels)  # type: ignore[arg-type]
+    chosen, rejected = values[[3, 18]], values[[9, 31]]
+    assert loss.item() == pytest.approx(reward_loss(chosen, rejected, torch.tensor([0.5, 0.0])).mean().item())
+    assert metrics.tolist() == pytest.approx([0.0, (chosen - rejected).mean(), chosen.mean(), rejected.mean()])

@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.convert.hf.export_hf import export
 from megatron.data.sample import IGNORE
 from megatron.data.tokens.builder import IndexedDatasetBuilder
+from megatron.errors import UserError
+from megatron.inference.inputs import requested_checkpoint
+from megatron.neox_arguments import NeoXArgs
 from tests.training.runs import Report, corpus, run
 from tests.training.tiny import Layout
 
@@ -126,6 +130,10 @@ def test_a_reward_model_on_a_language_model(base: str, tmp_path: Path) -> None:
     check_layout(keys, Layout(pp=2, dp=2, micro=1, zero=1), straight, names)
     refused = run({**keys, "finetune": False, "save": str(tmp_path / "no")})[0]
     assert refused.exit_code == 2 and "finetune: true" in refused.error
+    with pytest.raises(UserError, match=rf"load: {tmp_path}/straight/global_step4 holds a reward model .*no words"):
+        requested_checkpoint(NeoXArgs.from_saved({"load": str(tmp_path / "straight")}))
+    done = export(tmp_path / "straight", tmp_path / "hf", tokenizer=False, pad_token_id=1)
+    assert done.architecture == "LlamaForSequenceClassification" and done.largest_difference < 1e-5
     refused = run({**pairs(tmp_path / "more", ends=2), "load": base})[0]
     assert refused.exit_code == 2, refused.error
     assert "pos_document: document " in refused.error and "2 tokens" in refused.error and "--for-rm" in refused.error
