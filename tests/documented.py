@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [
     *("README.md", "CONTRIBUTING.md", "configs/README.md", "configs/llama/README.md", "slurm/README.md"),
+    "post-training/README.md",
     *sorted(f"documentation/{path.name}" for path in (ROOT / "documentation").glob("*.md")),
 ]
 _PROGRAMS = r"(?:[A-Z_]+=\S+ )?(?:python|torchrun|srun|sbatch|make|\./[\w/]+\.\w+|bash) "

@@ -121,6 +121,16 @@ INSTEAD = {
         "{} train_iters=2",
         "half a minute; tests/run/test_rollouts.py",
     ),
+    r"python post-training/llama_data\.py": ("{} --help", "the Hub; tests/tools/test_post_training.py has one"),
+    r"(?s)python huggingface/convert_hf_to_neox\.py --hf-model meta-llama/.*": (
+        "{words[0]} {words[1]} --help",
+        "a model of the Hub",
+    ),
+    r"(?s)for split in train val test; do.*": (NOTHING, "data of the Hub; tests/tools/test_post_training.py tokenises"),
+    r"python deepy\.py train\.py post-training/configs/llama3-8b-dpo\.yml": (
+        "{} --explain dpo_beta",
+        "8B, for GPUs; tests/tools/test_post_training.py loads it",
+    ),
     r"python deepy\.py (train|generate)\.py FILES.*": (
         "python deepy.py {words[2]} run.yml --dry-run",
         "a pattern",

@@ -13,6 +13,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from megatron.data.sample import SampleDataset
 from megatron.data.tokens.cache import content_key, index_folder
 from megatron.data.tokens.indexed import identify
 from megatron.errors import NumericsError, UserError
-from megatron.files import write_atomically
+from megatron.files import read_json, write_atomically
 from megatron.inference.live import live_stage
 from megatron.inference.log_probabilities import log_probabilities
 from megatron.layers.lora import switched_off
@@ -130,30 +131,51 @@ class Reference(Callback):
         with together("reading reference log-probabilities", state):
             if not len(self.store):
                 raise UserError(f"{self.store.folder} is not on a file system that all nodes see; set reference_path")
+            if state.rank == 0:
+                self._note_whole(self._wanted())
+
+    def _wanted(self) -> dict[str, range]:
+        """The items that the run will read, by role."""
+        plan = self.datasets.plan
+        begun = {TRAIN: self.begun} if plan.counts is None else plan.counts.taken
+        return {
+            name: range(begun.get(_role(name), 0), min(len(dataset), plan.roles[_role(name)].samples))
+            for name, dataset in self.compared.items()
+        }
 
     def _missing(self) -> Missing:
         """What the run will read and the store does not have. A store that was found whole is not looked through again
         for the same order of the data."""
-        plan = self.datasets.plan
-        begun = {TRAIN: self.begun} if plan.counts is None else plan.counts.taken
-        wanted = {
-            name: range(begun.get(_role(name), 0), min(len(dataset), plan.roles[_role(name)].samples))
-            for name, dataset in self.compared.items()
-        }
-        described = {name: [numbers.start, numbers.stop] for name, numbers in wanted.items()}
-        exchanged = [dataset.digest() for name, dataset in self.compared.items() if _role(name) != name]
-        order = content_key({"order": self.datasets.digest(), "items": described, "exchanged": exchanged})
-        seen = self.store.folder / f"whole-{order[:16]}.json"
-        if seen.is_file():
+        wanted = self._wanted()
+        if self._found_whole(wanted):
             return {}
         found: Missing = {}
         for name, dataset in self.compared.items():
             numbers = progress(wanted[name], what=f"looking for reference log-probabilities: {name}", unit="sample")
             if lacking := self.store.missing(dataset, numbers):
                 found[name] = lacking
-        if not found and len(self.store):
-            write_atomically(seen, json.dumps(described))
+        if not found:
+            self._note_whole(wanted)
         return found
+
+    @property
+    def _note(self) -> Path:
+        """Where it is noted which items of this order of the data the store was found to have."""
+        exchanged = [dataset.digest() for name, dataset in self.compared.items() if _role(name) != name]
+        order = content_key({"order": self.datasets.digest(), "exchanged": exchanged})
+        return self.store.folder / f"whole-{order[:16]}.json"
+
+    def _found_whole(self, wanted: Mapping[str, range]) -> bool:
+        """Whether it was, for all of these items."""
+        known: dict[str, Any] = {}
+        with suppress(OSError, UserError):
+            known = read_json(self._note)
+        ranges = {name: known.get(name, [0, 0]) for name in wanted}
+        return all(ranges[name][0] <= one.start and one.stop <= ranges[name][1] for name, one in wanted.items())
+
+    def _note_whole(self, wanted: Mapping[str, range]) -> None:
+        with suppress(OSError):  # then the next start looks again
+            write_atomically(self._note, json.dumps({name: [one.start, one.stop] for name, one in wanted.items()}))
 
     def _load_origin(self, trainer: Trainer) -> None:
         """The weights that the run began with. Raises `UserError` when they are not there any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.corpus import write
 from tests.distributed import run_distributed
 from tests.run import reference_probe  # noqa: F401  (registers the objective)
 from tests.training import runs
@@ -96,6 +98,7 @@ def test_a_run_that_stops_and_goes_on(data: str, tmp_path: Path) -> None:
     before = stored(tmp_path / "b")
     second = run(stopped)
     assert stored(tmp_path / "b") == before
+    assert len(list(tmp_path.glob("b/reference-*/whole-*"))) == 1  # nothing was looked through again
     for name in ("distance", "reference"):
         assert metric(first, name) + metric(second, name) == metric(straight, name)
     assert second.state == straight.state
@@ -165,3 +168,29 @@ def test_what_cannot_be_made_again(data: str, base: str, tmp_path: Path) -> None
         else:
             assert again.exit_code == 2 and str(folder) in again.error and "new weights" in again.error
         shutil.rmtree(tmp_path / "straight")
+
+
+def test_dpo_on_files_of_pairs(tmp_path: Path) -> None:
+    """It begins at log 2, where the model is the reference, and goes on after a stop as if it had not stopped, at
+    another layout, with pairs in rows of their own and packed."""
+    rng = np.random.RandomState(3)
+    for side in ("chosen", "rejected"):
+        texts = [[97 + i % 26] * 2 + rng.randint(97, 123, rng.randint(2, 6)).tolist() for i in range(30)]
+        write(tmp_path / side, texts, np.uint16)
+    keys: dict[str, Any] = {"train_impl": "dpo", "dataset_impl": "pairwise", "train_iters": 4, "dpo_beta": 5.0}
+    for role in ("train", "valid"):
+        keys |= {
+            f"{side}_{role}_data_paths": [str(tmp_path / name)]
+            for side, name in (("pos", "chosen"), ("neg", "rejected"))
+        }
+    for packed in ({"pack_impl": "unpacked"}, {"pack_impl": "best_fit", "intra_document_masking": True}):
+        more = {**keys, **packed, "eval_iters": 1, "eval_interval": 2}
+        save = tmp_path / packed["pack_impl"]
+        straight = run({**more, "save": str(save / "a")})
+        assert not straight.error and straight.loss[0] == pytest.approx(math.log(2), abs=1e-6)
+        assert abs(straight.loss[3] - straight.loss[0]) > 1e-2
+        first = run({**more, "save": str(save / "b"), "exit_interval": 2}, Layout(pp=2))
+        second = run({**more, "save": str(save / "b")}, Layout(dp=2))
+        assert first.loss + second.loss == pytest.approx(straight.loss, rel=1e-5)
+        found = [metrics["lm_loss"] for _, split, metrics in [*first.evaluated, *second.evaluated]]
+        assert found == pytest.approx([metrics["lm_loss"] for _, split, metrics in straight.evaluated], rel=1e-5)
