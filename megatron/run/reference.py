@@ -166,16 +166,18 @@ class Reference(Callback):
         return self.store.folder / f"whole-{order[:16]}.json"
 
     def _found_whole(self, wanted: Mapping[str, range]) -> bool:
-        """Whether it was, for all of these items."""
+        """Whether it was, for all of these items, and has lost no row since."""
         known: dict[str, Any] = {}
         with suppress(OSError, UserError):
             known = read_json(self._note)
         ranges = {name: known.get(name, [0, 0]) for name in wanted}
-        return all(ranges[name][0] <= one.start and one.stop <= ranges[name][1] for name, one in wanted.items())
+        there = all(ranges[name][0] <= one.start and one.stop <= ranges[name][1] for name, one in wanted.items())
+        return there and len(self.store) >= known.get("rows", 0)
 
     def _note_whole(self, wanted: Mapping[str, range]) -> None:
+        found = {name: [one.start, one.stop] for name, one in wanted.items()}
         with suppress(OSError):  # then the next start looks again
-            write_atomically(self._note, json.dumps({name: [one.start, one.stop] for name, one in wanted.items()}))
+            write_atomically(self._note, json.dumps({**found, "rows": len(self.store)}))
 
     def _load_origin(self, trainer: Trainer) -> None:
         """The weights that the run began with. Raises `UserError` when they are not there any more."""
