@@ -12,9 +12,10 @@ from megatron.neox_arguments.keys import group_keys
 from megatron.neox_arguments.overrides import COMMAND_LINE, PYTHON_CALL
 
 # Groups about which only training cares, and the few of their keys that describe the trained model or this start.
-_OF_TRAINING = ("data", "optimizer", "schedule", "training", "checkpoint", "deepspeed")
+_OF_TRAINING = ("data", "optimizer", "schedule", "training", "post", "checkpoint", "deepspeed")
 _KEPT = {"precision", "fp16", "bf16", "seed", "train_micro_batch_size_per_gpu"}
-_KEPT |= {"ema_decay", "ema_evaluate"}
+_KEPT |= {"ema_decay", "ema_evaluate", "use_rslora", "use_dora"}
+_KEPT |= {name for name in group_keys(GROUPS["post"], "post") if name.startswith("lora_")}
 _KEPT |= {"load", "s3_load", "s3_chunk_size", "iteration", "checkpoint_checksums", "allow_config_changes"}
 # The number of ranks was the training job's, a single token cannot be split, the run's folder is not ours to write,
 # and its jobs are the run's to submit.

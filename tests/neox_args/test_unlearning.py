@@ -9,8 +9,10 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.neox_arguments.batch_plan import BatchPlan
+from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.describe import describe
 from megatron.neox_arguments.differences import differences_for
+from megatron.neox_arguments.inference import for_inference
 from tests.neox_args.helpers import derived
 
 pytestmark = pytest.mark.cpu
@@ -94,9 +96,15 @@ def test_keys_that_do_nothing_are_said(tmp_path: Path) -> None:
     assert args.training.train_impl == "unlearn"
 
 
-def test_epochs_count_the_training_data_alone(tmp_path: Path) -> None:
-    from megatron.neox_arguments.derive import Facts
+def test_generation_and_evaluation_do_not_ask_what_was_forgotten(tmp_path: Path) -> None:
+    args = derive(
+        for_inference(derived(tmp_path, **{**DIFFERENCE, "te_layernorm_mlp": False, "te_mha": False}, lora_r=4))
+    )
+    assert not args.get("gd_mode") and args.get("lora_r") == 4
+    assert not [note for note in args.notes if "ga_" in note or "gd_" in note]
 
+
+def test_epochs_count_the_training_data_alone(tmp_path: Path) -> None:
     keys = {**INTERLEAVED, "train_iters": None, "train_epochs": 2}
     args = derived(tmp_path, facts=Facts(epoch_samples=40), **keys)
     plan = BatchPlan.of(args)
