@@ -109,3 +109,14 @@ def test_another_optimizer_or_schedule_than_theirs_is_refused(made, stopped):
     assert "['exp_avg', 'exp_avg_sq']" in error and "['exp_avg']" in error and "no_load_optim: true" in error
     error = go_on(made, stopped, lr_decay_iters=40).error
     assert "lr_decay_iters: 20 in the checkpoint, now 40" in error and "override_lr_scheduler: true" in error
+
+
+def test_adapters_on_files_of_gpt_neox_resume_with_them(made, tmp_path):
+    """The base is named by the adapters' checkpoint, whoever wrote it; a run that goes on is the run that never
+    stopped."""
+    lora = {"lora_r": 2, "use_dora": True, "train_iters": 3}
+    straight = start(made, "ours", **lora)
+    first = start(made, "theirs", Layout(tp=2), **lora, save=str(tmp_path / "save"), exit_interval=1)
+    again = start(made, "theirs", Layout(dp=2, zero=1), **lora, save=str(tmp_path / "save"))
+    assert not straight.error and not first.error and not again.error and again.steps == [2, 3]
+    assert [*first.loss, *again.loss] == pytest.approx(straight.loss, rel=1e-5)
