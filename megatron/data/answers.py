@@ -14,6 +14,10 @@ from megatron.errors import UserError
 
 ANSWER_TOKENS = "answer_tokens"
 """The extra that every batch with answers has: how many tokens of each answer are trained."""
+TRAINED_PLACES = "trained_places"
+"""An extra that an objective may read: int64 `[gas, m]`, where among the b·s targets of a micro-batch the trained ones
+are, then, where others have more, one that is not."""
+_ROUND = 128  # m is a multiple of it: steps of a few sizes
 
 
 class Carried:
@@ -69,12 +73,24 @@ class Carried:
 
     def complete(self, mask: np.ndarray) -> None:
         """All rows are written, and `mask` says which tokens are trained."""
+        if TRAINED_PLACES in self.reads:
+            self.extras[TRAINED_PLACES] = trained_places(mask.reshape(len(mask), -1) > 0)
         if self.answers is None:
             return
         most = max(self.answered, default=0)
         for name, values in self.extras.items():
-            if values.ndim == 2:
+            if values.ndim == 2 and name != TRAINED_PLACES:
                 self._reach(name, most)
         trained = np.where(mask > 0, self.answers, -1)
         counts = [np.bincount(one[one >= 0], minlength=most) for one in trained]
         self.extras[ANSWER_TOKENS] = np.array(counts, np.float32).reshape(len(trained), most)
+
+
+def trained_places(trained: np.ndarray) -> np.ndarray:
+    """`TRAINED_PLACES` of bool `[gas, t]`."""
+    most = int(trained.sum(axis=1).max(initial=0))
+    width = min(trained.shape[1], -(-most // _ROUND) * _ROUND)
+    # Trained ones first, in their order; then the first of the others again and again.
+    places, counts = np.argsort(~trained, axis=1, kind="stable"), trained.sum(axis=1, keepdims=True)
+    other = np.take_along_axis(places, np.minimum(counts, trained.shape[1] - 1), axis=1)
+    return np.where(np.arange(width) < counts, places[:, :width], other)

@@ -39,7 +39,7 @@ class StepBatch:
         answered: how many answers each micro-batch has.
         extras: float32, by name: per target `[gas, b, s]`, or per answer `[gas, n]`, n the most answers of a
             micro-batch of this rank, with 0 where a micro-batch has less. With `answers` there is `answer_tokens`, how
-            many tokens of each answer are trained.
+            many tokens of each answer are trained; see `answers.TRAINED_PLACES` for another one.
         counts: what the objective counts in it, if that was worked out while the tensors were on the host.
     """
 

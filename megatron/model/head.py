@@ -74,9 +74,12 @@ class LMOutput(Output):
         bias = None if self.bias is None else self.bias / temperature
         return replace(self, multiplier=self.multiplier / temperature, bias=bias)
 
-    def token_loss(self, targets: Tensor) -> Tensor:
-        """Cross entropy in nats of every target [b, s] int64 -> [t] fp32, equal on all tensor-parallel ranks."""
-        return linear_cross_entropy(self._scaled(), self.weight, targets.reshape(-1), self.projection, self.bias)
+    def token_loss(self, targets: Tensor, places: Tensor | None = None) -> Tensor:
+        """Cross entropy in nats of every target [b, s] int64 -> [t] fp32, equal on all tensor-parallel ranks. With
+        `places` [m] of t it is worked out there alone, and 0 elsewhere."""
+        flat = targets.reshape(-1)
+        losses = linear_cross_entropy(self._scaled(), self.weight, flat, self.projection, self.bias, places)
+        return losses if places is None else losses.new_zeros(len(flat)).index_copy(0, places, losses)
 
     def weighted_loss(self, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """(Σ weights · loss, losses [t] without gradient) for targets and fp32 weights [b, s]: one pass over the logits

@@ -58,9 +58,15 @@ class Projection:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, projection: Projection, bias: Tensor | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    projection: Projection,
+    bias: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> Tensor:
-    """Loss of every token: hidden [t, h] ([t/tp, h] under sequence parallelism), weight [v/tp, h], targets [t] -> [t].
+    """Loss of every token: hidden [t, h] ([t/tp, h] under sequence parallelism), weight [v/tp, h], targets [t] -> [t],
+    or of those at `places` [m] -> [m].
 
     `bias` [v/tp] is added to the logits. Losses are in nats, fp32, and equal on all tensor-parallel ranks. Any gradient
     may flow back into each of them; backward computes the logits a second time. For a weighted sum
@@ -68,7 +74,10 @@ def linear_cross_entropy(
     Raises `UserError` (on a CPU; a device-side assertion elsewhere) for a target outside [0, vocab_size).
     """
     _check_targets(targets, projection.vocab_size)
-    return _PerToken.apply(enter_tensor_parallel(hidden, projection.state), weight, bias, targets, projection)
+    entered = enter_tensor_parallel(hidden, projection.state)
+    if places is not None:
+        entered, targets = entered[places], targets[places]
+    return _PerToken.apply(entered, weight, bias, targets, projection)
 
 
 def weighted_linear_cross_entropy(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.data.answers import ANSWER_TOKENS
+from megatron.data.answers import ANSWER_TOKENS, TRAINED_PLACES
 from megatron.data.batch import StepBatch
 from megatron.model.head import LMOutput
 from megatron.neox_arguments.schema_post import PostConfig
@@ -148,7 +148,7 @@ class DPOObjective(Objective):
         super().__init__(options)
         keys = self.options
         compares = not keys.dpo_reference_free and keys.dpo_loss_type not in ("simpo", "orpo")
-        self.reads = ("answers", "reference") if compares else ("answers",)
+        self.reads = ("answers", TRAINED_PLACES, *(["reference"] if compares else []))
         weight = keys.dpo_sft_loss_weight
         self.sft_weight = float(keys.dpo_loss_type == "orpo") if weight is None else weight
 
@@ -159,7 +159,7 @@ class DPOObjective(Objective):
 
     def loss(self, out: LMOutput, labels: Labels) -> tuple[Tensor, Tensor]:
         """See `Objective`."""
-        sums = -sum_trained(out.token_loss(labels.targets), labels)
+        sums = -sum_trained(out.token_loss(labels.targets, labels.extras[TRAINED_PLACES]), labels)
         reference = labels.extras.get("reference")
         known = torch.zeros_like(sums) if reference is None else sum_trained(reference, labels)
         pairs, counted = pairs_of(sums, known, labels.extras[ANSWER_TOKENS])

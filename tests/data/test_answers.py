@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.data.answers import trained_places
 from megatron.data.collate import CollateRules
 from megatron.data.copies import copy_ahead
 from megatron.data.loader import StepLoader
@@ -135,3 +136,18 @@ def test_what_is_left_out_or_cut_into_short_rows_keeps_its_answers() -> None:
     assert skipped.trained == 0 and skipped.tokens.shape == (1, 2, 4)
     assert batch.answers.tolist() == [[[0, 0], [0, 0], [1, 1], [1, 1]]]
     assert batch.extras["reference"].shape == batch.tokens.shape and batch.extras["answer_tokens"].tolist() == [[3, 2]]
+
+
+@pytest.mark.parametrize("size", [6, 1000])
+def test_places_of_trained_targets(size: int) -> None:
+    """All of them and no other, in rows as wide as the fullest one needs."""
+    rng = np.random.default_rng(size)
+    trained = rng.random((4, size)) < np.array([[0.3], [0.0], [0.1], [0.2]])
+    places = trained_places(trained)
+    assert places.shape == (4, min(size, 384))
+    for one, there in zip(trained, places, strict=True):
+        count = one.sum()
+        assert there[:count].tolist() == np.flatnonzero(one).tolist()
+        assert len(set(there[count:].tolist())) == 1 and not one[there[count:]].any()
+    assert trained_places(np.ones((2, 5), bool)).tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert trained_places(np.zeros((2, 5), bool)).shape == (2, 0)

@@ -104,7 +104,7 @@ class Items:
 
 
 def read(packed: bool = False, micro: int = PAIRS + 1) -> Any:
-    rules = CollateRules(SEQUENCE, intra_document_masking=True, reads=("answers", "reference"))
+    rules = CollateRules(SEQUENCE, intra_document_masking=True, reads=("answers", "trained_places", "reference"))
     rows = 1 if packed else 2
     return StepLoader(Items(packed), micro_batch=micro, gas=(PAIRS + 1) // micro, rules=rules, rows=rows).read(0, 0)
 
@@ -263,7 +263,7 @@ def test_the_loss_of_chosen_answers_is_added_per_token() -> None:
 @pytest.mark.parametrize("kind", ["sigmoid", "simpo", "orpo"])
 def test_without_a_reference_none_is_read(kind: str) -> None:
     chosen = options(kind, dpo_reference_free=kind == "sigmoid")
-    assert DPOObjective(chosen).reads == ("answers",)
+    assert DPOObjective(chosen).reads == ("answers", "trained_places")
     network, batch = build(tiny(intra_document_masking=True)), read()
     del batch.extras["reference"]
     labels = DPOObjective(chosen).labels(batch, 0, torch.ones(2))

@@ -63,7 +63,8 @@ class PairItems:
 
 
 def pair_batch(step: int, args: Any, state: Any, packed: bool) -> StepBatch:
-    rules = CollateRules(SEQUENCE, intra_document_masking=True, vocab_size=VOCAB, reads=("answers", "reference"))
+    reads = ("answers", "trained_places", "reference")
+    rules = CollateRules(SEQUENCE, intra_document_masking=True, vocab_size=VOCAB, reads=reads)
     loader = StepLoader(
         PairItems(packed),
         micro_batch=args.training.train_micro_batch_size_per_gpu,
