@@ -85,12 +85,12 @@ def by_formula():
 
 @OPTIMIZERS.register("SignDescent")
 class SignDescent(torch.optim.Optimizer):
-    """lr · sign(gradient + rho · the one before)."""
+    """lr · sign(gradient + persistence · the one before)."""
 
-    params = {"rho": float}
+    params = {"persistence": float}
 
     def __init__(self, groups, lr, params):
-        super().__init__(groups, {"lr": lr, "rho": params.get("rho", 0.0), "weight_decay": 0.0})
+        super().__init__(groups, {"lr": lr, "persistence": params.get("persistence", 0.0), "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -99,7 +99,7 @@ class SignDescent(torch.optim.Optimizer):
                 if p.grad is None:
                     continue
                 before = self.state[p].setdefault("exp_last", torch.zeros_like(p))
-                step = (p.grad + group["rho"] * before).sign()
+                step = (p.grad + group["persistence"] * before).sign()
                 p.mul_(1 - group["lr"] * group["weight_decay"]).add_(step, alpha=-group["lr"])
                 before.copy_(p.grad)
 

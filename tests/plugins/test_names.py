@@ -43,7 +43,7 @@ NAMES = [
     ("pos_emb", "ramp", "ram"),
     ("attention_config", [[["Halving", "global"], "all"]], [[["Halvin", "global"], "all"]]),
     ("attention_backend", "by_formula", "by_formla"),
-    ("optimizer", {"type": "signdescent", "params": {"rho": 0.5}}, {"type": "signdescend"}),
+    ("optimizer", {"type": "signdescent", "params": {"persistence": 0.5}}, {"type": "signdescend"}),
     ("optimizer_type", "SignDescent", "SignDescend"),
     ("lr_decay_style", "square", "squar"),
     ("tokenizer_type", "letters", "leters"),
@@ -72,15 +72,15 @@ def test_values_that_the_names_make(tmp_path) -> None:
         tmp_path,
         attention_config=["Halving", "global", "Halving", "global"],
         mlp_config=[[["dense", "narrow"], "all"]],
-        optimizer={"type": "SIGNDESCENT", "params": {"rho": 0.5}},
+        optimizer={"type": "SIGNDESCENT", "params": {"persistence": 0.5}},
     )
     assert args.model.layer_mlps == ("none", "narrow", "none", "narrow")
     assert [row.name for row in layer_rows(args.model)][1:3] == ["HalvingBlock", "TransformerBlock"]
-    assert args.optimizer.optimizer_type == "SignDescent" and args.optimizer.optimizer["params"] == {"rho": 0.5}
-    with pytest.raises(UserError, match=r"key 'rh' .*optimizer\.params\b.*'rho'"):
-        loaded(tmp_path, optimizer={"type": "SignDescent", "params": {"rh": 0.5}})
-    with pytest.raises(UserError, match="unknown key 'rho'"):
-        loaded(tmp_path, optimizer={"type": "adam", "params": {"rho": 0.5}})
+    assert args.optimizer.optimizer_type == "SignDescent" and args.optimizer.optimizer["params"] == {"persistence": 0.5}
+    with pytest.raises(UserError, match=r"key 'persistenc' .*optimizer\.params\b.*'persistence'"):
+        loaded(tmp_path, optimizer={"type": "SignDescent", "params": {"persistenc": 0.5}})
+    with pytest.raises(UserError, match="unknown key 'persistence'"):
+        loaded(tmp_path, optimizer={"type": "adam", "params": {"persistence": 0.5}})
     with pytest.raises(UserError, match="mlp_config: describes 2 layers, num_layers is 4"):
         loaded(tmp_path, mlp_config=["narrow", "dense"])
 

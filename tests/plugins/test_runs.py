@@ -139,7 +139,7 @@ def test_every_kind_of_entry_trains(tmp_path: Path) -> None:
         "pos_emb": "ramp",
         "init_method": "constant",
         "attention_backend": "by_formula",
-        "optimizer": {"type": "SignDescent", "params": {"lr": 1e-3, "rho": 0.5}},
+        "optimizer": {"type": "SignDescent", "params": {"lr": 1e-3, "persistence": 0.5}},
         "lr_decay_style": "square",
         "tokenizer_type": "letters",
         "zero_optimization": {"stage": 1},
