@@ -298,3 +298,24 @@ def test_a_run_of_which_nothing_says_how_many_ranks_it_has(
                   train_micro_batch_size_per_gpu=2)  # fmt: skip
     assert len(opened(path, ranks=4).role("train").steps.samples(0)) == 8
     assert "how many ranks" not in caplog.text
+
+
+@pytest.mark.parametrize("pack_impl", ["unpacked", "best_fit"])
+def test_pairs_are_shown_side_by_side(config: Callable[..., Path], tmp_path: Path, pack_impl: str) -> None:
+    """Each text with its file and its number there; a document is found by the name of either file."""
+    for side, texts in (("c", [[1, 2, 3], [4, 5, 6, 7]]), ("r", [[1, 2], [4, 8, 9]])):
+        write(tmp_path / side, texts)
+    keys = {"dataset_impl": "pairwise", "train_impl": "dpo", "pos_train_data_paths": [str(tmp_path / "c")]}
+    keys |= {"neg_train_data_paths": [str(tmp_path / "r")], "pack_impl": pack_impl, "intra_document_masking": True}
+    run = opened(config(**keys))
+    train = run.role("train")
+    shown = [view for sample in range(4) for view in run.views(train, sample).values()]
+    texts = {tuple(view.tokens[p.start : p.end].tolist()) for view in shown for p in view.parts if not p.padding}
+    assert texts == {(1, 2), (1, 2, 3), (4, 5, 6, 7), (4, 8, 9)}
+    if pack_impl == "unpacked":
+        assert [view.title.rpartition(", ")[2] for view in shown] == ["chosen", "rejected"] * 4
+    held = [(Path(piece.file).name, piece.document) for piece in train.origin(0).pieces]
+    assert held[:2] in ([("c", 0), ("r", 0)], [("c", 1), ("r", 1)])
+    for file in ("c", "r"):
+        (first, *_) = samples_with(train.plan, train.dataset, range(train.count), str(tmp_path / file), range(1, 2))
+        assert any(piece.document == 1 for piece in train.origin(first).pieces)
