@@ -151,3 +151,13 @@ def test_kto_with_the_answers_to_others(base: str, tmp_path: Path) -> None:
     check_layout(keys, Layout(dp=2, tp=2, micro=1), straight, names)
     free = run({**keys, "kto_loss_type": "apo_zero_unpaired"})[0]
     assert logged(free, "z0") == [0.0] * 4
+
+
+def test_adapters_and_a_head_of_rewards_are_trained_together(base: str, tmp_path: Path) -> None:
+    keys = {**pairs(tmp_path / "data"), "load": base, "lora_r": 2, "eval_iters": 0, "save": str(tmp_path / "save")}
+    first, second = run({**keys, "exit_interval": 2})[0], run(keys)[0]
+    assert second.steps == [3, 4], first.error + second.error
+    trained = {name.split("/")[0] for name in second.state if name.endswith("/exp_avg")}
+    assert {name for name in trained if ".lora." not in name} == {"6.rm_linear.weight"} and len(trained) > 1
+    done = export(tmp_path / "save", tmp_path / "hf", tokenizer=False, pad_token_id=1)
+    assert done.architecture == "LlamaForSequenceClassification"
