@@ -45,6 +45,10 @@ INSTEAD = {
         "{words[0]} {words[1]} --help",
         "checkpoints of runs; tests/convert/hf/test_peft.py converts",
     ),
+    r"python tools/ckpts/convert_neox_to_hf\.py .* --pad-token-id ID": (
+        "{words[0]} {words[1]} --help",
+        "a reward model's checkpoint; tests/convert/hf/test_reward_models.py converts",
+    ),
     r"source \.venv/bin/activate|bash setup_uv_env\.sh": MAKE,
     r"python prepare_data\.py stdlib( -d \S+)?": PREPARE,
     r"python deepy\.py train\.py configs/pythia/70M\.yml .*": PLANNED,
