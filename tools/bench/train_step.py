@@ -29,7 +29,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -37,6 +37,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flags import positive
 
 from megatron.errors import run_cli
+
+if TYPE_CHECKING:
+    from megatron.training.setup import Process
 
 LAYERS, HIDDEN, HEADS, VOCAB = 6, 384, 6, 8192
 SHAPES = {"big": (8, 512), "small": (1, 64), "long": (2, 2048)}  # batch, tokens per sequence
@@ -175,15 +178,10 @@ def deepy(precision: str, shape: str, **changes: Any) -> Step:
     """This library: the model, the loss and the DeepSpeed engine that train.py builds, with changes to the config."""
     import numpy as np
     import torch
-    import torch.distributed as dist
 
     from megatron.data.batch import StepBatch
     from megatron.data.collate import StepArrays, complete
-    from megatron.mpu.state import ParallelState
-    from megatron.neox_arguments import NeoXArgs
-    from megatron.neox_arguments.derive import Facts, derive
-    from megatron.training.setup import Process, build_engine, build_model
-    from megatron.training.setup_distributed import init_distributed
+    from megatron.training.setup import build_engine, build_model
 
     batch, length = SHAPES[shape]
     keys = {
@@ -203,12 +201,8 @@ def deepy(precision: str, shape: str, **changes: Any) -> Step:
         "train_iters": 1000,
         **changes,
     }
-    args = derive(NeoXArgs.from_saved(keys), Facts(vocab_size=VOCAB, num_devices=1))
-    info = SimpleNamespace(rank=0, local_rank=0, world_size=1)
-    store = None if dist.is_initialized() else dist.HashStore()
-    init_distributed(args, info, torch.device("cpu"), store)  # type: ignore[arg-type]
-    process = Process(args, ParallelState.single(), SimpleNamespace(vocab_size=VOCAB))  # type: ignore[arg-type]
-    engine = build_engine(process, build_model(process, 0))
+    process = alone(keys, SimpleNamespace(vocab_size=VOCAB))
+    args, engine = process.args, build_engine(process, build_model(process, 0))
     tokens, targets = data(shape)
     columns, ids = torch.arange(length).expand(1, batch, length).contiguous(), None
     if args.model.intra_document_masking:
@@ -220,6 +214,24 @@ def deepy(precision: str, shape: str, **changes: Any) -> Step:
     complete(arrays)
     step_batch = StepBatch.from_arrays(arrays, step=0, consumed=0)
     return lambda: engine.train_batch(step_batch, 1e-3) and None
+
+
+def alone(keys: dict[str, Any], tokenizer: Any) -> Process:
+    """A job of this process."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.mpu.state import ParallelState
+    from megatron.neox_arguments import NeoXArgs
+    from megatron.neox_arguments.derive import Facts, derive
+    from megatron.training.setup import Process
+    from megatron.training.setup_distributed import init_distributed
+
+    args = derive(NeoXArgs.from_saved(keys), Facts(vocab_size=tokenizer.vocab_size, num_devices=1))
+    info = SimpleNamespace(rank=0, local_rank=0, world_size=1)
+    store = None if dist.is_initialized() else dist.HashStore()
+    init_distributed(args, info, torch.device("cpu"), store)  # type: ignore[arg-type]
+    return Process(args, ParallelState.single(), tokenizer)
 
 
 def hugging_face(precision: str, shape: str) -> Step:
