@@ -176,11 +176,10 @@ def plain(precision: str, shape: str) -> Step:
 
 def deepy(precision: str, shape: str, **changes: Any) -> Step:
     """This library: the model, the loss and the DeepSpeed engine that train.py builds, with changes to the config."""
-    import numpy as np
     import torch
 
     from megatron.data.batch import StepBatch
-    from megatron.data.collate import StepArrays, complete
+    from megatron.data.collate import CollateRules, allocate, complete
     from megatron.training.setup import build_engine, build_model
 
     batch, length = SHAPES[shape]
@@ -207,10 +206,9 @@ def deepy(precision: str, shape: str, **changes: Any) -> Step:
     columns, ids = torch.arange(length).expand(1, batch, length).contiguous(), None
     if args.model.intra_document_masking:
         ids, columns = columns // (length // DOCUMENTS), columns % (length // DOCUMENTS)
-    mask = np.ones((1, batch, length), np.float32)
-    arrays = StepArrays(
-        tokens[None].numpy(), targets[None].numpy(), mask, columns.numpy(), None if ids is None else ids.numpy()
-    )
+    arrays = allocate(CollateRules(length), 1, batch)
+    arrays.tokens, arrays.targets, arrays.positions = tokens[None].numpy(), targets[None].numpy(), columns.numpy()
+    arrays.doc_ids = None if ids is None else ids.numpy()
     complete(arrays)
     step_batch = StepBatch.from_arrays(arrays, step=0, consumed=0)
     return lambda: engine.train_batch(step_batch, 1e-3) and None
