@@ -12,6 +12,7 @@ from typing import Any
 
 import deepspeed
 import numpy as np
+import pytest
 import torch
 
 from megatron.data.batch import StepBatch
@@ -28,6 +29,7 @@ from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.training.setup import Process, build_engine, build_model, build_schedule
 from megatron.training.setup_deepspeed import init_deepspeed
+from tests.distributed import run_distributed
 
 VOCAB = 67
 SEQUENCE = 16
@@ -231,3 +233,12 @@ def train(rank: int, world: int, keys: dict[str, Any], layout: Layout, steps: in
     evaluated = engine.eval_batch(step_batch(99, args, engine.state))
     curve["eval"] = [evaluated.loss]
     return curve
+
+
+def check_curve(alone: dict[str, list[float]], keys: dict[str, Any], layout: Layout, steps: int) -> None:
+    """The curve of one rank, `alone`, falls and clips, and this layout has the same."""
+    assert alone["loss"][-1] < alone["loss"][0] and max(alone["grad_norm"]) > 0.25
+    for curve in run_distributed(train, layout.world, keys, layout, steps, timeout=150):
+        assert curve["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert curve["grad_norm"] == pytest.approx(alone["grad_norm"], rel=2e-4)
+        assert curve["eval"] == pytest.approx(alone["eval"], rel=1e-5)
