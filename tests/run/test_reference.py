@@ -48,6 +48,16 @@ def stored(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for end in ("rows", "keys") for path in folder.glob(f"*.{end}")}
 
 
+def table(root: Path) -> dict[bytes, np.ndarray]:
+    (folder,) = root.glob("reference-*")
+    found = {}
+    for path in folder.glob("*.keys"):
+        numbers = path.read_bytes()
+        values = np.fromfile(path.with_suffix(".rows"), np.float32).reshape(-1, 16)
+        found |= {numbers[8 * i : 8 * i + 8]: row for i, row in enumerate(values)}
+    return found
+
+
 def rows(root: Path) -> int:
     return sum(len(content) // 8 for name, content in stored(root).items() if name.endswith(".keys"))
 
@@ -125,6 +135,20 @@ def base(data: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
+def test_adapters_are_off_in_the_pass(data: str, base: str, tmp_path: Path) -> None:
+    """Also where it is made again beside trained adapters: the store of a checkpoint's run was lost."""
+    keys = {"data_path": data, "load": base, "finetune": True, "lora_r": 4, "save": str(tmp_path), "train_iters": 4}
+    first = run({**keys, "exit_interval": 2, "lr_decay_style": "constant"}, Layout(tp=2))
+    assert metric(first, "distance")[0] < 1e-6 < 1e-5 < metric(first, "distance")[1]
+    before = table(tmp_path)
+    (folder,) = tmp_path.glob("reference-*")
+    shutil.rmtree(folder)
+    second = run({**keys, "lr_decay_style": "constant"}, Layout(dp=2))
+    assert second.steps == [3, 4] and metric(second, "distance")[0] > 1e-5
+    again = table(tmp_path)
+    assert len(again) == 16 and all(np.abs(row - before[key]).max() < 1e-6 for key, row in again.items())
+
+
 def test_a_run_made_longer_takes_its_first_weights(data: str, base: str, tmp_path: Path) -> None:
     keys = {"data_path": data, "load": base, "finetune": True, "seed": 5}
     straight = run({**keys, "save": str(tmp_path / "a"), "train_iters": 4})
@@ -136,15 +160,6 @@ def test_a_run_made_longer_takes_its_first_weights(data: str, base: str, tmp_pat
     assert rows(tmp_path / "b") == 32 and second.steps == [3, 4]
     assert metric(second, "distance")[0] > 1e-4
     assert metric(first, "reference") == metric(straight, "reference")[:2]
-
-    def table(root: Path) -> dict[bytes, np.ndarray]:
-        (folder,) = root.glob("reference-*")
-        found = {}
-        for path in folder.glob("*.keys"):
-            numbers = path.read_bytes()
-            values = np.fromfile(path.with_suffix(".rows"), np.float32).reshape(-1, 16)
-            found |= {numbers[8 * i : 8 * i + 8]: row for i, row in enumerate(values)}
-        return found
 
     one, other = table(tmp_path / "a"), table(tmp_path / "b")
     both = one.keys() & other.keys()
