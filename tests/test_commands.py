@@ -45,6 +45,10 @@ INSTEAD = {
         "{words[0]} {words[1]} --help",
         "checkpoints of runs; tests/convert/hf/test_peft.py converts",
     ),
+    r"python post-training/win_rate\.py .*": (
+        "{words[0]} {words[1]} --help",
+        "answers of two models; tests/tools/test_post_training.py judges some",
+    ),
     r"python tools/ckpts/convert_neox_to_hf\.py .* --pad-token-id ID": (
         "{words[0]} {words[1]} --help",
         "a reward model's checkpoint; tests/convert/hf/test_reward_models.py converts",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from scipy.stats import binomtest
 
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.neox_arguments import NeoXArgs
@@ -217,3 +218,57 @@ def test_what_does_not_fit(base: Path, flags: tuple[str, ...], parts: tuple[str,
         write_json(base / "other/tokenizer.json")
     said = script(base, "post-training/make_sft_config.py", *flags, check=2)
     assert all(part in said for part in parts), said
+
+
+JUDGE = """
+from megatron.inference.rewards import REWARDS
+
+@REWARDS.register("longer")
+def longer(rollout):
+    return len(rollout.completion) - len(rollout.fields["other"]) if rollout.prompt != "?" else None
+"""
+
+
+def test_the_rate_at_which_answers_win(tmp_path: Path) -> None:
+    """A judge sees both answers, what it fails on is left out, and the range is scipy's."""
+    (tmp_path / "judge.py").write_text(JUDGE)
+    texts = {"prompts": "abcde?", "ours": ["xx", "xx", "xx", "x", "x", "x"], "theirs": ["x", "x", "x", "x", "xx", "x"]}
+    for name, found in texts.items():
+        key = "prompt" if name == "prompts" else "text"
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({key: text}) + "\n" for text in found))
+    flags = ("--prompts", "prompts.jsonl", "--plugin", "judge.py", "--judge")
+    found = json.loads(script(tmp_path, "post-training/win_rate.py", "ours.jsonl", "theirs.jsonl", *flags, "longer"))
+    assert {name: found[name] for name in ("wins", "ties", "losses", "failed")} == {
+        "wins": 3,
+        "ties": 1,
+        "losses": 1,
+        "failed": 1,
+    }
+    assert found["win_rate"] == 3.5 / 5
+    turned = json.loads(script(tmp_path, "post-training/win_rate.py", "theirs.jsonl", "ours.jsonl", *flags, "longer"))
+    assert turned["win_rate"] == pytest.approx(1 - found["win_rate"]) and turned["low"] == pytest.approx(
+        1 - found["high"]
+    )
+    (tmp_path / "ours.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("xx", "xx", "xx", "x", "", "x"))
+    )
+    (tmp_path / "theirs.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("x", "x", "x", "xx", "x", "x"))
+    )
+    found = json.loads(script(tmp_path, "post-training/win_rate.py", "ours.jsonl", "theirs.jsonl", *flags, "longer"))
+    interval = binomtest(3, 5).proportion_ci(method="wilson")
+    assert (found["low"], found["high"]) == pytest.approx((interval.low, interval.high))
+
+
+def test_answers_that_cannot_be_compared(tmp_path: Path) -> None:
+    for name, text in (("p", '{"prompt": "a"}\n'), ("two", '{"text": "x"}\n' * 2), ("bad", '{"words": "x"}\n')):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    flags = ("--prompts", "p.jsonl", "--judge")
+    for answers, judge, part in (
+        ("two", "exact", "two.jsonl: 2 answers to the 1 prompts of p.jsonl"),
+        ("bad", "exact", "bad.jsonl:1: no answer"),
+        ("none", "exact", "none.jsonl: cannot be read"),
+        ("two", "exac", "Did you mean 'exact'?"),
+    ):
+        file = f"{answers}.jsonl"
+        assert part in script(tmp_path, "post-training/win_rate.py", file, file, *flags, judge, check=2)
