@@ -35,7 +35,10 @@ _Index = tuple[np.ndarray, np.ndarray, list[np.ndarray]]
 
 
 def row_key(sample: Sample) -> int:
-    """64 bits that stand for what the model sees of a sample: tokens, and where documents begin and end."""
+    """64 bits that stand for what the model sees of a sample: tokens, and where documents begin and end.
+
+    Whether there are labels is part of it (`collate.document_begins`), which tokens they train is not.
+    """
     digest = hashlib.blake2b(np.ascontiguousarray(sample.tokens, dtype=np.int64), digest_size=8)
     borders = np.empty(0, np.int64) if sample.starts is None else sample.starts
     digest.update(np.asarray([*borders, sample.length or 0, sample.labels is None], dtype=np.int64))
@@ -165,7 +168,8 @@ class _Over:
 
 
 class Selected(_Over):
-    """Some items of a dataset, in the order of `numbers`, for a pass over them."""
+    """Some items of a dataset, in the order of `numbers`, for a pass over them: every token is a target, whatever is
+    trained, as the rows serve the same tokens with other labels."""
 
     def __init__(self, dataset: SampleDataset, numbers: Sequence[int]) -> None:
         super().__init__(dataset)
@@ -175,7 +179,12 @@ class Selected(_Over):
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> Item:
-        return self.dataset[self.numbers[index]]
+        item = self.dataset[self.numbers[index]]
+        return tuple(map(_all_targets, item)) if isinstance(item, tuple) else _all_targets(item)
+
+
+def _all_targets(sample: Sample) -> Sample:
+    return sample if sample.labels is None else replace(sample, labels=sample.tokens)
 
 
 class WithReference(_Over):

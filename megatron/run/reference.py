@@ -50,7 +50,7 @@ from megatron.training.partition_comm import all_gather
 from megatron.training.setup import build_objective
 from megatron.training.trainer import Trainer
 
-VERSION = 1  # part of every folder's name: raise it when the numbers change
+VERSION = 2  # part of every folder's name: raise it when the numbers change
 EXCHANGED = " with other answers"
 COMMIT_SECONDS = 30.0  # how much of a pass is lost at most
 

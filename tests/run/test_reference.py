@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.data.tokens.indexed import IndexedDataset
 from tests.data.corpus import write
 from tests.distributed import run_distributed
 from tests.run import reference_probe  # noqa: F401  (registers the objective)
@@ -70,6 +71,24 @@ def test_it_is_the_model_that_the_run_begins_with(data: str, tmp_path: Path) -> 
     assert distance[0] < 1e-6 < 1e-4 < distance[1] < distance[2]
     assert {split for _, split, metrics in report.evaluated if metrics["distance"] > 1e-4} == {"validation", "test"}
     assert rows(tmp_path) == 3 * 8 + 6 + 6
+
+
+def test_rows_serve_the_same_texts_with_other_labels(data: str, tmp_path: Path) -> None:
+    """Each token is compared with the reference's own log-probability of it, also one that the first run did not
+    train."""
+    texts = IndexedDataset(data)
+    keys = {"train_data_paths": [data], "train_iters": 2, "pack_impl": "unpacked", "eod_mask_loss": False}
+    keys["reference_path"] = str(tmp_path / "store")
+    before: dict[str, bytes] = {}
+    for odd in (0, 1):
+        labels = [
+            [int(token) if i % 2 == odd else -100 for i, token in enumerate(texts.get(n))] for n in range(len(texts))
+        ]
+        path = write(tmp_path / f"labels{odd}", labels, np.int32)
+        found = run({**keys, "train_label_data_paths": [path]})
+        assert metric(found, "distance")[0] < 1e-6 < 1e-4 < metric(found, "distance")[1]
+        assert not before or stored(tmp_path / "store") == before
+        before = stored(tmp_path / "store")
 
 
 LAYOUTS = {
