@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron.data.sample import IGNORE, Item, Provenance, Sample, SampleDataset, Wanted
+from megatron.data.sample import IGNORE, Item, Provenance, Sample, SampleDataset, Wanted, untrained_like
 from megatron.data.tokens.cache import content_key
 from megatron.errors import UserError
 from megatron.neox_arguments.batch_plan import BatchPlan
@@ -16,8 +16,9 @@ class Mismatched:
     """A `SampleDataset`: item n has the prompt of item n of `dataset` and the answer of the one behind it in its global
     batch, that of the last in a batch has the first's: (x0, y1), (x1, y2), (x2, y0).
 
-    An answer is what is trained, and what is between; it is cut where it does not fit behind the prompt. Raises
-    `UserError` for texts without labels, and for a batch of one.
+    An answer is what is trained, and what is between; it is cut where it does not fit behind the prompt. What fills the
+    last batch of a set up takes no part. Where there is nothing to exchange (one text, one without an answer) the item
+    is padding. Raises `UserError` for texts without labels, and for a batch of one.
 
     Args:
         dataset: one text for each item, with labels.
@@ -32,7 +33,8 @@ class Mismatched:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Item:
-        return joined(self._sample(index), self._sample(self.partner(index)))
+        own, partner = self._sample(index), self.partner(index)
+        return joined(own, self._sample(partner)) if partner != index else untrained_like(own)
 
     def partner(self, index: int) -> int:
         """The item whose answer item `index` gets."""
@@ -41,7 +43,8 @@ class Mismatched:
         if size < 2:
             raise UserError("train_batch_size: 1 has no two answers to exchange between prompts (KTO); set 2 or more")
         # What is left behind the last whole batch is never read, but a pass over all items looks at it.
-        return first + (index - first + 1) % min(size, len(self) - first)
+        following = first + (index - first + 1) % min(size, len(self) - first)
+        return following if self._sample(following).length != 1 else first
 
     def locate(self, index: int) -> Provenance:
         return self.dataset.locate(index)
@@ -63,9 +66,12 @@ class Mismatched:
 
 
 def joined(own: Sample, other: Sample) -> Sample:
-    """The prompt of one text and the answer of another, as long as the first; an answer begins at its first label."""
+    """The prompt of one text and the answer of another, as long as the first; an answer begins at its first label.
+    Padding where one of them has none."""
     assert own.labels is not None and other.labels is not None and other.length is not None
     size, prompt, start = len(own.tokens), _prompt(own.labels), _prompt(other.labels)
+    if size in (prompt, start):
+        return untrained_like(own)
     kept = min(other.length - start, size - prompt)
     tokens, labels = np.zeros_like(own.tokens), np.full_like(own.labels, IGNORE)
     tokens[:prompt] = own.tokens[:prompt]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from megatron.data.collate import CollateRules
 from megatron.data.loader import StepLoader
 from megatron.data.mismatched import Mismatched
+from megatron.data.order.mixture import ReadOnce
 from megatron.data.sample import IGNORE, Provenance, Sample
 from megatron.errors import UserError
 from megatron.neox_arguments.batch_plan import BatchPlan
@@ -69,10 +72,28 @@ class WithLongPrompt(Texts):
         return Sample(np.arange(1, 9), labels=np.array([IGNORE] * 7 + [8]), length=8)
 
 
+class WithoutAnswer(Texts):
+    """Nothing of the last text is trained."""
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = super().__getitem__(index)
+        return replace(sample, labels=np.full(SEQ + 1, IGNORE)) if index == self.count - 1 else sample
+
+
 def test_an_answer_is_cut_where_it_does_not_fit() -> None:
     data = Mismatched(WithLongPrompt(5), BatchPlan.constant(5))
     assert seen(data[4]) == ([1, 2, 3, 4, 5, 6, 7, 200], [7])
     assert seen(data[3]) == ([103] * 4 + [8], [4])
+
+
+def test_what_fills_a_batch_up_takes_no_part() -> None:
+    """Also a text without an answer, and one that has no other in its batch."""
+    data = Mismatched(ReadOnce(Texts(6), 6, 8), BatchPlan.constant(4))
+    assert [data.partner(i) for i in range(6)] == [1, 2, 3, 0, 5, 4]
+    assert seen(data[5]) == ([105, 204, 204, 204], [1, 3])
+    alone = Mismatched(ReadOnce(Texts(5), 5, 8), BatchPlan.constant(4))
+    for padding in (data[6], data[7], alone[4], alone[7], Mismatched(WithoutAnswer(3), BatchPlan.constant(3))[1]):
+        assert isinstance(padding, Sample) and padding.length == 1 and seen(padding)[1] == []
 
 
 def test_no_division_of_the_batch_changes_the_exchange() -> None:
