@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from typing import Any
 
 from megatron.errors import DeepyError
@@ -40,6 +41,8 @@ def ask(url: str, question: Any, timeout: float) -> Any:
         raise ServiceError(f"{url}: HTTP {error.code} {error.reason}") from error
     except OSError as error:
         raise ServiceError(f"{url}: {getattr(error, 'reason', error)}") from error
+    except HTTPException as error:
+        raise ServiceError(f"{url}: the answer is not HTTP, or was cut off ({error!r})") from error
     except (ValueError, RecursionError) as error:
         raise ServiceError(f"{url}: the answer is not JSON ({error})") from error
 

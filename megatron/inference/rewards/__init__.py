@@ -58,10 +58,14 @@ def judge_with(reward: Reward) -> Judge:
 
 
 def usable(reward: Any) -> float | None:
-    """A reward as a number; None of what is none, or not finite."""
+    """A reward as a number; None of what is none, or not finite, or larger than a float."""
     if isinstance(reward, str) or reward is None:
         return None
-    number = float(reward)
+    try:
+        number = float(reward)
+    except (OverflowError, TypeError, ValueError) as error:
+        logger.warning(f"a reward is no number: {type(error).__name__}: {error}")
+        return None
     return number if math.isfinite(number) else None
 
 
