@@ -52,6 +52,8 @@ def rollouts(draft: Draft) -> None:
             draft.report(
                 key, f"train_impl: {impl} trains on completions, and takes as many in every step; leave it out"
             )
+    if draft["train_epochs"] is not None:
+        draft.report("train_epochs", f"counts training data, of which train_impl: {impl} reads none; set train_iters")
     _numbers(draft)
     _divergence(draft)
 
@@ -82,6 +84,11 @@ def _divergence(draft: Draft) -> None:
     if draft["kl_div_beta"] > 0 and draft["ema_decay"] is not None:
         draft.report(
             "ema_decay", "the reference of kl_div_beta is kept in the place of the average; set kl_div_beta: 0, or none"
+        )
+    if draft["kl_div_beta"] > 0 and draft["moe_bias_balancing_rate"] > 0:
+        draft.report(
+            "moe_bias_balancing_rate",
+            "moves biases that the reference of kl_div_beta does not keep; set moe_aux_loss_coeff, or kl_div_beta: 0",
         )
     if draft["kl_div_beta"] > 0 and draft["kl_impl"] == "full" and draft["expert_parallel_size"] > 1:
         draft.report("kl_impl", "full needs a rank's own copy of the model: expert_parallel_size: 1, or k3")
