@@ -92,6 +92,8 @@ class Rollouts(Callback):
             self.digest = self.control.on_rank_zero(lambda: self._read(process))
         self._trainer: Trainer | None = None
         self._completed: list[list[Completed]] = []
+        self._asked: int | None = None  # the number of the next completion; None: not known of this run
+        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))  # an epoch, and its prompts
         self._baseline: list[float] = []
         self._failed = self._failures = 0
         self._sums: dict[str, list[float]] = {}
@@ -117,6 +119,7 @@ class Rollouts(Callback):
         kept = [[asdict(one) for one in group] for group in self._completed]
         return {
             "prompts": self.digest,
+            "asked": self._asked,
             "baseline": self._baseline,
             "failed": self._failed,
             "completed": kept if self._trainer and self._trainer.step % self.options.rollout_steps else [],
@@ -128,25 +131,37 @@ class Rollouts(Callback):
                 "rollout_prompts: not the prompts that this run began with; give those, or allow_config_changes: true"
             )
         self._baseline, self._failed = list(state["baseline"]), state["failed"]
+        self._asked = state.get("asked")
         self._completed = [[Completed(**one) for one in group] for group in state["completed"]]
 
     # -- the batches --------------------------------------------------------------------------------
 
     def batches(self, consumed: int = 0, step: int | None = None) -> Iterator[StepBatch]:
         """See `Batches`. Each is made when it is asked for, with the weights of that moment; none any more when the run
-        is to stop."""
+        is to stop.
+
+        All steps of a group (rollout_steps) train on what its first step drew. Where that one is skipped, or began
+        before a change of rollout_steps, the next one draws; a group that is skipped whole takes its prompts along.
+        """
         step = self.plan.whole_steps(consumed) if step is None else step
-        size = self.plan.batch_size(step)
+        size, group = self.plan.batch_size(step), self.options.rollout_steps
+        if self._asked is None:
+            self._asked = consumed // size // group * size
         gas = size // ((self.args.training.train_micro_batch_size_per_gpu or 1) * self.state.dp_size)
         while True:
+            behind = step % group
             if self.plan.skips(step):
+                if behind == 0:
+                    self._completed = []
+                if behind == group - 1 and not self._completed:
+                    self._asked += size
                 arrays = untrained(self.rules, gas, self.args.training.train_micro_batch_size_per_gpu or 1)
                 yield StepBatch.from_arrays(arrays, step, consumed)
             else:
-                behind = step % self.options.rollout_steps
                 if behind == 0 or not self._completed:
-                    if not self._roll_out(consumed - behind * size, step, size):
+                    if not self._roll_out(self._asked, step, size):
                         return
+                    self._asked += size
                 yield self._batch(gas, step, consumed)
             step, consumed = step + 1, consumed + size
 
@@ -193,8 +208,10 @@ class Rollouts(Callback):
     def _prompt(self, turn: int) -> Asked:
         """The prompts of each epoch in an order of its own."""
         epoch, place = divmod(turn, len(self.prompts))
-        order = np.random.default_rng(stable_seed("prompts", self.args.training.seed, epoch))
-        return self.prompts[order.permutation(len(self.prompts))[place]]
+        if self._order[0] != epoch:
+            random = np.random.default_rng(stable_seed("prompts", self.args.training.seed, epoch))
+            self._order = epoch, random.permutation(len(self.prompts))
+        return self.prompts[self._order[1][place]]
 
     @contextmanager
     def _as_model(self) -> Iterator[Trainer]:

@@ -22,7 +22,9 @@ from megatron.data.sample import IGNORE
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.errors import UserError
 from megatron.inference.data_servers import DataServers
+from megatron.inference.json_service import judge_at
 from megatron.inference.reward_model import RewardModel
+from megatron.inference.rewards import Rollout
 from megatron.inference.rollouts import Completed
 from megatron.inference.team import Control
 from megatron.neox_arguments import NeoXArgs
@@ -277,6 +279,52 @@ def test_rewards_of_a_service(tmp_path: Path, keys: dict[str, Any]) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"no HTTP at all\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n900\r\n{",
+        b"HTTP/1.1 200 OK\r\n\r\n" + json.dumps({"rewards": [10**400]}).encode(),
+    ],
+    ids=["status", "cut", "huge"],
+)
+def test_an_answer_that_is_none_is_counted(answer: bytes) -> None:
+    def serve() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1 << 16), connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(20)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert judge_at(f"http://127.0.0.1:{server.getsockname()[1]}", 10.0)([Rollout("a", "b")]) == [None]
+        thread.join()
+
+
+def test_every_prompt_of_an_epoch_is_asked(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Whatever `rollout_steps` is and becomes, and whatever is skipped: of a group its first step, or the whole."""
+
+    def answer(question: Any) -> bytes:
+        return json.dumps({"rewards": [len(one["completion"]) for one in question["rollouts"]]}).encode()
+
+    def prompts(**more: Any) -> list[str]:
+        with service(answer) as (port, asked):
+            (report,) = run({**keys, **more, "reward": None, "reward_url": f"http://127.0.0.1:{port}"})
+        assert not report.error
+        return [one["prompt"] for question in asked for one in question["rollouts"][::4]]
+
+    keys = {**keys, "rollout_steps": 2, "train_iters": 6, "lr_decay_iters": 6, "checkpoint_factor": 3, "rollout_log": 1}
+    first = prompts(save=str(tmp_path / "a"))
+    later = prompts(load=str(tmp_path / "a"), iteration=3, save=str(tmp_path / "b"), rollout_steps=1)
+    assert len(first) == 6 and first[4:] == later[:2]  # those of step 3 were drawn before it
+    turns = first + later[2:]
+    assert set(turns[:5]) == set(turns[5:]) == {one["prompt"] for one in PROMPTS}
+    skipped = prompts(save=str(tmp_path / "c"), train_iters=8, skip_steps=[[2, 3], [4, 6]])
+    assert skipped == turns[:4] + turns[6:8]
+    assert [line["step"] for line in lines(tmp_path / "c")] == [0, 3, 6]
+
+
 ONLINE = {"dataset_impl": "online", "train_impl": "reinforce", "reinforce_leave_one_out": True, "reward": None}
 
 
@@ -343,6 +391,11 @@ def test_a_run_without_rewards_ends(keys: dict[str, Any]) -> None:
         ({"data_path": "x"}, "data_path: .*completions"),
         ({"train_impl": "rloo"}, "kl_impl: is not read by rloo"),
         ({"ema_decay": 0.9}, "ema_decay: "),
+        ({"train_epochs": 1, "train_iters": None}, "train_epochs: .*set train_iters"),
+        (
+            {"moe_num_experts": 4, "moe_router_type": "topk", "moe_bias_balancing_rate": 0.1},
+            "moe_bias_balancing_rate: .*kl_div_beta: 0",
+        ),
         ({"rollout_temperature": 0.0}, "rollout_temperature: must be above 0"),
         ({"reward": "vowel"}, "reward: .*vowels"),
     ],
