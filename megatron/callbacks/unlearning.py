@@ -39,31 +39,36 @@ class ForgetLimit:
         self.average: float | None = None
         self.burst: tuple[int, bool] | None = None
 
-    def allows(self, burst: int, measure: Callable[[], float]) -> bool:
+    def allows(self, burst: int, measure: Callable[[], float | None]) -> bool:
         """Whether the step that comes forgets.
 
         Args:
             burst: the first step of its burst.
-            measure: the loss on its samples, which costs a forward pass.
+            measure: the loss on its samples, which costs a forward pass; None where none of their tokens is trained:
+                such a step is left out and decides nothing.
         """
         if self.mode == "ema":
             if self.average is None:
-                self.add(measure())
+                if (loss := measure()) is None:
+                    return False
+                self.add(loss)
             allowed = self._is_low(self.average)
             if not allowed and not self.stay:
                 self.add(measure())
             return allowed
         if self.mode == "per_burst" and self.burst is not None and self.burst[0] == burst:
             return self.burst[1]
-        self.burst = (burst, self._is_low(measure()))
+        if (loss := measure()) is None:
+            return False
+        self.burst = (burst, self._is_low(loss))
         return self.burst[1]
 
     def _is_low(self, loss: float | None) -> bool:
         return loss is None or loss <= self.limit
 
-    def add(self, loss: float) -> None:
+    def add(self, loss: float | None) -> None:
         """One more loss in the moving average; one that is not finite is none."""
-        if math.isfinite(loss):
+        if loss is not None and math.isfinite(loss):
             self.average = loss if self.average is None else self.average + DECAY * (loss - self.average)
 
     def state(self) -> dict[str, Any]:
@@ -116,15 +121,15 @@ class Unlearning(Callback):
     ) -> Callable[[int, int], Iterator[StepBatch]]:
         """The same batches, with nothing to train on in steps that the limit does not allow."""
 
-        def measure(batch: StepBatch) -> float:
+        def measure(batch: StepBatch) -> float | None:
             found = trainer.engine.eval_batch(batch)
             place = 1 + trainer.engine.objective.metrics.index(self.loss)
-            return float(found.sums[place]) / found.counts[place]
+            return float(found.sums[place]) / found.counts[place] if found.counts[place] else None
 
         def steps(consumed: int, step: int) -> Iterator[StepBatch]:
             for batch in batches(consumed, step):
                 forget = trainer.plan.forget
-                if forget is not None and forget.is_one(batch.step):
+                if forget is not None and _forgets(trainer, batch.step):
                     self._settle(limit)
                     self._left_out = not limit.allows(forget.burst_of(batch.step), partial(measure, batch))
                     if self._left_out:
@@ -142,7 +147,7 @@ class Unlearning(Callback):
         self._since, self._left_out, self._pending = 0, False, None
 
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
-        forgets = trainer.plan.forgets(trainer.step - 1)
+        forgets = _forgets(trainer, trainer.step - 1)
         if forgets and self._left_out:
             self.skipped += 1
         elif forgets:
@@ -177,3 +182,8 @@ class Unlearning(Callback):
         self.performed, self.skipped = state["performed"], state["skipped"]
         if self.limit is not None and state["limit"] is not None:
             self.limit.load(state["limit"])
+
+
+def _forgets(trainer: Trainer, step: int) -> bool:
+    """Whether that step forgets and is none of `skip_steps`."""
+    return trainer.plan.forgets(step) and not trainer.plan.skips(step)

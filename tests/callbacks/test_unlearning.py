@@ -56,6 +56,12 @@ def test_the_moving_average_of_the_losses_before(stay: bool) -> None:
     assert limit.average == pytest.approx(3.1 if stay else 2.99)
 
 
+@pytest.mark.parametrize("mode", ["per_step", "per_burst", "ema"])
+def test_a_step_without_trained_tokens_is_left_out_and_decides_nothing(mode: str) -> None:
+    limit, measured = ForgetLimit(3.0, mode, False), iter([None, 2.0])
+    assert [limit.allows(4, lambda: next(measured)) for _ in range(2)] == [False, True]
+
+
 def test_a_restart_decides_as_before() -> None:
     first = ForgetLimit(3.0, "per_burst", False)
     assert not first.allows(4, Losses(9.0))

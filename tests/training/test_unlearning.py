@@ -265,6 +265,15 @@ def test_a_threshold_leaves_steps_out_and_changes_no_other(tmp_path: Path, data:
     assert rest.logged[-1][1]["train/ga_steps_performed_total"] == 2
 
 
+def test_a_threshold_measures_nothing_where_a_step_is_skipped(data: dict[str, str]) -> None:
+    """Step 2, the first of a burst, is skipped, and counts neither as forgotten nor as left out by the threshold."""
+    keys = {**BURSTS, "train_iters": 4, "skip_steps": [[2, 3]], "ga_loss_threshold": 100.0}
+    (report,) = run({**keys, **data})
+    assert not report.error and report.skipped == [False, False, True, False]
+    last = report.logged[-1][1]
+    assert (last["train/ga_steps_performed_total"], last["train/ga_steps_skipped_total"]) == (1, 0)
+
+
 def test_npo_compares_with_the_model_that_the_run_began_with(tmp_path: Path, data: dict[str, str]) -> None:
     """Of the forget data alone; while nothing has changed it is 2 ln 2 / beta, wherever the run stopped before."""
     still = {"optimizer": {"type": "Adam", "params": {"lr": 1e-12}}, "min_lr": 0.0, "weight_decay": 0.0}
