@@ -6,13 +6,17 @@ and those of steps that it did not come to again do not.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron.files import json_lines, number, whole
 
 FILE = "metrics.jsonl"
 LOSS = "train/lm_loss"
+OF_LOGS = (LOSS, "train/learning_rate")
+"""What tells a log of training steps from other lines: one of steps that forget alone has no `LOSS`."""
 _OF_A_LINE = ("step", "time", "start")
 
 
@@ -34,6 +38,11 @@ class RunMetrics:
     repeated: int = 0
     damage: int = 0
 
+    @property
+    def logged(self) -> set[int]:
+        """The steps with a log of training."""
+        return {step for name in OF_LOGS for step in self.values.get(name, ())}
+
     def by_step(self) -> dict[int, dict[str, float]]:
         """The finite ones by step, ascending."""
         found: dict[int, dict[str, float]] = {}
@@ -47,11 +56,16 @@ class RunMetrics:
         """The run continues after `step`: what was measured after that is measured again."""
         if newest >= 0:  # else nothing was before: a run that began from a checkpoint of another one
             self.restarts.append(step)
-        self.repeated += sum(later > step for later in self.values.get(LOSS, ()))
+        self.repeated += sum(later > step for later in self.logged)
         for of in (self.times, *self.values.values()):
             for later in [one for one in of if one > step]:
                 del of[later]
         return min(newest, step)
+
+
+def is_log(line: Mapping[str, Any]) -> bool:
+    """Whether a line of the file is a log of training steps; else it is of an evaluation, or a start."""
+    return any(name in line for name in OF_LOGS)
 
 
 def read_metrics(path: Path) -> RunMetrics:
@@ -66,9 +80,9 @@ def read_metrics(path: Path) -> RunMetrics:
                 found.damage += 1
                 continue
             starts = line.get("start") is True
-            if starts or (LOSS in line and step <= newest):  # older runs have no line for a start
+            if starts or (is_log(line) and step <= newest):  # older runs have no line for a start
                 newest = found._restart(step if starts else step - 1, newest)
-            if LOSS in line:
+            if is_log(line):
                 newest = max(newest, step)
             if (time := number(line.get("time"))) is not None:
                 found.times[step] = time

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint import layout
+from megatron.checkpoint.run_metrics import OF_LOGS, is_log
 from megatron.errors import UserError
 from megatron.files import json_lines, number, read_json, whole
 
@@ -136,18 +137,18 @@ def _read_metrics(
         whole_lines = text[: text.rfind(b"\n") + 1]  # the last line may be half written
         if not is_all:
             whole_lines = whole_lines[whole_lines.find(b"\n") + 1 :]
-        if is_all or size >= _LONGEST_TAIL or b'"train/lm_loss"' in whole_lines:
+        if is_all or size >= _LONGEST_TAIL or any(f'"{name}"'.encode() in whole_lines for name in OF_LOGS):
             break
         size *= 8
     read = list(json_lines(whole_lines.split(b"\n")))
     entries = [one for one in read if one is not None]
     if bad := len(read) - len(entries):
         damage.append(f"metrics.jsonl: {bad} of its last lines are no JSON object")
-    training = [one for one in entries if "train/lm_loss" in one]
+    training = [one for one in entries if is_log(one)]
     scores: dict[str, Score] = {}
     for one in entries:
         step = whole(one.get("step"))
-        for name, entry in one.items() if "train/lm_loss" not in one else ():
+        for name, entry in () if is_log(one) else one.items():
             known = scores.get(name)
             # An evaluation by a job of its own comes later than others of its step.
             newer = known is None or (step or 0) >= (known.iteration or 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.checkpoint.run_metrics import LOSS
 from megatron.errors import LostRankError, MachineError, NumericsError, StopRequested, UserError
 from megatron.files import number, whole
 from megatron.monitor.folder import RunFolder
@@ -374,7 +375,7 @@ def _numbers(run: RunFolder) -> list[Problem]:
         return []
     first, last = lines[0].get("step"), lines[-1].get("step")
     if _is_bad_now(run) and not nan:
-        all_skipped = lines[-1].get("train/lm_loss") is not None
+        all_skipped = lines[-1].get(LOSS) is not None
         what = "all its steps since the last log are skipped" if all_skipped else "its loss is not finite"
         return [Problem("nan", f"{what}, at iteration {last}")]
     if nan:
@@ -389,10 +390,14 @@ def _is_bad_now(run: RunFolder) -> bool:
     if not run.lines:
         return False
     last = run.lines[-1]
+    if number(last.get("train/nan")):
+        return True
+    if LOSS not in last:  # steps that forget alone, which ga_loss_threshold may leave out
+        return False
     skipped, step = number(last.get("train/skipped")) or 0, whole(last.get("step"))
     before = whole(run.lines[-2].get("step")) if len(run.lines) > 1 else whole(run.status.get("start_step"))
     all_skipped = skipped > 0 and step is not None and before is not None and skipped >= step - before
-    return last.get("train/lm_loss") is None or bool(number(last.get("train/nan"))) or all_skipped
+    return last[LOSS] is None or all_skipped
 
 
 def _crash_in(log: JobLog | None) -> Problem | None:

@@ -121,7 +121,7 @@ def facts(run: History) -> dict[str, str]:
     }
     tokens = [one.value for one in run.series.get("train/tokens", []) if one.value is not None]
     speed = [one.value for one in run.series.get("runtime/tokens_per_sec", []) if one.value is not None]
-    step = max((one.step for one in run.series.get(LOSS, [])), default=0)
+    step = max(run.metrics.logged, default=0)
     total = number(status.get("train_iters"))
     found = {
         "state": str(status.get("state", "unknown")) + (f": {status['reason']}" if status.get("reason") else ""),

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.run_metrics import LOSS
 from megatron.files import number, whole
 from megatron.monitor.folder import RunFolder, Score, read_folder
 from megatron.monitor.joblog import JobLog, read_log
@@ -158,7 +159,7 @@ def _row(run: RunFolder | None, job: Job | None, logs: Mapping[str, JobLog], con
         iteration=iteration,
         train_iters=total,
         start_iteration=start,
-        loss=number(last.get("train/lm_loss")) if run is not None else (log.loss if log is not None else None),
+        loss=_loss(run) if run is not None else (log.loss if log is not None else None),
         tokens_per_second=number(last.get("runtime/tokens_per_sec")),
         mfu=number(last.get("runtime/model_flops_utilization")),
         eta_seconds=_eta(run, iteration, total) if run is not None and verdict.state in LIVE[1:] else None,
@@ -195,6 +196,11 @@ def _restarts(run: RunFolder | None, job: Job | None) -> int:
     """How often the run was started again: its chain knows all its jobs, SLURM only the present one."""
     chained = len(run.links) - 1 if run is not None and run.links else 0
     return max(chained, job.restarts if job is not None else 0)
+
+
+def _loss(run: RunFolder) -> float | None:
+    """That of the newest log which has one: logs of steps that forget alone do not."""
+    return next((number(line[LOSS]) for line in reversed(run.lines) if LOSS in line), None)
 
 
 def _eta(run: RunFolder, iteration: int | None, total: int | None) -> float | None:

@@ -68,6 +68,18 @@ def test_the_score_of_the_newest_checkpoint_is_shown_whichever_came_last(place: 
     assert (score.iteration, score.value) == (6, 0.75)
 
 
+def test_a_log_of_steps_that_forget_alone_is_no_evaluation(place: Place) -> None:
+    """As with log_interval: 1: it has no loss of ordinary steps. Those that a threshold leaves out are no fault."""
+    folder = place("running", age=4)
+    scores = row_of(folder, RUNNING).scores
+    numbers = {"train/learning_rate": 0.5, "train/ga_actual_loss": 1.5, "train/skipped": 1, "train/nan": 0}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 8, "time": NOW + 9, **numbers, "runtime/tokens_per_sec": 77.0}) + "\n")
+    row = row_of(folder, RUNNING)
+    assert row.scores == scores and (row.iteration, row.loss, row.tokens_per_second) == (8, 2.0, 77.0)
+    assert row.state == "training" and "nan" not in kinds(row)
+
+
 def test_a_run_that_is_done(place: Place) -> None:
     row = row_of(place("ended"), replace(RUNNING, state="COMPLETED", exit_code="0:0"))
     assert (row.state, row.action, row.problems) == ("done", None, ())

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.errors import UserError
 from megatron.monitor.history import Point, read_history, spikes, thin
-from megatron.monitor.report import build_page, choose_metrics
+from megatron.monitor.report import build_page, choose_metrics, facts
 from megatron.monitor.report_cli import main
 from tests.callbacks.fakes import out
 from tests.monitor.runs import train
@@ -93,6 +93,13 @@ def test_older_runs_without_lines_for_starts(tmp_path: Path) -> None:
     )
     assert history.seconds == 3 + 3  # not the 4000 between the starts
     assert [one.step for one in history.series["validation/lm_loss"]] == [4]
+
+
+def test_logs_of_steps_that_forget_alone_are_logs(tmp_path: Path) -> None:
+    forgets = {"time": 3.0, "train/learning_rate": 0.5, "train/ga_actual_loss": 1.5}
+    lines = [*logs(range(1, 3)), {"step": 3, **forgets}, {"step": 2, "time": 9.0, "start": True}, {"step": 3, **forgets}]
+    history = read_history(write(tmp_path / "run", lines))
+    assert history.metrics.repeated == 1 and facts(history)["step"] == "3"
 
 
 def test_what_is_damaged_is_counted_and_a_folder_without_metrics_is_a_sentence(tmp_path: Path) -> None:
