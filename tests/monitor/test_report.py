@@ -97,7 +97,12 @@ def test_older_runs_without_lines_for_starts(tmp_path: Path) -> None:
 
 def test_logs_of_steps_that_forget_alone_are_logs(tmp_path: Path) -> None:
     forgets = {"time": 3.0, "train/learning_rate": 0.5, "train/ga_actual_loss": 1.5}
-    lines = [*logs(range(1, 3)), {"step": 3, **forgets}, {"step": 2, "time": 9.0, "start": True}, {"step": 3, **forgets}]
+    lines = [
+        *logs(range(1, 3)),
+        {"step": 3, **forgets},
+        {"step": 2, "time": 9.0, "start": True},
+        {"step": 3, **forgets},
+    ]
     history = read_history(write(tmp_path / "run", lines))
     assert history.metrics.repeated == 1 and facts(history)["step"] == "3"
 
