@@ -151,8 +151,8 @@ def check_trainable(args: NeoXArgs, problems: Problems | None = None) -> None:
         lengths = rules_schedule.LENGTHS
         if all(getattr(training, name) is None for name in lengths) and found.usable(*lengths):
             found.add(f"set train_iters (or {', '.join(lengths[1:])}): how long to train")
-        named = found.usable("data_path", "train_data_paths", "mixture", "train_impl", "dataset_impl")
-        if named and (problem := rules_objective.data_problem(args)):
+        keys = ("data_path", "train_data_paths", "mixture", "valid_sets", "train_impl", "dataset_impl")
+        if found.usable(*keys) and (problem := rules_objective.data_problem(args)):
             found.add(problem)
 
 

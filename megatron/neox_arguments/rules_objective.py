@@ -10,6 +10,7 @@ from megatron.rows import row
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
+    from megatron.neox_arguments.schema_data import DataConfig
 
 _OF_DPO = (
     "dpo_loss_type",
@@ -88,12 +89,25 @@ def data_problem(args: NeoXArgs) -> str | None:
             f"train_impl: {objective} learns from texts with a reward each: set train_data_paths, "
             "train_label_data_paths and train_reward_data_paths (dataset_impl: gpt2)"
         )
-    for role in ("valid", "test") if needs == "rewards" else ():
-        if getattr(data, f"{role}_data_paths") is not None and getattr(data, f"{role}_reward_data_paths") is None:
-            return f"{role}_reward_data_paths: train_impl: {objective} needs the rewards of {role}_data_paths; set it"
+    if needs == "rewards" and (lacking := _without_rewards(data)):
+        return f"{lacking} has none: train_impl: {objective} needs the rewards of every source and set; set them"
     if data.data_path is None and data.train_data_paths is None:
         return "set data_path, train_data_paths or mixture: what to train on"
     return _exchange_problem(args) if objective == "kto" and args.post.kto_loss_type == "kto" else None
+
+
+def _without_rewards(data: DataConfig) -> str | None:
+    """The key and the source of the first data without rewards: ranks read different samples, and each would miss them
+    in a step of its own."""
+    for role in ("train", "valid", "test"):
+        key, paths = f"{role}_reward_data_paths", getattr(data, f"{role}_data_paths") or ()
+        rewards = getattr(data, key) or (None,) * len(paths)
+        for n, (path, one) in enumerate(zip(paths, rewards, strict=False)):  # as many: rules_pairs
+            if one is None:
+                named = role == "train" and data.train_data_names is not None
+                return f"{key}: {data.train_data_names[n] if named else path}"
+    sets = (name for name, one in (data.valid_sets or {}).items() if "rewards" not in one)
+    return next((f"valid_sets.{name}.rewards: it" for name in sets), None)
 
 
 def _exchange_problem(args: NeoXArgs) -> str | None:

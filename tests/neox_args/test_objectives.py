@@ -36,6 +36,10 @@ REWARDS = {
 }
 
 
+MIXED = {"sources": {"judged": {"path": "a", "labels": "l", "rewards": "r"}, "plain": {"path": "b", "labels": "l"}}}
+REWARDS_MIXED = {"train_impl": "kto", "pack_impl": "unpacked"}
+
+
 def trainable(**keys: Any) -> NeoXArgs:
     args = derive(NeoXArgs.from_saved({**RUN, **keys}))
     check_trainable(args)
@@ -57,9 +61,15 @@ def test_a_reward_model_has_a_head_of_rewards() -> None:
         ({**PAIRS, "eod_mask_loss": True}, "eod_mask_loss: .*set it false"),
         ({"train_impl": "rm", "train_data_paths": ["texts"]}, "rm learns from pairs: .*pos_train_data_paths"),
         ({"train_impl": "rm"}, "rm learns from pairs: .*pos_train_data_paths"),
-        ({**PAIRS, "train_impl": "kto"}, "kto learns from texts with a reward each: .*train_reward_data_paths"),
+        ({**PAIRS, "train_impl": "kto"}, "kto does not compare .*set train_impl: dpo or rm"),
         ({"train_impl": "kto", "data_path": "texts"}, "kto learns from texts with a reward each"),
         ({**REWARDS, "valid_data_paths": ["more"]}, "valid_reward_data_paths: "),
+        ({**REWARDS, "valid_sets": {"new": "more", "old": {"path": "x", "rewards": "r"}}}, "valid_sets.new.rewards: "),
+        ({**REWARDS_MIXED, "mixture": MIXED}, "train_reward_data_paths: plain has none"),
+        (
+            {**REWARDS_MIXED, "kto_loss_type": "apo_zero_unpaired", "mixture": MIXED},
+            "reward_data_paths: plain has none",
+        ),
         ({**REWARDS, "train_label_data_paths": None}, "labels.*train_label_data_paths"),
         ({**REWARDS, "pack_impl": "best_fit", "intra_document_masking": True}, "pack_impl: unpacked, or kto_loss_type"),
         ({**REWARDS, "precompute_model_name": "ref"}, "precompute_model_name .*leave it out"),
