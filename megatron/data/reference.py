@@ -55,6 +55,7 @@ class ReferenceStore:
 
     def __init__(self, folder: Path, length: int) -> None:
         self.folder, self.length = folder, length
+        self.row_bytes = 4 * length + 8  # with its key
         self._lock = threading.Lock()
         self._found: _Index | None = None
 
@@ -127,8 +128,11 @@ class StoreWriter:
 
     def add(self, key: int, values: np.ndarray) -> None:
         """One row, float32 `[s]`."""
-        self._rows.write(np.ascontiguousarray(values, dtype="<f4"))
-        self._keys.write(key.to_bytes(8, "little"))
+        try:
+            self._rows.write(np.ascontiguousarray(values, dtype="<f4"))
+            self._keys.write(key.to_bytes(8, "little"))
+        except OSError as error:
+            raise self._fault(error) from error
 
     def commit(self) -> None:
         """Everything is on the disk, a row before its key."""

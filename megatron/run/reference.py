@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.agreement import broadcast, together
+from megatron.checkpoint.attempt import free_bytes
 from megatron.checkpoint.find import Checkpoint, open_checkpoint
 from megatron.checkpoint.init_from import InitFrom
 from megatron.checkpoint.rng import random_state, restore_random_state
@@ -33,7 +34,7 @@ from megatron.data.reference import REFERENCE, ReferenceStore, Selected, StoreWr
 from megatron.data.sample import SampleDataset
 from megatron.data.tokens.cache import content_key, index_folder
 from megatron.data.tokens.indexed import identify
-from megatron.errors import NumericsError, UserError
+from megatron.errors import MachineError, NumericsError, UserError
 from megatron.files import read_json, write_atomically
 from megatron.inference.live import live_stage
 from megatron.inference.log_probabilities import log_probabilities
@@ -111,6 +112,7 @@ class Reference(Callback):
         with together("looking for reference log-probabilities", state):
             if state.rank == 0:
                 missing = self._missing()
+                self._check_room(missing)
         missing = broadcast(missing, state)
         if not missing:
             logger.info(f"log-probabilities of the reference model are in {self.store.folder}")
@@ -157,6 +159,16 @@ class Reference(Callback):
         if not found:
             self._note_whole(wanted)
         return found
+
+    def _check_room(self, missing: Missing) -> None:
+        """Raise `MachineError` where the rows will not fit on the disk."""
+        rows = sum(len(numbers) * self.datasets.plan.roles[_role(name)].rows for name, numbers in missing.items())
+        needed, free = rows * self.store.row_bytes, free_bytes(self.store.folder)
+        if free < needed:
+            raise MachineError(
+                f"the log-probabilities of the reference model need {needed} bytes; {free} are free in "
+                f"{self.store.folder}. Make room, or set reference_path to a folder on a larger disk"
+            )
 
     @property
     def _note(self) -> Path:

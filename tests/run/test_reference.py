@@ -6,11 +6,14 @@ import math
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from megatron.data.reference import StoreWriter
 from megatron.data.tokens.indexed import IndexedDataset
+from megatron.errors import MachineError
 from tests.data.corpus import write
 from tests.distributed import run_distributed
 from tests.run import reference_probe  # noqa: F401  (registers the objective)
@@ -89,6 +92,22 @@ def test_rows_serve_the_same_texts_with_other_labels(data: str, tmp_path: Path) 
         assert metric(found, "distance")[0] < 1e-6 < 1e-4 < metric(found, "distance")[1]
         assert not before or stored(tmp_path / "store") == before
         before = stored(tmp_path / "store")
+
+
+def train_without_room(rank: int, world: int, *arguments: Any) -> Report:
+    with mock.patch("megatron.run.reference.free_bytes", lambda root: 1000):
+        return runs.train(rank, world, *arguments)
+
+
+def test_a_full_disk(data: str, tmp_path: Path) -> None:
+    """Known before the pass, or said when it comes."""
+    keys = {**PROBE, "data_path": data, "save": str(tmp_path), "train_iters": 2}
+    report = run_distributed(train_without_room, 1, keys, Layout(), Faults(), timeout=110)[0]
+    assert report.exit_code == 6 and f"{16 * (4 * 16 + 8)} bytes; 1000 are free in {tmp_path}" in report.error
+    assert not list(tmp_path.glob("reference-*/*.rows"))
+    (tmp_path / "name.rows").symlink_to("/dev/full")
+    with pytest.raises(MachineError, match=f"{tmp_path}: No space left"):
+        StoreWriter(tmp_path, "name").add(1, np.zeros(1 << 14, np.float32))
 
 
 LAYOUTS = {
