@@ -54,6 +54,7 @@ MOST_FAILURES = 10
 """Steps in a row without a reward after which a run ends."""
 NOTHING = Completed([0], [], None)
 """In the place of a completion that a data server did not give."""
+_NEW_RUN = "start a new run from these weights (finetune: true, another save), of which they are the reference"
 
 
 class Rollouts(Callback):
@@ -94,6 +95,8 @@ class Rollouts(Callback):
         self._completed: list[list[Completed]] = []
         self._asked: int | None = None  # the number of the next completion; None: not known of this run
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))  # an epoch, and its prompts
+        self._kept_reference: bool | None = None  # by the run that goes on; None: it begins to learn from completions
+        self._began = False
         self._baseline: list[float] = []
         self._failed = self._failures = 0
         self._sums: dict[str, list[float]] = {}
@@ -112,13 +115,27 @@ class Rollouts(Callback):
             trainer.engine.keep_reference()  # before a checkpoint is loaded, which may have one
 
     def loaded(self, trainer: Trainer) -> None:
-        if self.objective.reference and trainer.step == 0:
-            trainer.engine.keep_reference()  # of the run that these weights are from
+        if not self.objective.reference:
+            return
+        if trainer.step == 0 or self._kept_reference is None:
+            trainer.engine.keep_reference()  # it begins here, whatever run these weights are from
+        elif not self._kept_reference:
+            raise UserError(
+                f"kl_div_beta: {self.options.kl_div_beta} needs the weights that the run began with, which it has not "
+                f"kept (kl_div_beta was 0); set kl_div_beta: 0, or {_NEW_RUN}"
+            )
+        elif self.args.checkpoint.no_load_optim and not self._began:
+            raise UserError(
+                "no_load_optim: the weights that the run began with (kl_div_beta) are kept with the optimizer's state "
+                f"(not with no_save_optim); leave no_load_optim out, set kl_div_beta: 0, or {_NEW_RUN}"
+            )
+        self._began = True
 
     def state_dict(self) -> dict[str, Any]:
         kept = [[asdict(one) for one in group] for group in self._completed]
         return {
             "prompts": self.digest,
+            "reference": self.objective.reference,
             "asked": self._asked,
             "baseline": self._baseline,
             "failed": self._failed,
@@ -131,7 +148,7 @@ class Rollouts(Callback):
                 "rollout_prompts: not the prompts that this run began with; give those, or allow_config_changes: true"
             )
         self._baseline, self._failed = list(state["baseline"]), state["failed"]
-        self._asked = state.get("asked")
+        self._asked, self._kept_reference = state.get("asked"), state.get("reference", True)
         self._completed = [[Completed(**one) for one in group] for group in state["completed"]]
 
     # -- the batches --------------------------------------------------------------------------------

@@ -177,6 +177,21 @@ def test_other_prompts_are_refused_on_resume(tmp_path: Path, keys: dict[str, Any
     assert report.exit_code == 2 and "rollout_prompts" in report.error and "allow_config_changes" in report.error
 
 
+def test_the_reference_is_never_the_weights_of_the_middle_of_a_run(tmp_path: Path, keys: dict[str, Any]) -> None:
+    keys, kept = {**keys, "train_iters": 4, "kl_div_beta": 0.5}, str(tmp_path / "kept")
+    assert not run({**keys, "save": kept, "train_iters": 2})[0].error
+    (report,) = run({**keys, "save": kept, "no_load_optim": True})
+    assert report.exit_code == 2 and re.search("no_load_optim: .*kl_div_beta.*finetune: true", report.error)
+    (report,) = run({**keys, "init_from": {"path": kept}, "save": str(tmp_path / "began")})
+    assert not report.error and report.steps == [3, 4]
+    first, last = (metrics["train/kl"] for _, metrics in report.logged)
+    assert abs(first) < 1e-6 < abs(last)
+    without = {**keys, "save": str(tmp_path / "without")}
+    assert not run({**without, "kl_div_beta": 0.0, "train_iters": 2})[0].error
+    (report,) = run(without)
+    assert report.exit_code == 2 and re.search("kl_div_beta: 0.5 .*finetune: true", report.error)
+
+
 def write_pairs(folder: Path) -> dict[str, Any]:
     """Keys of pairs of which the better answer has lower ids, labelled where a reward is read."""
     rng, found = np.random.RandomState(3), {}
