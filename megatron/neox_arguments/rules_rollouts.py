@@ -71,9 +71,6 @@ def _numbers(draft: Draft) -> None:
         draft.report("rollouts_per_prompt", "the completions of a prompt are compared with each other: set 2 or more")
     if draft["rollout_tokens"] > draft["seq_length"]:
         draft.report("rollout_tokens", f"a prompt and its completion must fit into seq_length: {draft['seq_length']}")
-    for name in ("hidden_dropout", "attention_dropout"):
-        if draft[name]:
-            draft.note(f"{name}: completions are written without it and trained with it, which no ratio allows for")
     if draft["final_logit_softcapping"] and draft["rollout_temperature"] != 1:
         draft.report("rollout_temperature", "must be 1 with final_logit_softcapping")
 

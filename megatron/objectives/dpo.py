@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.data.answers import ANSWER_TOKENS, TRAINED_PLACES
 from megatron.data.batch import StepBatch
 from megatron.model.head import LMOutput
+from megatron.neox_arguments.rules_reference import pairs_compare
 from megatron.neox_arguments.schema_post import PostConfig
 from megatron.objectives import OBJECTIVES, Labels, Objective
 from megatron.objectives.answers import split_pairs, sum_trained
@@ -147,7 +148,7 @@ class DPOObjective(Objective):
     def __init__(self, options: PostConfig | None = None) -> None:
         super().__init__(options)
         keys = self.options
-        compares = not keys.dpo_reference_free and keys.dpo_loss_type not in ("simpo", "orpo")
+        compares = pairs_compare(lambda name: getattr(keys, name))
         self.reads = ("answers", TRAINED_PLACES, *(["reference"] if compares else []))
         weight = keys.dpo_sft_loss_weight
         self.sft_weight = float(keys.dpo_loss_type == "orpo") if weight is None else weight

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from megatron.data.reference import REFERENCE
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import check_trainable, derive
+from megatron.neox_arguments.rules_reference import reads_reference
+from megatron.training.setup import build_objective
 
 pytestmark = pytest.mark.cpu
 
@@ -38,6 +41,15 @@ REWARDS = {
 
 MIXED = {"sources": {"judged": {"path": "a", "labels": "l", "rewards": "r"}, "plain": {"path": "b", "labels": "l"}}}
 REWARDS_MIXED = {"train_impl": "kto", "pack_impl": "unpacked"}
+EXPERTS = {"moe_num_experts": 4}
+NPO = {"ga_mode": "interleaved", "data_path": "texts", "ga_dataset": "others", "ga_loss": "npo"}
+GRPO = {
+    "train_impl": "grpo",
+    "rollout_prompts": "p.jsonl",
+    "reward": "exact",
+    "rollouts_per_prompt": 2,
+    "rollout_tokens": 8,
+}
 
 
 def trainable(**keys: Any) -> NeoXArgs:
@@ -76,6 +88,10 @@ def test_a_reward_model_has_a_head_of_rewards() -> None:
         ({**REWARDS, "train_micro_batch_size_per_gpu": 1}, "train_batch_size: 1 .*2 or more, or kto_loss_type"),
         ({**REWARDS, "kto_beta": 0.0}, "kto_beta"),
         ({**PAIRS, "rm_center_coefficient": -1.0}, "rm_center_coefficient"),
+        ({**REWARDS, **EXPERTS}, r"moe_router_type: sinkhorn \(the default\) .*set moe_router_type: topk"),
+        ({**NPO, **EXPERTS, "moe_router_type": "topk", "moe_jitter_eps": 0.1}, "moe_jitter_eps: .*reference model"),
+        ({**GRPO, **EXPERTS, "moe_router_type": "topk", "moe_capacity_factor": 1.5}, "moe_capacity_factor: .*complet"),
+        ({**NPO, "seq_length_ramp": {"start": 8, "steps": 2}}, "seq_length_ramp: .*whole rows.*ga_loss: simnpo"),
     ],
 )
 def test_what_an_objective_cannot_do_is_named(keys: dict[str, Any], problem: str) -> None:
@@ -87,3 +103,20 @@ def test_without_an_estimate_kto_takes_what_the_data_are() -> None:
     free = {**REWARDS, "kto_loss_type": "apo_zero_unpaired"}
     trainable(**{**free, "train_micro_batch_size_per_gpu": 1, "train_label_data_paths": None})
     trainable(**{**free, "pack_impl": "best_fit", "intra_document_masking": True})
+
+
+def test_a_reference_hears_no_dropout() -> None:
+    """Said once, with the keys, where log-probabilities are compared with others; and routers may differ elsewhere."""
+    drops = {"hidden_dropout": 0.1, "lora_r": 2, "lora_dropout": 0.2}
+    dpo = {**PAIRS, "train_impl": "dpo"}
+    for keys in (dpo, REWARDS, NPO, GRPO):
+        (note,) = (note for note in trainable(**keys, **drops).notes if "dropout" in note)
+        assert note.startswith("hidden_dropout, lora_dropout: ")
+    for keys in ({**dpo, "dpo_loss_type": "simpo"}, {**dpo, "dpo_reference_free": True}, {**NPO, "ga_loss": "simnpo"}):
+        assert not [note for note in trainable(**keys, **drops, **EXPERTS).notes if "dropout" in note]
+
+
+@pytest.mark.parametrize("keys", [REWARDS, NPO, {**NPO, "ga_loss": "simnpo"}, {**PAIRS, "train_impl": "dpo"}, PAIRS])
+def test_the_rules_know_what_reads_a_reference(keys: dict[str, Any]) -> None:
+    args = trainable(**keys)
+    assert reads_reference(args.get) == (REFERENCE in build_objective(args).reads)
