@@ -19,6 +19,7 @@ from megatron.data.tokens.pairs import Pairs
 from megatron.data.tokens.token_files import TokenFiles
 from megatron.errors import UserError
 from megatron.log import get_logger
+from megatron.neox_arguments.forget_steps import FORGET
 from megatron.neox_arguments.mixtures import COMPANIONS, sets_in_training, weight_phases
 from megatron.neox_arguments.schema_data import DataConfig
 
@@ -106,6 +107,8 @@ def find_sources(
         seq_length: of the held-out samples.
         caches: store what is found by reading whole token files.
     """
+    if data.ga_dataset is not None:
+        data = replace(data, precompute_model_name=None)  # only what is forgotten is compared with another model
     files, asked = TokenFiles.of(data, caches), names
     if "valid" in names and "train" not in names and sets_in_training(data.train_data_weights, data.train_data_holdout):
         names = ("train", *names)
@@ -135,7 +138,9 @@ def find_sources(
 
 
 def one_source(data: DataConfig, name: str, paths: Mapping[str, Any], caches: IndexCaches) -> RoleSources:
-    """A role that has one source, of its name; `paths` by the names in `mixtures.SOURCE_KEYS`."""
+    """A role of a run that unlearns: one source, of its name; `paths` by the names in `mixtures.SOURCE_KEYS`."""
+    if name != FORGET:
+        data = replace(data, precompute_model_name=None)
     return RoleSources((_open(data, TokenFiles.of(data, caches), name, paths),), ((0, (1.0,)),))
 
 

@@ -16,6 +16,7 @@ from megatron.data.order.datasets import plan_datasets
 from megatron.data.order.phases import Progress
 from megatron.data.order.saved_order import SavedOrder
 from megatron.data.sample import Sample
+from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError
 from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.forget_steps import FORGET, RETAIN, SOURCES, TRAIN, ForgetSteps
@@ -44,13 +45,17 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def planned(
-    paths: dict[str, str], forget: ForgetSteps | None, done: tuple[int, int] = (0, 0), order: SavedOrder | None = None
+    paths: dict[str, str],
+    forget: ForgetSteps | None,
+    done: tuple[int, int] = (0, 0),
+    order: SavedOrder | None = None,
+    **keys: Any,
 ) -> DataPlan:
     batches, order = BatchPlan(STAGES, forget=forget), order or SavedOrder()
     counts = SourceCounts(batches, done[0], order.taken or {TRAIN: done[1]}, END)
     names = () if forget is None else forget.sources
     return plan_datasets(
-        DataConfig(train_data_paths=(paths[TRAIN],)),
+        DataConfig(train_data_paths=(paths[TRAIN],), **keys),
         seq_length=8,
         seed=3,
         train_samples=counts.before(END, TRAIN),
@@ -99,6 +104,22 @@ def test_each_step_reads_its_sources_in_their_order(paths: dict[str, str], forge
         role = plan.roles[name]
         alone = role.sources[role.drawn[0]].dataset()
         assert of(samples, name) == [alone[i].tokens.tolist() for i in range(expected.count(name))]
+
+
+def test_given_references_are_of_what_is_forgotten_alone(paths: dict[str, str]) -> None:
+    """Those of the other sources are nowhere."""
+    texts = IndexedDataset(paths[FORGET])
+    write(f"{paths[FORGET]}_base", [(texts.get(i)[1:] / -4).tolist() for i in range(len(texts))], np.float32)
+    keys = {"ga_dataset": paths[FORGET], "pack_impl": "unpacked", "precompute_model_name": "base"}
+    train = planned(paths, DIFFERENCE, **keys).build().train
+    assert train is not None
+    for index in range(len(train)):
+        sample = train[index]
+        assert isinstance(sample, Sample) and sample.length is not None
+        known = np.where(np.arange(9) < sample.length, sample.tokens / -4, 0) * (
+            sample.extras[KIND] == SOURCES.index(FORGET)
+        )
+        assert sample.extras["reference"][1:].tolist() == known[1:].tolist()
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 5, 13])
