@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -70,6 +73,13 @@ def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, chec
         modules.append(module)
     model = args.model
     return Stage(modules, state, model.hidden_size, dtype, position_limit(model), switch_length(model.rope_scaling))
+
+
+def experts_over_ranks(saved: Mapping[str, Any], args: NeoXArgs) -> dict[str, int]:
+    """`expert_parallel_size` of a model with the configuration `saved` that is in memory beside that of `args`: only
+    experts are divided so."""
+    has_experts = saved.get("moe_num_experts", 1) > 1
+    return {"expert_parallel_size": args.parallel.expert_parallel_size if has_experts else 1}
 
 
 @torch.no_grad()

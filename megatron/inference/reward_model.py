@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.find import Checkpoint
 from megatron.errors import UserError
-from megatron.inference.build import build_stage
+from megatron.inference.build import build_stage, experts_over_ranks
 from megatron.inference.rewards import usable
 from megatron.inference.rollouts import Completed
 from megatron.inference.stage import batches
@@ -25,22 +25,25 @@ _LAYOUT = ("pipe_parallel_size", "model_parallel_size", "sequence_parallel")
 
 
 class RewardModel:
-    """The model of `reward_model`: a run's folder or one of its checkpoints. Collective over all ranks.
+    """The model of `reward_model`. Collective over all ranks.
 
     Args:
+        checkpoint: that has it.
         args: of the run that asks for rewards.
         batch: texts that a copy of the model judges at a time; None: all.
 
     Raises:
-        UserError: there is no checkpoint, it is no reward model's, or one of another tokenizer.
+        UserError: it is no reward model's, or one of another tokenizer.
     """
 
-    def __init__(self, folder: str, args: NeoXArgs, tokenizer: Tokenizer, control: Control, batch: int | None) -> None:
-        checkpoint = control.on_rank_zero(lambda: find_checkpoint(folder, None, "reward_model"))
+    def __init__(
+        self, checkpoint: Checkpoint, args: NeoXArgs, tokenizer: Tokenizer, control: Control, batch: int | None
+    ) -> None:
         saved = checkpoint.manifest.config
         if saved.get("output_head") != "reward":
             raise UserError(f"reward_model: {checkpoint.path} is of no reward model; train one with train_impl: rm")
-        own = for_inference(NeoXArgs.from_saved(saved)).replace(**{key: args.get(key) for key in _LAYOUT})
+        given = {key: args.get(key) for key in _LAYOUT} | experts_over_ranks(saved, args)
+        own = for_inference(NeoXArgs.from_saved(saved)).replace(**given)
         facts = Facts(vocab_size=tokenizer.vocab_size, num_devices=control.world_size)
         # Its head follows from a train_impl that asks for data, which is none of a judge's business.
         ready = derive(own, facts).replace(output_head="reward")

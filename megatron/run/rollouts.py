@@ -41,6 +41,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.objectives.policy import FULL, PolicyObjective
 from megatron.run.data import collate_rules
+from megatron.run.other_models import OtherModels
 from megatron.training.callback import Callback
 from megatron.training.setup import Process, build_objective
 
@@ -63,7 +64,7 @@ class Rollouts(Callback):
     Raises `UserError` for prompts that cannot be read.
     """
 
-    def __init__(self, process: Process, folder: Path | None) -> None:
+    def __init__(self, process: Process, folder: Path | None, others: OtherModels) -> None:
         self.args, self.state = process.args, process.state
         objective = build_objective(process.args)
         assert isinstance(objective, PolicyObjective)
@@ -74,8 +75,8 @@ class Rollouts(Callback):
         self.sampler = Sampler(process.args, process.tokenizer, self.control, _judge(process.args))
         self.options = process.args.post
         self.reward_model: RewardModel | None = None
-        if (model := self.options.reward_model) is not None:
-            batch = self.options.rollout_batch_size
+        if self.options.reward_model is not None:
+            model, batch = others.find("reward_model"), self.options.rollout_batch_size
             self.reward_model = RewardModel(model, process.args, process.tokenizer, self.control, batch)
         self.file = None if folder is None or process.state.rank else folder / FILE
         self.prompts: list[Asked] = []

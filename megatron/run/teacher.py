@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron.callbacks.context import Batches
-from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.find import Checkpoint
 from megatron.data.batch import StepBatch
 from megatron.errors import UserError
-from megatron.inference.build import build_stage
+from megatron.inference.build import build_stage, experts_over_ranks
 from megatron.log import get_logger
 from megatron.model.head import LMOutput
 from megatron.neox_arguments import NeoXArgs
@@ -28,21 +28,21 @@ from megatron.training.setup import Process
 logger = get_logger(__name__)
 
 # How the ranks of this run divide a model, and what they compute in.
-_OF_THE_RUN = ("model_parallel_size", "pipe_parallel_size", "expert_parallel_size", "precision", "attention_backend")
+_OF_THE_RUN = ("model_parallel_size", "pipe_parallel_size", "precision", "attention_backend")
 
 
 class Teacher:
-    """Raises `UserError` when its checkpoint is missing, has another vocabulary, or cannot take such long sequences."""
+    """Raises `UserError` when its checkpoint has another vocabulary, or cannot take such long sequences."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, checkpoint: Checkpoint) -> None:
         args, options = process.args, process.args.post
-        checkpoint = find_checkpoint(options.distill_teacher, key="distill_teacher")
         if checkpoint.by_neox:
             raise UserError(
                 f"distill_teacher: {checkpoint.path} was written by GPT-NeoX; convert it to Hugging Face and back"
             )
-        kept = {name: args.get(name) for name in _OF_THE_RUN}
-        saved = for_inference(NeoXArgs.from_saved({**checkpoint.manifest.config, **kept}, source=str(checkpoint.path)))
+        config = checkpoint.manifest.config
+        kept = {name: args.get(name) for name in _OF_THE_RUN} | experts_over_ranks(config, args)
+        saved = for_inference(NeoXArgs.from_saved({**config, **kept}, source=str(checkpoint.path)))
         own = derive(saved, Facts(process.tokenizer.vocab_size, process.state.topology.world_size))
         self.stage = build_stage(own, process.state, process.tokenizer, checkpoint)
         if self.stage.max_positions < args.model.seq_length:

@@ -15,6 +15,7 @@ from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.run.batches import DataOrder, build_batches, named_sets, open_data_on_ranks, share_epochs
 from megatron.run.data import note_trained_ends, resume_order
 from megatron.run.end import Begins, StepLimits, report_stop, watched
+from megatron.run.other_models import OtherModels
 from megatron.run.reference import find_reference
 from megatron.run.reference_point import ReferencePoint
 from megatron.run.rewind import train_with_rewinds
@@ -70,12 +71,13 @@ def _train(process: Process, progress: Progress) -> Trainer:
         reference = find_reference(args, start, tokenizer, datasets, done[1], exchanged)
         batches = build_batches(args, process, datasets, None if reference is None else reference.store, point)
         process = replace(process, args=args)
+        others = OtherModels(args, start, state)
         if args.training.train_impl == "distill":
-            teacher = Teacher(process)
+            teacher = Teacher(process, others.find("distill_teacher"))
             batches = {role: teacher.beside(steps) for role, steps in batches.items()}
         sets = named_sets(plan, batches)
         folder, fresh = run_folder(args), start.checkpoint is None
-        own = [Rollouts(process, folder)] if trains_on_rollouts(args.get) else []
+        own = [Rollouts(process, folder, others)] if trains_on_rollouts(args.get) else []
         if own:
             batches["train"] = own[0].batches
         context = RunContext(args, state, tokenizer.vocab_size, folder, batches, sets, tokenizer, fresh)
@@ -83,7 +85,7 @@ def _train(process: Process, progress: Progress) -> Trainer:
         trackers = TrackerIds(folder)
         trackers.restore(start, state)
         before = [one for one in (reference, point) if one is not None]
-        callbacks = [DataOrder(plan), identity, trackers, *before, *own, *build_callbacks(context)]
+        callbacks = [DataOrder(plan), identity, trackers, others, *before, *own, *build_callbacks(context)]
         if state.host is not None and process.limits is not None:
             callbacks.append(StepLimits(process.limits))
         callbacks += [*announced_end, Begins()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,8 @@ def test_a_run_learns_from_a_teacher_of_another_layout(tmp_path: Path) -> None:
         "distill_top_k": 20,
         "train_iters": 3,
     }
-    alone = run({**keys, **more})[0]
+    student = str(tmp_path / "student")
+    alone = run({**keys, **more, "save": student, "checkpoint_factor": 2})[0]
     assert alone.error == "" and alone.loss[-1] < alone.loss[0]
     names = {name for _, metrics in alone.logged for name in metrics}
     assert {"train/divergence", "train/cross_entropy"} <= names
@@ -108,5 +110,16 @@ def test_a_run_learns_from_a_teacher_of_another_layout(tmp_path: Path) -> None:
         for report in run({**keys, **more}, layout):
             assert report.error == "" and report.loss == pytest.approx(alone.loss, rel=1e-5)
             assert report.evaluated[0][2]["lm_loss"] == pytest.approx(alone.evaluated[0][2]["lm_loss"], rel=1e-5)
+    experts = {"moe_num_experts": 2, "moe_router_type": "topk", "hidden_dropout": 0}
+    for report in run({**keys, **more, **experts}, Layout(dp=2, ep=2, micro=1)):  # the teacher has none
+        assert report.error == "" and report.steps == [1, 2, 3]
+    # A resumed run keeps its teacher, whose own run goes on.
+    assert not run({**keys, **teacher, "train_iters": 3, "save": str(tmp_path / "teacher")})[0].error
+    again = {"load": student, "iteration": 2, "save": str(tmp_path / "again")}
+    resumed = run({**keys, **more, **again})[0]
+    assert resumed.error == "" and resumed.steps == [3] and resumed.loss == alone.loss[2:]
+    shutil.rmtree(tmp_path / "teacher" / "global_step2")
+    lost = run({**keys, **more, **again, "save": str(tmp_path / "lost")})[0]
+    assert lost.exit_code == 2 and "global_step2, which this run has used so far, is not there" in lost.error
     missing = run({**keys, **more, "distill_teacher": str(tmp_path / "nobody")})[0]
     assert "distill_teacher" in missing.error and missing.exit_code == 2

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.checkpoint.find import find_checkpoint
 from megatron.data.sample import IGNORE
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.errors import UserError
@@ -210,7 +211,9 @@ def write_pairs(folder: Path) -> dict[str, Any]:
 def judge(rank: int, world: int, keys: dict[str, Any]) -> tuple[list[float | None], list[float]]:
     """Rewards of texts that are judged together, and of each by itself."""
     process = process_of(rank, keys, Layout())
-    model = RewardModel(keys["reward_model"], process.args, process.tokenizer, Control(process.state), 3)
+    model = RewardModel(
+        find_checkpoint(keys["reward_model"]), process.args, process.tokenizer, Control(process.state), 3
+    )
     texts = [Completed([5, 6], [7], None), Completed([9], [200, 3, 4, 0], None), Completed([1], [2], None)]
     texts += [Completed([80], [90, 100], None), Completed([3], [], None)]
     alone = []
