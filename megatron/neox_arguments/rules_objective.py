@@ -24,17 +24,19 @@ _SMOOTHED = ("sigmoid", "cdpo", "robust", "sigmoid_norm", "simpo")
 
 
 def output_head(draft: Draft) -> None:
-    """The objective says what the last layer gives; rewards are no words."""
+    """The objective says what the last layer gives, and whether its loss has a z-loss; rewards are no words."""
     objective = draft["train_impl"]
-    head = row("train_impl", objective).get("head", "vocabulary")
+    facts = row("train_impl", objective)
+    head = facts.get("head", "vocabulary")
     draft.set("output_head", head, f"train_impl {objective}")
+    if draft["z_loss_weight"] and not facts.get("z_loss"):
+        instead = "; z_loss holds its rewards near 0" if head == "reward" else ""
+        draft.report("z_loss_weight", f"is not for the loss of train_impl: {objective}; leave it out{instead}")
     if head == "vocabulary":
         return
     for name in ("eval_tasks", "eval_suite", "sample_every"):
         if draft[name]:
             draft.report(name, f"train_impl: {objective} gives a number for a text and no words; leave it out")
-    if draft["z_loss_weight"]:
-        draft.report("z_loss_weight", f"train_impl: {objective} has no logits; z_loss holds its rewards near 0")
     if draft["eod_mask_loss"]:
         draft.report(
             "eod_mask_loss", f"train_impl: {objective} reads the reward at an end of text, which it masks; set it false"
@@ -64,8 +66,6 @@ def preferences(draft: Draft) -> None:
         draft.report("dpo_label_smoothing", f"must be above 0 for dpo_loss_type {kind}: the share of flipped pairs")
     if kind != "simpo" and draft.is_changed("dpo_simpo_gamma"):
         draft.report("dpo_simpo_gamma", f"is the target margin of simpo; dpo_loss_type is {kind}")
-    if draft["z_loss_weight"]:
-        draft.report("z_loss_weight", "goes with a loss per token, which train_impl: dpo has not; leave it out")
 
 
 def data_problem(args: NeoXArgs) -> str | None:
@@ -80,7 +80,7 @@ def data_problem(args: NeoXArgs) -> str | None:
             f"train_impl: {objective} learns from pairs: set dataset_impl: pairwise, pos_train_data_paths and "
             "neg_train_data_paths"
         )
-    if pairs and needs != "pairs":
+    if pairs and needs not in ("pairs", "rewards"):
         return (
             f"train_impl: {objective} does not compare the texts of dataset_impl: pairwise; set train_impl: dpo or rm"
         )

@@ -31,8 +31,6 @@ def unlearning(draft: Draft) -> None:
     for name in ("skip_outliers", "on_spike"):
         if draft[name]:
             draft.report(name, "would take the loss of the steps that forget for a fault; unset it")
-    if draft["z_loss_weight"]:
-        draft.report("z_loss_weight", "would be raised by the steps that forget; unset it")
     _threshold(draft)
 
 

@@ -123,12 +123,13 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
     "train_impl",
     wants="a subclass of megatron.objectives.Objective",
     fits=lambda entry: isinstance(entry, type) and issubclass(entry, Objective),
-    fields=("head", "data"),
+    fields=("head", "data", "z_loss"),
 )
 """Subclasses of `Objective`, which are made with the keys about post-training (`args.post`).
 
 `head`: what the last layer gives, where that is not logits: `reward`. `data`: what is learnt from, where it is not
-texts alone: `pairs`, texts with `rewards`, or the model's own `rollouts`.
+texts alone: `pairs`, texts with `rewards`, or the model's own `rollouts`. `z_loss`: whether z_loss_weight is for it:
+its loss is a `LMOutput.weighted_loss`, which adds the z-loss, and neither scales nor lowers it.
 """
 
 

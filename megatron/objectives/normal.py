@@ -8,7 +8,7 @@ from megatron.model.head import LMOutput
 from megatron.objectives import OBJECTIVES, Labels, Objective
 
 
-@OBJECTIVES.register("normal", doc="Next-token cross entropy.")
+@OBJECTIVES.register("normal", z_loss=True, doc="Next-token cross entropy.")
 class NormalObjective(Objective):
     """Σ mask · (-log p(target)) / trained tokens of the whole global batch. A micro-batch without any adds 0.
 

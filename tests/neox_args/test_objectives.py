@@ -11,6 +11,7 @@ from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import check_trainable, derive
 from megatron.neox_arguments.rules_reference import reads_reference
+from megatron.rows import rows
 from megatron.training.setup import build_objective
 
 pytestmark = pytest.mark.cpu
@@ -97,6 +98,14 @@ def test_a_reward_model_has_a_head_of_rewards() -> None:
 def test_what_an_objective_cannot_do_is_named(keys: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         trainable(**keys)
+
+
+@pytest.mark.parametrize("name", [name for name in rows("train_impl") if name != "normal"])
+def test_a_z_loss_is_refused_where_the_loss_has_none(name: str) -> None:
+    """`token_loss` adds none; distill would scale it by the share of the cross entropy, and forgetting raise it."""
+    more = {"ga_dataset": "x", "ga_mode": "interleaved"} if name == "unlearn" else {}
+    with pytest.raises(UserError, match=f"z_loss_weight: is not for the loss of train_impl: {name}; leave it out"):
+        derive(NeoXArgs.from_saved({**RUN, "train_impl": name, "z_loss_weight": 1e-4, **more}))
 
 
 def test_without_an_estimate_kto_takes_what_the_data_are() -> None:
