@@ -7,6 +7,7 @@ from collections.abc import Callable
 from megatron.neox_arguments.draft import Draft
 from megatron.neox_arguments.optimizer_params import KIND, optimizer_params
 from megatron.neox_arguments.rules_parallel import stages
+from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.neox_arguments.rules_train import set_stage
 from megatron.rows import row
 
@@ -39,9 +40,15 @@ def layout_free(draft: Draft) -> None:
         return
     if draft.get_given("engine") == "deepspeed":
         draft.fail("deterministic", "layout needs engine: native; leave out engine: deepspeed")
-    for name in ("attention_dropout", "hidden_dropout", "embedding_dropout"):
+    for name in ("attention_dropout", "hidden_dropout", "embedding_dropout", "lora_dropout"):
         if draft[name]:
             draft.report("deterministic", f"layout knows no dropout, each rank draws its own; set {name}: 0")
+    if trains_on_rollouts(draft.__getitem__):
+        draft.report(
+            "deterministic",
+            f"layout: the completions of train_impl: {draft['train_impl']} are written in batches that depend on the "
+            "layout; set deterministic: true",
+        )
     if draft["expert_parallel_size"] > 1:
         draft.report("deterministic", "layout keeps experts whole; set expert_parallel_size: 1")
     draft.imply("engine", "native", "deterministic")

@@ -26,10 +26,11 @@ MODELS = {"neox": {**NEOX, **EXACT}, "llama": {**LLAMA, **EXACT}, "bf16": {**LLA
 
 
 def bits(rank: int, world: int, keys: dict[str, Any], layout: Layout) -> Any:
-    """Losses and norms of some steps, and the master weights and moments after them."""
+    """Losses and norms of some steps, a sum that is evaluated, and the master weights and moments after them."""
     engine, args, learning_rate = build(rank, keys, layout)
     outs = [engine.train_batch(step_batch(s, args, engine.state), learning_rate(s)) for s in range(STEPS)]
     numbers = [(float(out.loss), float(out.grad_norm)) for out in outs]
+    numbers.append(tuple(engine.eval_batch(step_batch(STEPS, args, engine.state)).sums.tolist()))
     return numbers, {(name, key): value for name, state in whole_state(engine).items() for key, value in state.items()}
 
 
@@ -56,6 +57,8 @@ def test_at_two_tensor_parallel_ranks_the_bits_are_those_of_one_copy() -> None:
     [
         ({"engine": "deepspeed"}, "deterministic: layout needs engine: native"),
         ({"hidden_dropout": 0.1}, "set hidden_dropout: 0"),
+        ({"lora_r": 4, "lora_dropout": 0.1}, "set lora_dropout: 0"),
+        ({"train_impl": "grpo"}, "completions of train_impl: grpo .* set deterministic: true"),
         ({"num_gpus": 2, "pipe_parallel_size": 2}, "native is one stage"),
     ],
 )
@@ -122,6 +125,17 @@ def test_what_does_not_fit_makes_the_norm_infinite_until_the_next_step(bad: floa
     assert float(sums.norm([torch.tensor([3.0, 4.0])], ParallelState.single("cpu"))) == 5.0
     assert float(sums.norm([torch.zeros(2)], ParallelState.single("cpu"))) == 0.0
     assert torch.equal(from_fixed(to_fixed(torch.tensor([0.1, -3e-5]))), torch.tensor([0.1, -3e-5]))
+
+
+def test_metrics_of_long_answers_fit_into_their_sums() -> None:
+    """Log-probabilities of answers, in nats, which a loss of them does not reach; what does not fit is no number."""
+    sums = FixedPointSums(torch.zeros(3))
+    sums.terms = 2
+    for means in ([2.5, -9000.25, 1e6], [0.25, -20000.5, 1e6]):
+        sums.add_means(torch.tensor(means))
+    assert sums.means(lambda x: x).tolist() == [2.75, -29000.75, 2e6]
+    sums.add_means(torch.tensor([9000.0, 1e10, math.nan]))
+    assert sums.means(lambda x: x).isnan().all()
 
 
 def reported(rank: int, world: int, layout: Layout) -> list[tuple[float, int]]:

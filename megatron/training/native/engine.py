@@ -16,7 +16,7 @@ from megatron.optim.matrices import hold
 from megatron.optim.optimizers import Groups
 from megatron.training.engine_step import StepEngine
 from megatron.training.native.buckets import Bucket, cut_into_buckets
-from megatron.training.native.fixed_point import FixedPointSums
+from megatron.training.native.fixed_point import SUM_UNITS, FixedPointSums
 from megatron.training.native.gradients import NativeGradients
 from megatron.training.native.state import NativeState
 from megatron.training.partition_comm import Arrivals
@@ -36,7 +36,7 @@ class NativeEngine(StepEngine):
         max_norm: clip the global gradient norm to this; 0 = off.
         micro_batches: of a step.
         bucket_elements: see `cut_into_buckets`.
-        fixed_point: gradients, their norm and the loss are added up in fixed point, so that their bits do not depend on
+        fixed_point: gradients, their norm and losses are added up in fixed point, so that their bits do not depend on
             the layout; micro-batches must be of one sample.
     """
 
@@ -95,6 +95,17 @@ class NativeEngine(StepEngine):
 
     def _forward(self, inputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
         return self.module(inputs, labels)
+
+    def _eval_sum(self, micro_batches: Iterator[tuple[Any, Any]], count: int) -> Tensor:
+        if self.fixed_point is None:
+            return super()._eval_sum(micro_batches, count)
+        sums = FixedPointSums(self._no_sums(), SUM_UNITS)
+        sums.terms = count * self.state.dp_size
+        self.module.eval()
+        for inputs, labels in micro_batches:
+            sums.add_means(measured(*self._forward(inputs, labels)))
+        self.module.train()
+        return sums.means(self._sum_over_data)
 
     def _set_micro_batches(self) -> None:
         self._gradients.set_passes(self.micro_batches)

@@ -18,18 +18,19 @@ from megatron.mpu.state import ParallelState
 
 UNITS = 2.0**50  # of 1
 MOST = 2.0**13  # what a sum of int64 multiples holds: 2^63 / UNITS
+SUM_UNITS = 2.0**30  # of sums over many tokens, which hold 2^33: metrics, and what is evaluated
 # Of a square between 0 and 1: a coarse part and the rest, whose sums hold 2^37 and 2^32 of them.
 COARSE, FINE = 2.0**26, 2.0**58
 
 
-def to_fixed(x: Tensor) -> Tensor:
-    """Multiples of 1 / UNITS, int64."""
-    return (x.double() * UNITS).round_().to(torch.int64)
+def to_fixed(x: Tensor, units: float | Tensor = UNITS) -> Tensor:
+    """Multiples of 1 / units, int64."""
+    return (x.double() * units).round_().to(torch.int64)
 
 
-def from_fixed(x: Tensor) -> Tensor:
+def from_fixed(x: Tensor, units: float | Tensor = UNITS) -> Tensor:
     """fp32 again: rounded once."""
-    return (x.double() / UNITS).float()
+    return (x.double() / units).float()
 
 
 class FixedPointSums:
@@ -37,16 +38,19 @@ class FixedPointSums:
 
     Args:
         means: loss and metrics of nothing, fp32 `[1 + m]`, on the device of the gradients.
+        loss_units: of the loss; metrics may be log-probabilities of whole answers, and have SUM_UNITS.
 
     Attributes:
         terms: how many samples of all ranks are added up in each sum.
         refused: whether a term was too large for its sum, or not finite: the norm is infinite then; 0-dim bool.
     """
 
-    def __init__(self, means: Tensor) -> None:
+    def __init__(self, means: Tensor, loss_units: float = UNITS) -> None:
         self.terms = 1
         self.refused = torch.zeros((), dtype=torch.bool, device=means.device)
-        self._means = torch.stack([to_fixed(means)] * 2)  # the sums, and how many terms were not finite
+        self._means = torch.stack([to_fixed(means)] * 2)  # the sums, and how many terms do not fit into them
+        self._units = torch.full_like(means, SUM_UNITS, dtype=torch.float64)
+        self._units[0] = loss_units
 
     def clear(self) -> None:
         """Before a step."""
@@ -55,12 +59,13 @@ class FixedPointSums:
 
     def add_means(self, means: Tensor) -> None:
         """One sample's part of the step's loss and metrics, `[1 + m]`."""
-        self._means += torch.stack([to_fixed(means.nan_to_num(0.0, 0.0, 0.0)), (~means.isfinite()).to(torch.int64)])
+        fits = means.abs() < 2.0**63 / self._units / self.terms  # NaN is not below anything
+        self._means += torch.stack([to_fixed(means.where(fits, 0.0), self._units), (~fits).to(torch.int64)])
 
     def means(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor:
-        """Those of all samples, fp32 `[1 + m]`; NaN when one is not finite."""
+        """Those of all samples, fp32 `[1 + m]`; NaN when one is not finite, or too large for its sum."""
         total, bad = sum_over_ranks(self._means).unbind()
-        return torch.where(bad > 0, torch.nan, from_fixed(total))
+        return torch.where(bad > 0, torch.nan, from_fixed(total, self._units))
 
     def add(self, total: Tensor, gradient: Tensor, first: bool) -> None:
         """Add one sample's gradient to its sum, int64; the first of a step is written."""
