@@ -21,7 +21,8 @@ A bucket of DeepSpeed's has reduce_bucket_size elements (5e8 by default) of a by
 Of experts, parameters are what the rank holds of them under tensor and expert parallelism, and dp is replaced by
 dp / ep, the number of ranks that hold the same.
 
-What is frozen (lora_r, parameter_groups) counts as weights alone, and so does a teacher (distill_teacher).
+What is frozen (lora_r, parameter_groups) counts as weights alone, and so do a teacher (distill_teacher) and a
+reward_model, their experts as if they were not divided.
 
 Activations, per token of a micro-batch and block, in elements: the inputs and outputs of the norms (4h, or 3h with one
 shared norm; divided by tp under sequence parallel), and, always divided by tp, queries, keys and values before and
@@ -29,7 +30,9 @@ after rotation, the attention's output, and the feed-forward's rows before and a
 experts moe_top_k times those of one expert with its inputs and outputs, as if the load was balanced; of Mamba and RWKV
 as in `_mamba` and `_rwkv`. `full`
 recomputation keeps the input of each chunk and the whole of one chunk, `selective` keeps results of matrix products.
-Stage s of p holds min(accumulation, p - s) micro-batches at once (1F1B).
+Stage s of p holds min(accumulation, p - s) micro-batches at once (1F1B). With distill, and with kl_impl: full, the last
+stage has 4 bytes for each number that another model says of the tokens of all micro-batches of a step: v of a token,
+or 2 distill_top_k; and as much once more before the forward pass, while they are put together.
 
 Not counted: the framework itself (about 0.5 GB per process), the gradient of one parameter on its way into its sum,
 allocator fragmentation, and that offload_optimizer moves optimizer state into the host's memory. Expect
@@ -105,15 +108,25 @@ def estimate(args: NeoXArgs, *, held: Held, stage: int, blocks: Sequence[int], p
     )
 
 
-def teacher_bytes(args: NeoXArgs) -> float:
-    """Of the weights of `distill_teacher` on each rank, its stages taken for equal. Raises `UserError` without one."""
-    checkpoint = find_checkpoint(args.post.distill_teacher or "", key="distill_teacher")
+def bytes_beside(args: NeoXArgs) -> float:
+    """Of the weights of the run's teacher and reward model on each rank. Raises `UserError` without them."""
+    found = 0.0
+    if args.training.train_impl == "distill":
+        found += _weight_bytes(args, "distill_teacher", args.optimizer.precision)
+    if args.post.reward_model is not None:
+        found += _weight_bytes(args, "reward_model", None)
+    return found
+
+
+def _weight_bytes(args: NeoXArgs, key: str, precision: str | None) -> float:
+    """Of the model that `key` names, its stages taken for equal, in a precision or its own (None)."""
+    checkpoint = find_checkpoint(args.get(key) or "", key=key)
     tp, stages = args.parallel.model_parallel_size, max(1, args.parallel.pipe_parallel_size)
     entries = [*checkpoint.manifest.parameters.values()]
     if (base := checkpoint.manifest.base) is not None:
         entries += open_checkpoint(base.path).manifest.parameters.values()
     held = sum(prod(one.shape) / (1 if one.split_dim is None else tp) for one in entries)
-    return held / stages * (4 if args.optimizer.precision == "fp32" else 2)
+    return held / stages * (4 if (precision or checkpoint.manifest.config.get("precision")) == "fp32" else 2)
 
 
 def _gradients(args: NeoXArgs, stage: int, whole: float, parts: float) -> float:
@@ -174,7 +187,18 @@ def _activations(args: NeoXArgs, *, stage: int, blocks: Sequence[int], padded_vo
             2 * tokens * model.hidden_size * element
             + 8 * min(loss_chunk(model.loss_chunk_size, on_gpu=True), tokens) * padded_vocab_size / tp
         )
-    return kept * tokens * element + head
+    told = 0.0
+    if stage == pp - 1:
+        told = 4 * training.gradient_accumulation_steps * tokens * _told(args, padded_vocab_size)
+    return max(kept * tokens * element + head, told) + told
+
+
+def _told(args: NeoXArgs, vocab_size: int) -> int:
+    """Numbers that a batch has of each token by another model's word."""
+    if args.training.train_impl == "distill":
+        top_k = args.post.distill_top_k
+        return 2 * min(top_k, vocab_size) if top_k else vocab_size
+    return vocab_size if keeps_reference(args.get) and args.post.kl_impl == "full" else 0
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.plan import sections
-from megatron.plan.memory import estimate, teacher_bytes
+from megatron.plan.memory import bytes_beside, estimate
 from megatron.plan.preflight import Found, kind_of, preflight
 from megatron.plan.refusals import check_data_plan
 from megatron.plan.saves import saves_of
@@ -79,10 +79,9 @@ def _parts(
         )
         for stage, one in zip(stages, held, strict=True)
     ]
-    if args.training.train_impl == "distill":
-        with found.collect():
-            beside = teacher_bytes(args)
-            memory = [replace(one, weights=one.weights + beside) for one in memory]
+    with found.collect():
+        beside = bytes_beside(args)
+        memory = [replace(one, weights=one.weights + beside) for one in memory]
     named = "missing; the size of its vocabulary is assumed" if tokenizer is None else tokenizer.describe()
     parts = [
         sections.config(args),

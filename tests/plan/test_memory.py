@@ -14,7 +14,7 @@ from megatron.plan.memory import estimate
 from megatron.plan.stages import stage_sizes
 from tests.distributed import run_distributed
 from tests.training.test_precision import fp16_allowed, fp16_keys
-from tests.training.tiny import NEOX, VOCAB, Layout, build, step_batch
+from tests.training.tiny import NEOX, VOCAB, Layout, build, step_batch, tiny_args
 
 pytestmark = pytest.mark.cpu
 
@@ -73,6 +73,28 @@ MORE = [
     *((keys, Layout(dp=4, zero=stage)) for keys in (FP32, BF16, FP16) for stage in (1, 2, 3)),
 ]
 CASES += [pytest.param(*case, marks=pytest.mark.full) for case in MORE]
+
+
+TOLD: list[tuple[dict[str, Any], int]] = [
+    ({"train_impl": "distill", "distill_teacher": "x", "distill_top_k": 0}, VOCAB),
+    ({"train_impl": "distill", "distill_teacher": "x", "distill_top_k": 10}, 20),
+    ({"train_impl": "grpo", "rollout_prompts": ["x"], "reward": "exact", "kl_impl": "full"}, VOCAB),
+]
+
+
+@pytest.mark.parametrize(("keys", "each"), TOLD, ids=("vocabulary", "likeliest", "divergence"))
+def test_what_another_model_says_of_a_step_is_counted(keys: dict[str, Any], each: int) -> None:
+    """On the last stage, of all four micro-batches: once beside the step, twice before it."""
+    keys = {**KEYS, "train_batch_size": 8, "rollouts_per_prompt": 4, "rollout_tokens": 8, **keys}
+    found = []
+    for more in ({}, {"train_impl": "normal", "rollout_prompts": None, "reward": None}):
+        args = tiny_args({**keys, **more}, Layout(pp=2, micro=2))
+        _, stages = stage_sizes(args, VOCAB)
+        plans = [estimate(args, held=one, stage=i, blocks=[i], padded_vocab_size=VOCAB) for i, one in enumerate(stages)]
+        found.append([plan.activations for plan in plans])
+    told = 4 * 8 * args.model.seq_length * each
+    (first, last), (_, alone) = found
+    assert first == found[1][0] and last == pytest.approx(max(alone, told) + told)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from megatron.inference.team import Control
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.plugin_key import import_plugins
+from megatron.plan.memory import bytes_beside
 from tests.distributed import run_distributed
 from tests.documented import ROOT
 from tests.plugins.helpers import remembered
@@ -208,8 +209,8 @@ def write_pairs(folder: Path) -> dict[str, Any]:
     return {**found, "train_impl": "rm", "dataset_impl": "pairwise", "pack_impl": "unpacked", "eod_mask_loss": False}
 
 
-def judge(rank: int, world: int, keys: dict[str, Any]) -> tuple[list[float | None], list[float]]:
-    """Rewards of texts that are judged together, and of each by itself."""
+def judge(rank: int, world: int, keys: dict[str, Any]) -> tuple[list[float | None], list[float], tuple[float, int]]:
+    """Rewards of texts that are judged together, and of each by itself; bytes of the weights, planned and there."""
     process = process_of(rank, keys, Layout())
     model = RewardModel(
         find_checkpoint(keys["reward_model"]), process.args, process.tokenizer, Control(process.state), 3
@@ -221,7 +222,8 @@ def judge(rank: int, world: int, keys: dict[str, Any]) -> tuple[list[float | Non
         tokens = torch.tensor([[*one.prompt, *one.tokens]])
         out = model.stage.run(tokens, torch.arange(tokens.shape[1])[None])
         alone.append(float(out.logits()[0, -1]))
-    return model.judge(texts), alone
+    weights = {p for layer in model.stage.layers for p in layer.parameters()}
+    return model.judge(texts), alone, (bytes_beside(process.args), sum(p.nbytes for p in weights))
 
 
 def test_rewards_of_a_reward_model(tmp_path: Path, keys: dict[str, Any]) -> None:
@@ -231,7 +233,8 @@ def test_rewards_of_a_reward_model(tmp_path: Path, keys: dict[str, Any]) -> None
     (trained,) = run({**rewards, **write_pairs(tmp_path), "save": folder, "kl_impl": "mse"})
     assert not trained.error
     more = {"reward": None, "plugins": [], "reward_model": folder, "rollout_log": 8}
-    together, alone = run_distributed(judge, 1, {**keys, **more})[0]
+    together, alone, (planned, there) = run_distributed(judge, 1, {**keys, **more})[0]
+    assert planned == pytest.approx(there, rel=0.02) and there > 10_000
     assert together[:4] == pytest.approx(alone, rel=1e-5) and together[4] is None and len(set(alone)) == 4
     for name, layout in (("a", Layout()), ("b", Layout(pp=2, tp=2))):
         reports = run({**keys, **more, "save": str(tmp_path / name), "train_iters": 2}, layout)
