@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.checkpoint import layout
 from megatron.checkpoint.base import open_reader
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.merged import merged
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.tokenizer_identity import kept_identity
 from megatron.checkpoint.weights import save_weights
@@ -33,7 +34,8 @@ def average(sources: Sequence[str], output: str | Path, *, precision: str = "aut
     Args:
         sources: `global_step<N>` folders, or save folders (their latest), of one architecture, at any layouts.
 
-    The fp32 masters are averaged where a checkpoint has them, in fp64, one parameter at a time. Config, division into
+    The fp32 masters are averaged where a checkpoint has them, in fp64, one parameter at a time. Adapters are merged
+    first: the mean of products B·A is not the product of the means of B and A. Config, division into
     files and tokenizer are those of the one with the highest step. Raises `UserError`; then nothing is left behind.
     """
     found = [find_checkpoint(source, key="CHECKPOINT") for source in sources]
@@ -45,7 +47,7 @@ def average(sources: Sequence[str], output: str | Path, *, precision: str = "aut
         raise UserError(f"{KEY}: {output} is the folder of a checkpoint to be averaged; choose another folder")
     if (output / layout.step_folder(step)).exists() and not overwrite:
         raise UserError(f"{KEY}: {output} holds {layout.step_folder(step)} already; give --overwrite")
-    readers = [open_reader(checkpoint) for checkpoint in found]
+    readers = [merged(open_reader(checkpoint)) for checkpoint in found]
     reference = readers[found.index(newest)]
     for reader in readers:
         _check_same(reference, reader)

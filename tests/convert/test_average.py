@@ -11,6 +11,7 @@ import torch
 from megatron.checkpoint.find import list_checkpoints, open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.weights import save_weights
 from megatron.convert.average import average
 from megatron.errors import UserError
 from megatron.mpu.state import ParallelState
@@ -83,6 +84,31 @@ def test_what_cannot_be_averaged_is_refused_and_leaves_nothing(tmp_path: Path) -
     with pytest.raises(UserError, match="--overwrite"):
         average([one, two], tmp_path / "out")
     average([one, two], tmp_path / "out", overwrite=True)
+
+
+def test_adapters_are_merged_before_the_mean(tmp_path: Path) -> None:
+    """W + the mean of s·B·A, not that of the means of B and A; generation loads it as a model without adapters."""
+    keys = {**LLAMA, "lora_r": 3, "lora_alpha": 6.0, "lora_save_base": True}
+    model = CheckpointReader(open_checkpoint(make_checkpoint(tmp_path / "model", keys)))
+    of_model: dict[str, Any] = {"tp_size": 1, "heads": model.heads, "config": model.manifest.config}
+    folders = []
+    for seed in (1, 2):
+        random = torch.Generator().manual_seed(seed)
+        weights = [(model.spec(name), torch.randn(model.entry(name).shape, generator=random)) for name in model.names()]
+        folders.append(save_weights(tmp_path / str(seed), 1, weights, dtype=torch.float32, **of_model))
+    readers = [CheckpointReader(open_checkpoint(folder)) for folder in folders]
+    made = average([str(folder) for folder in folders], tmp_path / "out")
+    mean = CheckpointReader(open_checkpoint(made))
+    adapted = [name.removesuffix(".lora.A") for name in readers[0].names() if name.endswith(".lora.A")]
+    assert adapted and readers[0].weight(f"{adapted[0]}.lora.B").any()
+    assert not any(".lora." in name for name in mean.names()) and mean.manifest.config["lora_r"] is None
+    for layer in adapted:
+        expected = torch.zeros(readers[0].weight(f"{layer}.weight").shape, dtype=torch.float64)
+        for reader in readers:
+            w, a, b = (reader.weight(f"{layer}.{part}").double() for part in ("weight", "lora.A", "lora.B"))
+            expected += (w + 2.0 * b @ a) / 2
+        torch.testing.assert_close(mean.weight(f"{layer}.weight"), expected.float(), rtol=1e-5, atol=1e-5)
+    assert stage_of(made, LLAMA, ALONE).layers
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ python tools/ckpts/average.py checkpoints/global_step800 checkpoints/global_step
 The mean of the last checkpoints is often better than each of them. It is taken of the fp32 weights, in fp64, one
 parameter at a time, and written as averaged/global_step1000 (the highest step): weights alone, which generate.py,
 eval.py and the conversions read, and which a new run starts from with load=averaged finetune=true. The checkpoints may
-have different layouts; they must be of one architecture.
+have different layouts; they must be of one architecture. Adapters are merged into their base first.
 """
 
 from __future__ import annotations
