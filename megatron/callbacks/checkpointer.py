@@ -74,8 +74,9 @@ class Checkpointer(Callback):
     the run instead of being saved (exit code 4).
 
     A checkpoint is *good* once its weights have taken a step whose loss and gradient were finite, and whose loss was
-    not absurd: the update that made them did not ruin them. The newest good one is never deleted, and is what `latest`
-    names again when bad numbers end the run.
+    not absurd: the update that made them did not ruin them. No loss is absurd of an objective that does not count
+    tokens: it may be of any size. The newest good one is never deleted, and is what `latest` names again when bad
+    numbers end the run.
 
     Args:
         root: the `save` folder.
@@ -164,7 +165,8 @@ class Checkpointer(Callback):
                 f"the run ends at iteration {trainer.step} without its checkpoint: {trainer.save_blocked_by}; "
                 f"{_newest(trainer)}"
             )
-        if trainer.stop_reason is None and self._last is not None and not self._last.skipped and self._sane(self._last):
+        last = self._last
+        if trainer.stop_reason is None and last is not None and not last.skipped and self._sane(trainer, last):
             self.good = trainer.step  # as far as it can be known: no step follows
             self._delete_old(trainer)
 
@@ -194,16 +196,17 @@ class Checkpointer(Callback):
             self.first_loss = step.loss
         if newest in (None, self.good, self._sound, self._ruined):
             return
-        if self._sane(step):
+        if self._sane(trainer, step):
             self._sound = newest
             self._trust(trainer)
             return
         self._ruined = newest
         if trainer.state.rank == 0:
             kept = "" if self.good is None else f"; that of iteration {self.good} is kept"
+            than = f", more than {ABSURD:g} times that of the first step ({self.first_loss:g})"
             logger.warning(
-                f"the loss of iteration {step.step} is {step.loss:g}, more than {ABSURD:g} times that of the "
-                f"first step ({self.first_loss:g}): the checkpoint of iteration {newest} holds ruined weights{kept}"
+                f"the loss of iteration {step.step} is {step.loss:g}{than if math.isfinite(step.loss) else ''}: "
+                f"the checkpoint of iteration {newest} holds ruined weights{kept}"
             )
 
     def _trust(self, trainer: Trainer) -> None:
@@ -212,8 +215,10 @@ class Checkpointer(Callback):
             self.good, self._sound = self._sound, None
             self._delete_old(trainer)
 
-    def _sane(self, step: Settled) -> bool:
-        return self.first_loss is None or step.loss <= ABSURD * max(abs(self.first_loss), 1.0)  # not so if NaN
+    def _sane(self, trainer: Trainer, step: Settled) -> bool:
+        per_token = trainer.engine.objective.counts[0] == "tokens"
+        most = ABSURD * max(abs(self.first_loss), 1.0) if per_token and self.first_loss is not None else math.inf
+        return math.isfinite(step.loss) and step.loss <= most
 
     def save(self, trainer: Trainer, *, temporary: bool = False) -> None:
         """Write a checkpoint of this step, unless it exists or a callback forbids it. Collective over all ranks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 
@@ -16,6 +17,7 @@ from megatron.callbacks.stop_on_signal import StopOnSignal
 from megatron.checkpoint.find import list_checkpoints
 from megatron.errors import DeepyError, NumericsError, StopRequested
 from megatron.neox_arguments import NeoXArgs
+from megatron.objectives import OBJECTIVES
 from megatron.run.end import report_stop
 from megatron.training.callback import Callback
 from tests.callbacks.fakes import GoesBack, Log, out, run_and_go_back, trainer_of
@@ -139,6 +141,17 @@ def test_a_signal_during_skipped_steps_saves_and_gives_code_3(tmp_path):
 )
 def test_the_last_checkpoint_known_to_be_good_is_not_deleted(tmp_path, outs, left):
     assert run(tmp_path, outs, train_iters=6, checkpoint_factor=1, keep_last_n_checkpoints=1)[1] == left
+
+
+def test_a_loss_that_is_no_cross_entropy_may_be_of_any_size(tmp_path, caplog):
+    """As that of completions, whose advantages make it 0 in one step and large in the next; it must be finite."""
+    saver = Checkpointer(tmp_path, {})
+    trainer = trainer_of(
+        [saver], [out(0.0), out(), out(500.0), out(-500.0), out(math.nan)], train_iters=5, checkpoint_factor=1
+    )
+    trainer.engine.objective = OBJECTIVES["reinforce"]()
+    trainer.run()
+    assert saver.good == 3 and "ruined" in caplog.text and "more than" not in caplog.text
 
 
 def test_a_checkpoint_that_is_written_again_after_going_back_is_judged_again(tmp_path):
