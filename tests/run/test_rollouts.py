@@ -147,7 +147,7 @@ def test_a_resumed_run_goes_on_where_it_was(
         # Nothing but bf16 and dropout is between the sampler, the trainer and the reference.
         assert before.logged[0][1]["train/kl"] < 0.01 and before.logged[0][1]["train/sampler_difference"] < 0.1
     first, second = lines(tmp_path / "a"), lines(tmp_path / "b")
-    assert second == [line for line in first if line["step"] == 4] and len(first) == 3 * len(second)
+    assert second == [line for line in first if line["step"] == 4] and {line["step"] for line in first} == {0, 2, 4}
 
 
 def test_a_stop_does_not_wait_for_the_completions(tmp_path: Path, keys: dict[str, Any]) -> None:
