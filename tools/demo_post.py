@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from statistics import mean
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tools.demo import ROOT, Demo, Stage, last_step, log_of, read_metric
 
 DEMO = Path("demo-post")

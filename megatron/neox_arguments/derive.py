@@ -105,6 +105,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_pairs.answers),
     Rule(rules_objective.strengths),
     Rule(rules_objective.preferences),
+    Rule(rules_objective.read_by_others),
     Rule(rules_schedule.length, fills=rules_schedule.LENGTHS),
     Rule(rules_mixture.train_weights),
     Rule(rules_mixture.per_source),

@@ -6,20 +6,23 @@ from typing import TYPE_CHECKING
 
 from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.draft import Draft
+from megatron.neox_arguments.groups import all_keys
 from megatron.rows import row
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.arguments import NeoXArgs
     from megatron.neox_arguments.schema_data import DataConfig
 
-_OF_DPO = (
-    "dpo_loss_type",
-    "dpo_beta",
-    "dpo_reference_free",
-    "dpo_label_smoothing",
-    "dpo_simpo_gamma",
-    "dpo_sft_loss_weight",
-)
+_READERS = {
+    "dpo_": ("dpo",),
+    "kto_": ("kto",),
+    "rm_": ("rm",),
+    "distill_": ("distill",),
+    "grpo_": ("grpo", "rloo"),
+    "reinforce_": ("reinforce",),
+}
+"""The objectives that read the keys which begin so; those of plugins may read any."""
+_IN_FP32 = ("dpo_fp32", "kto_fp32", "fp32_reinforce")
 _SMOOTHED = ("sigmoid", "cdpo", "robust", "sigmoid_norm", "simpo")
 
 
@@ -49,12 +52,22 @@ def strengths(draft: Draft) -> None:
     draft.not_negative("kto_desirable_weight", "kto_undesirable_weight", "z_loss", "rm_center_coefficient")
 
 
+def read_by_others(draft: Draft) -> None:
+    """Keys that change nothing are said."""
+    objective = draft["train_impl"]
+    known = {name for readers in _READERS.values() for name in readers} | {"normal", "unlearn"}
+    for name in all_keys() if objective in known else ():
+        readers = next((readers for prefix, readers in _READERS.items() if name.startswith(prefix)), (objective,))
+        if name not in _IN_FP32 and objective not in readers and draft.is_changed(name):
+            draft.note(f"{draft.source(name)}: {name} has no effect with train_impl: {objective}")
+    for name in _IN_FP32:
+        if draft.is_changed(name):
+            draft.note(f"{draft.source(name)}: {name} has no effect: log-probabilities are always in fp32")
+
+
 def preferences(draft: Draft) -> None:
     """The keys of `train_impl: dpo`, and what they mean together."""
     if draft["train_impl"] != "dpo":
-        for name in _OF_DPO:
-            if draft.is_changed(name):
-                draft.note(f"{draft.source(name)}: {name} has no effect with train_impl: {draft['train_impl']}")
         return
     kind, smoothing = draft["dpo_loss_type"], draft["dpo_label_smoothing"]
     draft.positive("dpo_beta")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megatron.neox_arguments.draft import Draft
+from megatron.neox_arguments.groups import all_keys
 
-_KEYS = ("ga_label_dataset", "ga_interval", "ga_iters", "ga_loss_threshold", "gd_retain_dataset")
+_KEYS = [name for name in all_keys() if name.startswith(("ga_", "gd_")) and name != "ga_dataset"]
 
 
 def unlearning(draft: Draft) -> None:
@@ -15,8 +16,10 @@ def unlearning(draft: Draft) -> None:
         if draft["gd_mode"] or draft["train_impl"] == "unlearn":
             draft.fail("gd_mode" if draft["gd_mode"] else "train_impl", "needs ga_dataset, the data to forget")
         for name in _KEYS:
-            if draft.get_given(name) is not None:
-                draft.note(f"{draft.source(name)}: {name} has no effect without ga_dataset")
+            if draft.is_changed(name):
+                draft.report(
+                    name, "nothing is forgotten without ga_dataset, the data to forget; set it, or leave this out"
+                )
         return
     if draft["train_impl"] not in ("normal", "unlearn"):
         draft.fail("ga_dataset", f"forgetting is an objective of its own, and train_impl is {draft['train_impl']}")

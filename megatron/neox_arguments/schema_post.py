@@ -83,11 +83,7 @@ class PostConfig:
     )
 
     # completions of the model's own: reinforce, rloo, grpo
-    fp32_reinforce: bool = key(
-        True,
-        "Log-probabilities in fp32, which they always are.",
-        unavailable="log-probabilities are always in fp32; leave it out",
-    )
+    fp32_reinforce: bool = key(True, "Log-probabilities in fp32, which they always are; false changes nothing.")
     kl_impl: Literal["abs", "mse", "kl", "k3", "full"] = key(
         "mse",
         "Estimate of the divergence from the reference, the weights that the run begins with, by d = log p - log p of "
@@ -217,11 +213,7 @@ class PostConfig:
         "with the answers to others, one more forward pass a step. apo_zero_unpaired: 0.",
         new=True,
     )
-    kto_fp32: bool = key(
-        True,
-        "train_impl kto: log-probabilities in fp32.",
-        unavailable={False: "they are always in fp32; leave it out"},
-    )
+    kto_fp32: bool = key(True, "Log-probabilities in fp32, which they always are; false changes nothing.")
 
     # preference pairs
     dpo_loss_type: Literal[
@@ -234,11 +226,7 @@ class PostConfig:
     )
     dpo_beta: float = key(0.1, "How far log-probability ratios count; of orpo, the weight of the ratio of odds.")
     dpo_reference_free: bool = key(False, "No reference model: its log-probabilities are taken to be 0.")
-    dpo_fp32: bool = key(
-        True,
-        "Log-probabilities are worked out in fp32.",
-        unavailable="log-probabilities are always worked out in fp32, chunk by chunk; leave it out",
-    )
+    dpo_fp32: bool = key(True, "Log-probabilities in fp32, which they always are; false changes nothing.")
     dpo_label_smoothing: float = key(
         0.0, "The share of pairs whose preference is taken to be the other way round, below 0.5.", new=True
     )

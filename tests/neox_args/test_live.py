@@ -46,13 +46,17 @@ RULED: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 # One value is possible, so there is nothing to read.
-FIXED = {"deepspeed", "output_layer_parallelism", "data_impl", "ga_dataset_impl", "gd_retain_dataset_impl", "kto_fp32"}
+FIXED = {"deepspeed", "output_layer_parallelism", "data_impl", "ga_dataset_impl", "gd_retain_dataset_impl"} | {
+    "dpo_fp32",
+    "kto_fp32",
+    "fp32_reinforce",
+}
 
 # Keys about pairs, of which tests/neox_args/test_pairs.py holds what they change.
 PAIRS = {"dataset_impl", *(f"pos_{name}" for name in rules_pairs.FILLED)}
 
 # Functions of the configuration that are called while a run goes on.
-CALLED_FROM_ABOVE = {"batch_plan.py", "forget_steps.py"}
+CALLED_FROM_ABOVE = {"batch_plan.py", "forget_steps.py", "rules_reference.py"}
 
 
 @pytest.mark.parametrize("name", RULED)

@@ -74,7 +74,7 @@ def test_a_reward_model_has_a_head_of_rewards() -> None:
         ({**PAIRS, "eod_mask_loss": True}, "eod_mask_loss: .*set it false"),
         ({"train_impl": "rm", "train_data_paths": ["texts"]}, "rm learns from pairs: .*pos_train_data_paths"),
         ({"train_impl": "rm"}, "rm learns from pairs: .*pos_train_data_paths"),
-        ({**PAIRS, "train_impl": "kto"}, "kto does not compare .*set train_impl: dpo or rm"),
+        ({**PAIRS, "train_impl": "kto"}, "kto learns from texts with a reward each: .*dataset_impl: gpt2"),
         ({"train_impl": "kto", "data_path": "texts"}, "kto learns from texts with a reward each"),
         ({**REWARDS, "valid_data_paths": ["more"]}, "valid_reward_data_paths: "),
         ({**REWARDS, "valid_sets": {"new": "more", "old": {"path": "x", "rewards": "r"}}}, "valid_sets.new.rewards: "),
@@ -129,3 +129,21 @@ def test_a_reference_hears_no_dropout() -> None:
 def test_the_rules_know_what_reads_a_reference(keys: dict[str, Any]) -> None:
     args = trainable(**keys)
     assert reads_reference(args.get) == (REFERENCE in build_objective(args).reads)
+
+
+@pytest.mark.parametrize(
+    ("keys", "note"),
+    [
+        ({**PAIRS, "kto_beta": 0.5}, "kto_beta has no effect with train_impl: rm"),
+        ({"dpo_beta": 0.5}, "dpo_beta has no effect with train_impl: normal"),
+        ({"distill_top_k": 3}, "distill_top_k has no effect with train_impl: normal"),
+        ({**PAIRS, "train_impl": "dpo", "dpo_fp32": False}, "dpo_fp32 has no effect: log-probabilities are always"),
+        ({**PAIRS, "rm_center_coefficient": 0.5}, None),
+        ({**PAIRS, "train_impl": "dpo", "dpo_fp32": True, "dpo_beta": 0.5}, None),
+    ],
+    ids=str,
+)
+def test_keys_that_nothing_reads_are_said(keys: dict[str, Any], note: str | None) -> None:
+    """A resolved config names every key, which says nothing."""
+    notes = [one for one in derive(NeoXArgs.from_saved({**RUN, **keys})).notes if "has no effect" in one]
+    assert any(note in one for one in notes) if note else not notes
