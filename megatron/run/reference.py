@@ -250,9 +250,10 @@ class _Writer:
         """`values` `[items * rows, s]` of items, perhaps with more rows that fill the batch up."""
         host = values.cpu().numpy()
         for k, number in enumerate(numbers):
-            for row, sample in enumerate(rows_of(dataset[number])):
-                found = host[k * rows + row]
-                self._writer.add(row_key(sample), found)
+            item = dataset[number]
+            for row, sample in enumerate(item if isinstance(item, tuple) else (item,)):
+                if rows_of(sample):
+                    self._writer.add(row_key(sample), host[k * rows + row])
         if not bool(torch.isfinite(values).all()):
             raise NumericsError("the reference model gives log-probabilities that are not finite")
         if time.monotonic() - self._committed > COMMIT_SECONDS:

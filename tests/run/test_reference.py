@@ -10,10 +10,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
-from megatron.data.reference import StoreWriter
+from megatron.data.reference import ReferenceStore, StoreWriter
+from megatron.data.sample import Sample
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import MachineError
+from megatron.run.reference import Origin, _Writer
 from tests.data.corpus import write
 from tests.distributed import run_distributed
 from tests.run import reference_probe  # noqa: F401  (registers the objective)
@@ -108,6 +111,19 @@ def test_a_full_disk(data: str, tmp_path: Path) -> None:
     (tmp_path / "name.rows").symlink_to("/dev/full")
     with pytest.raises(MachineError, match=f"{tmp_path}: No space left"):
         StoreWriter(tmp_path, "name").add(1, np.zeros(1 << 14, np.float32))
+
+
+def test_a_pair_with_one_text_too_short_to_score(tmp_path: Path) -> None:
+    """The row of the other is its own."""
+    short, other = (Sample(np.arange(3), np.zeros(1, np.int64), length=length) for length in (1, 3))
+    pairs: Any = [(short, other), (other, short)]
+    for number, values in ((0, [[1.0, 1.0], [2.0, 3.0]]), (1, [[2.0, 3.0], [1.0, 1.0]])):
+        folder = tmp_path / str(number)
+        writer = _Writer(folder, Origin("", "", None, ""))
+        writer.write(pairs, [number], torch.tensor(values), rows=2)
+        writer.close()
+        found = ReferenceStore(folder, 2).find(other)
+        assert found is not None and found.tolist() == [2.0, 3.0]
 
 
 LAYOUTS = {
