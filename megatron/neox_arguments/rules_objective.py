@@ -93,7 +93,7 @@ def data_problem(args: NeoXArgs) -> str | None:
             f"train_impl: {objective} learns from pairs: set dataset_impl: pairwise, pos_train_data_paths and "
             "neg_train_data_paths"
         )
-    if pairs and needs != "pairs":
+    if pairs and needs not in ("pairs", "rewards"):
         return (
             f"train_impl: {objective} does not compare the texts of dataset_impl: pairwise; set train_impl: dpo or rm"
         )
