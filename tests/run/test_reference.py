@@ -19,7 +19,6 @@ from megatron.errors import MachineError
 from megatron.run.reference import Origin, _Writer
 from tests.data.corpus import write
 from tests.distributed import run_distributed
-from tests.run import reference_probe  # noqa: F401  (registers the objective)
 from tests.training import runs
 from tests.training.runs import Faults, Report, corpus
 from tests.training.tiny import Layout
@@ -35,7 +34,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def train(rank: int, world: int, *arguments: Any) -> Report:
-    """In the ranks this module is imported, and with it the objective."""
+    """The objective is registered in ranks alone: this process has other tests."""
+    from tests.run import reference_probe  # noqa: F401
+
     return runs.train(rank, world, *arguments)
 
 

@@ -119,11 +119,11 @@ def _evaluated(rank: int, world: int, folder: str) -> dict[str, list[str]]:
         saved = {"heads": HEADS, "consumed": 0, "client": {}, "config": args.to_dict()}
         save_checkpoint(f"{folder}/{case}", 2, engine, engine.state, **saved)
         before, batch = whole_state(engine), step_batch(9, args, engine.state)
-        raw, _ = engine.eval_batch(batch)
+        raw = engine.eval_batch(batch).sums
         with engine.averaged():
-            averaged, _ = engine.eval_batch(batch)
+            averaged = engine.eval_batch(batch).sums
             means = {name: values["weight"] for name, values in whole_state(engine).items()}
-        again, _ = engine.eval_batch(batch)
+        again = engine.eval_batch(batch).sums
         after = whole_state(engine)
         wrong += [f"{n}/{k}" for n, v in before.items() for k in v if not torch.equal(v[k], after[n][k])]
         wrong += [] if torch.equal(raw, again) and not torch.equal(raw, averaged) else [f"{raw} {again} {averaged}"]
@@ -131,7 +131,7 @@ def _evaluated(rank: int, world: int, folder: str) -> dict[str, list[str]]:
         other, *_ = build(rank, {**keys, "optimizer": {"type": "adam", "params": {"lr": 1e-3}}}, layout)
         checkpoint = find_checkpoint(f"{folder}/{case}", None)
         load_checkpoint(checkpoint, other, other.state, heads=HEADS, load_optim=False)
-        alone, _ = other.eval_batch(batch)
+        alone = other.eval_batch(batch).sums
         wrong += [] if torch.equal(averaged, alone) else [f"files evaluate to {alone}, the average to {averaged}"]
         dtype = torch.bfloat16 if more else torch.float32
         reader = CheckpointReader(checkpoint)
