@@ -100,7 +100,7 @@ def test_rows_serve_the_same_texts_with_other_labels(data: str, tmp_path: Path) 
 
 def train_without_room(rank: int, world: int, *arguments: Any) -> Report:
     with mock.patch("megatron.run.reference.free_bytes", lambda root: 1000):
-        return runs.train(rank, world, *arguments)
+        return train(rank, world, *arguments)
 
 
 def test_a_full_disk(data: str, tmp_path: Path) -> None:
