@@ -191,8 +191,8 @@ def build_engine(process: Process, model: torch.nn.Module) -> StepEngine:
         rules=rules,
         matrices=WholeMatrices(state, every=whole == "all") if whole else None,
     )
-    idle = [stage for stage, trains in gather((state.pp_rank, bool(groups)), state) if not trains]
-    if idle:
+    trains = gather((state.pp_rank, bool(groups)), state) if rules else []  # without rules every stage does
+    if idle := [stage for stage, some in trains if not some]:
         raise UserError(
             f"nothing is trained on pipeline stage {min(idle)}, which engines cannot run: let lora_target_modules or "
             "parameter_groups leave something to train on every stage, or use fewer stages (pipe_parallel_size)"
