@@ -1,7 +1,7 @@
 # `make help` lists the targets. The ones that need the environment create it first; a stamp makes that instant later on.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo demo-post tokenizers test test-full test-cluster gpu gpu-wheels check lint format types docs clean \
+.PHONY: help venv install demo demo-post tokenizers test test-full test-cluster gpu gpu-wheels check lint format types docs site clean \
         clean-venv
 
 VENV ?= .venv
@@ -82,6 +82,9 @@ format: $(STAMP) ## let ruff format the code and mend what it can
 
 docs: $(STAMP) ## regenerate documentation/CONFIG_ARGUMENTS.md from the config classes
 	$(PY) -m megatron.neox_arguments.docs
+
+site: $(STAMP) ## the documentation as a site, in build/site
+	@$(PY) tools/site.py
 
 clean: ## remove caches, build output and what the demo made
 	rm -rf build ./*.egg-info demo demo-post .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage

@@ -39,6 +39,16 @@ _TITLES = {
     "deepspeed": "DeepSpeed",
 }
 
+# What a first config has, in the order in which one thinks of it.
+FIRST = (
+    *("num_layers", "hidden_size", "num_attention_heads", "seq_length"),
+    *("train_data_paths", "valid_data_paths", "vocab_file"),
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "train_iters"),
+    *("optimizer", "lr_decay_style", "warmup", "precision"),
+    *("model_parallel_size", "pipe_parallel_size", "zero_optimization"),
+    *("save", "load", "checkpoint_factor"),
+)
+
 
 def config_arguments_markdown() -> str:
     """The text of documentation/CONFIG_ARGUMENTS.md."""
@@ -62,11 +72,9 @@ def _document(live: list[KeyInfo], unavailable: list[KeyInfo], derived: list[Key
     yield "Files merge left to right; the same key in two of them must have equal values. `extends: base.yml` inside a"
     yield "file inherits and may override; `key=value` and `optimizer.params.lr=3e-4` on the command line win over all."
     yield "`${CONFIG_DIR}` in a value is the folder of the file that it is written in."
+    yield from _table("The twenty keys to begin with", [all_keys()[name] for name in FIRST])
     for group in GROUPS:
-        rows = [info for info in live if info.group == group]
-        yield from ("", f"## {_TITLES[group]}", "", "| key | type | default | meaning |", "|---|---|---|---|")
-        for info in rows:
-            yield f"| `{info.name}` | {_cell(_type(info))} | `{_default(info)}` | {_cell(_meaning(info))} |"
+        yield from _table(_TITLES[group], [info for info in live if info.group == group])
     yield from ("", "## Choices", "", "| key | choice | meaning |", "|---|---|---|")
     for kind in FOLDERS:
         key = next(info.name for info in live if info.registry == kind)
@@ -84,6 +92,12 @@ def _document(live: list[KeyInfo], unavailable: list[KeyInfo], derived: list[Key
     yield from ("", "## Other names", "", "| accepted | meant |", "|---|---|")
     for name, meant in ALIASES.items():
         yield f"| `{name}` | `{meant}` |"
+
+
+def _table(title: str, keys: Sequence[KeyInfo]) -> Iterator[str]:
+    yield from ("", f"## {title}", "", "| key | type | default | meaning |", "|---|---|---|---|")
+    for info in keys:
+        yield f"| `{info.name}` | {_cell(_type(info))} | `{_default(info)}` | {_cell(_meaning(info))} |"
 
 
 def _entries(kind: str) -> Iterator[tuple[str, str]]:

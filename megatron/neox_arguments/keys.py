@@ -138,10 +138,11 @@ def _is_literal(annotation: Any) -> bool:
 
 @cache
 def group_keys(group_class: type, group: str) -> dict[str, KeyInfo]:
-    """The keys declared by one group dataclass, in the order of declaration."""
+    """The keys declared by one group dataclass, in the order of declaration; those of its bases, a family's, last."""
     hints = get_type_hints(group_class)
     keys = {}
-    for field in dataclasses.fields(group_class):
+    own = group_class.__annotations__
+    for field in sorted(dataclasses.fields(group_class), key=lambda field: field.name not in own):
         if field.default is MISSING:
             raise TypeError(f"{group_class.__name__}.{field.name} is not declared with key()")
         metadata = dict(field.metadata)
