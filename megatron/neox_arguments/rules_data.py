@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.errors import nearest
 from megatron.neox_arguments.draft import Draft
 from megatron.neox_arguments.rules_mixture import has_valid_sets
+from megatron.neox_arguments.rules_pairs import written
 
 _ROLES = ("train", "valid", "test")
 
@@ -32,15 +33,15 @@ def data_paths(draft: Draft) -> None:
             other = f"{lists[0]} is set too ({draft.source(lists[0])}); use one way or the other"
             draft.fail("data_path", f"{other} (data_path: null undoes that of a file merged or extended)")
     elif lists and "train_data_paths" not in lists:
-        draft.fail(lists[0], "is set without train_data_paths")
+        needs = written(draft.__getitem__, "train_data_paths")
+        draft.fail(written(draft.__getitem__, lists[0]), f"is set without {needs}")
     if lists and draft["eval_iters"] > 0:
         missing = [role for role in _ROLES[1:] if not draft[f"{role}_data_paths"]]
         if has_valid_sets(draft):
             missing = []  # then it is plain that this run is validated in its own way
         if missing:
-            draft.note(
-                f"no {' and no '.join(missing)} data: {', '.join(f'{role}_data_paths' for role in missing)} not set"
-            )
+            keys = [written(draft.__getitem__, f"{role}_data_paths") for role in missing]
+            draft.note(f"no {' and no '.join(missing)} data: {', '.join(keys)} not set")
 
 
 def _no_comma(draft: Draft, name: str, path: str) -> None:
@@ -56,13 +57,13 @@ def _paths(draft: Draft, role: str) -> None:
 
 def _weights(draft: Draft, role: str) -> None:
     paths, name = draft[f"{role}_data_paths"], f"{role}_data_weights"
-    weights = draft[name]
+    key, weights = written(draft.__getitem__, f"{role}_data_paths"), draft[name]
     if weights is None:
         return
     if paths is None:
-        draft.fail(name, f"is set without {role}_data_paths")
+        draft.fail(name, f"is set without {key}")
     if len(weights) != len(paths):
-        draft.fail(name, f"has {len(weights)} weights for {len(paths)} {role}_data_paths")
+        draft.fail(name, f"has {len(weights)} weights for {len(paths)} {key}")
     if any(weight < 0 for weight in weights) or sum(weights) <= 0:
         draft.fail(name, f"weights must not be negative and not all 0, are {list(weights)}")
     if draft["weight_by_num_documents"]:

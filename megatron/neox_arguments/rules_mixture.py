@@ -19,6 +19,7 @@ from megatron.neox_arguments.mixtures import (
     sets_in_training,
     weight_phases,
 )
+from megatron.neox_arguments.rules_pairs import written
 
 PER_SOURCE = ("train_data_max_epochs", "train_data_max_tokens", "train_data_holdout")
 _OPTIONS = {
@@ -85,18 +86,19 @@ def _sets(draft: Draft) -> dict[str, dict[str, Any]]:
 def train_weights(draft: Draft) -> None:
     """`train_data_weights`: one number per source, also in every phase; phases begin at 0 and rise."""
     name, paths = "train_data_weights", draft["train_data_paths"]
+    key = written(draft.__getitem__, "train_data_paths")
     phases = weight_phases(draft[name])
     if phases is None:
         return
     if paths is None:
-        draft.fail(name, "is set without train_data_paths")
+        draft.fail(name, f"is set without {key}")
     fault = check_steps([step for step, _ in phases])
     if fault:
         draft.fail(name, fault)
     for step, weights in phases:
         inside = f" in the phase from step {step}" if len(phases) > 1 else ""
         if len(weights) != len(paths):
-            draft.fail(name, f"has {len(weights)} weights for {len(paths)} train_data_paths{inside}")
+            draft.fail(name, f"has {len(weights)} weights for {len(paths)} {key}{inside}")
         if any(weight < 0 for weight in weights) or sum(weights) <= 0:
             draft.fail(name, f"weights must not be negative and not all 0, are {list(weights)}{inside}")
     if draft["weight_by_num_documents"]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from megatron.neox_arguments.draft import Draft
 from megatron.rows import row, rows
 
@@ -9,6 +12,11 @@ _ROLES = ("train", "valid", "test")
 _KINDS = ("data_paths", "label_data_paths")
 FILLED = tuple(f"{role}_{kind}" for role in _ROLES for kind in _KINDS)
 """What `pairs` sets: in all else a pair is a document of these paths, which are those of its chosen side."""
+
+
+def written(value: Callable[[str], Any], name: str) -> str:
+    """The key that a user sets to set `name`: of pairs that of their chosen side."""
+    return f"pos_{name}" if value("dataset_impl") == "pairwise" and name in FILLED else name
 
 
 def pairs(draft: Draft) -> None:

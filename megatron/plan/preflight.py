@@ -16,18 +16,21 @@ from megatron.checkpoint.lock import refuse_if_held
 from megatron.checkpoint.start import Start, check_folder, decide_start
 from megatron.checkpoint.tokenizer_identity import check_tokenizer
 from megatron.cluster.launch import Placement, place
-from megatron.data.order.sources import named_paths
+from megatron.data.order.sources import TEXTS, named_files, named_paths
 from megatron.data.order.splits import NAMES
-from megatron.data.tokens.token_files import find_files
+from megatron.data.tokens.prefixes import MAKE_CHATS, MAKE_TEXTS
+from megatron.data.tokens.token_files import find_files, is_glob
 from megatron.errors import DeepyError, UserError
 from megatron.hub.s3_load import coming_start, find_first
 from megatron.inference.inputs import check_requests, read_objects, requested_checkpoint
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
 from megatron.neox_arguments.inference import for_inference
+from megatron.neox_arguments.mixtures import COMPANIONS
 from megatron.neox_arguments.open_width import fit_width, is_open
 from megatron.neox_arguments.overrides import Overrides
 from megatron.neox_arguments.problems import Problems, collector
+from megatron.neox_arguments.rules_pairs import written
 from megatron.plan.refusals import check_data, check_fit, check_folders
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -40,9 +43,10 @@ _FOR_PLACE += ("pipe_parallel_size", "model_parallel_size", "expert_parallel_siz
 FOR_TOKENIZER = ("tokenizer_type", "vocab_file", "merge_file", "vocab_size")
 _FOR_START = ("load", "save", "iteration", "finetune", "init_from", "restart_if_damaged")
 _FOR_START += ("s3_path", "s3_load", "s3_chunk_size")
-_PATHS = ("data_path", "ga_dataset", "gd_retain_dataset")
-_PATHS += tuple(f"{side}{role}_data_paths" for side in ("", "neg_") for role in NAMES)
-_FOR_DATA = (*_PATHS, "mixture", "valid_sets")
+_FOR_DATA = ("data_path", "mixture", "valid_sets", "precompute_model_name")
+_FOR_DATA += ("ga_dataset", "ga_label_dataset", "gd_retain_dataset", "gd_retain_label_dataset")
+_FOR_DATA += tuple(key.format(role) for key in ("{}_data_paths", *COMPANIONS.values()) for role in NAMES)
+_NO_REFERENCE = "Without precompute_model_name the run computes the log-probabilities itself."
 
 
 @dataclass(frozen=True)
@@ -180,22 +184,35 @@ def check_data_paths(args: NeoXArgs, problems: Problems) -> bool:
     """Whether all data that the config names is there; each path that is not is added to `problems`."""
     if not problems.usable(*_FOR_DATA):
         return False
-    given = {key: args.get(key) for key in _PATHS if args.is_set(key)}
-    ends = {key: (value,) if isinstance(value, str) else tuple(value or ()) for key, value in given.items()}
-    paths, before = data_paths(args), len(problems.found)
-    for path in paths:
-        key = next((key for key, written in ends.items() if path.endswith(written)), None)
-        with _collect(args, problems, key):
-            find_files(path)
-    return bool(paths) and len(problems.found) == before
+    files, before = named_files(args.data, _active_roles(args)), len(problems.found)
+    pairs, name = args.data.dataset_impl == "pairwise", args.data.precompute_model_name
+    for key, what, path in files:
+        with _collect(args, problems, _written(args, key)):
+            found = find_files(path, MAKE_CHATS if pairs or what != "path" else MAKE_TEXTS)
+            # Of a run that unlearns, what is forgotten is compared with another model.
+            if name is None or what not in TEXTS or key != "ga_dataset" and args.data.ga_dataset is not None:
+                continue
+            with _collect(args, problems, "precompute_model_name"):
+                find_files(f"{path if is_glob(path) else found[0]}_{name}", _NO_REFERENCE)
+    return bool(files) and len(problems.found) == before
+
+
+def _written(args: NeoXArgs, key: str) -> str:
+    """The key that the user set: `key`, or one that means it."""
+    return next((one for one in (written(args.get, key), "mixture") if args.is_set(one)), key)
 
 
 def data_paths(args: NeoXArgs) -> list[str]:
-    """The data paths of the roles that are active in a derived config; training is one where its length is missing."""
+    """The paths of all texts that a derived config names."""
+    return named_paths(args.data, _active_roles(args))
+
+
+def _active_roles(args: NeoXArgs) -> list[str]:
+    """The roles of a derived config; training is one where its length is missing."""
     training = args.training
     active = {"train": training.do_train, "valid": training.do_valid, "test": training.do_test}
     active["train"] = active["train"] or training.train_iters is None
-    return named_paths(args.data, [role for role in NAMES if active[role]])
+    return [role for role in NAMES if active[role]]
 
 
 def _start(args: NeoXArgs, kind: str, to_write: bool = True) -> Start | Checkpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,13 @@ from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.neox_arguments.forget_steps import FORGET
 from megatron.neox_arguments.mixtures import COMPANIONS, sets_in_training, weight_phases
+from megatron.neox_arguments.rules_pairs import written
 from megatron.neox_arguments.schema_data import DataConfig
 
 LOGGER = get_logger(__name__)
+
+TEXTS = ("path", "rejected")
+"""What of a source holds tokens (`mixtures.SOURCE_KEYS`); the rest is about them."""
 
 Range = tuple[int, int]
 """Half-open range of documents."""
@@ -129,10 +134,12 @@ def find_sources(
     _check_names(sets)
     for name, role in roles.items():
         if not role.sources and data.data_path is None and not (name in ("valid", "test") and sets):
-            LOGGER.warning(f"{name}_data_paths is not set, so there is no {name} loss (eval_iters: 0 means the same)")
+            key = written(partial(getattr, data), f"{name}_data_paths")
+            LOGGER.warning(f"{key} is not set, so there is no {name} loss (eval_iters: 0 means the same)")
     used = [source for role in roles.values() for source in role.sources] + [one.source for one in sets]
     sides = ((side, source.labels is not None) for source in used for side in source.data.sides)
-    for sentence in unused_labels((str(side.prefix), labelled) for side, labelled in sides):
+    trained = [(str(side.prefix), labelled) for side, labelled in sides]
+    for sentence in unused_labels(trained, pairs=data.dataset_impl == "pairwise"):
         LOGGER.warning(sentence)
     return FoundData({name: role for name, role in roles.items() if name in asked}, sets)
 
@@ -151,15 +158,24 @@ def resolve_path(data: DataConfig, path: str) -> str:
 
 def named_paths(data: DataConfig, names: Sequence[str]) -> list[str]:
     """The data paths that the config names for these roles, validation sets among them."""
-    paths = [data.data_path] if data.data_path is not None else []
+    return [path for _, what, path in named_files(data, names) if what in TEXTS]
+
+
+def named_files(data: DataConfig, names: Sequence[str]) -> list[tuple[str, str, str]]:
+    """The same with labels and rewards: (the flat key, what it is as in `mixtures.SOURCE_KEYS`, the path) of each."""
+    found: list[tuple[str, str, str | None]] = [("data_path", "path", data.data_path)]
     for name in names:
-        paths += [*(getattr(data, f"{name}_data_paths") or ()), *(getattr(data, f"neg_{name}_data_paths") or ())]
+        for what, pattern in {"path": "{}_data_paths", **COMPANIONS}.items():
+            key = pattern.format(name)
+            found += [(key, what, path) for path in getattr(data, key) or ()]
     if "train" in names and data.ga_dataset is not None:
-        paths += [path for path in (data.ga_dataset, data.gd_retain_dataset) if path is not None]
+        for key in ("ga_dataset", "gd_retain_dataset"):
+            labels = key.replace("_dataset", "_label_dataset")
+            found += [(key, "path", getattr(data, key)), (labels, "labels", getattr(data, labels))]
     if "valid" in names:
         sets = (data.valid_sets or {}).values()
-        paths += [one[key] for one in sets for key in ("path", "rejected") if key in one]
-    return [resolve_path(data, path) for path in paths]
+        found += [("valid_sets", what, one.get(what)) for one in sets for what in ("path", *COMPANIONS)]
+    return [(key, what, resolve_path(data, path)) for key, what, path in found if path is not None]
 
 
 def _split_sources(data: DataConfig, names: Sequence[str], files: TokenFiles) -> dict[str, RoleSources]:

@@ -15,20 +15,24 @@ from megatron.errors import UserError
 ENDING = "_document"
 
 
-def unused_labels(trained: Iterable[tuple[str, bool]]) -> list[str]:
+def unused_labels(trained: Iterable[tuple[str, bool]], *, pairs: bool = False) -> list[str]:
     """A warning for every dataset that is trained without the labels next to it.
 
     `trained`: prefix of each dataset (as `IndexedDataset.prefix`), and whether the run reads labels for it. Data that
-    was made to be trained whole (`--no-mask`) is skipped.
+    was made to be trained whole (`--no-mask`) is skipped. `pairs`: each dataset is a side of pairs.
     """
+    without = "all tokens are trained, prompts too"
+    keys = "train_label_data_paths (valid_, test_), at the position of their data in train_data_paths"
+    if pairs:
+        without = "all tokens behind what both texts of a pair begin with are trained"
+        keys = (
+            "pos_train_label_data_paths and neg_train_label_data_paths (valid_, test_), at the position of their data"
+        )
     found = []
     for prefix, labelled in dict.fromkeys(trained):
         labels = None if labelled else find_labels(prefix)
         if labels is not None and not _trains_everything(labels):
-            found.append(
-                f"{prefix}: all tokens are trained, prompts too, but {labels} selects some. To use these labels, "
-                "add them to train_label_data_paths (valid_, test_), at the position of their data in train_data_paths"
-            )
+            found.append(f"{prefix}: {without}, but {labels} selects some. To use these labels, add them to {keys}")
     return found
 
 

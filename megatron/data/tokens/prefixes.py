@@ -14,6 +14,9 @@ SUFFIXES = ("_text_document", "_document")
 # How a shard's datasets are called: `<prefix>_shard_00003_of_00016_text_document`.
 SHARD_NAME = re.compile(r"_shard_(?P<index>\d+)_of_(?P<count>\d+)")
 
+MAKE_TEXTS = "Make one with tools/datasets/preprocess_data.py, or with `python prepare_data.py stdlib -d ./data`."
+MAKE_CHATS = "tools/datasets/preprocess_data_with_chat_template.py writes pairs, labels and rewards beside texts."
+
 
 def exists(prefix: str | Path) -> bool:
     """Whether both files of a dataset exist."""
@@ -25,10 +28,10 @@ def unfinished_files(prefix: str | Path) -> list[Path]:
     return [path for end in (".bin", ".idx") if (path := Path(f"{prefix}{end}{PARTIAL}")).is_file()]
 
 
-def find_prefix(path: str | Path) -> str:
+def find_prefix(path: str | Path, remedy: str = MAKE_TEXTS) -> str:
     """The prefix of the dataset at `path`, which may carry `.bin`/`.idx`, or lack or have too much `_text_document`.
 
-    Raises `UserError`: half a dataset, a comma-joined list, or no dataset (those nearby are listed).
+    Raises `UserError`: half a dataset, a comma-joined list, or no dataset (those nearby are listed, and `remedy`).
     """
     path = str(path)
     for prefix in _candidates(path):
@@ -48,8 +51,7 @@ def find_prefix(path: str | Path) -> str:
         listed = ", ".join(repr(part.strip()) for part in path.split(","))
         raise UserError(f"no dataset {path!r}. Did you mean a list? Write [{listed}].")
     raise UserError(
-        f"data path: no dataset {path!r} (looked for {path}.bin and {path}.idx). {_nearby(Path(path))} "
-        "Make one with tools/datasets/preprocess_data.py, or with `python prepare_data.py stdlib -d ./data`."
+        f"data path: no dataset {path!r} (looked for {path}.bin and {path}.idx). {_nearby(Path(path))} {remedy}"
     )
 
 

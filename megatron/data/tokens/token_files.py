@@ -13,7 +13,7 @@ from megatron.data.tokens.cache import IndexCaches
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.mapped_file import allow_open_files
 from megatron.data.tokens.npy import MaskLabels, NpyTokens
-from megatron.data.tokens.prefixes import find_prefix
+from megatron.data.tokens.prefixes import MAKE_CHATS, MAKE_TEXTS, find_prefix
 from megatron.errors import UserError
 from megatron.neox_arguments.schema_data import DataConfig
 
@@ -49,7 +49,7 @@ class TokenFiles:
 
     def open_labels(self, path: str | Path, data: IndexedDataset) -> IndexedDataset:
         """The labels at `path` that belong to `data`: a dataset with -100, or `.npy` masks. Raises `UserError`."""
-        found = find_files(path)
+        found = find_files(path, MAKE_CHATS)
         if len(found) != len(data.parts):
             raise UserError(f"{path}: {len(found)} label files for the {len(data.parts)} token files of {data.prefix}.")
         parts = [
@@ -121,10 +121,11 @@ def is_glob(path: str | Path) -> bool:
     return glob.has_magic(str(path)) and not Path(path).exists() and not Path(f"{path}.idx").exists()
 
 
-def find_files(path: str | Path) -> list[str]:
-    """The prefixes and `.npy` files that a data path means, sorted by name. Raises `UserError` when there is none."""
+def find_files(path: str | Path, remedy: str = MAKE_TEXTS) -> list[str]:
+    """The prefixes and `.npy` files that a data path means, sorted by name. Raises `UserError` with `remedy` when there
+    is none."""
     if not is_glob(path):
-        return [_find_one(str(path))]
+        return [_find_one(str(path), remedy)]
     pattern = str(path)
     if pattern.endswith(".npy"):
         found = glob.glob(pattern, recursive=True)
@@ -136,11 +137,11 @@ def find_files(path: str | Path) -> list[str]:
     return sorted(found)
 
 
-def _find_one(path: str) -> str:
+def _find_one(path: str, remedy: str) -> str:
     if path.endswith(".npy"):
         if not Path(path).is_file():
             raise UserError(f"data path: {path} does not exist.")
         return path
     if not Path(f"{path}.idx").exists() and Path(f"{path}.npy").is_file():
         return f"{path}.npy"
-    return find_prefix(path)
+    return find_prefix(path, remedy)
