@@ -55,6 +55,11 @@ DATA: tuple[_Difference, ...] = (
         "each key its own; a text without characters (as in GPT-NeoX) or tokens is skipped and counted",
     ),
     Difference(
+        "train_tokenizer",
+        "the tokenizer normalises texts (nfkc), which changes some for good",
+        "keeps texts exact, which also lets fast encoders work; --normalizer nfkc is GPT-NeoX's",
+    ),
+    Difference(
         "last sample of a dataset",
         "never used: the length is one too small",
         "used; the order of all others is the same",

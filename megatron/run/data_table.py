@@ -6,7 +6,10 @@ import math
 from collections.abc import Sequence
 
 from megatron.data.order.data_plan import DataPlan
+from megatron.data.order.splits import NAMES
 from megatron.data.order.table import SourceRow
+from megatron.data.tokens.manifest import read_manifest
+from megatron.data.tokens.shuffle import is_shuffled
 
 HEAD = ("role", "source", "documents", "tokens", "weight", "samples", "epochs", "file")
 _NUMBERS = range(2, 7)
@@ -43,8 +46,9 @@ def phase_lines(rows: Sequence[SourceRow]) -> list[str]:
 
 
 def evaluation_notes(plan: DataPlan, eval_iters: int) -> list[str]:
-    """A line for each source of validation or test that one evaluation of `eval_iters` batches reads twice or more."""
-    rows, notes = plan.table(), []
+    """A line for each source of validation or test that one evaluation of `eval_iters` batches reads twice or more, and
+    one for what `split` leaves them."""
+    rows, notes = plan.table(), _tail_notes(plan)
     for role in ("valid", "test"):
         whole = sum(row.samples for row in rows if row.role == role)
         for row in rows:
@@ -56,6 +60,20 @@ def evaluation_notes(plan: DataPlan, eval_iters: int) -> list[str]:
                     f"{plan.batch}, {row.documents:,} documents); eval_iters={enough} is enough"
                 )
     return notes
+
+
+def _tail_notes(plan: DataPlan) -> list[str]:
+    """A line where `split` gives validation or test the end of a training file that is not known to be shuffled."""
+    found = {name: role.sources[0].source for name, role in plan.roles.items() if name in NAMES and role.sources}
+    train = found.pop("train", None)
+    held = [name for name, one in found.items() if train is not None and one.data is train.data]
+    if train is None or not held or is_shuffled(read_manifest(train.data.prefix)):
+        return []
+    return [
+        f"{' and '.join(held)}: the last {len(train.data) - train.documents[1]:,} of {len(train.data):,} documents of "
+        f"{train.data.prefix} (split), which may be another kind of text than those before them. "
+        "merge_datasets.py --shuffle SEED mixes them"
+    ]
 
 
 def data_lines(rows: Sequence[SourceRow]) -> list[str]:

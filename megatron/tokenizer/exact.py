@@ -6,14 +6,16 @@ input, and it is asked again now and then while it runs. There is no list of fil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from megatron.errors import DeepyError, UserError
 from megatron.log import get_logger
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.fast import FAST, FastEncoder, Own
+from megatron.tokenizer.fast import FAST, FastEncoder, Own, Recipe
 from megatron.tokenizer.probes import hostile_texts
 from megatron.tokenizer.ragged import Ragged
 
@@ -21,6 +23,8 @@ AUTO, OWN = "auto", "tokenizers"
 ORDER = ("gigatoken", "fastokens", "tiktoken")  # fastest first
 CHOICES = (AUTO, OWN, *ORDER)
 REQUIREMENTS = "requirements/requirements-fast-tokenizers.txt"
+NOT_INSTALLED = f"it is not installed: pip install -r {REQUIREMENTS}"
+SLOWER = 16  # measured on 20 MB of source code and manuals, a vocabulary of 8192
 SAMPLE_CHARACTERS = 1 << 16  # of the input: the tokenizer's own library needs 30 ms for them
 AUDIT_EVERY = 32 << 20  # characters between two texts that are encoded twice
 AUDIT_CHARACTERS = 1 << 13
@@ -82,9 +86,21 @@ def choose_encoder(tokenizer: Tokenizer, wanted: str = AUTO, sample: Iterable[st
         if wanted != AUTO:
             raise UserError(f"--encoder {name}: {reason}. Leave it out to use one that is exact.")
     for other, why in refused.items():
-        logger.info(f"encoder: not {other}: {why}")
-    logger.info(f"encoder: {OWN}")
+        logger.debug(f"encoder: not {other}: {why}")
+    if wanted == AUTO:
+        logger.info(f"encoder: {OWN}, some {SLOWER} times slower than the fast ones: {_cure(recipe, refused)}")
     return OWN
+
+
+def _cure(recipe: Recipe, refused: Mapping[str, str]) -> str:
+    """Why no fast encoder does this tokenizer, and what to do."""
+    if all(why == NOT_INSTALLED for why in refused.values()):
+        return NOT_INSTALLED
+    normalizer = json.loads(recipe.tokenizer_json).get("normalizer")
+    if normalizer is not None and normalizer.get("type") != "NFC":
+        what = f"the tokenizer changes texts first (normalizer {normalizer.get('type')}), which loses some of them"
+        return f"{what}. train_tokenizer.py --normalizer none makes one that does not"
+    return next(f"{name}: {why}" for name, why in refused.items() if why != NOT_INSTALLED)
 
 
 def difference(texts: Sequence[str], right: Ragged, given: Ragged) -> str | None:
@@ -113,12 +129,12 @@ def _try(make: Callable[[], FastEncoder], texts: list[str], right: Ragged, own: 
         encoder = make()
         problem = difference(texts, right, encoder.encode(texts, own))
     except ImportError:
-        return None, f"it is not installed: pip install -r {REQUIREMENTS}"
+        return None, NOT_INSTALLED
     except (KeyboardInterrupt, SystemExit):
         raise
     # A panic of a library in Rust arrives as an exception that is no Exception.
     except BaseException as error:
-        reason = " ".join(str(error).split())
+        reason = re.sub(r",? (at|Location:) \S+\.rs:[\d:]+", "", " ".join(str(error).split()))
         return None, reason[:200] or type(error).__name__
     return (encoder, "") if problem is None else (None, f"it {problem}")
 

@@ -9,6 +9,8 @@ import pytest
 
 from megatron.data.order.datasets import plan_datasets
 from megatron.data.order.phases import Progress
+from megatron.data.tokens.merge import merge_groups
+from megatron.data.tokens.merge_inputs import Group
 from megatron.neox_arguments.schema_data import DataConfig
 from megatron.run.data_table import data_lines, evaluation_notes
 from tests.data.corpus import write
@@ -54,3 +56,19 @@ def test_a_small_test_set_that_is_read_over_and_over(tmp_path: Path) -> None:
         plan_datasets(data, seq_length=4, seed=1, **counts | {"test_samples": 14, "valid_samples": 42}), 1
     )
     assert few == []
+
+
+def test_validation_from_the_tail_of_the_training_file(tmp_path: Path) -> None:
+    """Said of a file as it was tokenised, not of a shuffled one nor of files for each role."""
+    ordered = write(tmp_path / "ordered", [[d] * 9 for d in range(100)])
+    merge_groups([Group(str(tmp_path / "mixed"), (ordered,))], seed=1)
+    counts = {"train_samples": 20, "valid_samples": 4, "test_samples": 4, "progress": Progress(batch=2)}
+
+    def notes(**keys: object) -> list[str]:
+        return evaluation_notes(plan_datasets(DataConfig(**keys), seq_length=4, seed=1, **counts), 1)
+
+    (note,) = notes(data_path=ordered, split="90,8,2")
+    assert re.search(r"^valid and test: .*\b10 of 100 documents .*--shuffle", note) and ordered in note
+    assert notes(data_path=str(tmp_path / "mixed"), split="90,8,2") == []
+    assert notes(data_path=ordered, split="1,0,0") == []
+    assert notes(train_data_paths=(ordered,), valid_data_paths=(ordered,), test_data_paths=(ordered,)) == []

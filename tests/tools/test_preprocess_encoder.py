@@ -38,6 +38,19 @@ def test_the_log_says_which_encoder_was_taken_and_why_another_was_not(tmp_path: 
     assert not list(tmp_path.glob("x*"))
 
 
+def test_one_line_says_what_is_slow_and_how_to_mend_it(tmp_path: Path, flags: list[object]) -> None:
+    train = ("tools/datasets/train_tokenizer.py", "--json_input_dir", flags[1], "-v", 300)
+    run(*train, "--tokenizer_output_path", tmp_path / "exact")
+    run(*train, "--tokenizer_output_path", tmp_path / "neox", "--normalizer", "nfkc")
+    flags = [tmp_path / "neox" if flag == flags[5] else flag for flag in flags]
+    slow = run(TOOL, *flags, "--output-prefix", tmp_path / "slow").stderr
+    (line,) = (line for line in slow.splitlines() if "encoder:" in line)
+    assert re.search(r"tokenizers, some \d+ times slower.*NFKC.*--normalizer none", line)
+    assert ".rs:" not in slow
+    flags = [tmp_path / "exact" if flag == tmp_path / "neox" else flag for flag in flags]
+    assert "encoder: gigatoken, " in run(TOOL, *flags, "--output-prefix", tmp_path / "fast").stderr
+
+
 def test_without_the_optional_packages_all_works(tmp_path: Path, flags: list[object]) -> None:
     """In a Python that cannot import them."""
     hidden = "\n".join(
@@ -49,7 +62,7 @@ def test_without_the_optional_packages_all_works(tmp_path: Path, flags: list[obj
         )
     )
     done = run("-c", hidden, *flags, "--output-prefix", tmp_path / "without")
-    assert re.search("encoder: not gigatoken: .*pip install -r requirements/requirements-fast-tok", done.stderr)
+    assert re.search("encoder: tokenizers, .*pip install -r requirements/requirements-fast-tok", done.stderr)
     run(TOOL, *flags, "--output-prefix", tmp_path / "with")
     for end in (".bin", ".idx", ".manifest.json"):
         one, other = (tmp_path / f"{name}_text_document{end}" for name in ("with", "without"))

@@ -8,6 +8,10 @@
     python tools/datasets/merge_datasets.py --input data/parts --output-prefix data/corpus_text_document
     python tools/datasets/merge_datasets.py --input 'data/wiki*_text_document' --output-prefix data/all_text_document
 
+    # in an order of chance, so that the tail of the file, GPT-NeoX's validation set (`split`), is a fair sample
+    python tools/datasets/merge_datasets.py --input data/corpus_text_document \\
+        --output-prefix data/mixed_text_document --shuffle 1234
+
 Joined shards have the bytes of the unsharded dataset. Missing, repeated or mixed shards, damaged datasets, different
 tokenizers, options or types are refused. A dataset that is named twice (`--input A A`) is written twice. If every
 `X_document` has `X_label_document` or `X_reward_document` next to it, these are joined too.
@@ -36,6 +40,12 @@ def main() -> None:
         "--input", required=True, nargs="+", metavar="DIR", help="folder with the datasets to join; prefixes or globs"
     )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the result without suffix")
+    parser.add_argument(
+        "--shuffle",
+        type=int,
+        metavar="SEED",
+        help="documents in an order of chance, the same for the same seed and texts, however they were divided",
+    )
     args = parser.parse_args()
     logger = start_command("merge_datasets")
     groups = find_groups(args.input, args.output_prefix)
@@ -45,8 +55,9 @@ def main() -> None:
         shown = names if len(names) <= 8 else [*names[:4], "...", *names[-3:]]
         logger.info(f"{group.output}: joining {len(names)} datasets, {', '.join(shown)}")
     size = sum(Path(f"{prefix}.bin").stat().st_size for group in groups for prefix in group.prefixes)
-    with ProgressBar("joining", size, "B") as progress:
-        merged = merge_groups(groups, progress)
+    shuffled = args.shuffle is not None
+    with ProgressBar("shuffling" if shuffled else "joining", size * (2 if shuffled else 1), "B") as progress:
+        merged = merge_groups(groups, progress, seed=args.shuffle)
     for group, manifest in zip(groups, merged):
         print(f"{group.output}: {manifest.documents} documents, {manifest.tokens} tokens, {manifest.dtype}")
 

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 # Else numpy starts a thread per core for linear algebra, which is not used here.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from megatron.data.tokenise.command import tokenise_files, write_metadata
+from megatron.data.tokenise.command import tokenise_files, tokenise_shuffled, write_metadata
 from megatron.data.tokenise.flags import command_options, parse_texts, start_command, text_parser
 from megatron.data.tokenise.inputs import find_inputs
 from megatron.data.tokenise.texts import EncodeOptions, TextEncoder, sample_of_files
@@ -58,6 +58,13 @@ def parse_args() -> tuple[argparse.Namespace, EncodeOptions]:
         help="library that encodes: the fastest that gives the same ids as tokenizers (auto), or this one, which must "
         "give the same ids",
     )
+    parser.whole.add_argument(
+        "--shuffle",
+        type=int,
+        metavar="SEED",
+        help="write the documents in an order of chance, the same for the same seed and texts: GPT-NeoX's split takes "
+        "the last ones for validation",
+    )
     return parse_texts(parser.whole)
 
 
@@ -72,7 +79,11 @@ def main() -> None:
     sizes = f"vocabulary {tokenizer.vocab_size}, eod {tokenizer.eod}, ids stored as {encoder.dtype}"
     logger.info(f"tokenizer: {tokenizer.describe()}, {sizes}")
     choose_encoder(tokenizer, args.encoder, sample_of_files(paths, texts.keys))
-    result = tokenise_files(paths, encoder, args.output_prefix, options, settings={}, skip_bad=args.skip_bad_lines)
+    prefix, skip_bad = args.output_prefix, args.skip_bad_lines
+    if args.shuffle is None:
+        result = tokenise_files(paths, encoder, prefix, options, settings={}, skip_bad=skip_bad)
+    else:
+        result = tokenise_shuffled(paths, encoder, prefix, options, seed=args.shuffle, skip_bad=skip_bad)
     write_metadata(options.prefix(args.output_prefix), vars(args), result)
     print(result.summary())
 

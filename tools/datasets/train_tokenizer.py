@@ -62,7 +62,12 @@ def main() -> None:
         help="entries, with specials (default: 52000)",
     )
     add("--jsonl-key", default="text", metavar="KEY", help="key that holds the text (default: text)")
-    add("--normalizer", default="nfkc", choices=NORMALIZERS, help="nfkc as GPT-NeoX (default); none keeps text exact")
+    add(
+        "--normalizer",
+        default="none",
+        choices=NORMALIZERS,
+        help="none keeps text exact (default); nfkc, GPT-NeoX's, loses some and rules out the fast encoders",
+    )
     add("--max-docs", type=int, metavar="N", help="train on the first N documents only (default: all)")
     add("--skip-bad-lines", action="store_true", help="leave out and count unusable records")
     args = parser.parse_args()

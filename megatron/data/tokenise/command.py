@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from megatron.data.tokenise.progress import TallyProgress
 from megatron.data.tokenise.shards import Shard
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.manifest import Manifest
+from megatron.data.tokens.merge import merge_groups
+from megatron.data.tokens.merge_inputs import Group
 from megatron.errors import UserError
 from megatron.files import write_atomically
-from megatron.log import get_logger
+from megatron.log import ProgressBar, get_logger
 from megatron.tokenizer import Tokenizer
 
 SAVE_EVERY = 60.0  # seconds; a save waits for the disk
@@ -113,6 +115,45 @@ def tokenise_files(
     total.log_left_out()
     names = [prefix + output.suffix for output in encoder.outputs]
     return Result(dict(zip(names, manifests)), total, time.monotonic() - started)
+
+
+def tokenise_shuffled(
+    paths: Sequence[Path],
+    encoder: ChunkEncoder,
+    output_prefix: str,
+    options: CommandOptions,
+    *,
+    seed: int,
+    skip_bad: bool,
+    longest: Callable[[int], int] | None = None,
+) -> Result:
+    """`tokenise_files`, then the documents in an order of chance (`merge_groups`), by way of files that are removed.
+
+    Args:
+        seed: of that order, which does not depend on the order of the files.
+        longest: cut documents into pieces of so many tokens, given the number of all tokens.
+
+    Raises `UserError` for a shard, which is a part of the documents only.
+    """
+    if options.shard:
+        raise UserError(
+            f"--shuffle with --shard {options.shard}: give --shuffle to merge_datasets.py, when all are joined"
+        )
+    check_writable(output_prefix)
+    ordered = f"{output_prefix}.ordered"
+    result = tokenise_files(paths, encoder, ordered, options, settings={}, skip_bad=skip_bad)
+    suffixes = [output.suffix for output in encoder.outputs]
+    groups = [Group(output_prefix + suffix, (ordered + suffix,)) for suffix in suffixes]
+    size = sum(Path(f"{ordered}{suffix}.bin").stat().st_size for suffix in suffixes)
+    most = longest(sum(manifest.tokens for manifest in result.datasets.values())) if longest else None
+    started = time.monotonic()
+    with ProgressBar("shuffling", 2 * size, "B") as progress:
+        manifests = merge_groups(groups, progress, seed=seed, longest=most)
+    for suffix in suffixes:
+        for end in (".bin", ".idx", ".manifest.json"):
+            Path(f"{ordered}{suffix}{end}").unlink()
+    names = (group.output for group in groups)
+    return Result(dict(zip(names, manifests)), result.total, result.seconds + time.monotonic() - started)
 
 
 def _journal(

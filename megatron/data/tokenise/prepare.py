@@ -20,6 +20,7 @@ from megatron.data.tokenise.texts import EncodeOptions, TextEncoder, texts_of
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.manifest import check_tokenizer
 from megatron.data.tokens.prefixes import exists
+from megatron.data.tokens.shuffle import SHUFFLED
 from megatron.errors import UserError, nearest
 from megatron.log import get_logger
 from megatron.tokenizer import Tokenizer, choose_encoder, create_tokenizer
@@ -79,7 +80,7 @@ def prepare(
         size = sum(path.stat().st_size for path in files)
         logger.info(f"stdlib: {len(files)} files, {size / 1e6:.1f} MB")
         chunks, total_bytes = text_files(files), size
-        source: dict[str, Any] = {"corpus": name, "python": sys.version.split()[0]}
+        source: dict[str, Any] = {"corpus": name, "python": sys.version.split()[0], SHUFFLED: "by path"}
         if tokenizer_type is None and vocab_file is None:
             tokenizer_type, vocab_file = "HFTokenizer", str(folder / "tokenizer.json")
             _train_unless_there(files, Path(vocab_file), force)

@@ -1,8 +1,11 @@
-"""Joining datasets into one: tokens, documents and manifest. Shards of a run become the bytes of one unsharded run."""
+"""Joining datasets into one: tokens, documents and manifest. Shards of a run become the bytes of one unsharded run.
+
+With a seed the documents of all parts are shuffled (`shuffle`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from megatron.data.tokens.manifest import SUMMED, TURN_ENDS, Manifest, finalize_
 from megatron.data.tokens.merge_inputs import COMPANIONS, Group
 from megatron.data.tokens.partial import WriteError
 from megatron.data.tokens.prefixes import SHARD_NAME
+from megatron.data.tokens.shuffle import SHUFFLED, Order, shuffled_order, write_in_order
+from megatron.data.tokens.token_files import JoinedTokens
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.tokenizer import Fingerprint
@@ -24,11 +29,27 @@ OPTIONS = ("append_eod", "eod", "ftfy")  # must be equal where a manifest has th
 logger = get_logger(__name__)
 
 
-def merge_groups(groups: Sequence[Group], report: Callable[[int], None] = lambda nbytes: None) -> list[Manifest]:
+Report = Callable[[int], None]
+
+
+def merge_groups(
+    groups: Sequence[Group],
+    report: Report = lambda nbytes: None,
+    *,
+    seed: int | None = None,
+    longest: int | None = None,
+) -> list[Manifest]:
     """Write the documents of each group's datasets, one dataset after the other, as its `output`.
 
-    All results appear when all are complete, and memory does not grow with the data. A result has a tokenizer
-    fingerprint when all its parts have one. `report` is called with the bytes of every block of tokens copied.
+    All results appear when all are complete, and without a seed memory does not grow with the data. A result has a
+    tokenizer fingerprint when all its parts have one. `report` is called with the bytes of every block of tokens copied
+    (with a seed, also of what is read before that).
+
+    Args:
+        seed: shuffle the documents of all parts, labels and rewards with them. Neither the order nor the number of the
+            parts changes the tokens then.
+        longest: with a seed, cut longer documents into pieces of at most so many tokens; not where there are labels or
+            rewards.
 
     Raises `UserError`, with nothing written: a part is damaged or differs from its manifest; types, tokenizers or
     options differ; shards are of different runs; labels or rewards do not fit the data.
@@ -36,16 +57,32 @@ def merge_groups(groups: Sequence[Group], report: Callable[[int], None] = lambda
     manifests = [[verify(prefix) for prefix in group.prefixes] for group in groups]
     for group, parts in zip(groups, manifests):
         _check(group, parts)
-    _check_companions(groups)
+    mains = _find_mains(groups)
+    _check_companions(groups, mains)
     with ExitStack() as stack:
         builders = []
         for group in groups:
             builder = IndexedDatasetBuilder(group.output, IndexedDataset(group.prefixes[0]).dtype)
             builders.append(stack.enter_context(builder))
+        orders: dict[str, Order] = {}
         try:
-            for group, parts, builder in zip(groups, manifests, builders):
-                for prefix, part in zip(group.prefixes, parts):
-                    _compare_checksum(prefix, part, builder.append(prefix, report))
+            for group, parts, builder in sorted(
+                zip(groups, manifests, builders), key=lambda row: row[0].output in mains
+            ):
+                if seed is None:
+                    for prefix, part in zip(group.prefixes, parts):
+                        _compare_checksum(prefix, part, builder.append(prefix, report))
+                else:
+                    datasets = [IndexedDataset(prefix) for prefix in group.prefixes]
+                    data = JoinedTokens(datasets, group.output)
+                    if group.output in mains:
+                        order = orders[mains[group.output].output].of(data)
+                    else:
+                        order, crcs = shuffled_order(datasets, seed, longest=longest, report=report)
+                        orders[group.output] = order
+                        for prefix, part, crc in zip(group.prefixes, parts, crcs):
+                            _compare_checksum(prefix, part, crc)
+                    write_in_order(builder, data, order, report)
                 builder.finish()
         except WriteError as error:
             raise WriteError(f"{error} Nothing was written.") from error
@@ -53,7 +90,7 @@ def merge_groups(groups: Sequence[Group], report: Callable[[int], None] = lambda
             finalize_with_manifest(
                 builder,
                 tokenizer=_common_fingerprint(parts),
-                source=_source(group, parts),
+                source=_source(group, parts) | ({} if seed is None else {SHUFFLED: seed}),
                 extra=_extra(parts),
             )
             for group, parts, builder in zip(groups, manifests, builders)
@@ -124,19 +161,25 @@ def _check_shard(prefix: str, part: Manifest, base: str, other: Manifest) -> Non
         )
 
 
-def _check_companions(groups: Sequence[Group]) -> None:
+def _find_mains(groups: Sequence[Group]) -> dict[str, Group]:
+    """The data of each group of labels or rewards, by the output of that group."""
     by_output = {group.output: group for group in groups}
+    names = {f"{group.output.removesuffix('_document')}{kind}": group for group in groups for kind in COMPANIONS}
+    return {output: group for output, group in names.items() if output in by_output}
+
+
+def _check_companions(groups: Sequence[Group], mains: Mapping[str, Group]) -> None:
     for group in groups:
-        for kind in COMPANIONS:
-            main = by_output.get(group.output.removesuffix(kind) + "_document") if group.output.endswith(kind) else None
-            for prefix, data in zip(group.prefixes, main.prefixes if main else ()):
-                mine, its = IndexedDataset(prefix), IndexedDataset(data)
-                fits = len(mine) == len(its) if "reward" in kind else np.array_equal(mine.sizes, its.sizes)
-                if not fits:
-                    raise UserError(
-                        f"{prefix} does not fit {data}: {len(mine)} items of {mine.num_tokens} values, not "
-                        f"{len(its)} of {its.num_tokens}"
-                    )
+        main = mains.get(group.output)
+        for prefix, data in zip(group.prefixes, main.prefixes if main else ()):
+            mine, its = IndexedDataset(prefix), IndexedDataset(data)
+            rewards = group.output.endswith("_reward_document")
+            fits = len(mine) == len(its) if rewards else np.array_equal(mine.sizes, its.sizes)
+            if not fits:
+                raise UserError(
+                    f"{prefix} does not fit {data}: {len(mine)} items of {mine.num_tokens} values, not "
+                    f"{len(its)} of {its.num_tokens}"
+                )
 
 
 def _common_fingerprint(parts: Sequence[Manifest | None]) -> Fingerprint | None:
@@ -146,7 +189,7 @@ def _common_fingerprint(parts: Sequence[Manifest | None]) -> Fingerprint | None:
     return found[0] if all(one.start is not None for one in found) else found[0].without_added()
 
 
-def _source(group: Group, parts: Sequence[Manifest | None]) -> Any:
+def _source(group: Group, parts: Sequence[Manifest | None]) -> dict[str, Any]:
     """What one run over all inputs would have written, when the parts say what their inputs were."""
     sources = [part.source for part in parts if part and isinstance(part.source, dict)]
     if len(sources) == len(parts) and all(set(source) == {"files"} for source in sources):
