@@ -66,7 +66,7 @@ def check_requests(options: GenerationConfig, kind: str) -> None:
     if options.text_gen_type == "input-file":
         prompts_of(options)
     check_prompt_end(options.prompt_end)
-    if options.text_gen_type != "interactive":
+    if options.text_gen_type not in ("interactive", "precompute"):
         check_writable(options.sample_output_file)
 
 

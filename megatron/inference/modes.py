@@ -26,6 +26,7 @@ from megatron.inference.inputs import (
     prompts_of,
     requested_checkpoint,
 )
+from megatron.inference.precompute import precompute
 from megatron.inference.sampling import Draws, Sampling
 from megatron.inference.stage import Stage, batches
 from megatron.inference.stop_strings import GrowingText, StopStrings
@@ -46,6 +47,8 @@ def write_texts(process: Process) -> int:
     """Generate as configured (`text_gen_type`) and return the exit code. The same call on every rank."""
     args, state, tokenizer = process.args, process.state, process.tokenizer
     options = args.generation
+    if options.text_gen_type == "precompute":
+        return precompute(process)
     chats: list[Chats] = []  # on rank 0, if there are any
 
     def inputs() -> tuple[Checkpoint, list[Written], frozenset[int]]:

@@ -69,7 +69,7 @@ POST: tuple[_Difference, ...] = (
     ),
     Difference(
         "precompute_model_name",
-        "only with pack_impl: unpacked; written by generate.py (text_gen_type: precompute)",
+        "only with pack_impl: unpacked",
         "in every packing of whole documents; a run without it computes and keeps the log-probabilities itself",
         lambda args: args.data.precompute_model_name is not None,
     ),

@@ -20,6 +20,18 @@ _KEPT |= {"load", "s3_load", "s3_chunk_size", "iteration", "checkpoint_checksums
 # The number of ranks was the training job's, a single token cannot be split, the run's folder is not ours to write,
 # and its jobs are the run's to submit.
 _OTHERS = {"global_num_gpus", "sequence_parallel", "log_dir", "eval_jobs"}
+# What text_gen_type: precompute reads besides: texts, and how they are stored.
+_TEXTS = {"precompute_model_name", "dataset_impl", "data_path", "data_root", "mixture", "valid_sets", "ga_dataset"}
+_TEXTS |= {
+    "pack_impl",
+    "intra_document_masking",
+    "npy_eod",
+    "npy_dtype",
+    "data_cache_path",
+    "use_shared_fs",
+    "gd_retain_dataset",
+}
+_TEXTS |= {f"{side}{name}_data_paths" for side in ("", "pos_", "neg_") for name in ("train", "valid", "test")}
 DEFAULT_BATCH = 8
 _BY_CALL = (COMMAND_LINE, PYTHON_CALL)
 
@@ -42,7 +54,7 @@ def for_inference(args: NeoXArgs) -> NeoXArgs:
         values["s3_load"], sources["s3_load"] = place_of_save(values), sources.get("s3_path", SET_BY_PROGRAM)
         values["load"] = copy_folder(values["s3_load"], save)
     of_training = {name for group in _OF_TRAINING for name in group_keys(GROUPS[group], group)}
-    dropped = _OTHERS | (of_training - _KEPT)
+    dropped = _OTHERS | (of_training - _KEPT - (_TEXTS if values["text_gen_type"] == "precompute" else set()))
     for name in dropped:
         del values[name]
     sources = {name: source for name, source in sources.items() if name.split(".")[0] not in dropped}

@@ -397,8 +397,8 @@ class GenerationConfig:
 
     text_gen_type: Literal["unconditional", "input-file", "interactive", "precompute"] | None = key(
         None,
-        "Kind of generation. Default: input-file with sample_input_file or prompt, else unconditional.",
-        unavailable={"precompute": "a training run computes the log-probabilities of its reference model itself"},
+        "Kind of generation. Default: input-file with sample_input_file or prompt, else unconditional. precompute: no "
+        "texts, but log-probabilities of those of the data sets (precompute_model_name).",
     )
     temperature: float = key(0.0, "Sampling temperature; 0 is greedy.", differs="0 is greedy whatever top_k is")
     top_p: float = key(0.0, "Sample from the smallest set of tokens with this much probability; 0 is off.")
