@@ -45,6 +45,11 @@ def row_key(sample: Sample) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
+def row_bytes(length: int) -> int:
+    """Of a row of `length` values with its key."""
+    return 4 * length + 8
+
+
 def rows_of(item: Item) -> tuple[Sample, ...]:
     """The samples of an item that have tokens to predict; those that fill the last batch of a set have none."""
     return tuple(one for one in (item if isinstance(item, tuple) else (item,)) if one.length != 1)
@@ -55,7 +60,7 @@ class ReferenceStore:
 
     def __init__(self, folder: Path, length: int) -> None:
         self.folder, self.length = folder, length
-        self.row_bytes = 4 * length + 8  # with its key
+        self.row_bytes = row_bytes(length)
         self._lock = threading.Lock()
         self._found: _Index | None = None
 

@@ -6,6 +6,7 @@ Needs neither torch nor a device, so that the launcher refuses bad input before 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from megatron.checkpoint.find import Checkpoint, find_checkpoint
 from megatron.errors import UserError
 from megatron.inference.suites import read_suites
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.schema_post import PostConfig
 from megatron.neox_arguments.schema_train import GenerationConfig
+from megatron.rows import row
 from megatron.tokenizer.model_tokens import inherit
 
 Prompt = str | list[dict[str, Any]]
@@ -38,6 +41,12 @@ def requested_checkpoint(args: NeoXArgs) -> Checkpoint:
             "tools/ckpts/convert_neox_to_hf.py exports it as AutoModelForSequenceClassification"
         )
     return found
+
+
+def check_reward_model(checkpoint: Checkpoint) -> None:
+    """Raise `UserError` unless a checkpoint that `reward_model` names is one."""
+    if checkpoint.manifest.config.get("output_head") != "reward":
+        raise UserError(f"reward_model: {checkpoint.path} is of no reward model; train one with train_impl: rm")
 
 
 def inherit_tokens(args: NeoXArgs, checkpoint: Checkpoint) -> dict[str, Any] | None:
@@ -108,10 +117,25 @@ def _read_objects(file: str) -> list[Prompt]:
     return [prompt for prompt, _ in read_objects(file, "sample_input_file")]
 
 
-def read_objects(file: str, key: str) -> list[tuple[Prompt, dict[str, Any]]]:
-    """The prompts of a file with an object a line, each with the other fields of its line. Raises `UserError`."""
+def rollout_prompts(post: PostConfig) -> list[tuple[Prompt, dict[str, Any]]]:
+    """The prompts of `rollout_prompts`, each with the other fields of its line. Raises `UserError`, also for a line
+    without a field that `reward` reads."""
+    needs = row("reward", post.reward).get("reads", ()) if post.reward is not None else ()
+    read = (read_objects(file, "rollout_prompts", needs) for file in post.rollout_prompts or ())
+    return [prompt for prompts in read for prompt in prompts]
+
+
+def read_objects(file: str, key: str, needs: Sequence[str] = ()) -> list[tuple[Prompt, dict[str, Any]]]:
+    """The prompts of a file with an object a line, each with the other fields of its line, among them those that it
+    `needs`. Raises `UserError`."""
     lines = enumerate(_read(file, key).splitlines(), start=1)
-    prompts = [_from_object(line, f"{key}: {file}:{number}") for number, line in lines if line.strip()]
+    prompts = []
+    for number, line in lines:
+        if line.strip():
+            where = f"{key}: {file}:{number}"
+            prompts.append(_from_object(line, where))
+            if lacking := [name for name in needs if name not in prompts[-1][1]]:
+                raise UserError(f"{where} has no field `{lacking[0]}`, which the reward reads; add it, or set another")
     if not prompts:
         raise UserError(f"{key}: {file} holds no prompt")
     return prompts

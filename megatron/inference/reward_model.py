@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.find import Checkpoint
-from megatron.errors import UserError
 from megatron.inference.build import build_stage, experts_over_ranks
+from megatron.inference.inputs import check_reward_model
 from megatron.inference.rewards import usable
 from megatron.inference.rollouts import Completed
 from megatron.inference.stage import batches
@@ -40,8 +40,7 @@ class RewardModel:
         self, checkpoint: Checkpoint, args: NeoXArgs, tokenizer: Tokenizer, control: Control, batch: int | None
     ) -> None:
         saved = checkpoint.manifest.config
-        if saved.get("output_head") != "reward":
-            raise UserError(f"reward_model: {checkpoint.path} is of no reward model; train one with train_impl: rm")
+        check_reward_model(checkpoint)
         given = {key: args.get(key) for key in _LAYOUT} | experts_over_ranks(saved, args)
         own = for_inference(NeoXArgs.from_saved(saved)).replace(**given)
         facts = Facts(vocab_size=tokenizer.vocab_size, num_devices=control.world_size)

@@ -13,7 +13,7 @@ from megatron.errors import UserError
 from megatron.inference.chats import Chats, Written, tokenize
 from megatron.inference.exported_text import as_exported
 from megatron.inference.generate import Limits, generate
-from megatron.inference.inputs import Prompt, read_objects
+from megatron.inference.inputs import Prompt, rollout_prompts
 from megatron.inference.rewards import Judge, Rollout
 from megatron.inference.sampling import Draws, Sampling
 from megatron.inference.scoring import token_logprobs
@@ -63,7 +63,7 @@ def read_asked(args: NeoXArgs, tokenizer: Tokenizer) -> list[Asked]:
     options, length = args.post, args.model.seq_length
     assert length is not None, "a derived configuration has it"
     room = length + 1 - options.rollout_tokens
-    read = [one for file in options.rollout_prompts or () for one in read_objects(file, "rollout_prompts")]
+    read = rollout_prompts(options)
     if args.generation.chat or not all(isinstance(prompt, str) for prompt, _ in read):
         exported = as_exported(tokenizer, args.tokenizer.model_tokens)
         chats = Chats(exported, args.generation.chat, args.generation.chat_system)

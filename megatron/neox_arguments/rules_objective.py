@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.draft import Draft
 from megatron.neox_arguments.groups import all_keys
+from megatron.neox_arguments.rules_reference import exchanges
 from megatron.rows import row
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def data_problem(args: NeoXArgs) -> str | None:
         return f"{lacking} has none: train_impl: {objective} needs the rewards of every source and set; set them"
     if data.data_path is None and data.train_data_paths is None:
         return "set data_path, train_data_paths or mixture: what to train on"
-    return _exchange_problem(args) if objective == "kto" and args.post.kto_loss_type == "kto" else None
+    return _exchange_problem(args) if exchanges(args.get) else None
 
 
 def _without_rewards(data: DataConfig) -> str | None:

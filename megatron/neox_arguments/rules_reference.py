@@ -25,6 +25,11 @@ def reads_reference(value: Callable[[str], Any]) -> bool:
     return objective == "kto" or (objective == "unlearn" and value("ga_loss") == "npo")
 
 
+def exchanges(value: Callable[[str], Any]) -> bool:
+    """Whether the objective also compares prompts with the answers to others (KTO's z0)."""
+    return value("train_impl") == "kto" and value("kto_loss_type") == "kto"
+
+
 def reference(draft: Draft) -> None:
     """The model that is trained is the one that is compared with, but for its weights."""
     if trains_on_rollouts(draft.__getitem__):

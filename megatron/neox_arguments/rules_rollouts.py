@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from megatron.neox_arguments.draft import Draft, nearest_multiples
 from megatron.rows import row
@@ -47,6 +48,11 @@ def rollouts(draft: Draft) -> None:
         draft.report(
             "reward", f"one is enough: {others} are set" if given else "must be set, or reward_url, reward_model"
         )
+    if draft["reward_url"] is not None and not _is_service(draft["reward_url"]):
+        draft.report("reward_url", f"{draft['reward_url']!r} is no address of a service; write http://host:port/path")
+    ips, ports = draft["online_dataserver_ips"], draft["online_dataserver_ports"]
+    if online and isinstance(ips, tuple) and isinstance(ports, tuple) and len({1, len(ips), len(ports)}) > 2:
+        draft.report("online_dataserver_ports", f"has {len(ports)} for {len(ips)} online_dataserver_ips; give each one")
     for key in (*_OWN_BATCHES, *_DATA):
         if draft[key] is not None:
             draft.report(
@@ -56,6 +62,15 @@ def rollouts(draft: Draft) -> None:
         draft.report("train_epochs", f"counts training data, of which train_impl: {impl} reads none; set train_iters")
     _numbers(draft)
     _divergence(draft)
+
+
+def _is_service(url: str) -> bool:
+    """Whether a text is the address of a service over HTTP."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is no number, of half a bracket
+        return False
 
 
 def _numbers(draft: Draft) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Parameter
 
+from megatron.errors import UserError
 from megatron.mpu.sharding import ParamSpec, spec_of
 from megatron.neox_arguments.parameter_rules import ParameterRule, parse_rules
 from megatron.optim.matrices import WholeMatrices, is_matrix
@@ -30,6 +31,15 @@ def trained_rules(optimizer: OptimizerConfig, post: PostConfig) -> tuple[Paramet
 def is_frozen(spec: ParamSpec, rules: Sequence[ParameterRule]) -> bool:
     """Whether the last rule that speaks of the parameter freezes it."""
     return bool(_last(rules, spec, "freeze"))
+
+
+def check_stages(idle: Sequence[int]) -> None:
+    """Raise `UserError` when there are pipeline stages without anything to train (`idle`)."""
+    if idle:
+        raise UserError(
+            f"nothing is trained on pipeline stage {min(idle)}, which engines cannot run: let lora_target_modules or "
+            "parameter_groups leave something to train on every stage, or use fewer stages (pipe_parallel_size)"
+        )
 
 
 def freeze_parameters(params: Iterable[Parameter], rules: Sequence[ParameterRule]) -> None:

@@ -11,11 +11,11 @@ from megatron.neox_arguments.derive import Facts, check_device, check_trainable,
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.plan import sections
 from megatron.plan.memory import bytes_beside, estimate
-from megatron.plan.preflight import Found, kind_of, preflight
-from megatron.plan.refusals import check_data_plan
+from megatron.plan.preflight import Found, kind_of, located, preflight
+from megatron.plan.refusals import check_data_plan, check_trained
 from megatron.plan.saves import saves_of
 from megatron.plan.stages import saved_parameters, stage_sizes, topology
-from megatron.run.data import resolve_epochs
+from megatron.run.data import resolve_epochs, resume_order
 from megatron.run.data_table import evaluation_notes
 
 # Where there is no tokenizer to ask: GPT-2's, and within a row of memory that of GPT-NeoX-20B.
@@ -79,7 +79,7 @@ def _parts(
         )
         for stage, one in zip(stages, held, strict=True)
     ]
-    with found.collect():
+    with located(args, found):
         beside = bytes_beside(args)
         memory = [replace(one, weights=one.weights + beside) for one in memory]
     named = "missing; the size of its vocabulary is assumed" if tokenizer is None else tokenizer.describe()
@@ -93,13 +93,16 @@ def _parts(
         sections.memory(args, memory),
     ]
     if kind == "train":
-        parts += [sections.steps(args, vocab_size), sections.callbacks(args)]
+        with found.collect():
+            check_trained(args, vocab_size, held)
+        parts += [sections.steps(args, vocab_size), sections.callbacks(args), sections.completions(args, files.prompts)]
     if isinstance(start, Start):
         if tokenizer is not None and files.has_data:
             with found.collect():
                 data = check_data_plan(args, tokenizer, start)
                 notes = [*data.notes(), *evaluation_notes(data, args.training.eval_iters)]
                 parts.append(sections.data(data.table(), notes))
+                parts.append(sections.reference(args, data, resume_order(start, args.checkpoint.load)[1][1]))
         begins = start.step if start.kind in ("load", "init") else 0  # after steps of another folder
         saves = saves_of(args, saved_parameters(args, vocab_size, begins_anew=start.checkpoint is None), begins)
         parts.append(sections.checkpoints(start, saves, args.checkpoint.save))

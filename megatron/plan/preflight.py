@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.feed_forward_width import stored_width
-from megatron.checkpoint.find import Checkpoint
+from megatron.checkpoint.find import Checkpoint, find_checkpoint
 from megatron.checkpoint.lock import refuse_if_held
 from megatron.checkpoint.start import Start, check_folder, decide_start
 from megatron.checkpoint.tokenizer_identity import check_tokenizer
@@ -22,7 +22,7 @@ from megatron.data.tokens.prefixes import MAKE_CHATS, MAKE_TEXTS
 from megatron.data.tokens.token_files import find_files, is_glob
 from megatron.errors import DeepyError, UserError
 from megatron.hub.s3_load import coming_start, find_first
-from megatron.inference.inputs import check_requests, read_objects, requested_checkpoint
+from megatron.inference.inputs import check_requests, check_reward_model, requested_checkpoint, rollout_prompts
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, check_device, check_trainable, derive
 from megatron.neox_arguments.inference import for_inference
@@ -51,11 +51,13 @@ _NO_REFERENCE = "Without precompute_model_name the run computes the log-probabil
 
 @dataclass(frozen=True)
 class Found:
-    """What a run will start from; None for what is missing. `has_data`: all that the config names is there and fits."""
+    """What a run will start from; None for what is missing. `has_data`: all that the config names is there and fits.
+    `prompts`: how many there are to be completed."""
 
     tokenizer: Tokenizer | None
     start: Start | Checkpoint | None
     has_data: bool
+    prompts: int = 0
 
 
 def kind_of(user_script: str) -> str | None:
@@ -133,26 +135,26 @@ def preflight(args: NeoXArgs, kind: str, wait: bool = False, problems: Problems 
     """
     tokenizer: Tokenizer | None = None
     start: Start | Checkpoint | None = None
+    prompts = 0
     with collector(problems) as found:
         has_data = kind == "train" and check_data_paths(args, found)
         if found.usable(*FOR_TOKENIZER):
-            with _collect(args, found):
+            with located(args, found):
                 tokenizer = build_tokenizer(args.tokenizer)
         if found.usable(*_FOR_START):
-            with _collect(args, found):
+            with located(args, found):
                 if kind == "train" and args.checkpoint.save is not None:
                     refuse_if_held(args.checkpoint.save, wait)
                 start = _start_or_coming(args, kind)
-        with _collect(args, found):
+        with located(args, found):
             if kind == "train":
                 check_folders(args)
-                for file in args.post.rollout_prompts or ():
-                    read_objects(file, "rollout_prompts")
+                prompts = len(rollout_prompts(args.post))
             check_requests(args.generation, kind)
         if found.keys:
-            return Found(tokenizer, start, has_data)  # the rest compares whole configurations
+            return Found(tokenizer, start, has_data, prompts)  # the rest compares whole configurations
         before = len(found.found)
-        with _collect(args, found):
+        with located(args, found):
             checkpoint = start.checkpoint if isinstance(start, Start) else start
             if checkpoint is not None and checkpoint.manifest.base is not None:
                 from megatron.checkpoint.base import open_base  # needs torch, and only here
@@ -162,14 +164,27 @@ def preflight(args: NeoXArgs, kind: str, wait: bool = False, problems: Problems 
                 check_fit(args, start)
                 if tokenizer is not None and has_data:
                     check_data(args, data_paths(args), tokenizer, start)
+                if not start.resumes:  # else the run finds those that it has had (OtherModels)
+                    _check_others(args, tokenizer)
             elif start is not None and tokenizer is not None:
                 check_tokenizer(start, tokenizer, args.checkpoint.allow_config_changes)
         has_data = has_data and len(found.found) == before
-    return Found(tokenizer, start, has_data)
+    return Found(tokenizer, start, has_data, prompts)
+
+
+def _check_others(args: NeoXArgs, tokenizer: Tokenizer | None) -> None:
+    """The models that training needs beside its own are there, and of this tokenizer. Raises `UserError`."""
+    for key in ("reward_model", *(["distill_teacher"] if args.training.train_impl == "distill" else [])):
+        if args.get(key) is not None:
+            checkpoint = find_checkpoint(args.get(key), key=key)
+            if key == "reward_model":
+                check_reward_model(checkpoint)
+            if tokenizer is not None:
+                check_tokenizer(checkpoint, tokenizer, args.checkpoint.allow_config_changes)
 
 
 @contextmanager
-def _collect(args: NeoXArgs, problems: Problems, key: str | None = None) -> Iterator[None]:
+def located(args: NeoXArgs, problems: Problems, key: str | None = None) -> Iterator[None]:
     """Add what is raised inside, with file and line of `key`, or of the key that the message begins with."""
     try:
         yield
@@ -187,12 +202,12 @@ def check_data_paths(args: NeoXArgs, problems: Problems) -> bool:
     files, before = named_files(args.data, _active_roles(args)), len(problems.found)
     pairs, name = args.data.dataset_impl == "pairwise", args.data.precompute_model_name
     for key, what, path in files:
-        with _collect(args, problems, _written(args, key)):
+        with located(args, problems, _written(args, key)):
             found = find_files(path, MAKE_CHATS if pairs or what != "path" else MAKE_TEXTS)
             # Of a run that unlearns, what is forgotten is compared with another model.
             if name is None or what not in TEXTS or key != "ga_dataset" and args.data.ga_dataset is not None:
                 continue
-            with _collect(args, problems, "precompute_model_name"):
+            with located(args, problems, "precompute_model_name"):
                 find_files(f"{path if is_glob(path) else found[0]}_{name}", _NO_REFERENCE)
     return bool(files) and len(problems.found) == before
 

@@ -4,7 +4,7 @@ checkpoint of another model. Opens files and reads headers; changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.checkpoint.compare import check_config
@@ -17,7 +17,9 @@ from megatron.data.tokens.manifest import check_tokenizer, read_manifest, verify
 from megatron.data.tokens.token_files import find_files
 from megatron.log import get_logger, only_errors
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.parameter_rules import check_matches, parse_rules
 from megatron.neox_arguments.problems import collector
+from megatron.plan.stages import Held, parameters
 from megatron.run.data import check_saved_tokenizer, open_data, resume_order
 from megatron.tokenizer import Tokenizer
 
@@ -87,6 +89,22 @@ def check_fit(args: NeoXArgs, start: Start) -> None:
             override=args.schedule.override_lr_scheduler,
             use_checkpoint=args.schedule.use_checkpoint_lr_scheduler,
         )
+
+
+def check_trained(args: NeoXArgs, vocab_size: int, held: Sequence[Held]) -> None:
+    """`lora_target_modules` and `parameter_groups` speak of what the model has, and leave something to train on every
+    pipeline stage, whose ranks hold `held`. Raises `UserError`."""
+    rules = parse_rules(args.optimizer.parameter_groups)
+    if args.post.lora_r is None and not rules:
+        return
+    from megatron.layers.lora import Adapters  # these need torch, and only here
+    from megatron.model.specs import check_targets
+    from megatron.optim.groups import check_stages
+
+    if (adapters := Adapters.of(args.post)) is not None:
+        check_targets(args.model, adapters, f"{args.source('lora_target_modules')}: ")
+    check_matches(rules, [name for name, *_ in parameters(args, vocab_size)], f"{args.source('parameter_groups')}: ")
+    check_stages([stage for stage, one in enumerate(held) if one.trained is not None and not one.trained.parameters])
 
 
 def warn_of_unknown_ranks(args: NeoXArgs, ranks: int | None, decides: str) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from megatron.checkpoint.start import Start
 from megatron.cluster.launch import Placement
+from megatron.data.order.data_plan import DataPlan
 from megatron.data.order.table import SourceRow
+from megatron.data.reference import row_bytes
 from megatron.model.partition import StageRow
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs, plugin_key
@@ -16,13 +18,17 @@ from megatron.neox_arguments.block_sizes import GMLP, HEADLESS, MAMBA, RWKV, wit
 from megatron.neox_arguments.callback_key import by_name, choose_callbacks, keys_of
 from megatron.neox_arguments.coerce import thaw
 from megatron.neox_arguments.differences import differences_for
+from megatron.neox_arguments.forget_steps import FORGET, TRAIN
 from megatron.neox_arguments.formulas import flops_per_token, neox_flops_per_token, parameter_count
 from megatron.neox_arguments.groups import all_keys
+from megatron.neox_arguments.rules_reference import exchanges, reads_reference
+from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.plan.memory import Memory
 from megatron.plan.saves import Saves
-from megatron.plan.stages import Held
+from megatron.plan.stages import Held, freezes, trained_parameters
 from megatron.plan.tables import count, shorten, size, table
+from megatron.run.data import reference_folder
 from megatron.run.data_table import HEAD, data_cells, phase_lines
 
 _MOST_RANKS = 32
@@ -112,6 +118,10 @@ def model(args: NeoXArgs, tokenizer: str, vocab_size: int) -> list[str]:
     if "moe" in m.layer_mlps:
         rows.insert(2, _experts(m))
         rows.append(f"of which a token uses {total.active:,} ({count(total.active)})")
+    if freezes(args):
+        trained, whole = trained_parameters(args, vocab_size)
+        beside = " with adapters" if args.post.lora_r is not None else ""
+        rows.append(f"of {whole:,}{beside}, {trained:,} ({count(trained)}, {trained / whole:.2%}) are trained")
     return with_title("model", rows)
 
 
@@ -180,6 +190,56 @@ def steps(args: NeoXArgs, vocab_size: int) -> list[str]:
 def data(found: Sequence[SourceRow], notes: Sequence[str] = ()) -> list[str]:
     """What each source has, what the run takes of it, and what its packing leaves out, cuts or pads."""
     return with_title("data", [*table(HEAD, data_cells(found)), *phase_lines(found), *notes])
+
+
+def reference(args: NeoXArgs, plan: DataPlan, begun: int) -> list[str]:
+    """What the pass of the reference model reads and writes, where the run has `begun` samples of its training data
+    behind it; no section where there is none."""
+    if not reads_reference(args.get) or args.data.precompute_model_name is not None:
+        return []
+    taken = {TRAIN: begun} if plan.counts is None else plan.counts.taken
+    found, rows = [], 0
+    for name, role in plan.roles.items():
+        samples = role.samples - taken.get(name, 0)
+        if samples <= 0 or (plan.counts is not None and name != FORGET):
+            continue
+        found.append(f"{name} {samples:,}")
+        # A text by itself is the same row in every epoch.
+        alone = args.data.pack_impl == "unpacked"
+        distinct = sum(one.packing.samples_per_epoch() for one in role.sources) if alone else samples
+        rows += min(samples, distinct) * role.rows
+        rows += samples if exchanges(args.get) else 0
+    exchanged = ", each with the answer to another as well" if exchanges(args.get) else ""
+    folder = reference_folder(args, plan) / "reference-KEY"
+    lines = [
+        f"before the first step it reads the samples that it has not read yet: of {', '.join(found)}{exchanged}",
+        f"at most {size(rows * row_bytes(args.model.seq_length))} in {folder} (KEY stands for the weights)",
+    ]
+    return with_title("reference model", lines)
+
+
+def completions(args: NeoXArgs, prompts: int) -> list[str]:
+    """What a run that trains on completions asks for, of so many prompts, and what rewards them; no section for
+    others."""
+    if not trains_on_rollouts(args.get):
+        return []
+    post, samples, data = args.post, args.training.train_batch_size, args.data
+    turns = -(-(args.training.train_iters or 0) // post.rollout_steps)
+    steps = "every step" if post.rollout_steps == 1 else f"every {post.rollout_steps} steps"
+    if data.dataset_impl == "online":
+        servers = f"{_short(data.online_dataserver_ips)}, ports {_short(data.online_dataserver_ports)}"
+        return with_title("completions", [f"{samples:,} for {steps}, with their rewards, of data servers at {servers}"])
+    each = post.rollouts_per_prompt
+    passes = turns * samples / each / prompts if prompts else 0
+    rewards = {"reward": post.reward, "reward_url": post.reward_url, "reward_model": post.reward_model}
+    lines = [
+        f"{samples:,} for {steps}: {each} of each of {samples // each:,} prompts, at most {post.rollout_tokens} tokens",
+        f"{prompts:,} prompts in {', '.join(post.rollout_prompts or ())}, asked {passes:.3g} times each",
+        *(f"rewards: {key} {value}" for key, value in rewards.items() if value is not None),
+    ]
+    if post.kl_div_beta > 0:
+        lines.append(f"compared with the weights that the run begins with (kl_div_beta {post.kl_div_beta:g})")
+    return with_title("completions", lines)
 
 
 def checkpoints(start: Start, saves: Saves | None, folder: str | None) -> list[str]:

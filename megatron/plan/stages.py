@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 from megatron.model.partition import StageRow, layer_parameters, layer_rows, partition, stage_table
 from megatron.mpu.topology import Topology
@@ -12,6 +14,9 @@ from megatron.neox_arguments.block_sizes import Size
 from megatron.neox_arguments.formulas import ParameterCount, head_size, parameter_count, round_up
 from megatron.neox_arguments.parameter_rules import parse_rules
 from megatron.neox_arguments.schema_model import ModelConfig
+
+if TYPE_CHECKING:
+    from megatron.mpu.sharding import ParamSpec
 
 
 @dataclass(frozen=True)
@@ -96,50 +101,64 @@ def stage_sizes(args: NeoXArgs, vocab_size: int) -> tuple[list[StageRow], list[H
         total = sum(layer.local for layer in layers) + (copy if stage is table[-1] else 0)
         blocks = sum(layer.local for layer, placed in zip(layers, stage.layers, strict=True) if placed.is_block)
         held.append(Held(total, sum(layer.experts for layer in layers), blocks))
-    rules = parse_rules(args.optimizer.parameter_groups)
-    if args.post.lora_r is not None or any(rule.freeze for rule in rules):
+    if freezes(args):
         held = [_with_frozen(args, vocab_size, stage, one) for stage, one in zip(table, held, strict=True)]
     return table, held
 
 
+def freezes(args: NeoXArgs) -> bool:
+    """Whether some parameters are not trained."""
+    return args.post.lora_r is not None or any(rule.freeze for rule in parse_rules(args.optimizer.parameter_groups))
+
+
 def _with_frozen(args: NeoXArgs, vocab_size: int, stage: StageRow, held: Held) -> Held:
     """What the ranks of a stage hold with adapters, and how much of it is trained."""
-    from megatron.layers.lora import PARTS, Adapters  # these need torch, and only here
-    from megatron.model.specs import model_specs
-    from megatron.optim.groups import is_frozen, trained_rules
-
-    rules, parallel = trained_rules(args.optimizer, args.post), args.parallel
+    parallel = args.parallel
     layers = {layer.index for layer in stage.layers}
     in_blocks = {layer.index for layer in stage.layers if layer.is_block}
     copies = {0} if any(layer.name == "Head" for layer in stage.layers) and args.model.ties_head else set()
     added = trained = experts = blocks = 0
-    for name, spec in model_specs(args.model, vocab_size, Adapters.of(args.post)).items():
-        layer, is_adapter = int(name.partition(".")[0]), name.endswith(PARTS)
+    for name, spec, is_adapter, is_trained in parameters(args, vocab_size):
+        layer = int(name.partition(".")[0])
         if layer not in layers and not (layer in copies and name.endswith("word_embeddings.weight")):
             continue
         if spec.padded is not None:
             spec = replace(spec, padded=args.tokenizer.padded_vocab_size)
         size = prod(spec.local_shape(parallel.model_parallel_size, parallel.expert_parallel_size))
         added += size if is_adapter else 0
-        if not is_frozen(spec, rules):
+        if is_trained:
             trained += size
             experts += size if spec.experts else 0
             blocks += size if layer in in_blocks else 0
     return Held(held.parameters + added, held.experts, held.blocks + added, Held(trained, experts, blocks))
 
 
-def saved_parameters(args: NeoXArgs, vocab_size: int, *, begins_anew: bool) -> ParameterCount:
-    """What a checkpoint holds; `begins_anew`: no other checkpoint has the frozen weights of adapters."""
-    if args.post.lora_r is None:
-        return parameter_count(args.model, vocab_size)
+def parameters(args: NeoXArgs, vocab_size: int) -> Iterator[tuple[str, ParamSpec, bool, bool]]:
+    """Canonical name and declaration of each of the whole model, whether it is an adapter's, and whether it is
+    trained."""
     from megatron.layers.lora import PARTS, Adapters  # these need torch, and only here
     from megatron.model.specs import model_specs
     from megatron.optim.groups import is_frozen, trained_rules
 
-    rules, every = trained_rules(args.optimizer, args.post), begins_anew or args.post.lora_save_base
-    inside = outside = 0
+    rules = trained_rules(args.optimizer, args.post)
     for name, spec in model_specs(args.model, vocab_size, Adapters.of(args.post)).items():
-        if every or name.endswith(PARTS) or not is_frozen(spec, rules):
+        yield name, spec, name.endswith(PARTS), not is_frozen(spec, rules)
+
+
+def trained_parameters(args: NeoXArgs, vocab_size: int) -> tuple[int, int]:
+    """(What is trained, all) of the whole model with its adapters."""
+    sizes = [(prod(spec.shape), is_trained) for _, spec, _, is_trained in parameters(args, vocab_size)]
+    return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
+
+
+def saved_parameters(args: NeoXArgs, vocab_size: int, *, begins_anew: bool) -> ParameterCount:
+    """What a checkpoint holds; `begins_anew`: no other checkpoint has the frozen weights of adapters."""
+    if args.post.lora_r is None:
+        return parameter_count(args.model, vocab_size)
+    every = begins_anew or args.post.lora_save_base
+    inside = outside = 0
+    for name, spec, is_adapter, is_trained in parameters(args, vocab_size):
+        if every or is_adapter or is_trained:
             in_block = 2 <= int(name.partition(".")[0]) < args.model.num_layers + 2
             inside, outside = inside + prod(spec.shape) * in_block, outside + prod(spec.shape) * (not in_block)
     return ParameterCount(embedding=outside, blocks=(Size(inside, 0),), final_norm=0, head=0)

@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from megatron.checkpoint.init_from import advise_new_run
 from megatron.checkpoint.start import Start
@@ -17,6 +18,7 @@ from megatron.data.order.datasets import epoch_samples, plan_datasets
 from megatron.data.order.phases import Progress
 from megatron.data.order.saved_order import SavedOrder
 from megatron.data.order.splits import sample_counts
+from megatron.data.tokens.cache import index_folder
 from megatron.data.tokens.token_files import with_eod
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
@@ -133,6 +135,15 @@ def resume_order(start: Start, load: str | None) -> tuple[SavedOrder, tuple[int,
         found = found.inherit(saved.step, done)
     remedy = advise_new_run(start.checkpoint.path, ["data: restart"], load)
     return replace(found, remedy=f"For a new order of the data, {remedy}."), done
+
+
+def reference_folder(args: NeoXArgs, plan: DataPlan) -> Path:
+    """Where the folders of references are: `reference_path`, or `save`, or beside the training data's index."""
+    named = args.post.reference_path or args.checkpoint.save
+    if named is not None:
+        return Path(named).expanduser()
+    source = next(iter(plan.roles.values())).sources[0].source
+    return index_folder(source.data.prefix, args.data.use_shared_fs, args.data.data_cache_path)
 
 
 def note_trained_ends(args: NeoXArgs, plan: DataPlan) -> NeoXArgs:

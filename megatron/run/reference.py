@@ -32,7 +32,7 @@ from megatron.data.order.data_plan import Datasets
 from megatron.data.order.mixture import ReadOnce
 from megatron.data.reference import REFERENCE, ReferenceStore, Selected, StoreWriter, row_key, rows_of
 from megatron.data.sample import SampleDataset
-from megatron.data.tokens.cache import content_key, index_folder
+from megatron.data.tokens.cache import content_key
 from megatron.data.tokens.indexed import identify
 from megatron.errors import MachineError, NumericsError, UserError
 from megatron.files import read_json, write_atomically
@@ -43,7 +43,7 @@ from megatron.log import get_logger, progress
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.forget_steps import TRAIN
 from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
-from megatron.run.data import collate_rules
+from megatron.run.data import collate_rules, reference_folder
 from megatron.run.start import restore
 from megatron.tokenizer.base import Tokenizer
 from megatron.training.callback import Callback
@@ -101,7 +101,7 @@ class Reference(Callback):
         saved = start.checkpoint.callbacks.get(type(self).__name__) if start.checkpoint and start.resumes else None
         self.resumed = saved is not None
         self.origin = Origin(**saved) if saved is not None else _origin(args, start, tokenizer)
-        folder = reference_folder(args, datasets) / f"reference-{self.origin.key[:16]}"
+        folder = reference_folder(args, datasets.plan) / f"reference-{self.origin.key[:16]}"
         self.store = ReferenceStore(folder, args.model.seq_length)
 
     def state_dict(self) -> dict[str, Any]:
@@ -293,15 +293,6 @@ def find_reference(
 def _role(name: str) -> str:
     """The role of what is compared."""
     return name.removesuffix(EXCHANGED)
-
-
-def reference_folder(args: NeoXArgs, datasets: Datasets) -> Path:
-    """Where the folders of references are: `reference_path`, or `save`, or beside the training data's index."""
-    named = args.post.reference_path or args.checkpoint.save
-    if named is not None:
-        return Path(named).expanduser()
-    source = next(iter(datasets.plan.roles.values())).sources[0].source
-    return index_folder(source.data.prefix, args.data.use_shared_fs, args.data.data_cache_path)
 
 
 def _origin(args: NeoXArgs, start: Start, tokenizer: Tokenizer) -> Origin:

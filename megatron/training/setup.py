@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from megatron import log
 from megatron.checkpoint.agreement import gather
-from megatron.errors import UserError
 from megatron.layers.lora import Adapters
 from megatron.model.gpt import gpt_layers
 from megatron.model.sequential import SequentialModel
@@ -32,7 +31,7 @@ from megatron.neox_arguments.optimizer_params import KIND, optimizer_params
 from megatron.neox_arguments.parameter_rules import check_matches, parse_rules
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.objectives import OBJECTIVES, Objective
-from megatron.optim.groups import freeze_parameters, parameter_groups, trained_rules
+from megatron.optim.groups import check_stages, freeze_parameters, parameter_groups, trained_rules
 from megatron.optim.matrices import WholeMatrices
 from megatron.optim.optimizers import build_optimizer
 from megatron.optim.schedules import schedule
@@ -192,11 +191,7 @@ def build_engine(process: Process, model: torch.nn.Module) -> StepEngine:
         matrices=WholeMatrices(state, every=whole == "all") if whole else None,
     )
     trains = gather((state.pp_rank, bool(groups)), state) if rules else []  # without rules every stage does
-    if idle := [stage for stage, some in trains if not some]:
-        raise UserError(
-            f"nothing is trained on pipeline stage {min(idle)}, which engines cannot run: let lora_target_modules or "
-            "parameter_groups leave something to train on every stage, or use fewer stages (pipe_parallel_size)"
-        )
+    check_stages([stage for stage, some in trains if not some])
     params = optimizer_params(optimizer_args.optimizer_type, optimizer_args.optimizer)
 
     def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -35,10 +35,10 @@ Reward = Callable[[Rollout], "float | None"]
 Judge = Callable[[Sequence[Rollout]], "list[float | None]"]
 """The rewards of completions in their order; None of one that could not be judged."""
 
-REWARDS: Registry[Reward] = Registry("reward", wants="a function of one Rollout", fits=callable)
+REWARDS: Registry[Reward] = Registry("reward", wants="a function of one Rollout", fits=callable, fields=("reads",))
 """Functions `reward(rollout) -> float`, the more the better. One that returns None or raises an error has failed for
 this completion, which is counted and not trained on; the run goes on. They are called on one rank of each copy of the
-model, in the training process."""
+model, in the training process. `reads`: the fields that every prompt's line must have."""
 
 
 def judge_with(reward: Reward) -> Judge:
