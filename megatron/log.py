@@ -36,7 +36,7 @@ def on_terminal() -> bool:
 def _beside_bars(stream: TextIO | None) -> Iterator[TextIO | None]:
     """Where to write lines meant for `stream`, so that they stand above the bars that are on the terminal: those are
     drawn again below them. Our launcher passes stderr on, so that stdout would overtake it."""
-    bars = sys.modules.get("tqdm")
+    bars = sys.modules.get("tqdm.std")
     if bars is None or not on_terminal() or not getattr(bars.tqdm, "_instances", None):
         yield stream
         return
@@ -144,7 +144,7 @@ class ProgressBar:
         self._what, self._total, self._unit, self._before, self._rates = what, total, unit, before, rates
         self._logger, self._bar, self._done = get_logger("progress"), None, before
         if sys.stderr.isatty():
-            from tqdm import tqdm
+            from tqdm.std import tqdm
 
             # `leave`: a bar below another one goes when it is done.
             shown: dict[str, Any] = {"unit_scale": unit == "B", "dynamic_ncols": True, "leave": None}

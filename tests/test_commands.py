@@ -252,7 +252,7 @@ def test_every_command_of_the_readme(folder: Path) -> None:
         "data/a_text_document.idx",
     ):
         assert (folder / made).exists(), made
-    assert len((folder / "samples.txt").read_text().splitlines()) >= 1
+    assert len((folder / "samples.jsonl").read_text().splitlines()) >= 1
 
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "README.md" and commands(name)])

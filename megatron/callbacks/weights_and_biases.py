@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,6 +54,8 @@ class WeightsAndBiases(Tracker):
         if log.wandb_init_all_ranks:
             group, name = group or name or "ranks", f"{name or 'rank'}-{rank}"
         host = {"base_url": log.wandb_host} if args.is_set("wandb_host") else {}
+        # Half a screen of its own at the start and at the end, unless that is asked for.
+        quiet = {} if {"WANDB_SILENT", "WANDB_QUIET"} & os.environ.keys() else {"silent": True}
         if directory is not None:
             Path(directory).mkdir(parents=True, exist_ok=True)
         of_rank = f"wandb-{rank}" if log.wandb_init_all_ranks else "wandb"
@@ -68,10 +71,12 @@ class WeightsAndBiases(Tracker):
                 dir=directory,
                 id=run_id,
                 resume="allow",
-                settings=wandb.Settings(**host),
+                settings=wandb.Settings(**host, **quiet),
             )
         except (wandb.errors.Error, ValueError) as error:  # no key, a wrong one, no way to the server; a tag too long
             raise UserError(f"use_wandb: {error} (WANDB_MODE=offline needs neither a key nor a network)") from error
+        where = self._run.url or f"offline, to send it later: wandb sync {Path(self._run.dir).parent}"
+        logger.info(f"W&B: {where}")
         self.stored = self._run.step - 1  # -1 for a new run
         if self._run.step:
             logger.info(f"W&B has steps before {self._run.step} of this run; those trained again are not sent")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.find import Checkpoint
+from megatron.cluster.evaluation_jobs import FOLDER
 from megatron.errors import DeepyError, UserError
 from megatron.files import write_atomically
 from megatron.inference.build import build_stage
@@ -19,6 +21,7 @@ from megatron.inference.inputs import batch_size, check_requests, inherit_tokens
 from megatron.inference.tasks import Tasks, flat_metrics, table
 from megatron.inference.team import Control
 from megatron.log import get_logger, result
+from megatron.neox_arguments import NeoXArgs
 from megatron.training.setup import Process
 
 logger = get_logger(__name__)
@@ -61,7 +64,7 @@ def evaluate(process: Process, report: Report) -> int:
         failed.update(results["failed"])
         add_env_info(results)
         result(f"Evaluation results of {checkpoint.path}\n{table(results)}")
-        write_results(results, stamped(args.generation.eval_results_prefix), "eval_results_prefix: ")
+        write_results(results, stamped(results_prefix(args)), "eval_results_prefix: ")
         report({f"eval/{name}": value for name, value in flat_metrics(results).items()}, checkpoint.manifest.step)
 
     team.run(lead)
@@ -70,10 +73,19 @@ def evaluate(process: Process, report: Report) -> int:
     return 0
 
 
+def results_prefix(args: NeoXArgs) -> str:
+    """`eval_results_prefix`; without one the folder `eval_results` of the run that is evaluated, or "", the current
+    folder, where no file can be added to it."""
+    if args.generation.eval_results_prefix:
+        return args.generation.eval_results_prefix
+    run = Path(args.checkpoint.load or args.checkpoint.save or "")
+    return f"{run / FOLDER}/" if run.is_dir() and os.access(run, os.W_OK) else ""
+
+
 def stamped(prefix: str) -> Path:
-    """`[<prefix>_]eval_results_<month-day-year-hour-minute-second>.json`"""
+    """`[<prefix>_]eval_results_<month-day-year-hour-minute-second>.json`; a prefix that ends in / is a folder."""
     name = f"eval_results_{time.strftime('%m-%d-%Y-%H-%M-%S')}.json"
-    return Path(f"{prefix}_{name}" if prefix else name)
+    return Path(f"{prefix}{'' if prefix.endswith('/') else '_'}{name}" if prefix else name)
 
 
 def write_results(results: Mapping[str, Any], path: Path, key: str = "") -> None:

@@ -7,8 +7,10 @@ the tokenizer's begin-of-text token (else what it calls eos), and rolling window
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -64,6 +66,20 @@ class Request:
             int(options.get("top_k") or 0),
             float(options.get("top_p") or 0.0),
         )
+
+
+@contextlib.contextmanager
+def own_progress() -> Iterator[None]:
+    """The harness draws no bars, of which each task has three, and prints nothing: ours show the work."""
+    task, metrics, bars = (import_module(name) for name in ("lm_eval.api.task", "lm_eval.api.metrics", "tqdm"))
+    theirs = task.tqdm, bars.tqdm  # `metrics` imports `tqdm.tqdm` when it needs it, `ProgressBar` the one it is made of
+    task.tqdm = bars.tqdm = lambda items, **looks: items  # type: ignore[attr-defined]
+    metrics.print = lambda *words: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        task.tqdm, bars.tqdm = theirs  # type: ignore[attr-defined]
+        del metrics.print
 
 
 class HarnessModel(TemplateLM):
@@ -132,7 +148,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[Score]:
         """Scores of continuations. Raises `UserError` naming task and document of one that the model cannot take."""
         try:
-            return super().loglikelihood(requests, disable_tqdm)
+            return super().loglikelihood(requests, disable_tqdm=True)
         except _TooLong as error:
             number, tokens = error.args
             request = requests[number]

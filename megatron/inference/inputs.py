@@ -188,7 +188,7 @@ def output_path(options: GenerationConfig, output_is_set: bool) -> Path | None:
         return None
     if options.text_gen_type == "input-file" and not output_is_set and options.sample_input_file:
         return Path(options.sample_input_file + ".output.jsonl")
-    return Path(options.sample_output_file or "samples.txt")
+    return Path(options.sample_output_file or "samples.jsonl")
 
 
 def check_writable(file: str | None) -> None:

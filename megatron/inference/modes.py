@@ -177,10 +177,11 @@ class TextGenerator:
 
 
 def unconditional(generator: TextGenerator, samples: int, output: Path | None) -> None:
-    """Start `samples` documents from nothing; records go to `output`, texts to stdout."""
+    """Start `samples` documents from nothing; records go to `output`, texts to stdout, each below a border."""
     records = generator.complete([""] * samples, "generating samples")
     write_records(output, records)
-    for record in records:
+    for number, record in enumerate(records, 1):
+        result(f"{f'--- sample {number} of {samples} ':-<79}")
         result(record["text"])
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron.errors import UserError, nearest
-from megatron.inference.harness import HarnessModel
+from megatron.inference.harness import HarnessModel, own_progress
 from megatron.inference.lockstep import Stopped
 from megatron.inference.suite_groups import SuiteGroup, load_entry
 from megatron.inference.suites import Entry, read_suites
@@ -84,8 +84,10 @@ class Tasks:
         folders = [*task_folders(self.options), *(name for name in names if Path(name).is_dir())]
         if self._all:
             logger.info("reading the task files of lm-evaluation-harness")
-        # Ours come before its own, as documented: no line for each of them.
-        logging.getLogger("lm_eval.tasks._index").setLevel(logging.ERROR)
+        # Ours come before its own, as documented: no line for each of them. And none for each metric that a task's file
+        # leaves to the harness's defaults, which the table of results shows.
+        for chatty in ("lm_eval.tasks._index", "lm_eval.api.task"):
+            logging.getLogger(chatty).setLevel(logging.ERROR)
         manager = TaskManager(include_path=folders or None, include_defaults=self._all)
         known = all(Path(name).exists() or name in manager.all_tasks for name in names)
         groups = manager.all_groups if any(Path(name).is_dir() for name in names) else names
@@ -236,16 +238,17 @@ class Tasks:
         has_formula = all(aggregation is mean for aggregation in task.aggregation().values())
         options = self.options
         try:
-            results = evaluate(
-                lm=model,
-                task_dict={"tasks": {name: task}, "groups": {}},
-                limit=options.eval_task_limit,
-                bootstrap_iters=BOOTSTRAP if may_fork or has_formula else 0,
-                log_samples=False,
-                system_instruction=options.eval_system_instruction,
-                apply_chat_template=options.eval_chat_template,
-                fewshot_as_multiturn=options.eval_chat_template,
-            )
+            with own_progress():
+                results = evaluate(
+                    lm=model,
+                    task_dict={"tasks": {name: task}, "groups": {}},
+                    limit=options.eval_task_limit,
+                    bootstrap_iters=BOOTSTRAP if may_fork or has_formula else 0,
+                    log_samples=False,
+                    system_instruction=options.eval_system_instruction,
+                    apply_chat_template=options.eval_chat_template,
+                    fewshot_as_multiturn=options.eval_chat_template,
+                )
         finally:
             task._instances = None  # requests and answers: gigabytes until the next run, which makes them again
         assert results is not None  # rank 0 alone runs this

@@ -462,6 +462,20 @@ DIFFERENCES: tuple[Difference, ...] = (
         "Generation and logging",
     ),
     Difference(
+        "sample_output_file unset",
+        "samples.txt, whose lines are JSON",
+        "samples.jsonl",
+        never,
+        "Generation and logging",
+    ),
+    Difference(
+        "eval_results_prefix unset",
+        "the results of eval.py are a file in the current folder",
+        "they are a file in eval_results/ of the run that is evaluated",
+        never,
+        "Generation and logging",
+    ),
+    Difference(
         "eval.py, generate.py with bfloat16",
         "fails while the config is derived",
         "works; keys that only training needs are ignored",

@@ -438,7 +438,7 @@ class GenerationConfig:
         path=True,
         differs="the lines of a .jsonl file are objects with prompts",
     )
-    sample_output_file: str | None = key("samples.txt", "JSONL file for what was generated.", path=True)
+    sample_output_file: str | None = key("samples.jsonl", "JSONL file for what was generated.", path=True)
     sample_every: int = key(
         0,
         "Steps between texts that the model in training writes, with the keys of generation; <= 0 never.",
@@ -496,7 +496,9 @@ class GenerationConfig:
     eval_jobs_most: int = key(
         4, "Checkpoints whose eval_jobs wait or run at most: while there are so many, new ones are left out.", new=True
     )
-    eval_results_prefix: str = key("", "Start of the name of eval.py's result file.", path=True)
+    eval_results_prefix: str = key(
+        "", "Start of the name of eval.py's result file; unset: the folder eval_results of the run.", path=True
+    )
 
     # known, not available
     char_level_ppl: bool = key(False, "Perplexity per character.", unavailable="divide by characters per token")

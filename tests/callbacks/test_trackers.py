@@ -113,7 +113,7 @@ class FakeWandb:
     """Remembers how it was called."""
 
     def __init__(self, step=0):
-        self.given, self.step, self.logged = {}, step, []
+        self.given, self.step, self.logged, self.url, self.dir = {}, step, [], None, "wandb/offline-run-1/files"
 
     def Settings(self, **settings):
         return settings
@@ -129,11 +129,22 @@ class FakeWandb:
 @pytest.mark.parametrize(
     ("keys", "rank", "expected"),
     [
-        ({}, 0, {"project": "neox", "group": None, "name": None, "tags": None, "entity": None, "settings": {}}),
+        (
+            {},
+            0,
+            {
+                "project": "neox",
+                "group": None,
+                "name": None,
+                "tags": None,
+                "entity": None,
+                "settings": {"silent": True},
+            },
+        ),
         (
             {"wandb_host": "https://w.example", "wandb_team": "t", "wandb_project": "p", "wandb_run_name": "r"},
             0,
-            {"project": "p", "name": "r", "entity": "t", "settings": {"base_url": "https://w.example"}},
+            {"project": "p", "name": "r", "entity": "t", "settings": {"base_url": "https://w.example", "silent": True}},
         ),
         ({"wandb_init_all_ranks": True, "wandb_group": "g", "wandb_run_name": "r"}, 3, {"group": "g", "name": "r-3"}),
         ({"wandb_init_all_ranks": True}, 1, {"group": "ranks", "name": "rank-1"}),
@@ -212,14 +223,16 @@ def test_wandb_without_a_key_is_a_sentence(monkeypatch, tmp_path):
     wandb.teardown()
 
 
-def test_wandb_works_offline(monkeypatch, tmp_path):
-    """The real package, without a network: the run is stored in a folder, with config and history."""
+def test_wandb_works_offline(monkeypatch, tmp_path, capfd, caplog):
+    """The real package, without a network: the run is stored in a folder, with config and history; it prints nothing,
+    and where the run lies is one line of the log."""
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    caplog.set_level("INFO", "deepy")
     tracker = WeightsAndBiases(args_of(wandb_run_name="mine", wandb_tags=["my-tag"]), str(tmp_path), 0)
     tracker.write({"train/lm_loss": 2.5}, 3)
     tracker.close()
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert capfd.readouterr() == ("", "") and caplog.messages == [f"W&B: offline, to send it later: wandb sync {run}"]
     assert run.name.endswith((tmp_path / "trackers/wandb").read_text().strip())
     (record,) = run.glob("run-*.wandb")
     wanted = (b"train/lm_loss", b"hidden_size", b"mine", b"my-tag")

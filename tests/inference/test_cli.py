@@ -100,6 +100,8 @@ def test_eval_under_deepy(folder: Path):
     done = start(folder, str(ROOT / "eval.py"), *given, "model_parallel_size=2", "num_gpus=4", "tensorboard_dir=tb")
     assert done.returncode == 0, done.stderr
     assert "local_choice" in done.stdout and "acc" in done.stdout
+    # Nothing of the harness's own: bars, a line for each metric, what it bootstraps.
+    assert "it/s" not in done.stderr and "aggregation" not in done.stderr and "bootstrap" not in done.stdout
     (path,) = folder.glob("small_eval_results_*.json")
     results = json.loads(path.read_text())
     assert results["n-samples"]["local_choice"]["effective"] == 5  # on two copies of the model: none counted twice

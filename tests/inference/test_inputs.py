@@ -10,6 +10,7 @@ import pytest
 
 from megatron.cluster.command_line import parse_launcher_command_line
 from megatron.errors import UserError
+from megatron.inference.evaluate import results_prefix, stamped
 from megatron.inference.inputs import check_requests, output_path, prompts_of, read_prompts, requested_checkpoint
 from megatron.inference.modes import prompts_from
 from megatron.neox_arguments import NeoXArgs
@@ -150,11 +151,20 @@ def test_a_system_turn_needs_a_chat(tmp_path: Path):
 
 def test_where_records_go(tmp_path: Path):
     options = derive(prepared(tmp_path, MODEL)).generation
-    assert output_path(options, False) == Path("samples.txt")
+    assert output_path(options, False) == Path("samples.jsonl")
     options = derive(prepared(tmp_path, MODEL, "sample_input_file=in.txt")).generation
     assert output_path(options, False) == Path("in.txt.output.jsonl")
-    assert output_path(options, True) == Path("samples.txt")
+    assert output_path(options, True) == Path("samples.jsonl")
     assert output_path(derive(prepared(tmp_path, MODEL, "prompt=x")).generation, False) is None
+
+
+def test_results_lie_in_the_folder_of_the_run_that_is_evaluated(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    text = MODEL + f"save: {tmp_path}/a\n"
+    assert results_prefix(derive(prepared(tmp_path, text))) == f"{tmp_path}/a/eval_results/"
+    assert results_prefix(derive(prepared(tmp_path, text, "eval_results_prefix=x/y"))) == "x/y"
+    assert results_prefix(derive(prepared(tmp_path, text, "load=owner/model"))) == ""  # no folder
+    assert stamped("a/eval_results/").parent == Path("a/eval_results")
 
 
 def test_a_missing_checkpoint_is_never_random_weights(tmp_path: Path):

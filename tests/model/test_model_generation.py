@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,16 @@ def test_prompts_are_dealt_over_copies_of_the_model(run: Path):
 
 
 def test_unconditional_samples_differ_and_repeat_with_their_seed(run: Path):
+    shown = []
+
     def samples(seed: int) -> list[tuple[str, str, int]]:
         path = run / f"{seed}.jsonl"
-        generate_py(0, 1, run, (f"sample_output_file={path}", f"seed={seed}", "maximum_tokens=8", "num_samples=4"))
+        given = (f"sample_output_file={path}", f"seed={seed}", "maximum_tokens=8", "num_samples=4")
+        shown.append(generate_py(0, 1, run, given))
         return texts(path)
 
     first = samples(1)
+    assert re.findall(r"^--- sample (\d) of 4 -{60}-*$", shown[0], re.MULTILINE) == ["1", "2", "3", "4"]
     assert first == samples(1) != samples(2)
     assert len(set(first)) == 4 and all(context == "" for context, _, _ in first)
 
