@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.find import Checkpoint
-from megatron.cluster.evaluation_jobs import FOLDER
 from megatron.errors import DeepyError, UserError
 from megatron.files import write_atomically
 from megatron.inference.build import build_stage
@@ -79,7 +78,7 @@ def results_prefix(args: NeoXArgs) -> str:
     if args.generation.eval_results_prefix:
         return args.generation.eval_results_prefix
     run = Path(args.checkpoint.load or args.checkpoint.save or "")
-    return f"{run / FOLDER}/" if run.is_dir() and os.access(run, os.W_OK) else ""
+    return f"{run}/eval_results/" if run.is_dir() and os.access(run, os.W_OK) else ""
 
 
 def stamped(prefix: str) -> Path:
