@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,8 +53,6 @@ class WeightsAndBiases(Tracker):
         if log.wandb_init_all_ranks:
             group, name = group or name or "ranks", f"{name or 'rank'}-{rank}"
         host = {"base_url": log.wandb_host} if args.is_set("wandb_host") else {}
-        # Half a screen of its own at the start and at the end, unless that is asked for.
-        quiet = {} if {"WANDB_SILENT", "WANDB_QUIET"} & os.environ.keys() else {"silent": True}
         if directory is not None:
             Path(directory).mkdir(parents=True, exist_ok=True)
         of_rank = f"wandb-{rank}" if log.wandb_init_all_ranks else "wandb"
@@ -71,7 +68,7 @@ class WeightsAndBiases(Tracker):
                 dir=directory,
                 id=run_id,
                 resume="allow",
-                settings=wandb.Settings(**host, **quiet),
+                settings=wandb.Settings(**host, silent=True),  # else half a screen of its own
             )
         except (wandb.errors.Error, ValueError) as error:  # no key, a wrong one, no way to the server; a tag too long
             raise UserError(f"use_wandb: {error} (WANDB_MODE=offline needs neither a key nor a network)") from error
