@@ -7,26 +7,32 @@ python prepare_data.py pile_subset -t HFTokenizer -v tokenizer.json
 
 from __future__ import annotations
 
-import argparse
 import os
+from collections.abc import Sequence
 
 from megatron.data.tokenise.corpora import NAMES
 from megatron.data.tokenise.flags import start_command
 from megatron.data.tokenise.prepare import prepare
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 
-def main() -> None:
-    """GPT-NeoX's flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
+    add = flags.add_argument
     add("dataset", nargs="?", default="enwik8", metavar="dataset", help=f"one of {', '.join(NAMES)} (default: enwik8)")
     add("-t", "--tokenizer", metavar="TYPE", help="tokenizer_type (default: GPT2BPETokenizer; stdlib trains its own)")
     add("-d", "--data-dir", default=os.environ.get("DATA_DIR", "./data"), help="default: $DATA_DIR or ./data")
     add("-v", "--vocab-file", metavar="PATH", help="default for GPT2BPETokenizer: downloaded from the Hugging Face Hub")
     add("-m", "--merge-file", metavar="PATH", help="merges of a BPE vocabulary")
     add("-f", "--force-redownload", action="store_true", help="download and tokenise again, even if it exists")
-    args = parser.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """GPT-NeoX's flags."""
+    args = parser().parse_args(argv)
     start_command("prepare_data")
     prepared = prepare(
         args.dataset,

@@ -16,19 +16,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.checkpoint.neox_names import NEOX, TRANSFORMER_ENGINE
 from megatron.cluster.profile import checkpoints_folder
-from megatron.convert.cli import add_import_flags, add_precision, default_output, flags_for, run_import
+from megatron.convert.cli import add_import_flags, add_precision, default_output, run_import
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 
-def main() -> int:
-    """Convert with the fork's flags."""
-    flags = flags_for(__doc__)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
     add_import_flags(flags, output="a folder named after the model, see above")
     flags.add_argument("--save-tokenizer", action="store_true", help="ignored, for GPT-NeoX's scripts: always copied")
     flags.add_argument(
@@ -39,7 +41,12 @@ def main() -> int:
         "(attention.query_key_value, mlp.linear1.weight, ...)",
     )
     add_precision(flags, "--precision", "--dtype")
-    given = flags.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert with the fork's flags."""
+    given = parser().parse_args(argv)
     given.output_dir = given.output_dir or default_output(given.hf_model, checkpoints_folder(os.environ))
     names = TRANSFORMER_ENGINE if given.transformer_engine else NEOX
     run_import(given, precision=given.precision, names=names, families=("neox",))

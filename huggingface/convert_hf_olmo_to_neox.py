@@ -10,22 +10,29 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.cluster.profile import checkpoints_folder
-from megatron.convert.cli import add_import_flags, add_precision, default_output, flags_for, run_import
+from megatron.convert.cli import add_import_flags, add_precision, default_output, run_import
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 
-def main() -> int:
-    """Convert with the fork's flags."""
-    flags = flags_for(__doc__)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
     add_import_flags(flags, output="a folder named after the model, see above")
     flags.add_argument("--save-tokenizer", action="store_true", help="ignored, for GPT-NeoX's scripts: always copied")
     add_precision(flags, "--dtype", "--precision")
-    given = flags.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert with the fork's flags."""
+    given = parser().parse_args(argv)
     given.output_dir = given.output_dir or default_output(given.hf_model, checkpoints_folder(os.environ))
     run_import(given, precision=given.precision, families=("olmo2", "olmo3", "olmoe"))
     return 0

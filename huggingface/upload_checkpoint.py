@@ -16,17 +16,24 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.errors import run_cli
-from megatron.jobs.publishing import publish_one
+from megatron.flags import Parser
+from megatron.jobs.publishing import parser_of_one, publish_one
 
 
-def main() -> int:
+def parser() -> Parser:
+    """The command's flags."""
+    return parser_of_one(__doc__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Publish with the arguments of the command line."""
-    return publish_one(sys.argv[1:], os.environ, __doc__)
+    return publish_one(argv, os.environ, __doc__)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from megatron.data.hub.retry import Backoff
 from megatron.data.tokenise.chunks import Fault
 from megatron.data.tokenise.flags import start_command
 from megatron.errors import UserError, cannot_write, run_cli
+from megatron.flags import Parser
 
 EXAMPLES = """
 examples:
@@ -50,9 +51,7 @@ KINDS = {
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, epilog=EXAMPLES)
     group = parser.add_argument_group("input")
     group.add_argument(
         "--dataset",

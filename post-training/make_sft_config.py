@@ -20,6 +20,7 @@ from megatron.data.tokens.manifest import check_tokenizer
 from megatron.data.tokens.token_files import TokenFiles
 from megatron.errors import UserError, cannot_write, run_cli
 from megatron.files import write_atomically
+from megatron.flags import Parser
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
 from megatron.neox_arguments.groups import GROUPS
@@ -48,9 +49,7 @@ SET_HERE = ("optimizer", "lr", "optimizer_type", "weight_decay", "betas", "eps",
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=__doc__, epilog=EXAMPLES)
     group = parser.add_argument_group("the model")
     group.add_argument(
         "--from", dest="base", required=True, metavar="DIR", help="`save` of a run, or a checkpoint in it"

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.errors import UserError, run_cli
 from megatron.files import json_lines
+from megatron.flags import Parser
 from megatron.inference.inputs import read_objects
 from megatron.inference.rewards import REWARDS, Rollout, judge_with
 from megatron.log import progress
@@ -32,7 +33,7 @@ Z = 1.959964  # of 95 %
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("answers", type=Path, help="what generate.py wrote for the prompts")
     parser.add_argument("against", type=Path, help="the same of the other model")
     parser.add_argument("--prompts", type=Path, required=True, help="the lines of JSON that both answered")

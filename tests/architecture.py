@@ -40,7 +40,7 @@ DEEPSPEED_ALLOWED = (
 # prepare_data.py: its default folder is $DATA_DIR, as in GPT-NeoX
 ENVIRON_ALLOWED = (
     r"megatron/training/setup\w*\.py",
-    r"megatron/(cluster|jobs)/.*",
+    r"megatron/(cluster|jobs|commands)/.*",
     r"(megatron/api|deepy|prepare_data)\.py",
 )
 PRINT_ALLOWED = (r"megatron/(errors|log)\.py", r"megatron/.*\b(\w+_)?cli\.py", r"(?!megatron/).*")

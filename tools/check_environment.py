@@ -8,7 +8,6 @@ Run it on a compute node to see its GPUs: sbatch slurm/run_on_compute.sbatch pyt
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
 import importlib.util
@@ -18,7 +17,7 @@ import shutil
 import site
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.errors import run_cli  # noqa: E402
 from megatron.files import write_atomically  # noqa: E402
+from megatron.flags import Parser  # noqa: E402
 
 ARCH_FILE = "deepy_gh200.pth"  # Python runs the `import` lines of such files of an environment at its start
 ARCH_LINE = "import os; os.environ.setdefault('TORCH_CUDA_ARCH_LIST', '9.0')\n"
@@ -193,11 +193,16 @@ def find_all(mend: bool) -> Iterator[Finding]:
     yield from check_optional()
 
 
-def main() -> int:
-    """Print the findings; 2 when one of them is wrong."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
     flags.add_argument("--mend", action="store_true", help="write the setting that old torch needs on GH200")
-    given = flags.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the findings; 2 when one of them is wrong."""
+    given = parser().parse_args(argv)
     wrong = 0
     for finding in find_all(given.mend):
         wrong += finding.grade == "wrong"

@@ -27,7 +27,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron import log
 from megatron.errors import DeepyError, UserError, run_cli
 from megatron.files import write_atomically
+from megatron.flags import Parser
 from megatron.log import ProgressBar
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.problems import UserErrors
@@ -63,9 +64,9 @@ class Row:
         return bool(self.loads) and self.trains is not False
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Try every file; the table goes to stdout."""
-    options = _parse(sys.argv[1:])
+    options = _parse(argv)
     log.configure()
     options.folder = options.folder.resolve()
     files = ConfigFiles(options.folder)
@@ -130,23 +131,28 @@ def _reasons(row: Row) -> list[str]:
     return [places.sub("", why.partition("\n")[0])[:160] for why in row.why]
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="its .yml and .yaml files, at any depth, are tried")
-    parser.add_argument("--no-train", dest="train", action="store_false", help="load and plan only (a few seconds)")
-    parser.add_argument("--jobs", type=int, default=1, help="files that are tried at once (default 1)")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds that one file may take (default 300)")
-    parser.add_argument("--json", type=Path, help="write all rows to this file, whole messages included, as they come")
-    parser.add_argument("--csv", type=Path, help="write the table to this file")
-    parser.add_argument("--resume", action="store_true", help="keep the rows of --json FILE, try only other files")
-    parser.add_argument("--logs", type=Path, help="keep what each try prints in this folder")
-    options = parser.parse_args(argv)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
+    flags.add_argument("folder", type=Path, help="its .yml and .yaml files, at any depth, are tried")
+    flags.add_argument("--no-train", dest="train", action="store_false", help="load and plan only (a few seconds)")
+    flags.add_argument("--jobs", type=int, default=1, help="files that are tried at once (default 1)")
+    flags.add_argument("--timeout", type=float, default=300, help="seconds that one file may take (default 300)")
+    flags.add_argument("--json", type=Path, help="write all rows to this file, whole messages included, as they come")
+    flags.add_argument("--csv", type=Path, help="write the table to this file")
+    flags.add_argument("--resume", action="store_true", help="keep the rows of --json FILE, try only other files")
+    flags.add_argument("--logs", type=Path, help="keep what each try prints in this folder")
+    return flags
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    options = parser().parse_args(argv)
     if not options.folder.is_dir():
-        parser.error(f"{options.folder}: no such folder")
+        raise UserError(f"{options.folder}: no such folder")
     if options.resume and options.json is None:
-        parser.error("--resume needs --json FILE: it holds what was tried")
+        raise UserError("--resume needs --json FILE: it holds what was tried")
     if options.jobs < 1:
-        parser.error("--jobs: at least 1")
+        raise UserError("--jobs: at least 1")
     return options
 
 

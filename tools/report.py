@@ -9,7 +9,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.errors import run_cli
-from megatron.monitor.report_cli import main
+from megatron.monitor.report_cli import main, parser
+
+__all__ = ["main", "parser"]
 
 if __name__ == "__main__":
-    run_cli(lambda: main(sys.argv[1:]))
+    run_cli(main)

@@ -6,7 +6,6 @@ python slurm/run_module.py megatron.cluster.node --node_rank=1 --resources=... -
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -22,12 +21,13 @@ from megatron.cluster.launchers import decode, parse_environment_file
 from megatron.cluster.local import LocalJob, rank_environment, run_local
 from megatron.cluster.status import stop_limits
 from megatron.errors import UserError, run_cli
+from megatron.flags import Parser
 from megatron.secrets import is_secret_variable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the ranks of this host and return their exit code."""
-    parser = argparse.ArgumentParser(prog="megatron.cluster.node", allow_abbrev=False, description=__doc__)
+    parser = Parser(prog="megatron.cluster.node", allow_abbrev=False, description=__doc__)
     parser.add_argument("--node_rank", type=int, required=True, help="this host's place in --resources")
     parser.add_argument("--resources", required=True, help="encoded {host: slots}")
     parser.add_argument("--master_addr", required=True, help="host of rank 0")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.checkpoint import layout
+from megatron.flags import Parser
 from megatron.log import configure, result
 from megatron.neox_arguments import plugin_key
 
@@ -21,11 +22,6 @@ PRECISIONS = {
     **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
     **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
 }
-
-
-def flags_for(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the command's own text."""
-    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_precision(flags: argparse.ArgumentParser, *names: str, auto: str = "as stored") -> None:
@@ -169,7 +165,7 @@ class Hub(Protocol):
 
 def run_olmo_export(description: str | None, hub: Hub, *, checkpoint: str, reference: str, precision: str) -> None:
     """The fork's export of OLMo models, under the names of flags that its commands have."""
-    flags = flags_for(description)
+    flags = Parser(description=description)
     flags.add_argument(checkpoint, dest="input_dir", required=True, help="a global_step<N> folder, or a save folder")
     flags.add_argument(reference, dest="reference", metavar="PATH_OR_ID", help="the published model it began from")
     add_export_flags(flags)

@@ -27,6 +27,7 @@ from megatron.cluster.profile import VARIABLE, ClusterProfile, find_profile, pro
 from megatron.cluster.slurm import OF_TRAINING, Slurm, SlurmError, count_gpus
 from megatron.errors import UserError, run_cli
 from megatron.files import write_atomically
+from megatron.flags import Parser
 from megatron.log import configure, get_logger, result
 
 logger = get_logger(__name__)
@@ -295,10 +296,9 @@ def _made(folder: Path, where: str) -> Path:
 
 
 def main() -> None:
-    flags = argparse.ArgumentParser(
+    flags = Parser(
         prog="python -m megatron.jobs.environment",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument("--cluster", metavar="NAME", help="the profile (default: DEEPY_CLUSTER, else detection)")
     flags.add_argument("--nccl", choices=("system", "wheel"), help="which NCCL to preload (default: the profile's)")

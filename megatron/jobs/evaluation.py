@@ -8,7 +8,6 @@ By hand, for a checkpoint that was not evaluated:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import subprocess
@@ -29,6 +28,7 @@ from megatron.checkpoint.lock import is_held
 from megatron.cluster.evaluation_jobs import FAILED, ROOT, SUBMITTED, Evaluation, Evaluations, environment_of_evaluation
 from megatron.data.tokens.cache_lock import hold_lock
 from megatron.errors import StopRequested, UserError, run_cli
+from megatron.flags import Parser
 from megatron.log import get_logger
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
@@ -45,10 +45,9 @@ _OVERRIDES = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Evaluate, unless there are results; record them, unless the run does. Returns the exit code of eval.py."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megatron.jobs.evaluation",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_folder", type=Path, help="the folder `save` of the run")
     parser.add_argument("step", type=int, help="the iteration of the checkpoint")

@@ -7,7 +7,6 @@ network it uses. Without GPUs the measurement is gloo's and there is no NCCL to 
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import os
@@ -24,6 +23,7 @@ from megatron.cluster.launch import node_address
 from megatron.cluster.launchers import RUN_MODULE, expand_nodelist
 from megatron.cluster.profile import ClusterProfile, Preflight
 from megatron.errors import LostRankError, StopRequested, UserError, run_cli
+from megatron.flags import Parser
 from megatron.jobs.environment import given_gpus, missing_symbol
 from megatron.log import get_logger
 from megatron.signals import STOP_SIGNALS
@@ -278,7 +278,7 @@ def version_text(code: int) -> str:
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m megatron.jobs.preflight", description=__doc__).parse_args()
+    Parser(prog="python -m megatron.jobs.preflight", description=__doc__).parse_args()
     import torch
     import torch.distributed as dist
 

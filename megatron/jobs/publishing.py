@@ -24,6 +24,7 @@ from megatron.checkpoint.find import Checkpoint, Listing, find_checkpoint, list_
 from megatron.cluster.profile import ClusterProfile, checkpoints_folder, find_profile, sbatch_flags
 from megatron.cluster.slurm import Slurm, SlurmError, environment_for_next, parse_time, submission
 from megatron.errors import DeepyError, MachineError, UserError, nearest, run_cli
+from megatron.flags import Parser
 from megatron.hub.names import read_names
 from megatron.hub.publish import RANDOM_DELAY, Options, Publication, check_experiments
 from megatron.hub.push import check_hub
@@ -44,14 +45,19 @@ CPUS = 4  # of a job: a conversion needs few, and small nodes have no more
 STAGGER = 30.0  # seconds between the uploads of jobs that get a delay
 
 
-def publish_one(arguments: Sequence[str], environment: Mapping[str, str], description: str | None) -> int:
-    """`upload_checkpoint.py`: publish one checkpoint."""
-    flags, _ = _flags(description, "upload_checkpoint.py")
+def parser_of_one(description: str | None) -> Parser:
+    """The flags of `upload_checkpoint.py`."""
+    flags, _ = _flags(description)
     flags.add_argument("experiment", metavar="EXPERIMENT_OR_FOLDER", help="a run's name or folder, or a checkpoint")
     flags.add_argument("step", nargs="?", metavar="STEP", help="of the checkpoint; default: the latest")
     flags.add_argument("org", nargs="?", metavar="ORG", help="owner on the Hub; default: you")
     flags.add_argument("--dry-run", action="store_true", help="print what would be uploaded where; needs no network")
-    given = flags.parse_intermixed_args(arguments)
+    return flags
+
+
+def publish_one(arguments: Sequence[str] | None, environment: Mapping[str, str], description: str | None) -> int:
+    """`upload_checkpoint.py`: publish one checkpoint."""
+    given = parser_of_one(description).parse_intermixed_args(arguments)
     if given.step is not None and not given.step.isdigit() and given.org is None:
         given.step, given.org = None, given.step
     if given.step is not None and not given.step.isdigit():
@@ -278,13 +284,11 @@ def _options(given: argparse.Namespace) -> Options:
     )
 
 
-def _flags(description: str | None, program: str) -> tuple[argparse.ArgumentParser, list[argparse.Action]]:
+def _flags(description: str | None, program: str | None = None) -> tuple[Parser, list[argparse.Action]]:
     """The flags that both commands have; second: those that a job is passed."""
     from megatron.convert.cli import add_precision, add_upload_flags
 
-    flags = argparse.ArgumentParser(
-        program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    flags = Parser(program, description=description)
     first = len(flags._actions)
     flags.add_argument(
         "--upload-delay",

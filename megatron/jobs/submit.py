@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.cluster.profile import list_profiles, sbatch_flags
-from megatron.convert.cli import flags_for
 from megatron.data.order.sources import named_paths
 from megatron.errors import UserError
+from megatron.flags import Parser
 from megatron.jobs.clusters import DEFAULT_KIND, Candidate, Wanted, ask_all, choose, find_candidates
 from megatron.jobs.overrides import adapt
 from megatron.jobs.sending import Job, send, submit
@@ -38,10 +38,10 @@ ROOT = Path(__file__).resolve().parents[2]
 _NAME = re.compile(r"\w[\w.+-]*")
 
 
-def main(arguments: Sequence[str], env: Mapping[str, str], root: Path = ROOT) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str], root: Path = ROOT) -> int:
     """The command line: returns 0, or raises `UserError` and `SlurmError`."""
     configure()
-    given, flags = _parse(arguments, env)
+    given, flags = _parse(argv, env)
     extra = [word for text in given.extra for word in _words(text)]
     if missing := [name for name in given.forward if not env.get(name)]:
         raise UserError(f"--forward {missing[0]}: this variable is not set here")
@@ -82,14 +82,11 @@ def main(arguments: Sequence[str], env: Mapping[str, str], root: Path = ROOT) ->
     return 0
 
 
-def _parse(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
-    """The flags, and what comes after `--`: flags for sbatch."""
-    own, flags = list(arguments), []
-    if "--" in own:
-        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
-    parser = flags_for(__doc__)
-    parser.usage = "%(prog)s -c CONFIG [CONFIG ...] -e EXPERIMENT [flags] [-- sbatch flags]"
-    add = parser.add_argument
+def parser() -> Parser:
+    """The command's own flags, without those for sbatch."""
+    flags = Parser(description=__doc__)
+    flags.usage = "%(prog)s -c CONFIG [CONFIG ...] -e EXPERIMENT [flags] [-- sbatch flags]"
+    add = flags.add_argument
     add("-c", "--config", nargs="+", required=True, metavar="CONFIG", help="config files, merged from left to right")
     add("-e", "--experiment", required=True, help="a name for the run: letters, digits, `.`, `_`, `+`, `-`")
     add("-x", "--extra", action="append", default=[], metavar="'KEY=VALUE ...'", help="values over those of the files")
@@ -101,10 +98,19 @@ def _parse(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[argparse.N
     forward = "set this variable for the job as it is here, such as WANDB_API_KEY (default: none; may be repeated)"
     add("--forward", action="append", default=[], metavar="VARIABLE", help=forward)
     ssh = "ssh config to read instead of your own (default: $DEEPY_SSH_CONFIG)"
-    add("--ssh-config", metavar="FILE", default=env.get("DEEPY_SSH_CONFIG"), help=ssh)
-    given = parser.parse_args(own)
+    add("--ssh-config", metavar="FILE", help=ssh)
+    return flags
+
+
+def _parse(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags, and what comes after `--`: flags for sbatch."""
+    own, flags = list(arguments), []
+    if "--" in own:
+        own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
+    given = parser().parse_args(own)
+    given.ssh_config = given.ssh_config or env.get("DEEPY_SSH_CONFIG")
     if not _NAME.fullmatch(given.experiment):
-        parser.error(f"-e {given.experiment!r}: a name has letters, digits, `.`, `_`, `+` and `-` only")
+        raise UserError(f"-e {given.experiment!r}: a name has letters, digits, `.`, `_`, `+` and `-` only")
     return given, flags
 
 

@@ -17,6 +17,7 @@ from rich.text import Text
 from megatron.cluster.profile import find_profile
 from megatron.cluster.slurm import Slurm
 from megatron.errors import UserError
+from megatron.flags import Parser
 from megatron.log import configure, get_logger
 from megatron.monitor.collect import Selection, View, has_slurm, look, select
 from megatron.monitor.rows import Row
@@ -47,8 +48,7 @@ failure, 4 can never start, 6 SLURM gave no answer for two minutes from the begi
 
 def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """The command; returns its exit code."""
-    flags = _flags()
-    given = flags.parse_args(argv)
+    given = parser().parse_args(argv)
     configure()
     slurm, me = Slurm(), getpass.getuser()
     if given.cluster or given.usage is not None:
@@ -71,8 +71,9 @@ def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     return 0
 
 
-def _flags() -> argparse.ArgumentParser:
-    flags = argparse.ArgumentParser(description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=_DESCRIPTION)
     flags.add_argument("what", nargs="*", metavar="JOB|FOLDER", help="numbers of jobs and run folders; default: all")
     flags.add_argument("--json", action="store_true", help="one JSON object instead of a table (slurm/README.md)")
     flags.add_argument(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.errors import UserError
 from megatron.files import write_atomically
+from megatron.flags import Parser
 from megatron.log import configure
 from megatron.monitor.folder import find_folders
 from megatron.monitor.history import read_history
@@ -24,9 +24,9 @@ over each other, with spikes and restarts. It is one file that opens without a n
 RUN is the folder that the run has as `save` (or `log_dir`); it may still be running."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit code."""
-    flags = argparse.ArgumentParser(description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=_DESCRIPTION)
     flags.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders, or folders that runs are below")
     flags.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: report.html in the first RUN")
     flags.add_argument(
@@ -36,7 +36,12 @@ def main(argv: Sequence[str]) -> int:
         metavar="PATTERN",
         help="metrics to show, such as 'runtime/*'; default: all, of those per parameter or task the first 16",
     )
-    given = flags.parse_args(argv)
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    given = parser().parse_args(argv)
     configure()
     folders = list(dict.fromkeys(folder for run in given.runs for folder in _folders(run)))
     page = build_page([read_history(folder) for folder in folders], given.metrics)

@@ -5,7 +5,6 @@ python -m megatron.neox_arguments.docs
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from megatron.errors import run_cli
 from megatron.files import write_atomically
+from megatron.flags import Parser
 from megatron.log import configure, get_logger
 from megatron.neox_arguments.callback_key import keys_of
 from megatron.neox_arguments.coerce import thaw, type_name
@@ -138,10 +138,9 @@ def documents() -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the documents into the folder given, each in one step."""
-    flags = argparse.ArgumentParser(
+    flags = Parser(
         prog="python -m megatron.neox_arguments.docs",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     flags.add_argument("folder", nargs="?", default="documentation", help="where to write (default: documentation)")
     folder = flags.parse_args(arguments).folder

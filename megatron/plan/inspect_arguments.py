@@ -6,9 +6,9 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from megatron.errors import UserError, nearest
+from megatron.flags import Parser
 
 USAGE = """\
 Look at data: what is in a dataset, what a run trains on, and when.
@@ -37,13 +37,6 @@ COMMANDS = ("documents", "sample", "steps")
 _OVERRIDE = re.compile(r"^(--)?[A-Za-z_][A-Za-z0-9_.\-]*=")
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse whose errors are `UserError`s."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message} (see {self.prog} --help)")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The arguments, with `command`; for the commands about a run also `conf` and `overrides`."""
     if not argv or argv[0] in ("-h", "--help"):
@@ -54,12 +47,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         raise UserError(
             f"inspect.py: {command!r} is no command; there are {', '.join(COMMANDS)}.{nearest(command, list(COMMANDS))}"
         )
-    parser = _Parser(
-        prog=f"inspect.py {command}",
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=_ABOUT[command],
-    )
+    parser = Parser(prog=f"inspect.py {command}", allow_abbrev=False, description=_ABOUT[command])
     overrides: list[str] = []
     if command == "documents":
         _of_documents(parser)

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from flags import positive
 
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {  # layers, hidden size, heads, width of the feed-forward
@@ -53,7 +54,7 @@ class Used:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--size", choices=SIZES, default="1.5B", help="parameters (default 1.5B)")
     parser.add_argument(
         "--architecture", choices=("llama", "neox"), default="llama", help="of the model (default llama)"

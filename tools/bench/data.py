@@ -31,6 +31,7 @@ from megatron.data.index_builders.shuffle import shuffle
 from megatron.data.packing import Segment
 from megatron.data.packing.packed import packed_index
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 Contender = tuple[str, Callable[[], object], float]  # name, call, share of the whole that it does
 
@@ -38,7 +39,7 @@ PARTS = ("index", "shuffle", "blend", "packings", "growth", "resume")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--documents", type=positive, default=1_000_000, help="of the corpus (default 1,000,000)")
     parser.add_argument("--tokens", type=positive, default=500_000_000, help="of the corpus (default 500,000,000)")
     parser.add_argument("--seq-length", type=positive, default=2048, help="tokens of a sample (default 2048)")

@@ -41,6 +41,7 @@ from gpu_models import MODELS, ROWS  # noqa: E402
 
 from megatron.errors import run_cli  # noqa: E402
 from megatron.files import write_atomically  # noqa: E402
+from megatron.flags import Parser  # noqa: E402
 
 ROW_LIMIT = 100  # seconds without output of a row until its process is killed
 GRACE = 40  # seconds that a row which has begun may take after --seconds
@@ -49,7 +50,7 @@ Result = dict[str, Any]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="only rows of these (default: all)")
     parser.add_argument("--rows", nargs="+", help="only rows of these names (default: all)")
     parser.add_argument("--seconds", type=float, default=300, help="start no row after this time (default 300)")

@@ -25,13 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from flags import positive
 
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 VOCAB = 8192
 TASKS = ("train", "prefill", "decode")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--kind", nargs="+", choices=["mamba", "mamba2"], default=["mamba", "mamba2"], help="(default: both)"
     )

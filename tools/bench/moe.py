@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from flags import positive
 
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ Step = Callable[[], None]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="(default: all)")
     parser.add_argument(
         "--precision", nargs="+", choices=["fp32", "bfloat16"], default=["fp32", "bfloat16"], help="(default: both)"

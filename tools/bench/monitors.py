@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flags import positive
 
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 VOCAB, TURN, WARM_UP = 4096, 5, 2  # steps of a turn, turns that do not count
 MODEL: dict[str, Any] = {
@@ -56,7 +57,7 @@ MONITORS["all"] = {key: value for keys in MONITORS.values() for key, value in ke
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--monitors", nargs="+", choices=list(MONITORS), default=["all"], help="(default: all)")
     parser.add_argument("--steps", type=positive, default=100, help="of each run, after ten more (default 100)")
     parser.add_argument("--batch", type=positive, default=4, help="sequences of 256 tokens of a step (default 4)")

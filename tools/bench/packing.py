@@ -28,6 +28,7 @@ from flags import positive
 
 from megatron.data.packing import PACKINGS
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 # Name: (median length, sigma of its logarithm).
 LIKE = {"chat": (400, 0.9), "web": (500, 1.3)}
@@ -46,7 +47,7 @@ class Lengths:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--documents", type=positive, default=1_000_000, help="for padding and building (default 1,000,000)"
     )

@@ -40,6 +40,7 @@ from train_step import HEADS, HIDDEN, LAYERS, VOCAB, alone, prepare, ratio
 from trl_steps import LR, WIDTH, Step, trl_dpo, trl_grpo
 
 from megatron.errors import UserError, run_cli
+from megatron.flags import Parser
 
 PAIRS = 2
 PROMPTS, EACH, ASKED, WRITTEN = 4, 4, 32, 64
@@ -47,7 +48,7 @@ END = "<end>"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="(default: both)")
     parser.add_argument("--engine", choices=["deepspeed", "native"], default="deepspeed", help="(default deepspeed)")
     parser.add_argument("--rounds", type=positive, default=7, help="steps of each (default 7, after a warm-up)")

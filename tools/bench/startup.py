@@ -32,6 +32,7 @@ from flags import positive
 
 from megatron.cluster.devices import reserve_port
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +55,7 @@ engine.step()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", type=positive, default=1, help="processes, on CPUs (default 1)")
     parser.add_argument("--rounds", type=positive, default=5, help="turns of each (default 5, after one warm-up)")
     parser.add_argument("--config", default="configs/tiny.yml", help="of the run (default configs/tiny.yml)")

@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from flags import positive
 
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +57,7 @@ class Cost:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--corpus", type=Path, help="jsonl with texts under 'text' (written when --folder is given)")
     parser.add_argument("--folder", type=Path, help="make the corpus from the documentation in this folder")
     parser.add_argument("--vocab-file", help="GPT-2's encoder.json")

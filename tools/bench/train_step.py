@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from flags import positive
 
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 if TYPE_CHECKING:
     from megatron.training.setup import Process
@@ -50,7 +51,7 @@ Step = Callable[[], None]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--precision", nargs="+", choices=["fp32", "bfloat16"], default=["fp32", "bfloat16"], help="(default: both)"
     )

@@ -12,23 +12,30 @@ have different layouts; they must be of one architecture. Adapters are merged in
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_precision, flags_for
+from megatron.convert.cli import add_precision
 from megatron.errors import run_cli
+from megatron.flags import Parser
 from megatron.log import configure, result
 
 
-def main() -> int:
-    """Average, and print the folder that was made."""
-    flags = flags_for(__doc__)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
     flags.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="global_step<N> folders, two or more")
     flags.add_argument("--output_dir", "--output-dir", required=True, help="the save folder to make, or to add to")
     add_precision(flags, "--precision", auto="that of the checkpoint with the highest step")
     flags.add_argument("--overwrite", action="store_true", help="replace a checkpoint of that step in --output_dir")
-    given = flags.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Average, and print the folder that was made."""
+    given = parser().parse_args(argv)
     configure()
     from megatron.convert.average import average  # after the flags: torch takes seconds to import
 

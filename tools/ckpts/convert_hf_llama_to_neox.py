@@ -8,19 +8,20 @@ family.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_precision, add_safety, flags_for, run_import
+from megatron.convert.cli import add_precision, add_safety, run_import
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 
-def main() -> int:
-    """Convert with GPT-NeoX's flags."""
-    flags = flags_for(__doc__)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
     flags.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks to split the files for")
     flags.add_argument("--pp", type=int, default=0, help="pipe_parallel_size of the config file")
     flags.add_argument("--model", dest="hf_model", required=True, metavar="PATH_OR_ID", help="a folder, or a Hub model")
@@ -29,7 +30,12 @@ def main() -> int:
     flags.add_argument("--iteration", type=int, default=0, help="the step in the checkpoint's name")
     add_precision(flags)
     add_safety(flags, "an existing iteration")
-    given: argparse.Namespace = flags.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert with GPT-NeoX's flags."""
+    given = parser().parse_args(argv)
     run_import(given, pp=given.pp, precision=given.precision, families=("llama", "mistral"))
     return 0
 

@@ -23,22 +23,24 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import yaml
 
-from megatron.convert.cli import add_precision, add_safety, flags_for, run_import
+from megatron.convert.cli import add_precision, add_safety, run_import
 from megatron.errors import UserError, run_cli
+from megatron.flags import Parser
 from megatron.neox_arguments import NeoXArgs
 
 EXAMPLE = "EleutherAI/pythia-70m-v0", "step143000", "checkpoints/neox_converted/pythia/70m"
 
 
-def main() -> int:
-    """Convert with GPT-NeoX's flags."""
-    flags = flags_for(__doc__)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
     flags.add_argument("--hf-model-name", metavar="NAME", help="an EleutherAI model on the Hub: pythia-70m")
     flags.add_argument("--hf-model", metavar="PATH_OR_ID", help="instead: a folder, or any model of the Hub")
     flags.add_argument("--revision", help="a step (143000), branch, tag or commit on the Hub; default: main")
@@ -55,7 +57,12 @@ def main() -> int:
     add_precision(flags)
     add_safety(flags, "an existing iteration")
     flags.add_argument("--resolved", help=argparse.SUPPRESS)  # the launcher's: the merged config
-    given = flags.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert with GPT-NeoX's flags."""
+    given = parser().parse_args(argv)
     if given.resolved:
         return convert_as_rank(given) if os.environ.get("RANK", "0") == "0" else 0
     if (given.hf_model is None) == (given.hf_model_name is None):

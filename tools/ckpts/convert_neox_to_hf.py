@@ -12,18 +12,20 @@ python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/global_step100 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_export_flags, add_precision, begin, flags_for, run_export
+from megatron.convert.cli import add_export_flags, add_precision, begin, run_export
 from megatron.errors import run_cli
+from megatron.flags import Parser
 from megatron.hub import push
 
 
-def main() -> int:
-    """Convert and print what was made."""
-    flags = flags_for(__doc__)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
     flags.add_argument("--input_dir", required=True, help="a global_step<N> folder, or a save folder (its latest)")
     add_export_flags(flags)
     add_precision(flags, "--precision", auto="as trained")
@@ -36,7 +38,12 @@ def main() -> int:
         help="neox, llama, mistral, qwen3, ... (a wrong name lists all); default: the first that can express the model",
     )
     flags.add_argument("--check-only", action="store_true", help="compare with an --output_dir that exists; no writing")
-    given = flags.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert and print what was made."""
+    given = parser().parse_args(argv)
     if given.check_only:
         begin(given)
         from megatron.convert.hf.check import check_pair  # after the flags: torch takes seconds to import

@@ -10,18 +10,20 @@ adapters were trained on. To merge them into it instead: tools/ckpts/convert_neo
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_config_files, add_precision, begin, flags_for
+from megatron.convert.cli import add_config_files, add_precision, begin
 from megatron.errors import run_cli
+from megatron.flags import Parser
 from megatron.log import result
 
 
-def main() -> int:
-    """Convert and print what was made."""
-    flags = flags_for(__doc__)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
     flags.add_argument("--input_dir", required=True, help="a global_step<N> folder, or a save folder (its latest)")
     flags.add_argument("--output_dir", required=True, help="the folder to make")
     flags.add_argument("--iteration", type=int, help="which checkpoint of a save folder; default: its latest")
@@ -33,7 +35,12 @@ def main() -> int:
     flags.add_argument("--overwrite", action="store_true", help="replace an earlier export in --output_dir")
     add_precision(flags, "--precision", auto="as trained")
     add_config_files(flags)
-    given = flags.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert and print what was made."""
+    given = parser().parse_args(argv)
     begin(given)
     from megatron.convert.hf.peft import export_adapters  # after the flags: torch takes seconds to import
 

@@ -11,17 +11,19 @@ written. What these files cannot express is refused by name.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_config_files, add_precision, add_safety, begin, flags_for, report
+from megatron.convert.cli import add_config_files, add_precision, add_safety, begin, report
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 
-def main() -> int:
-    """Convert with flags named as in the other direction."""
-    flags = flags_for(__doc__)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
     flags.add_argument("--input_dir", required=True, help="a global_step<N> folder, or a save folder")
     flags.add_argument("--output_dir", required=True, help="the folder to make")
     flags.add_argument("--num_output_shards", type=int, default=1, help="model-parallel ranks to split the files for")
@@ -29,7 +31,12 @@ def main() -> int:
     add_config_files(flags)
     add_precision(flags, auto="as trained")
     add_safety(flags, "an earlier export in --output_dir")
-    given = flags.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert with flags named as in the other direction."""
+    given = parser().parse_args(argv)
     begin(given)
     from megatron.convert.raw.export_raw import export_raw  # after the flags: torch takes seconds to import
 

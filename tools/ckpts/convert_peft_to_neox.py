@@ -9,18 +9,19 @@ trains them on takes it with load and finetune: true and the keys lora_* that it
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import flags_for
 from megatron.errors import run_cli
+from megatron.flags import Parser
 from megatron.log import configure, result
 
 
-def main() -> int:
-    """Convert and print what was made."""
-    flags = flags_for(__doc__)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
     flags.add_argument("--adapter", required=True, help="folder with adapter_config.json and adapter_model.safetensors")
     flags.add_argument(
         "--base", required=True, help="checkpoint of the base: a global_step<N> folder, or a save folder"
@@ -28,7 +29,12 @@ def main() -> int:
     flags.add_argument("--output-dir", required=True, help="the folder to make")
     flags.add_argument("--iteration", type=int, default=0, help="the step in the checkpoint's name")
     flags.add_argument("--overwrite", action="store_true", help="replace an existing iteration")
-    given = flags.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert and print what was made."""
+    given = parser().parse_args(argv)
     configure()
     from megatron.convert.hf.peft import import_adapters  # after the flags: torch takes seconds to import
 

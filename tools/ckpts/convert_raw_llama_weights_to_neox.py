@@ -10,18 +10,20 @@ compared with those of the published formulas on the files themselves; when they
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_precision, add_safety, flags_for, report
+from megatron.convert.cli import add_precision, add_safety, report
 from megatron.errors import run_cli
+from megatron.flags import Parser
 from megatron.log import configure
 
 
-def main() -> int:
-    """Convert with GPT-NeoX's flags, and ours."""
-    flags = flags_for(__doc__)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
     flags.add_argument(
         "--input_dir", required=True, help="a folder with params.json, or with one of --model_size in it"
     )
@@ -40,7 +42,12 @@ def main() -> int:
     flags.add_argument("--max_position_embeddings", type=int, metavar="N", help="default: that of the release")
     add_precision(flags)
     add_safety(flags, "an existing iteration")
-    given = flags.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert with GPT-NeoX's flags, and ours."""
+    given = parser().parse_args(argv)
     configure()
     from megatron.convert.raw.import_raw import import_raw  # after the flags: torch takes seconds to import
 

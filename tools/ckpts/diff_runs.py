@@ -12,27 +12,28 @@ Exit code 0: everything that both have is equal. Exit code 2: it is not, and the
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import log
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The two runs."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     flags.add_argument("one", metavar="A", type=Path, help="the save folder of a run")
     flags.add_argument("other", metavar="B", type=Path, help="the save folder of another run")
     return flags
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print what was found."""
-    given = parser().parse_args()
+    given = parser().parse_args(argv)
     log.configure()
     from megatron.checkpoint.diff_runs import diff_runs  # after the flags: torch takes seconds to import
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import code
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,14 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.convert.cli import add_config_files, begin
 from megatron.errors import UserError, run_cli
+from megatron.flags import Parser
 
 if TYPE_CHECKING:
     from megatron.convert.pairs import Place
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """GPT-NeoX's flags and ours; a folder by position or as `--checkpoint-path`."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     flags.add_argument(
         "folder", nargs="?", help="a global_step<N>, save or Hugging Face folder, or one torch file; two with -c: A,B"
     )
@@ -73,9 +74,9 @@ def places(given: argparse.Namespace) -> list[Place]:
     return [Place(path, key, given.iteration) for path, key in paths]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Print lines, then the prompt if it is wanted."""
-    given = parser().parse_args()
+    given = parser().parse_args(argv)
     begin(given)
     found = places(given)
     opened: list[object] = []

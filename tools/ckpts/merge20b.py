@@ -11,19 +11,21 @@ for bit.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_config_files, add_precision, begin, flags_for
+from megatron.convert.cli import add_config_files, add_precision, begin
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 CONFIG_OF_20B = Path(__file__).resolve().parents[2] / "configs" / "20B.yml"
 
 
-def main() -> int:
-    """Rewrite with GPT-NeoX's flags, and ours."""
-    flags = flags_for(__doc__)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
     flags.add_argument("--input_dir", required=True, help="a global_step<N> folder, or a save folder")
     flags.add_argument("--output_dir", required=True, help="a save folder: global_step<N> is made in it")
     flags.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks to split the files for")
@@ -31,7 +33,12 @@ def main() -> int:
     add_config_files(flags, " or 20B.yml")
     add_precision(flags)
     flags.add_argument("--overwrite", action="store_true", help="replace an existing step")
-    given = flags.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite with GPT-NeoX's flags, and ours."""
+    given = parser().parse_args(argv)
     begin(given)
     from megatron.convert.neox.rewrite import rewrite  # after the flags: torch takes seconds to import
 

@@ -10,24 +10,31 @@ with the files. The token is that of `hf auth login`, or of the environment vari
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_upload_flags, flags_for
+from megatron.convert.cli import add_upload_flags
 from megatron.errors import UserError, run_cli
+from megatron.flags import Parser
 from megatron.hub.push import check_hub, push_folder, retry_of
 from megatron.log import configure, result
 
 
-def main() -> int:
-    """Upload with GPT-NeoX's three arguments."""
-    flags = flags_for(__doc__)
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
     flags.add_argument("folder", help="what convert_neox_to_hf.py made, or any folder")
     flags.add_argument("repo", help="name or owner/name")
     flags.add_argument("branch", nargs="?", default=None, help="default: main")
     add_upload_flags(flags)
-    given = flags.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Upload with GPT-NeoX's three arguments."""
+    given = parser().parse_args(argv)
     configure()
     folder = Path(given.folder)
     if not folder.is_dir() or not any(folder.iterdir()):

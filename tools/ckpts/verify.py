@@ -11,19 +11,20 @@ they do not, and the first part of the network whose output differs is named.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.convert.cli import add_config_files, begin
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Two places, in any order."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     what = "a global_step<N> folder, a save folder, a Hugging Face folder, or a model of the Hub"
     flags.add_argument("one", metavar="A", help=what)
     flags.add_argument("other", metavar="B", help="the model to compare with: any of these kinds")
@@ -33,9 +34,9 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print the difference."""
-    given = parser().parse_args()
+    given = parser().parse_args(argv)
     begin(given)
     from megatron.convert.pairs import Place  # after the flags: torch takes seconds to import
     from megatron.convert.verify import verify

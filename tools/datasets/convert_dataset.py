@@ -8,8 +8,8 @@ Documents are not changed. (Training reads all of them without conversion: give 
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +21,24 @@ from megatron.data.tokens.cache import IndexCaches
 from megatron.data.tokens.convert import convert
 from megatron.data.tokens.token_files import TokenFiles
 from megatron.errors import run_cli
+from megatron.flags import Parser
 
 
-def main() -> None:
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
+    flags.add_argument("--input", required=True, metavar="PATH", help="prefix, .npy file, or a glob (joined)")
+    flags.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the result without suffix")
+    flags.add_argument("--dtype", choices=("uint16", "int32"), help="type of a stored token (default: unchanged)")
+    flags.add_argument("--npy-eod", type=int, metavar="ID", help="the id that ends a document in .npy files")
+    flags.add_argument("--npy-dtype", metavar="TYPE", help="type of the ids in .npy files without header")
+    flags.add_argument("--data-cache-path", metavar="DIR", help="cache of the document borders of .npy files")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """One input, one output."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", required=True, metavar="PATH", help="prefix, .npy file, or a glob (joined)")
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the result without suffix")
-    parser.add_argument("--dtype", choices=("uint16", "int32"), help="type of a stored token (default: unchanged)")
-    parser.add_argument("--npy-eod", type=int, metavar="ID", help="the id that ends a document in .npy files")
-    parser.add_argument("--npy-dtype", metavar="TYPE", help="type of the ids in .npy files without header")
-    parser.add_argument("--data-cache-path", metavar="DIR", help="cache of the document borders of .npy files")
-    args = parser.parse_args()
+    args = parser().parse_args(argv)
     log.configure()
     data = TokenFiles(args.npy_eod, args.npy_dtype, IndexCaches(args.data_cache_path)).open(args.input)
     dtype = np.dtype(args.dtype) if args.dtype else None

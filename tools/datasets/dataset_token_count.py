@@ -9,11 +9,10 @@ Reads only the index files.
 
 from __future__ import annotations
 
-import argparse
 import glob
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.prefixes import exists
 from megatron.errors import UserError, run_cli
+from megatron.flags import Parser
 
 COUNTS = ("tokens", "documents", "bytes")
 
@@ -51,12 +51,17 @@ def count(prefix: str) -> dict[str, str | int]:
     }
 
 
-def main() -> None:
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
+    flags.add_argument("paths", nargs="+", metavar="PATH", help="prefix (with or without .bin/.idx), folder or glob")
+    flags.add_argument("--json", action="store_true", help="print one JSON object")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """A line per dataset, or one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="prefix (with or without .bin/.idx), folder or glob")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args()
+    args = parser().parse_args(argv)
     rows = [count(prefix) for path in args.paths for prefix in datasets_of(path)]
     total = {name: sum(int(row[name]) for row in rows) for name in COUNTS}
     if args.json:

@@ -19,8 +19,8 @@ tokenizers, options or types are refused. A dataset that is named twice (`--inpu
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -30,23 +30,29 @@ from megatron.data.tokenise.flags import start_command
 from megatron.data.tokens.merge import merge_groups
 from megatron.data.tokens.merge_inputs import find_groups
 from megatron.errors import run_cli
+from megatron.flags import Parser
 from megatron.log import ProgressBar
 
 
-def main() -> None:
-    """GPT-NeoX's flags."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
+    flags.add_argument(
         "--input", required=True, nargs="+", metavar="DIR", help="folder with the datasets to join; prefixes or globs"
     )
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the result without suffix")
-    parser.add_argument(
+    flags.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the result without suffix")
+    flags.add_argument(
         "--shuffle",
         type=int,
         metavar="SEED",
         help="documents in an order of chance, the same for the same seed and texts, however they were divided",
     )
-    args = parser.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """GPT-NeoX's flags."""
+    args = parser().parse_args(argv)
     logger = start_command("merge_datasets")
     groups = find_groups(args.input, args.output_prefix)
     check_writable(args.output_prefix)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -15,6 +15,7 @@ from megatron.data.hub.pipeline import PrepareOptions, output_name, prepare_hf_d
 from megatron.data.hub.records import Request
 from megatron.data.tokenise.flags import start_command
 from megatron.errors import UserError, run_cli
+from megatron.flags import Parser
 
 EXAMPLES = """
 examples:
@@ -35,19 +36,17 @@ output:  <output-base>/<dataset>[_<subset>]_<split>/ with dataset.jsonl, pipelin
 """
 
 
-def parse_args() -> PrepareOptions:
+def parser() -> Parser:
     """The flags of GPT-NeoX's fork, `--revision`, `--chat-template` and `--skip-bad-lines`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    group = parser.add_argument_group("data")
+    flags = Parser(description=__doc__, epilog=EXAMPLES)
+    group = flags.add_argument_group("data")
     group.add_argument("--dataset", required=True, metavar="NAME", help="name on the Hub, local file, glob or folder")
     group.add_argument("--subset", metavar="NAME", help="subset (configuration) of the dataset")
     group.add_argument("--split", default="train", help="split, also a slice such as 'train[:1000]' (default: train)")
     group.add_argument("--data-files", metavar="A[,B...]", help="local files or globs, or files inside the dataset")
     group.add_argument("--data-dir", metavar="DIR", help="folder inside the dataset")
     group.add_argument("--revision", metavar="REV", help="branch, tag or commit on the Hub")
-    group = parser.add_argument_group("columns")
+    group = flags.add_argument_group("columns")
     group.add_argument("--text-column", metavar="NAME", help="column of texts or chats (default: text, else messages)")
     group.add_argument(
         "--join-columns", metavar="A,B", help="make one text of these columns, a blank line between them"
@@ -55,7 +54,7 @@ def parse_args() -> PrepareOptions:
     group.add_argument("--midtrain-chat-messages", action="store_true", help="chats become contents without roles")
     group.add_argument("--skip-chat-template", action="store_true", help="chats become the list of messages as text")
     group.add_argument("--skip-bad-lines", action="store_true", help="leave out and count unusable records")
-    group = parser.add_argument_group("tokenizer")
+    group = flags.add_argument_group("tokenizer")
     group.add_argument("--vocab-file", metavar="PATH", help="tokenizer.json or a folder with one")
     group.add_argument(
         "--hf-tokenizer",
@@ -64,14 +63,14 @@ def parse_args() -> PrepareOptions:
         f"{DEFAULT_TOKENIZER})",
     )
     group.add_argument("--chat-template", metavar="X", help="Jinja file, or the name of a template of the tokenizer")
-    group = parser.add_argument_group("stages")
+    group = flags.add_argument_group("stages")
     group.add_argument("--skip-count", action="store_true", help="do not count tokens first")
     group.add_argument("--skip-tokenize", action="store_true", help="stop after dataset.jsonl")
     group.add_argument("--count-only", action="store_true", help="only count, write nothing")
-    group = parser.add_argument_group("output")
+    group = flags.add_argument_group("output")
     group.add_argument("--output-dir", metavar="DIR", help="folder to write (default: named after the dataset)")
     group.add_argument("--output-base", metavar="DIR", default="data", help="where that folder goes (default: data)")
-    group = parser.add_argument_group("running")
+    group = flags.add_argument_group("running")
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores = min(16, usable)  # 16 is the fork's
     group.add_argument("--num-proc", type=int, default=cores, metavar="N", help=f"processes (default here: {cores})")
@@ -80,7 +79,12 @@ def parse_args() -> PrepareOptions:
         "--tokenize-workers", type=int, metavar="N", help="processes that tokenise (default: --num-proc)"
     )
     group.add_argument("--download-workers", type=int, metavar="N", help="downloads at a time (default: --num-proc)")
-    args = parser.parse_args()
+    return flags
+
+
+def parse_args(argv: Sequence[str] | None) -> PrepareOptions:
+    """The flags given, as options. Raises `UserError` for impossible values."""
+    args = parser().parse_args(argv)
     for name in ("num_proc", "batch_size", "tokenize_workers", "download_workers"):
         if getattr(args, name) is None:
             setattr(args, name, args.num_proc)
@@ -94,10 +98,10 @@ def parse_args() -> PrepareOptions:
     return PrepareOptions(**given | {"request": request, "output_dir": folder, "join_columns": joined})
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the stages; print the counts and the lines for the run's YAML."""
     start_command("prepare_hf_dataset")
-    options = parse_args()
+    options = parse_args(argv)
     results = prepare_hf_dataset(options)
     if results.get("token_count") is not None:
         trained = f", {results['trained_tokens']} of them trained" if results["is_messages"] else ""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -14,8 +14,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 from megatron.data.tokenise.command import tokenise_files, tokenise_shuffled, write_metadata
 from megatron.data.tokenise.flags import command_options, parse_texts, start_command, text_parser
 from megatron.data.tokenise.inputs import find_inputs
-from megatron.data.tokenise.texts import EncodeOptions, TextEncoder, sample_of_files
+from megatron.data.tokenise.texts import TextEncoder, sample_of_files
 from megatron.errors import run_cli
+from megatron.flags import Parser
 from megatron.tokenizer import ENCODERS, choose_encoder, create_tokenizer
 
 EXAMPLES = """
@@ -48,29 +49,29 @@ guide:   documentation/tokenizing.md
 """
 
 
-def parse_args() -> tuple[argparse.Namespace, EncodeOptions]:
+def parser() -> Parser:
     """The flags of all tools over texts, and `--encoder`."""
-    parser = text_parser(__doc__, EXAMPLES)
-    parser.tokenizer.add_argument(
+    flags = text_parser(__doc__, EXAMPLES)
+    flags.tokenizer.add_argument(
         "--encoder",
         default="auto",
         choices=ENCODERS,
         help="library that encodes: the fastest that gives the same ids as tokenizers (auto), or this one, which must "
         "give the same ids",
     )
-    parser.whole.add_argument(
+    flags.whole.add_argument(
         "--shuffle",
         type=int,
         metavar="SEED",
         help="write the documents in an order of chance, the same for the same seed and texts: GPT-NeoX's split takes "
         "the last ones for validation",
     )
-    return parse_texts(parser.whole)
+    return flags.whole
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Check everything, then tokenise."""
-    args, texts = parse_args()
+    args, texts = parse_texts(parser(), argv)
     logger = start_command("preprocess_data")
     options = command_options(args, os.environ)
     paths = find_inputs(args.input)

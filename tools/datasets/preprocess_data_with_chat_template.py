@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from logging import Logger
 from pathlib import Path
@@ -25,6 +26,7 @@ from megatron.data.tokenise.inputs import find_inputs
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.view.decode import bracket_trained
 from megatron.errors import UserError, run_cli
+from megatron.flags import Parser
 
 EXAMPLES = """
 examples:
@@ -56,12 +58,10 @@ guide:   documentation/chat_data.md
 SHOWN = 2000  # tokens of the first chat
 
 
-def parse_args() -> argparse.Namespace:
+def parser() -> Parser:
     """GPT-NeoX's flags, and those for other shapes of data."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    group = parser.add_argument_group("input")
+    flags = Parser(description=__doc__, epilog=EXAMPLES)
+    group = flags.add_argument_group("input")
     group.add_argument("--input", required=True, nargs="+", metavar="A[,B...]", help="files, lists, globs or folders")
     group.add_argument(
         "--jsonl-keys", nargs="+", metavar="KEY", help="columns with chats (default: found in the first record)"
@@ -81,7 +81,7 @@ def parse_args() -> argparse.Namespace:
         default="drop",
         help="longer chats: leave their record out, cut off their end, or stop (drop)",
     )
-    group = parser.add_argument_group("what is trained")
+    group = flags.add_argument_group("what is trained")
     group.add_argument(
         "--generation-role",
         nargs="+",
@@ -95,7 +95,7 @@ def parse_args() -> argparse.Namespace:
     group.add_argument(
         "--continue-final-message", action="store_true", help="leave the last message open: without an end of turn"
     )
-    group = parser.add_argument_group("tokenizer")
+    group = flags.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-path", required=True, metavar="PATH", help="Hugging Face folder, or a Hub name")
     group.add_argument("--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's own)")
     group.add_argument(
@@ -105,8 +105,13 @@ def parse_args() -> argparse.Namespace:
         "--parse-tool-arguments", action="store_true", help="parse arguments of tool calls that are JSON text"
     )
     group.add_argument("--ftfy", action="store_true", help="repair broken Unicode with ftfy first")
-    add_output_arguments(parser)
-    args = parser.parse_args()
+    add_output_arguments(flags)
+    return flags
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags given. Raises `UserError` for impossible values."""
+    args = parser().parse_args(argv)
     check_output(args)
     if args.max_length is not None and args.max_length < 1:
         raise UserError(f"--max-length {args.max_length}: give at least 1")
@@ -173,9 +178,9 @@ def report(result: Result, encoder: ChatEncoder, logger: Logger) -> None:
         print(trained_share(prefix, labels))
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Check everything, then tokenise."""
-    args = parse_args()
+    args = parse_args(argv)
     logger = start_command("preprocess_data_with_chat_template")
     job = command_options(args, os.environ)
     paths = find_inputs(args.input)

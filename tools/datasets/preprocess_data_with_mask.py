@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from logging import Logger
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from megatron.data.tokenise.masked_texts import Delimiter, MaskedTextEncoder
 from megatron.data.tokenise.texts import EncodeOptions
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import UserError, run_cli
+from megatron.flags import Parser
 from megatron.tokenizer import create_tokenizer
 
 EXAMPLES = """
@@ -40,18 +42,23 @@ guide:   documentation/chat_data.md
 """
 
 
-def parse_args() -> tuple[argparse.Namespace, EncodeOptions]:
+def parser() -> Parser:
     """The flags of all tools over texts, `--mask-before-token` and `--skip-unmatched`."""
-    parser = text_parser(__doc__, EXAMPLES)
-    parser.input.add_argument(
+    flags = text_parser(__doc__, EXAMPLES)
+    flags.input.add_argument(
         "--mask-before-token",
         metavar="A,B,C",
         help="consecutive token ids, or a string: only what follows its first occurrence is trained",
     )
-    parser.input.add_argument(
+    flags.input.add_argument(
         "--skip-unmatched", action="store_true", help="leave out texts without it (default: train them whole)"
     )
-    args, texts = parse_texts(parser.whole)
+    return flags.whole
+
+
+def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, EncodeOptions]:
+    """The flags given, and the options for texts among them. Raises `UserError` for flags that do not go together."""
+    args, texts = parse_texts(parser(), argv)
     if taken := [key for key in texts.keys if f"{key}_label" in texts.keys]:
         named = " ".join(texts.keys)
         raise UserError(f"--jsonl-keys {named}: {taken[0]}_label is also the name of the labels of {taken[0]}")
@@ -79,9 +86,9 @@ def report(result: Result, delimiter: Delimiter, logger: Logger) -> None:
         logger.warning("--mask-before-token is not given: every token is trained")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Check everything, then tokenise."""
-    args, texts = parse_args()
+    args, texts = parse_args(argv)
     logger = start_command("preprocess_data_with_mask")
     job = command_options(args, os.environ)
     paths = find_inputs(args.input)

@@ -9,10 +9,9 @@ writes the folder `tokenizer`, which `--tokenizer-type HFTokenizer --vocab-file 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -23,6 +22,7 @@ from megatron.data.tokenise.encode import Tally
 from megatron.data.tokenise.formats import read_chunks
 from megatron.data.tokenise.inputs import find_inputs
 from megatron.errors import UserError, run_cli
+from megatron.flags import Parser
 from megatron.log import ProgressBar
 from megatron.tokenizer.train import NORMALIZERS, train_bpe, write_companions
 
@@ -41,10 +41,10 @@ def texts(paths: list[Path], key: str, skip_bad: bool, progress: ProgressBar) ->
     tally.log_left_out()
 
 
-def main() -> None:
-    """GPT-NeoX's flags, and more."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
+    add = flags.add_argument
     add("--json_input_dir", "--json-input-dir", required=True, nargs="+", metavar="PATH", help="folder, files or globs")
     add(
         *("--tokenizer_output_path", "--tokenizer-output-path"),
@@ -70,7 +70,12 @@ def main() -> None:
     )
     add("--max-docs", type=int, metavar="N", help="train on the first N documents only (default: all)")
     add("--skip-bad-lines", action="store_true", help="leave out and count unusable records")
-    args = parser.parse_args()
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """GPT-NeoX's flags, and more."""
+    args = parser().parse_args(argv)
     log.configure()
     paths = find_inputs(args.json_input_dir)
     output = Path(args.tokenizer_output_path)

@@ -9,8 +9,8 @@ Prints a line per dataset and per fault. Exit code 0: all are intact, 2: one is 
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -20,18 +20,24 @@ from megatron.data.tokens.cache import IndexCaches
 from megatron.data.tokens.token_files import TokenFiles
 from megatron.data.tokens.verify import verify_path
 from megatron.errors import UserError, run_cli
+from megatron.flags import Parser
 
 
-def main() -> None:
+def parser() -> Parser:
+    """The command's flags."""
+    flags = Parser(description=__doc__)
+    flags.add_argument("paths", nargs="+", metavar="PATH", help="prefix of a dataset, a .npy file, or a glob")
+    flags.add_argument("--full", action="store_true", help="check every token and label, not a sample")
+    flags.add_argument("--vocab-size", type=int, metavar="N", help="ids must be below N (default: from the manifest)")
+    flags.add_argument("--npy-eod", type=int, metavar="ID", help="the id that ends a document in .npy files")
+    flags.add_argument("--npy-dtype", metavar="TYPE", help="type of the ids in .npy files without header")
+    flags.add_argument("--data-cache-path", metavar="DIR", help="cache of the document borders of .npy files")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Check every path and print all faults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", metavar="PATH", help="prefix of a dataset, a .npy file, or a glob")
-    parser.add_argument("--full", action="store_true", help="check every token and label, not a sample")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="ids must be below N (default: from the manifest)")
-    parser.add_argument("--npy-eod", type=int, metavar="ID", help="the id that ends a document in .npy files")
-    parser.add_argument("--npy-dtype", metavar="TYPE", help="type of the ids in .npy files without header")
-    parser.add_argument("--data-cache-path", metavar="DIR", help="cache of the document borders of .npy files")
-    args = parser.parse_args()
+    args = parser().parse_args(argv)
     log.configure()
     files = TokenFiles(args.npy_eod, args.npy_dtype, IndexCaches(args.data_cache_path))
     reports = [

@@ -6,7 +6,7 @@ import argparse
 import logging
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron import log
@@ -14,6 +14,7 @@ from megatron.data.tokenise.command import SAVE_EVERY, CommandOptions
 from megatron.data.tokenise.shards import parse_shard
 from megatron.data.tokenise.texts import EncodeOptions
 from megatron.errors import UserError
+from megatron.flags import Parser
 from megatron.tokenizer import TOKENIZERS
 
 
@@ -73,16 +74,14 @@ def command_options(args: argparse.Namespace, env: Mapping[str, str]) -> Command
 class TextParser(NamedTuple):
     """The parser of a command over texts, and the groups to which it may add flags."""
 
-    whole: argparse.ArgumentParser
+    whole: Parser
     input: argparse._ArgumentGroup
     tokenizer: argparse._ArgumentGroup
 
 
 def text_parser(description: str | None, examples: str) -> TextParser:
     """GPT-NeoX's flags (unambiguous abbreviations work: `--vocab`), and `--skip-bad-lines`."""
-    parser = argparse.ArgumentParser(
-        description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=description, epilog=examples)
     source = parser.add_argument_group("input")
     source.add_argument("--input", required=True, nargs="+", metavar="A[,B...]", help="files, lists, globs or folders")
     source.add_argument("--jsonl-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (default: text)")
@@ -98,9 +97,9 @@ def text_parser(description: str | None, examples: str) -> TextParser:
     return TextParser(parser, source, ids)
 
 
-def parse_texts(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, EncodeOptions]:
+def parse_texts(parser: Parser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, EncodeOptions]:
     """The flags given, and the options for texts among them. Raises `UserError` for flags that exclude each other."""
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     check_output(args)
     if len(set(args.jsonl_keys)) < len(args.jsonl_keys):
         raise UserError(f"--jsonl-keys {' '.join(args.jsonl_keys)}: a key is given twice")
