@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megatron import log
 from megatron.cluster.launch import launch
 from megatron.errors import DeepyError, LostRankError, MachineError, NumericsError, StopRequested, UserError
+from megatron.home import HOME
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.overrides import Overrides
 from megatron.neox_arguments.problems import collector
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-_SCRIPTS = Path(__file__).resolve().parents[1]
 _ERRORS = {error.exit_code: error for error in (UserError, StopRequested, NumericsError, LostRankError, MachineError)}
 _PROMPT_END = "\x1e"  # ASCII's record separator: prompts are taken as they are, whatever they begin or end with
 
@@ -102,10 +102,7 @@ def start(script: str, paths: Sequence[str], overrides: Overrides) -> int:
 
 def _run(name: str, files: Files, overrides: dict[str, Any]) -> None:
     log.configure(level=os.environ.get("LOGLEVEL", "INFO"))
-    script = _SCRIPTS / name
-    if not script.is_file():
-        raise UserError(f"{script}: no such script; install Deepy from its checkout with `pip install -e .`")
-    code = start(str(script), _paths(files), overrides)
+    code = start(str(HOME / name), _paths(files), overrides)
     if code:
         raise _ERRORS.get(code, DeepyError)(f"{name} ended with exit code {code}; its messages above name the cause")
 

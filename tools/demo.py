@@ -19,7 +19,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.commands.cli import as_deepy
+from megatron.errors import run_cli
+from megatron.flags import Parser
+from megatron.home import HOME, LIBRARY
+
 DEMO = Path("demo")
 CHECKPOINTS = DEMO / "checkpoints"
 CONFIG = "configs/demo.yml"
@@ -35,8 +41,13 @@ class Stage:
 
     title: str
     explanation: str
-    command: str  # as a user would type it
+    script: str  # as a user of a checkout types it
     done: Callable[[], bool]
+
+    @property
+    def command(self) -> str:
+        """As a user would type it: outside a checkout by the installed command."""
+        return self.script if HOME == LIBRARY else as_deepy(self.script)
 
 
 @dataclass(frozen=True)
@@ -99,13 +110,18 @@ class Demo:
 
     def _forget_if_changed(self) -> None:
         """A checkpoint of another configuration is useless: remove what the demo made from it."""
-        digest = hashlib.sha256(b"".join(Path(name).read_bytes() for name in self.made_from)).hexdigest()
+        digest = hashlib.sha256(b"".join(_bytes_of(name) for name in self.made_from)).hexdigest()
         stamp = self.folder / "configs.sha256"
         if self.folder.exists() and not (stamp.exists() and stamp.read_text() == digest):
             print(f"{self.folder}/ was made with other configs: removing it")
             shutil.rmtree(self.folder)
         self.folder.mkdir(exist_ok=True)
         stamp.write_text(digest)
+
+
+def _bytes_of(name: str) -> bytes:
+    """The content of a file here, else of one that comes with Deepy."""
+    return (Path(name) if Path(name).is_file() else HOME / name).read_bytes()
 
 
 def log_of(folder: Path, title: str) -> Path:
@@ -169,9 +185,18 @@ def stages(train_iters: int) -> list[Stage]:
     ]
 
 
-def main() -> int:
-    os.chdir(ROOT)
-    train_iters = int(re.search(r"^train_iters:\s*(\d+)", Path("configs/tiny.yml").read_text(), re.MULTILINE)[1])
+def parser() -> Parser:
+    """No flags, but --help."""
+    return Parser(description=__doc__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the demo: in the checkout, and of an installed Deepy in the folder of the call."""
+    parser().parse_args(argv)
+    if HOME == LIBRARY:
+        os.chdir(HOME)
+    config = (HOME / "configs/tiny.yml").read_text()
+    train_iters = int(re.search(r"^train_iters:\s*(\d+)", config, re.MULTILINE)[1])
     return Demo(DEMO, CONFIGS, stages(train_iters), summary).run()
 
 
@@ -196,4 +221,4 @@ def summary() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_cli(main)

@@ -13,7 +13,8 @@ from statistics import mean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.demo import ROOT, Demo, Stage, last_step, log_of, read_metric
+from megatron.home import HOME
+from tools.demo import Demo, Stage, last_step, log_of, read_metric
 
 DEMO = Path("demo-post")
 DATA = DEMO / "data"
@@ -91,7 +92,7 @@ def summary() -> bool:
 
 
 def main() -> int:
-    os.chdir(ROOT)
+    os.chdir(HOME)
     made_from = sorted(str(path) for path in RECIPES.iterdir() if path.is_file())
     return Demo(DEMO, made_from, stages(), summary).run()
 

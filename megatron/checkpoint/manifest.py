@@ -18,6 +18,7 @@ from megatron.checkpoint.neox_names import NEOX
 from megatron.checksums import file_crc32
 from megatron.errors import UserError
 from megatron.files import from_json, read_json
+from megatron.home import LIBRARY
 
 COMMIT_FILE = ".commit"  # in the root of a copy of the source that has no repository: the commit that it is
 HEADS = ("num_attention_heads", "num_kv_heads")
@@ -210,7 +211,7 @@ def git_revision() -> str | None:
     """Commit of the running source, with `-dirty` when it was changed; None outside a repository. A copy that was made
     of a commit says in `COMMIT_FILE` of which, whatever repository its folder lies in."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return (Path(__file__).resolve().parents[2] / COMMIT_FILE).read_text(encoding="utf-8").strip() or None
+        return (LIBRARY / COMMIT_FILE).read_text(encoding="utf-8").strip() or None
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)

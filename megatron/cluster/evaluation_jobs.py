@@ -30,14 +30,14 @@ from megatron.cluster.slurm import Slurm, SlurmError, environment_for_next
 from megatron.data.tokens.cache_lock import hold_lock
 from megatron.errors import UserError
 from megatron.files import from_json, read_json, write_atomically
+from megatron.home import HOME
 from megatron.log import get_logger
 
 logger = get_logger(__name__)
 
 FOLDER = "eval_results"
 VERSION = 1
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "slurm" / "evaluate.sbatch"
+SCRIPT = HOME / "slurm" / "evaluate.sbatch"
 SUBMITTED, RECORDED, FAILED, SKIPPED = "submitted", "recorded", "failed", "skipped"
 
 
@@ -177,7 +177,7 @@ def environment_of_evaluation(env: Mapping[str, str], *, of_slurm: bool) -> dict
     """The environment of a job that this one submits: ours without what belongs to this job."""
     kept = environment_for_next(env, devices=not of_slurm)
     kept.pop("DS_ACCELERATOR", None)  # of a rank: the evaluation may have GPUs where the run had none, or none
-    return with_library_on_path({**kept, "DEEPY_HOME": str(ROOT), "DEEPY_PYTHON": sys.executable})
+    return with_library_on_path({**kept, "DEEPY_HOME": str(HOME), "DEEPY_PYTHON": sys.executable})
 
 
 def _process_runs(job: str) -> bool:

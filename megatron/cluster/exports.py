@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.cluster.evaluation_jobs import ROOT, environment_of_evaluation
+from megatron.cluster.evaluation_jobs import environment_of_evaluation
+from megatron.home import HOME
 
-TOOL = ROOT / "tools" / "ckpts" / "convert_neox_to_hf.py"
+TOOL = HOME / "tools" / "ckpts" / "convert_neox_to_hf.py"
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ import signal
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megatron.cluster.hostfile import Resources
 from megatron.errors import UserError, nearest
+from megatron.home import HOME
 from megatron.secrets import is_secret_variable
 
-RUN_MODULE = Path(__file__).resolve().parents[2] / "slurm" / "run_module.py"
+RUN_MODULE = HOME / "slurm" / "run_module.py"
 """Starts a module of ours: `python -m` would take that of another clone in the folder it is started in."""
 _EXPORTED_PREFIXES = (
     *("NCCL", "UCX", "FI_", "MV2", "OMPI_MCA", "GLOO", "TP_", "TORCH", "PYTHON", "LD_LIBRARY", "OMP_"),

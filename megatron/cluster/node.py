@@ -22,6 +22,7 @@ from megatron.cluster.local import LocalJob, rank_environment, run_local
 from megatron.cluster.status import stop_limits
 from megatron.errors import UserError, run_cli
 from megatron.flags import Parser
+from megatron.home import LIBRARY
 from megatron.secrets import is_secret_variable
 
 
@@ -104,7 +105,7 @@ def read_environment_files() -> dict[str, str]:
 
 def with_library_on_path(env: Mapping[str, str]) -> dict[str, str]:
     """`env` with this library's folder at the end of PYTHONPATH, so that scripts may be anywhere."""
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(LIBRARY)
     paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
     return {**env, "PYTHONPATH": os.pathsep.join([*paths, root] if root not in paths else paths)}
 

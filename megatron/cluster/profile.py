@@ -19,12 +19,13 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from megatron.errors import UserError, nearest
+from megatron.home import HOME
 from megatron.neox_arguments.keys import Entry
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.neox_arguments.yaml_files import inherit, read_entries
 from megatron.secrets import is_secret_variable
 
-SHIPPED = Path(__file__).resolve().parents[2] / "slurm" / "clusters"
+SHIPPED = HOME / "slurm" / "clusters"
 FOLDERS = ("logs", "checkpoints", "data", "tokenizers", "tmp", "repo")
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}'\"`$\\]*))?\}")
 """`${VAR}` or `${VAR:-default}` in a value of a profile."""

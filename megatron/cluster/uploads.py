@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.cluster.evaluation_jobs import ROOT
 from megatron.cluster.exports import Exports, start_beside
 from megatron.errors import UserError
 from megatron.files import read_json, write_atomically
+from megatron.home import HOME
 
-TOOL = ROOT / "tools" / "ckpts" / "upload.py"
+TOOL = HOME / "tools" / "ckpts" / "upload.py"
 MAIN = "main"
 # Minutes, not hours: what fails is tried again after the next export, and the end of a run waits for it.
 _RETRY = ("--max-retries=2", "--retry-min-wait=5", "--retry-max-wait=60")

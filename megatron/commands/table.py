@@ -73,6 +73,7 @@ COMMANDS: dict[str, Command | Group] = {
     "tokenizer": _datasets("train a tokenizer", "train_tokenizer"),
     "data": Group("token files", _DATA),
     "import": Command("a Hugging Face model to a checkpoint", "huggingface/convert_hf_to_neox.py"),
+    "export": _ckpts("a checkpoint to a Hugging Face folder", "convert_neox_to_hf"),
     "convert": Group("checkpoints of other kinds", _CONVERT),
     "verify": _ckpts("do two models compute the same?", "verify"),
     "inspect-ckpt": _ckpts("what a checkpoint holds, how two differ", "inspect_checkpoints"),

@@ -25,10 +25,11 @@ from megatron.callbacks.tracker import Tracker
 from megatron.checkpoint import layout
 from megatron.checkpoint.find import identity, list_checkpoints
 from megatron.checkpoint.lock import is_held
-from megatron.cluster.evaluation_jobs import FAILED, ROOT, SUBMITTED, Evaluation, Evaluations, environment_of_evaluation
+from megatron.cluster.evaluation_jobs import FAILED, SUBMITTED, Evaluation, Evaluations, environment_of_evaluation
 from megatron.data.tokens.cache_lock import hold_lock
 from megatron.errors import StopRequested, UserError, run_cli
 from megatron.flags import Parser
+from megatron.home import HOME
 from megatron.log import get_logger
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
@@ -111,7 +112,7 @@ def _evaluate(evaluations: Evaluations, step: int, config: Path, folder: Path) -
     """Run eval.py, with its results in `folder`. Returns its exit code."""
     launcher = "slurm" if int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1 else "pdsh"
     own = (f"load={evaluations.run_folder}", f"iteration={step}", f"eval_results_prefix={folder / 'results'}")
-    command = [sys.executable, "-u", str(ROOT / "deepy.py"), str(ROOT / "eval.py"), str(config)]
+    command = [sys.executable, "-u", str(HOME / "deepy.py"), str(HOME / "eval.py"), str(config)]
     env = os.environ if launcher == "slurm" else environment_of_evaluation(os.environ, of_slurm=False)
     return subprocess.run([*command, *own, *_OVERRIDES, f"launcher={launcher}"], env=env, check=False).returncode
 

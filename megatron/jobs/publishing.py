@@ -25,6 +25,7 @@ from megatron.cluster.profile import ClusterProfile, checkpoints_folder, find_pr
 from megatron.cluster.slurm import Slurm, SlurmError, environment_for_next, parse_time, submission
 from megatron.errors import DeepyError, MachineError, UserError, nearest, run_cli
 from megatron.flags import Parser
+from megatron.home import HOME
 from megatron.hub.names import read_names
 from megatron.hub.publish import RANDOM_DELAY, Options, Publication, check_experiments
 from megatron.hub.push import check_hub
@@ -33,10 +34,9 @@ from megatron.log import ProgressBar, configure, get_logger, result
 
 logger = get_logger(__name__)
 
-ROOT = Path(__file__).resolve().parents[2]
-NAMES = ROOT / "huggingface" / "names"
-JOB = ROOT / "slurm" / "run_on_compute.sbatch"
-UPLOAD = ROOT / "huggingface" / "upload_checkpoint.py"
+NAMES = HOME / "huggingface" / "names"
+JOB = HOME / "slurm" / "run_on_compute.sbatch"
+UPLOAD = HOME / "huggingface" / "upload_checkpoint.py"
 CONVERTED = "hf_checkpoints"  # next to the run
 TASKS = "lambada_openai,piqa,hellaswag,arc_easy"
 YOU = "<you>"  # the owner in a dry run, which does not ask the Hub who is logged in

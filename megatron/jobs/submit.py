@@ -22,6 +22,7 @@ from megatron.cluster.profile import list_profiles, sbatch_flags
 from megatron.data.order.sources import named_paths
 from megatron.errors import UserError
 from megatron.flags import Parser
+from megatron.home import HOME
 from megatron.jobs.clusters import DEFAULT_KIND, Candidate, Wanted, ask_all, choose, find_candidates
 from megatron.jobs.overrides import adapt
 from megatron.jobs.sending import Job, send, submit
@@ -34,11 +35,10 @@ from megatron.secrets import find_secrets
 
 logger = get_logger(__name__)
 
-ROOT = Path(__file__).resolve().parents[2]
 _NAME = re.compile(r"\w[\w.+-]*")
 
 
-def main(argv: Sequence[str], env: Mapping[str, str], root: Path = ROOT) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str], root: Path = HOME) -> int:
     """The command line: returns 0, or raises `UserError` and `SlurmError`."""
     configure()
     given, flags = _parse(argv, env)

@@ -28,6 +28,7 @@ from megatron.cluster.profile import find_profile
 from megatron.cluster.slurm import Slurm, SlurmError
 from megatron.cluster.status import StatusFile, run_folder, slurm_job
 from megatron.errors import DeepyError, LostRankError, StopRequested, UserError, run_cli
+from megatron.home import HOME
 from megatron.jobs import preflight
 from megatron.jobs.chain import (
     CHAIN,
@@ -50,7 +51,6 @@ from megatron.signals import STOP_SIGNALS, raise_stop_requests
 
 logger = get_logger(__name__)
 
-HOME = Path(__file__).resolve().parents[2]
 _NAMED_RANK = re.compile(r"\bno progress for \d+ s: rank (\d+) of \d+ does not ")  # training/watchdog.py
 
 

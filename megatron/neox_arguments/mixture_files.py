@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron.errors import UserError
+from megatron.home import HOME
 from megatron.neox_arguments.coerce import WrongValue, coerce_type, describe
 from megatron.neox_arguments.keys import Entry
 from megatron.neox_arguments.mixtures import MixtureFault, NamedMixture, interpolate, parse
@@ -18,7 +18,6 @@ from megatron.neox_arguments.yaml_files import read_config
 
 _SUFFIXES = (".yml", ".yaml", ".json")
 _SHIPPED = os.path.join("configs", "mixtures")
-_DEEPY = str(Path(__file__).resolve().parents[2])
 
 
 def read_named(entry: Entry, conf_dir: str | None = None) -> Entry:
@@ -102,7 +101,7 @@ def find_mixture(name: str, where: str, conf_dir: str | None) -> str:
         *folders,
         *(os.path.join(folder, "mixtures") for folder in folders),
         _SHIPPED,
-        os.path.join(_DEEPY, _SHIPPED),
+        str(HOME / _SHIPPED),
     ]:
         for suffix in ("",) if name.endswith(_SUFFIXES) else _SUFFIXES:
             path = os.path.join(folder, name + suffix)

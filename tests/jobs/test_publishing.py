@@ -230,7 +230,7 @@ def test_the_script_that_imports_a_model_finds_deepy_from_slurms_copy(tmp_path, 
     copy = tmp_path / "spool/slurm_script"
     copy.parent.mkdir()
     home = tmp_path / "deepy"  # without an environment, whose python3 would come first
-    scripts = ("huggingface/convert_hf_to_neox.sbatch", "slurm/run_on_compute.sbatch", "megatron/jobs/environment.py")
+    scripts = ("huggingface/convert_hf_to_neox.sbatch", "slurm/run_on_compute.sbatch", "slurm/run_module.py")
     for script in scripts:
         (home / script).parent.mkdir(parents=True)
         (home / script).write_bytes((ROOT / script).read_bytes())

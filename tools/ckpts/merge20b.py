@@ -19,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.convert.cli import add_config_files, add_precision, begin
 from megatron.errors import run_cli
 from megatron.flags import Parser
+from megatron.home import HOME
 
-CONFIG_OF_20B = Path(__file__).resolve().parents[2] / "configs" / "20B.yml"
+CONFIG_OF_20B = HOME / "configs" / "20B.yml"
 
 
 def parser() -> Parser:
