@@ -1,5 +1,5 @@
 """Compiles the index builders when there is a C++ compiler (without one the package works on numpy alone), and puts
-what is no module (scripts, configs, tools, sbatch files, guides) into the wheel's folder `deepy_home`: megatron/home.py.
+what is no module (scripts, configs, tools, sbatch files, guides) into its folder `deepy_home`: megatron/home.py.
 
 Everything else about the package is in pyproject.toml.
 """

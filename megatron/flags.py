@@ -23,6 +23,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         self._unknown: list[str] = []
+        self.more_names: list[str] = []  # that an unknown flag may be meant for, besides its own
         super().__init__(*args, **options)
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -53,6 +54,6 @@ class Parser(argparse.ArgumentParser):
         """What argparse would say; but of an unknown flag first, which is often why another one is missing."""
         if self._unknown:
             shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
-            flags = [flag for action in shown for flag in action.option_strings]
+            flags = [*(flag for action in shown for flag in action.option_strings), *self.more_names]
             message = f"unrecognized arguments: {self._unknown[0]}.{nearest(self._unknown[0], flags)}"
         raise UserError(f"{self.prog}: {message} (see {self.prog} --help)")

@@ -287,6 +287,7 @@ def _add_shared_arguments(parser: Parser, about: _Script | None, need_config: bo
         shown = about is None or only in ("", about.reads)
         parser.add_argument(*flags, help=help if shown else argparse.SUPPRESS, **options)
 
+    parser.more_names = [f"--{key}" for key in all_keys()]
     add("conf_file", nargs="+" if need_config else "*", metavar="CONF", help="config file; .yml may be left out")
     add("-d", "--conf_dir", metavar="DIR", help="put DIR in front of every config file")
     add("-H", "--hostfile", metavar="PATH", help="file of `host slots=N` lines")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -18,7 +19,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from megatron import signals
-from megatron.commands.table import COMMANDS, Command, Group
+from megatron.commands.table import COMMANDS, Command, Group, rows
 from megatron.errors import UserError, nearest, run_cli
 from megatron.home import HOME, version
 
@@ -160,14 +161,14 @@ def _as_typed() -> Iterator[None]:
         print(as_deepy(text.getvalue()), end="")
 
 
-def as_deepy(text: str, table: Mapping[str, Command | Group] = COMMANDS, path: str = "deepy") -> str:
+def as_deepy(text: str) -> str:
     """`text` with the sub-commands in place of the scripts that they are."""
-    for name, row in table.items():
-        if isinstance(row, Group):
-            text = as_deepy(text, row.commands, f"{path} {name}")
-        elif len(row.before) < 2:  # of several with one script, that without flags
-            script = f"deepy.py {row.before[0]}" if row.before else row.where
-            text = text.replace(f"python {script}", f"{path} {name}")
+    for path, row in sorted(rows(COMMANDS), key=lambda one: -len(one[1].before)):
+        script, *flags = (f"deepy.py {row.before[0]}", *row.before[1:]) if row.before else (row.where,)
+        flag = "".join(f"(.*) {re.escape(one)}" for one in flags)
+        text = re.sub(
+            rf"python {re.escape(script)}\b{flag}", r"deepy {}{}".format(" ".join(path), r"\1" * len(flags)), text
+        )
     return text
 
 

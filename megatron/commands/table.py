@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 
@@ -86,3 +86,12 @@ COMMANDS: dict[str, Command | Group] = {
     "environment": Command("does this environment have what Deepy needs?", "tools/check_environment.py"),
     "demo": Command("data, training on 4 ranks, resume, text, export, on this CPU", "tools/demo.py"),
 }
+
+
+def rows(table: Mapping[str, Command | Group], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Command]]:
+    """Every sub-command with its words: `("data", "merge")`."""
+    for name, row in table.items():
+        if isinstance(row, Group):
+            yield from rows(row.commands, (*path, name))
+        else:
+            yield (*path, name), row

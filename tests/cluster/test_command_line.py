@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 
 from megatron.cluster.command_line import parse_launcher_command_line, parse_rank_command_line
 from megatron.errors import UserError
+from megatron.home import HOME
 
 pytestmark = pytest.mark.cpu
 
@@ -35,6 +37,25 @@ def test_override_spellings_reach_the_config_unchanged() -> None:
     given = ["--optimizer.params.lr=3e-4", "train-iters=5", 'split="9,1"', "attention_config=[[[global], 2]]", "save="]
     line = parse_launcher_command_line(["train.py", "a.yml", *given])
     assert line.overrides == [item.removeprefix("--") for item in given]
+
+
+def test_keys_are_taken_as_flags_with_a_value_after_them(folder: Path) -> None:
+    given = ["--train_iters", "3", "--optimizer.params.lr", "1e-3", "--ema-evaluate", "a.yml", "--seed", "-1"]
+    line = parse_launcher_command_line(["train.py", *given, "--ema_evaluate", "no"])
+    assert line.paths == ["a.yml"]
+    wanted = ["train_iters=3", "optimizer.params.lr=1e-3", "ema-evaluate=true", "seed=-1", "ema_evaluate=no"]
+    assert line.overrides == wanted
+    with pytest.raises(UserError, match="train-iters=VALUE"):
+        parse_launcher_command_line(["train.py", "a.yml", "--train-iters"])
+
+
+def test_configs_and_scripts_that_come_with_deepy_are_found_from_anywhere(folder: Path) -> None:
+    line = parse_launcher_command_line(["generate.py", "tiny", "llama/7B.yml", "configs/demo.yml"])
+    assert line.user_script == str(HOME / "generate.py")
+    names = ("tiny.yml", "llama/7B.yml", "demo.yml")
+    assert line.paths == [str(HOME / "configs" / name) for name in names]
+    Path("tiny.yml").touch()  # what is here comes first
+    assert parse_launcher_command_line(["train.py", "tiny"]).paths == ["tiny.yml"]
 
 
 def test_a_path_with_an_equals_sign_is_not_an_override(folder: Path) -> None:
@@ -72,7 +93,8 @@ def test_explain_takes_one_key_each_and_leaves_the_configs_alone() -> None:
     ("argv", "message"),
     [
         (["train.py"], "CONF"),
-        (["trian.py", "a.yml"], "trian.py: no such script"),
+        (["trian.py", "a.yml"], "trian.py: no such script.* Did you mean 'train.py'"),
+        (["a.yml", "b.yml"], "Did you mean `deepy.py train.py a.yml`"),
         (["train.py", "b.yaml"], "b.yaml: no such config file"),
         (["train.py", "-d", "configs", "runn"], "Did you mean 'run.yml'"),
         (["train.py", "a.yml", "--autotuning", "tune"], "not available"),
@@ -100,6 +122,24 @@ def test_help_teaches_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
         "exit codes",
     ):
         assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("script", "shown", "left_out"),
+    [
+        ("train.py", ["--wandb_group", "train_iters", "--prepare"], ["--eval_tasks", "--prompt"]),
+        ("eval.py", ["--eval_tasks", "--num_fewshot", "eval_suite"], ["--prompt", "--wandb_group"]),
+        ("generate.py", ["--prompt", "temperature", "text_gen_type=interactive"], ["--eval_tasks", "--wandb_group"]),
+    ],
+)
+def test_help_of_a_script_is_its_own(script, shown, left_out, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", [script])
+    for parse in (lambda: parse_launcher_command_line([script, "--help"]), lambda: parse_rank_command_line(["--help"])):
+        with pytest.raises(SystemExit):
+            parse()
+        text = capsys.readouterr().out
+        assert f"python deepy.py {script} run.yml" in text and "${CONFIG_DIR}" in text
+        assert [word for word in shown if word not in text] == [] == [word for word in left_out if word in text]
 
 
 def test_rank_grammar_is_that_of_the_launcher() -> None:
