@@ -8,7 +8,6 @@ in Mermaid are drawn by its own library, which npm brings once (without npm they
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import re
@@ -23,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parents[1]))
 
 from megatron.errors import MachineError, UserError, run_cli
+from megatron.flags import Parser
 from megatron.log import configure, get_logger
 
 MERMAID = "mermaid@11.12.0"
@@ -69,7 +69,7 @@ def add_mermaid(folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Lay out the pages and build, or serve them while they are written."""
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags = Parser(description=__doc__)
     flags.add_argument("-o", "--output", default=str(ROOT / "build" / "site"), help="folder of the site (%(default)s)")
     flags.add_argument("--serve", action="store_true", help="show the site on localhost:8000 and follow changes")
     given = flags.parse_args(arguments)

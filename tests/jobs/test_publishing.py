@@ -168,7 +168,7 @@ def test_flags_of_sbatch_begin_with_a_dash(environment, capsys, given):
     assert command[4] == "lab"
     words = given[-1].removeprefix("--sbatch=").split()
     assert flags[-len(words) :] == words
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(UserError, match="--sbatch"):
         publish_all(["mine", "lab", "--dry-run", "--sbatch"], environment)
 
 
@@ -232,7 +232,7 @@ def test_the_script_that_imports_a_model_finds_deepy_from_slurms_copy(tmp_path, 
     home = tmp_path / "deepy"  # without an environment, whose python3 would come first
     scripts = ("huggingface/convert_hf_to_neox.sbatch", "slurm/run_on_compute.sbatch", "slurm/run_module.py")
     for script in scripts:
-        (home / script).parent.mkdir(parents=True)
+        (home / script).parent.mkdir(parents=True, exist_ok=True)
         (home / script).write_bytes((ROOT / script).read_bytes())
     copy.write_bytes((home / scripts[0]).read_bytes())
     for name, text in {
