@@ -66,6 +66,9 @@ class Stage:
         self._split = state.tp_size if state.sequence_parallel else 1
         # What the embedding hands to all layers: made of weights alone, so it moves from stage to stage just once.
         self._has_shared = any("shared" in getattr(layer, "carried", ()) for layer in layers)
+        # What the objective reads of an inner block comes beside hidden states, but for those of a cache.
+        carried: tuple[str, ...] = next((layer.carried for layer in layers if hasattr(layer, "carried")), ())
+        self._receives_inner = "inner" in carried and not state.is_first_stage
         self._shared: Tensor | None = None  # as received
         self._sent_shared = False
 
@@ -107,8 +110,10 @@ class Stage:
     ) -> Any | None:
         tokens, positions = self._with_more_rows(tokens), self._with_more_rows(positions)
         documents = None if doc_ids is None else Documents(self._with_more_rows(doc_ids))
-        first = tokens if self.state.is_first_stage else self._receive(tokens.numel() // self._split)
-        out = self._forward(Carry(first, positions, documents, shared=self._shared), cache, then)
+        split = tokens.numel() // self._split
+        first = tokens if self.state.is_first_stage else self._receive(split)
+        inner = self._receive_hidden(split) if self._receives_inner and cache is None else None
+        out = self._forward(Carry(first, positions, documents, shared=self._shared, inner=inner), cache, then)
         if self.state.is_last_stage:
             return out
         self._send(out)
@@ -163,15 +168,18 @@ class Stage:
         return topology.rank(**{**topology.coord(self.state.rank), **coordinates})
 
     def _receive(self, tokens: int) -> Tensor:
-        hidden = torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.state.device)
-        previous = self._rank(pipe=self.state.pp_rank - 1)
-        dist.recv(hidden, src=previous)
+        hidden, previous = self._receive_hidden(tokens), self._rank(pipe=self.state.pp_rank - 1)
         if self._has_shared and self._shared is None:
             form: list[Any] = [None, None]
             dist.recv_object_list(form, src=previous, device=self.state.device)
             shape, dtype = form
             self._shared = torch.empty(shape, dtype=dtype, device=self.state.device)
             dist.recv(self._shared, src=previous)
+        return hidden
+
+    def _receive_hidden(self, tokens: int) -> Tensor:
+        hidden = torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.state.device)
+        dist.recv(hidden, src=self._rank(pipe=self.state.pp_rank - 1))
         return hidden
 
     def _send(self, out: Carry) -> None:
@@ -182,6 +190,8 @@ class Stage:
             dist.send_object_list(form, dst=following, device=self.state.device)
             dist.send(out.shared.contiguous(), dst=following)
             self._sent_shared = True
+        if out.inner is not None:
+            dist.send(out.inner.contiguous(), dst=following)
 
 
 def batches(stage: Stage, lengths: Sequence[int], size: int, what: str = "") -> Iterable[list[int]]:

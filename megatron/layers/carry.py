@@ -38,6 +38,7 @@ class Carry(NamedTuple):
     * `balance`: what the feed-forwards have added to the loss so far, 0-dim fp32, if any of the model's may
       (`parts.adds_loss`). The embedding starts it at zero; the head passes it to the objective.
     * `shared`: as in `Context`. It travels between stages too, and its gradient comes back the same way.
+    * `inner`: `hidden` as it was behind the block that the objective names (`Objective.inner_layer`), from there on.
     """
 
     hidden: Tensor
@@ -45,6 +46,7 @@ class Carry(NamedTuple):
     documents: Documents | None = None
     balance: Tensor | None = None
     shared: Tensor | None = None
+    inner: Tensor | None = None
 
     @classmethod
     def from_tensors(

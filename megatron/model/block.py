@@ -69,7 +69,9 @@ class Block(nn.Module):
         self.recompute = self.chunking.policy if self.chunking.every == 1 else "none"
         documents, balance = ["documents"] * model.intra_document_masking, ["balance"] * adds_loss(model)
         shared = ["shared"] * (POSITIONS[model.pos_emb].shared is not None)
-        self.carried = ("hidden", "positions", *documents, *balance, *shared)  # what travels between stages
+        self.carried: tuple[str, ...] = ("hidden", "positions", *documents, *balance, *shared)
+        # What travels to it from the stage before; `model.gpt` adds `inner`.
+        self.is_inner = False
 
     def forward(self, carry: Carry, cache: CacheEntry | None = None) -> Carry:
         """`cache`: what `new_cache` gave, with the earlier tokens (inference); it takes s more."""

@@ -54,10 +54,12 @@ def gpt_layers(
     padded_vocab_size: int,
     state: ParallelState,
     adapters: Adapters | None = None,
+    inner: int | None = None,
 ) -> list[Layer]:
     """The layers of the whole network, in order. Builds nothing yet. `model` must be derived (no None sizes).
 
-    `adapters`: of its linear layers, which `Layer.parameters` does not count.
+    `adapters`: of its linear layers, which `Layer.parameters` does not count. `inner`: the block, from 0, whose output
+    goes to the head as well (`Carry.inner`).
     """
     parts = list(zip(model.attention_config, model.layer_mlps, model.layer_windows, strict=True))
 
@@ -82,6 +84,8 @@ def gpt_layers(
         builders[1:-2] = [
             partial(_with_adapters, build, index, adapters) for index, build in enumerate(builders[1:-2], start=2)
         ]
+    if inner is not None:
+        builders[1:-2] = [partial(_with_inner, build, block - inner) for block, build in enumerate(builders[1:-2])]
     rows = layer_rows(model)
     tied = TIED_NAME if model.ties_head else None
     return [
@@ -101,6 +105,15 @@ def _build_block(
 def _with_adapters(build: Callable[..., nn.Module], index: int, adapters: Adapters) -> nn.Module:
     block = build()
     add_adapters(block, index, adapters)
+    return block
+
+
+def _with_inner(build: Callable[..., nn.Module], distance: int) -> nn.Module:
+    """`distance`: how many blocks behind the one whose output is kept."""
+    block = build()
+    block.is_inner = distance == 0
+    if distance > 0:
+        block.carried = (*block.carried, "inner")
     return block
 
 

@@ -20,7 +20,7 @@ from megatron.layers.carry import Carry
 from megatron.layers.init import build_init
 from megatron.layers.norms import build_norm
 from megatron.mpu import sharding
-from megatron.mpu.collectives import enter_tensor_parallel, gather_last_dim, sum_partials
+from megatron.mpu.collectives import enter_tensor_parallel, gather_last_dim, join_sequence, sum_partials
 from megatron.mpu.cross_entropy import Projection, ZLoss, linear_cross_entropy, weighted_linear_cross_entropy
 from megatron.mpu.layers import linear
 from megatron.mpu.loss_kernels import soft_cap
@@ -40,10 +40,12 @@ REWARD = "rm_linear.weight"
 class Output:
     """What the two kinds of output have in common.
 
-    `balance`: what mixtures of experts add to the loss, 0-dim fp32, or None.
+    * `balance`: what mixtures of experts add to the loss, 0-dim fp32, or None.
+    * `inner`: the hidden states behind the block that the objective names, as `hidden`, before the final norm, or None.
     """
 
     balance: Tensor | None
+    inner: Tensor | None
 
     def with_balance(self, loss: Tensor) -> Tensor:
         """A loss with the gradient of the balance loss too, and its own value: what is reported stays comparable."""
@@ -66,6 +68,13 @@ class LMOutput(Output):
     multiplier: float = 1.0
     bias: Tensor | None = None
     balance: Tensor | None = None
+    inner: Tensor | None = None
+
+    def inner_hidden(self) -> Tensor:
+        """[t, h] of all tokens, the same on all tensor-parallel ranks, for a computation that each of them does: the
+        residual stream behind block `Objective.inner_layer`."""
+        assert self.inner is not None, "the objective has no inner_layer"
+        return join_sequence(self.inner, self.projection.state)
 
     def at_temperature(self, temperature: float) -> LMOutput:
         """The same with its logits divided by the temperature (before a cap of the logits, if there is one)."""
@@ -144,6 +153,7 @@ class RewardOutput(Output):
     state: ParallelState
     multiplier: float = 1.0
     balance: Tensor | None = None
+    inner: Tensor | None = None
 
     def rewards(self, places: Tensor | None = None) -> Tensor:
         """fp32 [n] of the tokens `places` int64 [n] of t, or [t] of all; equal on all tensor-parallel ranks.
@@ -195,8 +205,18 @@ class OutputMatrix(nn.Module):
         z_loss = ZLoss(model.z_loss_weight, state.device) if model.z_loss_weight else None
         self.projection = Projection(vocab_size, state, chunk, softcap=model.final_logit_softcapping, z_loss=z_loss)
 
-    def forward(self, hidden: Tensor, shape: torch.Size, balance: Tensor | None, then: Then | None) -> Any:
-        out = LMOutput(hidden, self.weight, tuple(shape), self.projection, self.multiplier, self.bias, balance)
+    def forward(self, carry: Carry, then: Then | None) -> Any:
+        rows, columns = carry.positions.shape
+        out = LMOutput(
+            carry.hidden,
+            self.weight,
+            (rows, columns),
+            self.projection,
+            self.multiplier,
+            self.bias,
+            carry.balance,
+            carry.inner,
+        )
         return out if then is None else then(out)
 
 
@@ -212,8 +232,11 @@ class RewardVector(nn.Module):
         spec = ParamSpec(shape=(1, model.hidden_size), init=init, split_dim=1, kind="embedding")
         self.weight = sharding.parameter(spec, state)
 
-    def forward(self, hidden: Tensor, shape: torch.Size, balance: Tensor | None, then: Then | None) -> Any:
-        out = RewardOutput(hidden, self.weight, (shape[0], shape[1]), self.state, self.multiplier, balance)
+    def forward(self, carry: Carry, then: Then | None) -> Any:
+        rows, columns = carry.positions.shape
+        out = RewardOutput(
+            carry.hidden, self.weight, (rows, columns), self.state, self.multiplier, carry.balance, carry.inner
+        )
         return out if then is None else then(out)
 
 
@@ -264,4 +287,4 @@ class Head(nn.Module):
         `then` runs inside the matrix's forward, where its weight is whole under ZeRO-3 as well.
         """
         (matrix,) = self.children()
-        return matrix(carry.hidden, carry.positions.shape, carry.balance, then)
+        return matrix(carry, then)

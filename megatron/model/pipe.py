@@ -113,7 +113,9 @@ class LayerPipe(PipelineModule):
             return out
         if out.shared is not None:
             out = out._replace(shared=out.shared.view_as(out.shared))  # what is sent on is not what was received
-        sent = [x for x in (out.hidden, out.balance, out.shared) if x is not None and x.requires_grad]
+        if out.inner is not None and "inner" in self.carried:
+            out = out._replace(inner=out.inner.view_as(out.inner))
+        sent = [x for x in (out.hidden, out.balance, out.shared, out.inner) if x is not None and x.requires_grad]
         if len(sent) > 1:
             _backward_at_once(sent)
         return out._replace(**dict.fromkeys(known)).to_tensors()

@@ -50,6 +50,9 @@ def run_layers(
                 carry = chunk[0](carry)
             else:
                 carry = carry.replace_hidden(*recompute_in_backward(_run_chunk(chunk), recompute.policy, *carry))
+            if _is_inner(chunk[-1]):
+                # Not the same tensor: a stage that ends here sends both.
+                carry = carry._replace(inner=carry.hidden.view_as(carry.hidden))
     return carry
 
 
@@ -75,6 +78,11 @@ def _is_block(layer: nn.Module) -> bool:
     return getattr(layer, "uses_cache", False)
 
 
+def _is_inner(layer: nn.Module) -> bool:
+    """Whether the objective reads what this block gives."""
+    return getattr(layer, "is_inner", False)
+
+
 def _blocks(layers: Sequence[nn.Module]) -> list[Any]:
     return [layer for layer in layers if _is_block(layer)]
 
@@ -83,7 +91,8 @@ def _chunks(layers: Sequence[nn.Module], recompute: Recompute) -> list[list[nn.M
     """Consecutive blocks in groups of `recompute.every`; every other layer by itself."""
     chunks: list[list[nn.Module]] = []
     for layer in layers:
-        room = chunks and _is_block(chunks[-1][-1]) and len(chunks[-1]) < recompute.every
+        open_chunk = chunks and _is_block(chunks[-1][-1]) and not _is_inner(chunks[-1][-1])
+        room = open_chunk and len(chunks[-1]) < recompute.every
         if room and recompute.active and _is_block(layer):
             chunks[-1].append(layer)
         else:

@@ -113,6 +113,17 @@ class _GatherLast(torch.autograd.Function):
         return grad.narrow(-1, ctx.state.tp_rank * ctx.size, ctx.size), None
 
 
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: ParallelState) -> Tensor:
+        ctx.state = state
+        return all_gather(x, state)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return own_rows(grad, ctx.state), None
+
+
 def enter_tensor_parallel(x: Tensor, state: ParallelState) -> Tensor:
     """Into a region where every rank works on all tokens with its part of the weights: -> [t, h].
 
@@ -144,6 +155,12 @@ def sum_partials(x: Tensor, state: ParallelState) -> Tensor:
 def split_sequence(x: Tensor, state: ParallelState) -> Tensor:
     """[t, ...], the same on all ranks, -> [t/tp, ...]; backward gathers. Identity without sequence parallelism."""
     return _Scatter.apply(x, state, False) if state.sequence_parallel else x
+
+
+def join_sequence(x: Tensor, state: ParallelState) -> Tensor:
+    """The inverse of `split_sequence`: [t/tp, ...] -> [t, ...], used by all ranks for the same computation; backward
+    keeps this rank's part. Identity without sequence parallelism."""
+    return _Join.apply(x, state) if state.sequence_parallel and state.tp_size > 1 else x
 
 
 def gather_last_dim(x: Tensor, state: ParallelState) -> Tensor:

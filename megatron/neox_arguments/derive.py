@@ -58,7 +58,7 @@ RULES: tuple[Rule, ...] = (
         rules_parallel.batch,
         fills=("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     ),
-    Rule(rules_unlearning.unlearning, fills=("train_impl",)),
+    Rule(rules_unlearning.unlearning, fills=("train_impl", "ga_rmu_layers")),
     Rule(rules_ramp.batch_sizes),
     Rule(rules_ramp.skipped_steps),
     Rule(rules_ramp.row_lengths),

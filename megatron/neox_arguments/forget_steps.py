@@ -34,13 +34,14 @@ class ForgetSteps:
     def from_values(cls, value: Callable[[str], Any]) -> ForgetSteps | None:
         """That of flat keys; None for a run that does not unlearn.
 
-        * interleaved, ratio R: the steps R + 1, 2 (R + 1), ..., as in the code of GPT-NeoX's fork: 3, 6, 9 for 2.
+        * interleaved, ratio R: the steps R + 1, 2 (R + 1), ..., as in the code of GPT-NeoX's fork: 3, 6, 9 for 2. With
+          R = 0 all of them.
         * interval N, `ga_iters` K: N ordinary steps, then K that forget, and again.
         """
         if value("ga_dataset") is None:
             return None
         period, burst = value("ga_interleave_ratio") + 1, 1
-        first = period
+        first = period if period > 1 else 0
         if value("ga_mode") == "interval":
             first, burst = value("ga_interval"), value("ga_iters")
             period = first + burst

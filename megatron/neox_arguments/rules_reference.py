@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.neox_arguments.draft import Draft
-from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
+from megatron.neox_arguments.rules_rollouts import keeps_reference, trains_on_rollouts
 
 _DROPOUTS = ("hidden_dropout", "attention_dropout", "embedding_dropout", "lora_dropout")
 
@@ -36,6 +36,8 @@ def reference(draft: Draft) -> None:
         before = "completions are written and scored"
     elif reads_reference(draft.__getitem__):
         before = "the reference model is read"
+    elif keeps_reference(draft.__getitem__):
+        before = "the model that the run began with is read"
     else:
         return
     if drops := [name for name in _DROPOUTS if draft[name] and (name != "lora_dropout" or draft["lora_r"])]:
@@ -54,7 +56,7 @@ def reference(draft: Draft) -> None:
                 draft.report(
                     name, f"changes the choice of experts in training only, and {before} without; leave it out"
                 )
-    if draft["train_impl"] == "unlearn" and draft["seq_length_ramp"]:
+    if draft["ga_loss"] == "npo" and draft["train_impl"] == "unlearn" and draft["seq_length_ramp"]:
         draft.report(
             "seq_length_ramp", f"{before} with whole rows, and this cuts them; leave it out, or set ga_loss: simnpo"
         )

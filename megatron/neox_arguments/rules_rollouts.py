@@ -21,6 +21,8 @@ def trains_on_rollouts(value: Callable[[str], Any]) -> bool:
 
 def keeps_reference(value: Callable[[str], Any]) -> bool:
     """Whether the weights that the run begins with are kept beside those that it trains."""
+    if value("train_impl") == "unlearn":
+        return value("ga_loss") == "rmu"
     return trains_on_rollouts(value) and value("kl_div_beta") > 0
 
 

@@ -10,8 +10,9 @@ _KEYS = [name for name in all_keys() if name.startswith(("ga_", "gd_")) and name
 
 def unlearning(draft: Draft) -> None:
     """Which steps forget, what they read, and that nothing else of the run contradicts it."""
-    draft.positive("ga_interval", "ga_iters", "ga_interleave_ratio", "ga_lr_scale", "ga_beta")
-    draft.not_negative("gd_retain_weight")
+    draft.positive("ga_interval", "ga_iters", "ga_lr_scale", "ga_beta", "ga_rmu_coefficient")
+    draft.not_negative("gd_retain_weight", "ga_rmu_layer", "ga_rmu_seed")
+    draft.not_negative("ga_interleave_ratio", zero=" (every step forgets)")
     if draft["ga_dataset"] is None:
         if draft["gd_mode"] or draft["train_impl"] == "unlearn":
             draft.fail("gd_mode" if draft["gd_mode"] else "train_impl", "needs ga_dataset, the data to forget")
@@ -29,12 +30,40 @@ def unlearning(draft: Draft) -> None:
     for name in ("ga_interval", "ga_iters"):
         if draft["ga_mode"] == "interval" and draft[name] is None:
             draft.report(name, "must be set with ga_mode: interval (or use ga_mode: interleaved)")
+    if draft["ga_mode"] == "interleaved" and draft["ga_interleave_ratio"] == 0 and draft["train_epochs"]:
+        draft.report("train_epochs", "counts the training data, of which no step reads any with ga_interleave_ratio: 0")
     if draft["gd_mode"] and draft["gd_retain_dataset"] is None:
         draft.report("gd_mode", "needs gd_retain_dataset, the data to retain (it may be the training data)")
     for name in ("skip_outliers", "on_spike"):
         if draft[name]:
             draft.report(name, "would take the loss of the steps that forget for a fault; unset it")
     _threshold(draft)
+    _misdirection(draft)
+
+
+def _misdirection(draft: Draft) -> None:
+    """Which block rmu steers, and which are trained for it."""
+    if draft["ga_loss"] != "rmu":
+        for name in _KEYS:
+            if name.startswith("ga_rmu_") and draft.is_changed(name):
+                draft.report(name, f"is for ga_loss: rmu; ga_loss is {draft['ga_loss']}")
+        return
+    if not draft["gd_mode"]:
+        draft.report(
+            "ga_loss", "rmu holds what is retained where it was: set gd_mode: true and gd_retain_dataset, its data"
+        )
+    layer, count = draft["ga_rmu_layer"], draft["num_layers"]
+    if layer is None:
+        draft.fail("ga_loss", "rmu needs ga_rmu_layer, the block to steer, from 0 (the paper: 7 of 32)")
+    if layer >= count:
+        draft.fail("ga_rmu_layer", f"must be less than num_layers ({count}), is {layer}")
+    if draft["ga_rmu_layers"] is None:
+        draft.set("ga_rmu_layers", tuple(range(max(0, layer - 2), layer + 1)), "ga_rmu_layer and the two before")
+    trained = draft["ga_rmu_layers"]
+    if wrong := [one for one in trained if not 0 <= one < count]:
+        draft.report("ga_rmu_layers", f"{wrong[0]} is not a block; they are 0 to {count - 1}")
+    elif trained and min(trained) > layer:
+        draft.report("ga_rmu_layers", f"none of them is below the output of ga_rmu_layer, block {layer}")
 
 
 def _threshold(draft: Draft) -> None:

@@ -155,19 +155,31 @@ class PostConfig:
     )
     ga_interval: int | None = key(None, "ga_mode interval: ordinary steps between bursts.")
     ga_iters: int | None = key(None, "ga_mode interval: steps of a burst.")
-    ga_interleave_ratio: int = key(1, "ga_mode interleaved: ordinary steps per step that forgets.")
+    ga_interleave_ratio: int = key(
+        1, "ga_mode interleaved: ordinary steps per step that forgets; 0: every step forgets."
+    )
     ga_lr_scale: float = key(
         1.0, "The learning rate of a step that forgets is multiplied by this.", differs="holds for all steps of a burst"
     )
     ga_loss: Literal["ascent", "npo", "simnpo", "rmu"] = key(
         "ascent",
         "What a step that forgets lowers: ascent, the loss times -1; npo, negative preference optimisation against "
-        "the model that the run started from; simnpo, the same by length and without that model.",
+        "the model that the run started from; simnpo, the same by length and without that model; rmu, representation "
+        "misdirection: the distance of hidden states to a random vector, and with gd_retain_weight that of what is "
+        "retained to those of the model that the run started from.",
         new=True,
-        unavailable={"rmu": "it needs a frozen copy of the first layers beside the model; use npo or simnpo"},
     )
     ga_beta: float = key(0.1, "beta of npo and simnpo.", new=True)
     ga_gamma: float = key(0.0, "gamma of simnpo: how much likelier than forgotten still counts.", new=True)
+    ga_rmu_layer: int | None = key(None, "rmu: the block, from 0, whose output is steered.", new=True)
+    ga_rmu_coefficient: float = key(20.0, "rmu: the length of the vector that it is steered to.", new=True)
+    ga_rmu_seed: int = key(0, "rmu: draws the direction of that vector.", new=True)
+    ga_rmu_layers: tuple[int, ...] | None = key(
+        None,
+        "rmu: the blocks that are trained, from 0, and nothing else (default: ga_rmu_layer and the two before). An "
+        "empty list: all of the model.",
+        new=True,
+    )
     ga_loss_threshold: float | None = key(
         None,
         "Forget no further while the loss on ga_dataset is above this.",

@@ -56,12 +56,14 @@ class Objective(ABC):
             perplexity is made.
         metrics: names of the means that it reports besides the loss, as `train/<name>` and `<split>/<name>`.
         over: which of the counts a metric is a mean over, where that is not the first.
+        inner_layer: the block, from 0, whose output `LMOutput.inner_hidden` gives; None: none.
     """
 
     reads: tuple[str, ...] = ()
     counts: tuple[str, ...] = ("tokens",)
     metrics: tuple[str, ...] = ()
     over: Mapping[str, str] = {}
+    inner_layer: int | None = None
 
     def __init__(self, options: PostConfig | None = None) -> None:
         self.options = options or PostConfig()
@@ -89,7 +91,11 @@ class Objective(ABC):
         targets, mask, weights, *extras = tensors
         labels = Labels(targets, mask, weights, dict(zip(self._extras, extras, strict=True)))
         found = self.loss(out, labels)
-        return found if isinstance(found, tuple) else (found, mask.new_zeros(0))
+        loss, metrics = found if isinstance(found, tuple) else (found, mask.new_zeros(0))
+        if self.inner_layer is not None and out.inner is not None:
+            # A stage before waits for its gradient, whatever is made of it.
+            loss = loss + 0 * out.inner.reshape(-1)[0].float()
+        return loss, metrics
 
     def labels(self, batch: StepBatch, micro: int, weights: Tensor) -> tuple[Tensor, ...]:
         """Those of a micro-batch, as tensors: pipelines send nothing else."""

@@ -23,9 +23,14 @@ _EMBEDDING_LAYER = "0."  # how the canonical names of its parameters begin
 
 
 def trained_rules(optimizer: OptimizerConfig, post: PostConfig) -> tuple[ParameterRule, ...]:
-    """Those of `parameter_groups`, which with adapters (layers/lora.py) come behind: nothing else is trained."""
-    rules = parse_rules(optimizer.parameter_groups)
-    return rules if post.lora_r is None else (*_ADAPTERS_ALONE, *rules)
+    """Those of `parameter_groups` behind: with adapters (layers/lora.py) nothing else is trained, with ga_rmu_layers
+    nothing outside of these blocks."""
+    found = () if post.lora_r is None else _ADAPTERS_ALONE
+    if post.ga_rmu_layers:
+        inside = "*" if post.lora_r is None else "*.lora.*"
+        blocks = tuple(f"{block + 2}.{inside}" for block in post.ga_rmu_layers)
+        found = (ParameterRule(("*",), freeze=True), ParameterRule(blocks, freeze=False))
+    return (*found, *parse_rules(optimizer.parameter_groups))
 
 
 def is_frozen(spec: ParamSpec, rules: Sequence[ParameterRule]) -> bool:
@@ -37,8 +42,9 @@ def check_stages(idle: Sequence[int]) -> None:
     """Raise `UserError` when there are pipeline stages without anything to train (`idle`)."""
     if idle:
         raise UserError(
-            f"nothing is trained on pipeline stage {min(idle)}, which engines cannot run: let lora_target_modules or "
-            "parameter_groups leave something to train on every stage, or use fewer stages (pipe_parallel_size)"
+            f"nothing is trained on pipeline stage {min(idle)}, which engines cannot run: let lora_target_modules, "
+            "ga_rmu_layers or parameter_groups leave something to train on every stage, or use fewer stages "
+            "(pipe_parallel_size)"
         )
 
 

@@ -203,9 +203,10 @@ def open_run(args: NeoXArgs, ranks: int | None, problems: Problems | None = None
     per_rank = micro * training.gradient_accumulation_steps
     roles = {}
     for name, dataset in plan.build().by_role().items():
-        role, count = plan.roles[name], len(dataset)
+        parts = list(dataset.sources) if isinstance(dataset, ByStep) else [name]
+        role, count = plan.roles[parts[0]], len(dataset)
         if isinstance(dataset, ByStep):
-            role = replace(role, sources=tuple(one for part in dataset.sources for one in plan.roles[part].sources))
+            role = replace(role, sources=tuple(one for part in parts for one in plan.roles[part].sources))
         elif not name.startswith(SET):
             count = min(count, role.samples)
         steps = train if name == "train" else Steps(training.train_batch_size)

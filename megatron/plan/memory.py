@@ -30,9 +30,10 @@ after rotation, the attention's output, and the feed-forward's rows before and a
 experts moe_top_k times those of one expert with its inputs and outputs, as if the load was balanced; of Mamba and RWKV
 as in `_mamba` and `_rwkv`. `full`
 recomputation keeps the input of each chunk and the whole of one chunk, `selective` keeps results of matrix products.
-Stage s of p holds min(accumulation, p - s) micro-batches at once (1F1B). With distill, and with kl_impl: full, the last
+Stage s of p holds min(accumulation, p - s) micro-batches at once (1F1B). With distill, rmu, and kl_impl: full the last
 stage has 4 bytes for each number that another model says of the tokens of all micro-batches of a step: v of a token,
-or 2 distill_top_k; and as much once more before the forward pass, while they are put together.
+or 2 distill_top_k, or with ga_loss: rmu a hidden state in the model's type, of both batches; and as much once more
+before the forward pass, while they are put together.
 
 Not counted: the framework itself (about 0.5 GB per process), the gradient of one parameter on its way into its sum,
 allocator fragmentation, and that offload_optimizer moves optimizer state into the host's memory. Expect
@@ -198,6 +199,8 @@ def _told(args: NeoXArgs, vocab_size: int) -> int:
     if args.training.train_impl == "distill":
         top_k = args.post.distill_top_k
         return 2 * min(top_k, vocab_size) if top_k else vocab_size
+    if args.post.ga_loss == "rmu":  # of what is forgotten and retained, in the model's type
+        return args.model.hidden_size * (2 if args.optimizer.precision == "fp32" else 1)
     return vocab_size if keeps_reference(args.get) and args.post.kl_impl == "full" else 0
 
 

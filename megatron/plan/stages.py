@@ -108,7 +108,8 @@ def stage_sizes(args: NeoXArgs, vocab_size: int) -> tuple[list[StageRow], list[H
 
 def freezes(args: NeoXArgs) -> bool:
     """Whether some parameters are not trained."""
-    return args.post.lora_r is not None or any(rule.freeze for rule in parse_rules(args.optimizer.parameter_groups))
+    rules, post = parse_rules(args.optimizer.parameter_groups), args.post
+    return post.lora_r is not None or bool(post.ga_rmu_layers) or any(rule.freeze for rule in rules)
 
 
 def _with_frozen(args: NeoXArgs, vocab_size: int, stage: StageRow, held: Held) -> Held:

@@ -138,7 +138,7 @@ def build_batches(
             num_workers=args.data.num_workers,
             pin_memory=copies is not None,
             plan=BatchPlan.of(args) if role == "train" else None,
-            rows=datasets.plan.roles[role].rows,
+            rows=1 if role not in datasets.plan.roles else datasets.plan.roles[role].rows,  # every step may forget
             count=objective.count,
             problem=objective.problem,
         )

@@ -15,6 +15,7 @@ from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.run.batches import DataOrder, build_batches, named_sets, open_data_on_ranks, share_epochs
 from megatron.run.data import note_trained_ends, resume_order
 from megatron.run.end import Begins, StepLimits, report_stop, watched
+from megatron.run.frozen import FrozenStates
 from megatron.run.other_models import OtherModels
 from megatron.run.reference import find_reference
 from megatron.run.reference_point import ReferencePoint
@@ -75,6 +76,9 @@ def _train(process: Process, progress: Progress) -> Trainer:
         if args.training.train_impl == "distill":
             teacher = Teacher(process, others.find("distill_teacher"))
             batches = {role: teacher.beside(steps) for role, steps in batches.items()}
+        frozen = FrozenStates.of(args)
+        if frozen is not None and "train" in batches:
+            batches["train"] = frozen.beside(batches["train"])
         sets = named_sets(plan, batches)
         folder, fresh = run_folder(args), start.checkpoint is None
         own = [Rollouts(process, folder, others)] if trains_on_rollouts(args.get) else []
@@ -84,7 +88,7 @@ def _train(process: Process, progress: Progress) -> Trainer:
         identity = TokenizerIdentity(tokenizer, args.checkpoint.allow_config_changes)
         trackers = TrackerIds(folder)
         trackers.restore(start, state)
-        before = [one for one in (reference, point) if one is not None]
+        before = [one for one in (reference, point, frozen) if one is not None]
         callbacks = [DataOrder(plan), identity, trackers, others, *before, *own, *build_callbacks(context)]
         if state.host is not None and process.limits is not None:
             callbacks.append(StepLimits(process.limits))

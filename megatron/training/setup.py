@@ -151,14 +151,20 @@ def build_model(process: Process, seed: int | None) -> torch.nn.Module:
     if (adapters := Adapters.of(args.post)) is not None:
         place = args.sources.get("lora_target_modules")
         check_targets(args.model, adapters, f"{place}: " if place else "")
+    objective = build_objective(args)
+    if objective.inner_layer is not None and not 0 <= objective.inner_layer < args.model.num_layers:
+        raise UserError(
+            f"train_impl: {args.training.train_impl} reads block {objective.inner_layer}, from 0, of num_layers: "
+            f"{args.model.num_layers}"
+        )
     layers = gpt_layers(
         args.model,
         vocab_size=process.tokenizer.vocab_size,
         padded_vocab_size=args.tokenizer.padded_vocab_size,
         state=state,
         adapters=adapters,
+        inner=objective.inner_layer,
     )
-    objective = build_objective(args)
     if args.optimizer.engine == "native":
         return SequentialModel(layers, objective, seed, state)
     from megatron.training.setup_deepspeed import (

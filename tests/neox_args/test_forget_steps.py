@@ -23,6 +23,7 @@ def steps_of(**keys: Any) -> ForgetSteps:
     ("keys", "expected"),
     [
         (INTERLEAVED, [3, 6, 9, 12]),  # the code of GPT-NeoX's fork: step > 0 and step % (R + 1) == 0
+        ({"ga_mode": "interleaved", "ga_interleave_ratio": 0}, list(range(14))),
         ({"ga_mode": "interleaved", "ga_interleave_ratio": 1}, [2, 4, 6, 8, 10, 12]),
         ({"ga_mode": "interval", "ga_interval": 4, "ga_iters": 2}, [4, 5, 10, 11]),
         ({"ga_mode": "interval", "ga_interval": 1, "ga_iters": 1}, [1, 3, 5, 7, 9, 11, 13]),

@@ -19,6 +19,9 @@ pytestmark = pytest.mark.cpu
 
 DATA = {"data_path": "retain_document", "ga_dataset": "forget_document"}
 INTERLEAVED = {**DATA, "ga_mode": "interleaved", "ga_interleave_ratio": 2}
+RETAINED = {**INTERLEAVED, "gd_mode": True, "gd_retain_dataset": "retain_document"}
+RMU = {**RETAINED, "ga_loss": "rmu", "ga_rmu_layer": 0}
+EPOCHS = {"train_iters": None, "train_epochs": 2}
 # The two recipes of the fork's 64 configs, with what else they set that matters here.
 MIDTRAINING: dict[str, Any] = {
     **DATA,
@@ -73,7 +76,15 @@ def test_gradient_difference_of_the_fork(tmp_path: Path, weight: int) -> None:
         ({**INTERLEAVED, "gd_mode": True}, "gd_mode: needs gd_retain_dataset"),
         ({**DATA}, "ga_interval: must be set with ga_mode: interval"),
         ({**DATA, "ga_interval": 3}, "ga_iters: must be set with ga_mode: interval"),
-        ({**INTERLEAVED, "ga_interleave_ratio": 0}, "ga_interleave_ratio: must be above 0, is 0"),
+        ({**INTERLEAVED, "ga_interleave_ratio": -1}, "ga_interleave_ratio: must be 0 (every step forgets) or more"),
+        ({**INTERLEAVED, "ga_interleave_ratio": 0, **EPOCHS}, "train_epochs: counts the training data"),
+        ({**INTERLEAVED, "ga_loss": "rmu", "ga_rmu_layer": 1}, "ga_loss: rmu holds what is retained"),
+        ({**RETAINED, "ga_loss": "rmu"}, "ga_loss: rmu needs ga_rmu_layer"),
+        ({**RETAINED, "ga_loss": "rmu", "ga_rmu_layer": 99}, "ga_rmu_layer: must be less than num_layers"),
+        ({**RMU, "ga_rmu_layers": [99]}, "ga_rmu_layers: 99 is not a block; they are 0 to "),
+        ({**RMU, "ga_rmu_layers": [1]}, "ga_rmu_layers: none of them is below the output of ga_rmu_layer, block 0"),
+        ({**RMU, "ga_rmu_coefficient": 0.0}, "ga_rmu_coefficient: must be above 0"),
+        ({**INTERLEAVED, "ga_rmu_layer": 1}, "ga_rmu_layer: is for ga_loss: rmu; ga_loss is ascent"),
         ({**INTERLEAVED, "ga_lr_scale": -1.0}, "ga_lr_scale: must be above 0, is -1.0"),
         ({**INTERLEAVED, "on_spike": "warn"}, "on_spike: would take the loss of the steps that forget for a fault"),
         ({**INTERLEAVED, "skip_outliers": True}, "skip_outliers: would take"),
@@ -93,6 +104,13 @@ def test_keys_that_do_nothing_are_said(tmp_path: Path) -> None:
     args = derived(tmp_path, **INTERLEAVED, ga_loss_threshold=3.0, ga_threshold_skip_forward=True)
     assert any("ga_threshold_skip_forward has no effect" in note for note in args.notes)
     assert args.training.train_impl == "unlearn"
+
+
+def test_rmu_trains_the_block_and_the_two_before(tmp_path: Path) -> None:
+    assert derived(tmp_path, **RMU).get("ga_rmu_layers") == (0,)
+    keys = {**RMU, "num_layers": 8, "ga_rmu_layer": 5}
+    assert derived(tmp_path, **keys).get("ga_rmu_layers") == (3, 4, 5)
+    assert derived(tmp_path, **keys, ga_rmu_layers=[]).get("ga_rmu_layers") == ()
 
 
 def test_generation_and_evaluation_do_not_ask_what_was_forgotten(tmp_path: Path) -> None:

@@ -46,14 +46,14 @@ KEYS: dict[str, Any] = {
 }
 
 
-def corpus(folder: Path, seed: int = 7) -> str:
-    """Prefix of a data set of short documents, each with its end mark."""
+def corpus(folder: Path, seed: int = 7, letters: int = ord("a")) -> str:
+    """Prefix of a data set of short documents of 26 letters, each with its end mark."""
     rng = np.random.RandomState(seed)
     folder.mkdir(exist_ok=True)
     prefix = folder / "text_document"
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for length in rng.randint(3, 90, 60):
-            builder.add_document([*(rng.randint(0, 26, length) ** 2 // 26 + 97).tolist(), 0])
+            builder.add_document([*(rng.randint(0, 26, length) ** 2 // 26 + letters).tolist(), 0])
         builder.finalize()
     return str(prefix)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -19,6 +20,7 @@ from megatron.data.order.by_step import ByStep, SourceCounts
 from megatron.data.sample import Sample
 from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.forget_steps import SOURCES
+from megatron.run.frozen import FrozenStates
 from tests.distributed import run_distributed
 from tests.training.models import ADAM, NEOX
 from tests.training.runs import Report, corpus, run
@@ -39,6 +41,17 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "difference": {**FORGET, "gd_mode": True, "gd_retain_dataset": "y", "gd_retain_weight": 3.0},
     "npo": {**FORGET, "gd_mode": True, "gd_retain_dataset": "y", "gd_retain_weight": 2.0, "ga_loss": "npo"},
     "simnpo": {**FORGET, "ga_loss": "simnpo", "ga_beta": 2.5, "ga_gamma": 0.125},
+    "rmu": {
+        **FORGET,
+        "gd_mode": True,
+        "gd_retain_dataset": "y",
+        "gd_retain_weight": 30.0,
+        "ga_loss": "rmu",
+        "ga_rmu_layer": 0,
+        "ga_rmu_coefficient": 3.0,
+        "ga_rmu_seed": 7,
+        "ga_rmu_layers": [],
+    },
 }
 
 
@@ -72,8 +85,16 @@ def steps_of(rank: int, world: int, keys: dict[str, Any], layout: Layout) -> dic
     found: dict[str, Any] = {"loss": [], "grad_norm": [], "metrics": [], "lr": []}
     if world == 1:
         found["start"] = {n: p.detach().clone().double() for n, p in engine.params().items()}
+    frozen = FrozenStates.of(args)
+    if frozen is not None:
+        frozen.engine = engine
+        engine.keep_reference()
     for step in range(STEPS):
-        out = engine.train_batch(loader.read(plan.samples(step), step), lr(step))
+        batch = loader.read(plan.samples(step), step)
+        if world == 1 and step == 6:
+            engine.before_update = lambda: found.update(gradient={n: g.clone() for n, g in engine.grads().items()})
+        out = engine.train_batch(batch if frozen is None else frozen.told(batch), lr(step))
+        engine.before_update = None
         found["loss"].append(float(out.loss))
         found["grad_norm"].append(float(out.grad_norm))
         found["metrics"].append({name: float(value) for name, value in out.metrics.items()})
@@ -87,15 +108,24 @@ def one_rank(name: str, micro: int = 8) -> dict[str, Any]:
     return run_distributed(steps_of, 1, keys, Layout(micro=micro), timeout=120)[0]
 
 
+# The unit vector of rmu with seed 7.
+DIRECTION = torch.rand(32, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+DIRECTION /= (DIRECTION**2).sum() ** 0.5
+
+
 def softplus(x: torch.Tensor) -> torch.Tensor:
     return (1 + x.exp()).log()
 
 
-def plain_loss(model: Any, name: str, sources: list[tuple[str, int]]) -> tuple[torch.Tensor, dict[str, float]]:
-    """Loss of a step, and what is logged of it; `sources`: (source, its first sample)."""
+def plain_loss(
+    model: Any, begun: Any, name: str, sources: list[tuple[str, int]]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Loss of a step, and what is logged of it; `begun`: the model before the first step; `sources`: (source, its
+    first sample)."""
     keys, loss, metrics = OBJECTIVES[name], torch.zeros((), dtype=torch.float64), {}
     for source, first in sources:
         losses: list[torch.Tensor] = []
+        apart: list[torch.Tensor] = []  # squared distances of features, of trained tokens
         answers: list[tuple[torch.Tensor, torch.Tensor]] = []  # log-probabilities of trained tokens, those of reference
         for number in range(first, first + BATCH):
             sample = SourceSamples(SOURCES.index(source))[number]
@@ -103,7 +133,14 @@ def plain_loss(model: Any, name: str, sources: list[tuple[str, int]]) -> tuple[t
             labels, starts = sample.labels, sample.starts
             assert labels is not None and starts is not None
             reference = torch.from_numpy(sample.extras["reference"])
-            log_probs = model(tokens[None, :-1]).logits[0].log_softmax(-1)
+            out = model(tokens[None, :-1], output_hidden_states=True)
+            log_probs = out.logits[0].log_softmax(-1)
+            trained = [t - 1 for t in range(1, SEQUENCE + 1) if labels[t] >= 0]
+            target = 3.0 * DIRECTION
+            if source == "retain":
+                with torch.no_grad():
+                    target = begun(tokens[None, :-1], output_hidden_states=True).hidden_states[1][0, trained]
+            apart.append((out.hidden_states[1][0, trained] - target) ** 2)
             for begin, end in zip(starts, [*starts[1:], SEQUENCE + 1], strict=True):
                 places = [t for t in range(max(begin, 1), end) if labels[t] >= 0]
                 of_answer = log_probs[[t - 1 for t in places], tokens[places]]
@@ -114,13 +151,20 @@ def plain_loss(model: Any, name: str, sources: list[tuple[str, int]]) -> tuple[t
         if source == "train":
             loss = loss + mean
         elif source == "retain":
-            loss, metrics["gd_retain_loss"] = loss + keys["gd_retain_weight"] * mean, mean.item()
+            metrics["gd_retain_loss"] = mean.item()
+            if name == "rmu":
+                mean = torch.cat(apart).mean()
+                metrics["rmu_retain_distance"] = mean.item()
+            loss = loss + keys["gd_retain_weight"] * mean
         else:
             metrics["gd_forget_loss" if keys.get("gd_mode") else "ga_actual_loss"] = mean.item()
             if name == "npo":
                 loss = loss + torch.stack([2 / 0.1 * softplus(0.1 * (a - b).sum()) for a, b in answers]).mean()
             elif name == "simnpo":
                 loss = loss + torch.stack([2 / 2.5 * softplus(2.5 * a.mean() + 0.125) for a, _ in answers]).mean()
+            elif name == "rmu":
+                loss = loss + torch.cat(apart).mean()
+                metrics["rmu_forget_distance"] = torch.cat(apart).mean().item()
             else:
                 loss = loss - mean
             metrics["gd_combined_loss" if keys.get("gd_mode") else "ga_objective"] = math.nan
@@ -136,16 +180,21 @@ def test_steps_that_forget_equal_plain_torch(name: str) -> None:
     decay, rest = ([p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False))
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-4)
+    begun = copy.deepcopy(model)
     taken = dict.fromkeys(SOURCES, 0)
     for step in range(STEPS):
         forgets = step in (3, 6)
         names = ("train",) if not forgets else ("forget", "retain") if OBJECTIVES[name].get("gd_mode") else ("forget",)
-        loss, metrics = plain_loss(model, name, [(one, taken[one]) for one in names])
+        loss, metrics = plain_loss(model, begun, name, [(one, taken[one]) for one in names])
         for one in names:
             taken[one] += BATCH
-        optimizer.zero_grad()
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)  # what is above the block of rmu moves on by its momentum
         loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        for n, gradient in neox_weights(ours["gradient"]).items() if step == 6 else ():
+            assert torch.allclose(unpad(n, gradient).double(), gradients[n], rtol=1e-5, atol=1e-5 * float(norm)), n
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step) * (0.5 if forgets else 1.0)
         optimizer.step()
@@ -164,6 +213,10 @@ def test_steps_that_forget_equal_plain_torch(name: str) -> None:
         ("npo", Layout(pp=2, tp=2, micro=2, sequence_parallel=True)),
         ("npo", Layout(dp=2, zero=3)),
         ("simnpo", Layout(dp=2, tp=2, micro=1, engine="native")),
+        ("rmu", Layout(pp=2, tp=2, micro=2, sequence_parallel=True)),
+        ("rmu", Layout(pp=2, dp=2, micro=4)),
+        ("rmu", Layout(dp=2, zero=3, micro=1)),
+        ("rmu", Layout(dp=2, tp=2, micro=4, engine="native")),
     ],
     ids=str,
 )
@@ -289,3 +342,48 @@ def test_npo_compares_with_the_model_that_the_run_began_with(tmp_path: Path, dat
     for rest in run({**keys, **again}, Layout(pp=2, tp=2)):
         assert not rest.error and rest.loss == pytest.approx(whole.loss[6:], rel=1e-5)
     assert abs(whole.loss[6] - 13.862944) > 1e-3
+
+
+RMU: dict[str, Any] = {
+    "num_layers": 4,
+    "train_iters": 8,
+    "checkpoint_factor": 6,
+    "eval_iters": 1,
+    "ga_mode": "interleaved",
+    "ga_interleave_ratio": 0,  # every step forgets
+    "gd_mode": True,
+    "gd_retain_weight": 10.0,
+    "ga_loss": "rmu",
+    "ga_rmu_layer": 2,
+    "ga_rmu_coefficient": 4.0,
+    "optimizer": {"type": "Adam", "params": {"lr": 3e-3}},
+    "init_method_std": 0.1,
+    "warmup": 0.0,
+    "gradient_clipping": 1.0,
+}
+
+
+def test_rmu_moves_what_is_forgotten_and_holds_the_rest(tmp_path: Path, data: dict[str, str]) -> None:
+    """In the block and the two before alone; a run that goes on, at another layout too, compares with the weights that
+    it began with."""
+    keys = {**RMU, **data, "ga_dataset": corpus(tmp_path / "capitals", 8, ord("A"))}
+    (whole,) = run({**keys, "save": str(tmp_path / "whole")})
+    assert not whole.error and not any(whole.skipped) and [len(step) for step in whole.tokens] == [16] * 8
+    away, held = (
+        [metrics[f"train/rmu_{name}_distance"] for _, metrics in whole.logged] for name in ("forget", "retain")
+    )
+    assert held[0] < 1e-12 and away[-1] < 0.2 * away[0] and max(held) < 0.05 * away[0]
+    assert {split for _, split, _ in whole.evaluated} == {"validation", "test"}
+    (short,) = run({**keys, "train_iters": 1})
+    changed = {name.split(".")[0] for name, value in whole.state.items() if short.state[name] != value}
+    assert changed == {"2", "3", "4"}
+    again = {"load": str(tmp_path / "whole"), "iteration": 6}
+    for layout in (Layout(), Layout(pp=2, dp=2, micro=4)):
+        for report in run({**keys, **again, "save": str(tmp_path / layout.name)}, layout):
+            assert not report.error and report.loss == pytest.approx(whole.loss[6:], rel=1e-5)
+            if layout.world == 1:
+                assert (report.loss, report.state) == (whole.loss[6:], whole.state)
+    (lost,) = run({**keys, **again, "save": str(tmp_path / "lost"), "no_load_optim": True})
+    assert lost.exit_code == 2 and lost.error.startswith("no_load_optim: ")
+    idle = run({**keys, "ga_rmu_layer": 0}, Layout(pp=2))[0]
+    assert idle.exit_code == 2 and "ga_rmu_layers" in idle.error

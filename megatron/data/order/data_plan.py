@@ -156,8 +156,8 @@ class DataPlan:
         sets = {
             one.name: ReadOnce(built.pop(f"{SET}{one.name}"), one.samples, one.steps * self.batch) for one in self.sets
         }
-        if self.counts is not None and TRAIN in built:
-            parts = {source: built.pop(source) for source in SOURCES if source in built}
+        parts = {source: built.pop(source) for source in SOURCES if source in built and self.counts is not None}
+        if self.counts is not None and parts:
             built[TRAIN] = ByStep(self.counts, parts)
         return Datasets(self, **built, valid_sets=sets)
 
