@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron import log
 from megatron.checkpoint.agreement import gather
+from megatron.errors import UserError
 from megatron.layers.lora import Adapters
 from megatron.model.gpt import gpt_layers
 from megatron.model.sequential import SequentialModel
