@@ -7,6 +7,7 @@ from megatron.neox_arguments.block_sizes import is_gated
 from megatron.neox_arguments.difference import Difference, never
 from megatron.neox_arguments.differences_data import DATA, untrained_tokens
 from megatron.neox_arguments.differences_post import POST
+from megatron.rows import row
 
 
 def _two_meanings(args: NeoXArgs) -> bool:
@@ -31,6 +32,11 @@ def _mamba(args: NeoXArgs) -> bool:
 
 def _transformer_engine(args: NeoXArgs) -> bool:
     return args.model.te_mha or args.model.te_layernorm_mlp or args.model.te_rowparallel
+
+
+def _learns_texts(args: NeoXArgs) -> bool:
+    """Whether the loss is a mean over tokens of texts, not over pairs, answers or completions."""
+    return row("train_impl", args.training.train_impl).get("data") is None
 
 
 DIFFERENCES: tuple[Difference, ...] = (
@@ -84,7 +90,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         "loss normalisation",
         "mean over ranks and micro-batches of each one's mean",
         "sum over all trained tokens of the global batch divided by their number",
-        untrained_tokens,
+        lambda args: untrained_tokens(args) and _learns_texts(args),
     ),
     Difference(
         "train_impl: reinforce",
@@ -96,7 +102,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         "vocabulary padding",
         "padded rows take part in the training softmax",
         "padded rows exist in memory only: not in the loss, norms, samples, counts or exports",
-        lambda args: args.tokenizer.padded_vocab_size is not None,
+        lambda args: args.tokenizer.padded_vocab_size is not None and args.model.output_head == "vocabulary",
     ),
     Difference(
         "gradient accumulation type",

@@ -6,25 +6,26 @@ from functools import partial
 
 from megatron.neox_arguments.arguments import NeoXArgs
 from megatron.neox_arguments.difference import Difference as _Difference
+from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 
 Difference = partial(_Difference, section="Data")
 
 
+def _packs(args: NeoXArgs) -> bool:
+    return args.data.pack_impl != "packed" and not trains_on_rollouts(args.get)
+
+
 def _pads(args: NeoXArgs) -> bool:
-    return args.data.pack_impl in ("pack_until_overflow", "unpacked")
+    return _packs(args) and args.data.pack_impl in ("pack_until_overflow", "unpacked")
 
 
 def _pairs(args: NeoXArgs) -> bool:
     return args.data.dataset_impl == "pairwise"
 
 
-def _whole_documents(args: NeoXArgs) -> bool:
-    return args.data.pack_impl != "packed"
-
-
 def untrained_tokens(args: NeoXArgs) -> bool:
     """Whether micro-batches may train different numbers of tokens."""
-    return args.data.eod_mask_loss or args.data.train_label_data_paths is not None or _whole_documents(args)
+    return args.data.eod_mask_loss or args.data.train_label_data_paths is not None or _packs(args)
 
 
 DATA: tuple[_Difference, ...] = (
@@ -104,19 +105,19 @@ DATA: tuple[_Difference, ...] = (
         "split with pack_impl",
         "ignored but for packed: training sees the documents of validation and test",
         "honoured in every packing",
-        _pads,
+        lambda args: _pads(args) and args.data.data_path is not None,
     ),
     Difference(
         "first token of a document",
         "the target of the document before it",
         "never a target, also in best_fit",
-        _whole_documents,
+        _packs,
     ),
     Difference(
         "documents without a trained token",
         "looked for among inputs: one whose only trained label is the last target is lost",
         "looked for among targets; documents of a single token are left out too",
-        _whole_documents,
+        _packs,
     ),
     Difference(
         "last sample of pack_until_overflow",
@@ -180,16 +181,18 @@ DATA: tuple[_Difference, ...] = (
     ),
     Difference(
         "dataset_impl: pairwise",
-        "the split is ignored; pack_until_overflow with allow_chopped: false skips the short pairs; needs labels for "
-        "unpacked; one token of the next text is read",
-        "like other data: weights, splits, epochs, caps and validation sets; items are checked to be pairs",
+        "pack_until_overflow with allow_chopped: false skips the short pairs; unpacked needs labels; one token of the "
+        "next text is read",
+        "like other data: weights, epochs, caps and validation sets; items are checked to be pairs",
         _pairs,
     ),
     Difference(
         "pairs without labels",
         "AttributeError with pack_impl: unpacked, else every token is trained, prompts too",
         "what both texts begin with is not trained",
-        _pairs,
+        lambda args: (
+            _pairs(args) and args.data.train_label_data_paths is None and args.model.output_head == "vocabulary"
+        ),
     ),
     Difference(
         "several pairs in a row",

@@ -6,6 +6,7 @@ from functools import partial
 
 from megatron.neox_arguments.arguments import NeoXArgs
 from megatron.neox_arguments.difference import Difference as _Difference
+from megatron.neox_arguments.rules_reference import exchanges, reads_reference
 
 Difference = partial(_Difference, section="Post-training")
 
@@ -15,7 +16,7 @@ def _unlearns(args: NeoXArgs) -> bool:
 
 
 def _compares(args: NeoXArgs) -> bool:
-    return args.training.train_impl in ("dpo", "kto")
+    return args.training.train_impl in ("dpo", "kto") and reads_reference(args.get)
 
 
 def _rewards(args: NeoXArgs) -> bool:
@@ -46,12 +47,18 @@ POST: tuple[_Difference, ...] = (
         _rewards,
     ),
     Difference(
+        "loss of train_impl: rm and kto",
+        "mean over ranks and micro-batches of each one's mean",
+        "mean over all pairs, or answers with a reward, of the global batch",
+        lambda args: _rewards(args) or _kto(args),
+    ),
+    Difference(
         "KTO's estimate of how far the model is from its reference",
         "one half of the micro-batch gives that of the other: answers to their own prompts, each clamped at 0, another "
         "number at each micro-batch",
         "prompts with the answers to the next prompts of the global batch (the last one with the first's), clamped "
         "after the mean, in a pass before the step; the same at every layout. A batch of one is refused",
-        _kto,
+        lambda args: exchanges(args.get),
         keys=("kto_loss_type",),
     ),
     Difference(
