@@ -25,7 +25,7 @@ from megatron.checkpoint.manifest import BaseEntry
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.retention import apply_retention
 from megatron.checkpoint.save import Save, check_finite
-from megatron.errors import DeepyError, LostRankError, NumericsError
+from megatron.errors import LostRankError, NumericsError
 from megatron.log import get_logger
 from megatron.mpu.state import HOST_SECONDS, ParallelState
 from megatron.neox_arguments import NeoXArgs
@@ -160,11 +160,6 @@ class Checkpointer(Callback):
             return
         self.save(trainer)
         self.drain(trainer)
-        if trainer.saved_step != trainer.step:
-            raise DeepyError(
-                f"the run ends at iteration {trainer.step} without its checkpoint: {trainer.save_blocked_by}; "
-                f"{_newest(trainer)}"
-            )
         last = self._last
         if trainer.stop_reason is None and last is not None and not last.skipped and self._sane(trainer, last):
             self.good = trainer.step  # as far as it can be known: no step follows
@@ -221,7 +216,7 @@ class Checkpointer(Callback):
         return math.isfinite(step.loss) and step.loss <= most
 
     def save(self, trainer: Trainer, *, temporary: bool = False) -> None:
-        """Write a checkpoint of this step, unless it exists or a callback forbids it. Collective over all ranks.
+        """Write a checkpoint of this step, unless it exists. Collective over all ranks.
 
         Raises `NumericsError` when the weights are not finite.
         """
@@ -230,9 +225,6 @@ class Checkpointer(Callback):
             return
         trainer.settle()  # what is saved knows of all its steps, and what follows is judged by later ones
         self._saved_at = time.monotonic()
-        if trainer.save_blocked_by is not None:
-            logger.warning(f"no checkpoint at iteration {trainer.step}: {trainer.save_blocked_by}")
-            return
         with trainer.progress.during("checkpoint"), _naming_the_newest(trainer):
             if self._memory is not None and self._aside is not None:
                 save = self._begin(trainer, temporary)

@@ -141,7 +141,8 @@ OTHER_VERSIONS: dict[str, str] = {
     **dict.fromkeys(
         ("beta1", "beta2", "adam_beta1", "adam_beta2"), "write optimizer: {params: {betas: [0.9, 0.95]}} with its own"
     ),
-    **dict.fromkeys(("epsilon", "adam_eps", "adam_epsilon"), "write optimizer: {params: {eps: 1.0e-8}} with its own"),
+    **dict.fromkeys(("adam_eps", "adam_epsilon"), "write optimizer: {params: {eps: 1.0e-8}} with its own"),
+    "epsilon": "of GRPO write grpo_epsilon, of Adam optimizer: {params: {eps: 1.0e-8}}",
     **dict.fromkeys(("max_grad_norm", "grad_clip"), "write gradient_clipping"),
     **dict.fromkeys(("save_steps", "save_every"), "write checkpoint_factor"),
     **dict.fromkeys(("logging_steps", "log_every"), "write log_interval"),
@@ -151,6 +152,47 @@ OTHER_VERSIONS: dict[str, str] = {
     **dict.fromkeys(("tokenizer_path", "tokenizer_name"), "write vocab_file, and tokenizer_type for its kind"),
     **dict.fromkeys(("dataset", "train_data", "train_dataset"), "write data_path, or train_data_paths for several"),
     "wandb_entity": "write wandb_team",
+    # of TRL and PEFT
+    "loss_type": "TRL's key; write dpo_loss_type, kto_loss_type or grpo_loss",
+    "beta": "TRL's key; write dpo_beta or kto_beta, and for completions kl_div_beta",
+    **dict.fromkeys(("label_smoothing", "label_smoothing_factor"), "TRL's key; write dpo_label_smoothing"),
+    "reference_free": "TRL's key; write dpo_reference_free",
+    **dict.fromkeys(("rpo_alpha", "cpo_alpha", "sft_loss_weight"), "TRL's key; write dpo_sft_loss_weight"),
+    "simpo_gamma": "TRL's key; write dpo_simpo_gamma",
+    "desirable_weight": "TRL's key; write kto_desirable_weight",
+    "undesirable_weight": "TRL's key; write kto_undesirable_weight",
+    "center_rewards_coefficient": "TRL's key; write rm_center_coefficient",
+    **dict.fromkeys(
+        ("ref_model", "model_name_or_path", "pretrained_model_name_or_path"),
+        "write load, with finetune: true; the reference is the model that the run begins with",
+    ),
+    **dict.fromkeys(
+        ("precompute_ref_log_probs", "reference_model_precompute"),
+        "TRL's key; a pass before the first step does it, write reference_path for where its results are",
+    ),
+    "sync_ref_model": "TRL's key; the reference stays the model that the run begins with",
+    "disable_dropout": "TRL's key; write hidden_dropout and attention_dropout",
+    **dict.fromkeys(("packing", "packing_strategy", "padding_free"), "TRL's key; write pack_impl"),
+    **dict.fromkeys(
+        ("assistant_only_loss", "completion_only_loss", "train_on_inputs"),
+        "write train_label_data_paths: labels of the data say what is trained (documentation/chat_data.md)",
+    ),
+    "num_generations": "TRL's key; write rollouts_per_prompt",
+    "max_completion_length": "TRL's key; write rollout_tokens",
+    "max_prompt_length": "TRL's key; prompts that with rollout_tokens exceed seq_length are left out, none is cut",
+    "num_iterations": "TRL's key; write rollout_steps",
+    "epsilon_high": "TRL's key; write grpo_epsilon_high",
+    "scale_rewards": "TRL's key; write grpo_scale_rewards",
+    "reward_funcs": "TRL's key; write reward, reward_url or reward_model",
+    "use_vllm": "TRL's key; leave it out: completions are made by the ranks themselves",
+    **dict.fromkeys(("teacher_model", "teacher_model_name_or_path"), "write distill_teacher"),
+    **dict.fromkeys(("r", "lora_rank", "use_lora", "use_peft", "peft_type"), "write lora_r, the rank of adapters"),
+    **dict.fromkeys(("alpha", "lora_scaling"), "write lora_alpha"),
+    **dict.fromkeys(
+        ("target_modules", "lora_target", "lora_targets", "lora_modules", "layers_to_transform"),
+        "write lora_target_modules; q_proj, k_proj and v_proj are one layer here, query_key_value",
+    ),
+    "modules_to_save": "PEFT's key; write parameter_groups, with freeze: false for what is trained beside adapters",
 }
 """Keys of other versions and trainers whose meaning must not get lost: an error that names what to write."""
 

@@ -44,7 +44,6 @@ class Trainer:
         progress: what the loop is doing, and how long things take.
         stop_reason: why the loop will end after this step; None to continue. See `request_stop`.
         stop_code: exit code that it then has: 0 when that is the plan, 3 when somebody asked for it.
-        save_blocked_by: why no checkpoint may be written now, set by a callback; None when one may.
         held_checkpoints: by the name of a callback, the steps whose checkpoints it still needs: they are not deleted.
         metrics: what callbacks add to the next log, by name: numbers, or 0-dim tensors that nobody changes afterwards.
             They are read once per log; on an accelerator one step later, so that no step waits for the device.
@@ -79,7 +78,6 @@ class Trainer:
         self.stop_reason: str | None = None
         self.stop_code = 0
         self.saved_step: int | None = None
-        self.save_blocked_by: str | None = None
         self.held_checkpoints: dict[str, set[int]] = {}
         self.metrics: dict[str, float | Tensor] = {}
         self.voters: dict[str, Callable[[], bool]] = {}

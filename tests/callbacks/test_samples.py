@@ -86,5 +86,6 @@ def test_what_is_missing_is_said_before_the_run(tmp_path: Path, keys: dict[str, 
         args_of(sample_every=3)
     for bad, message in (("absent.txt", "does not exist"), ("blank.txt", "holds no prompt")):
         (tmp_path / "blank.txt").write_text(" \n")
-        (report,) = run({**keys, "sample_every": 1, "sample_prompts": str(tmp_path / bad)}, Layout())
+        wrong = {"sample_every": 1, "sample_prompts": str(tmp_path / bad), "save": str(tmp_path / "run")}
+        (report,) = run({**keys, **wrong}, Layout())
         assert report.exit_code == 2 and re.search(f"sample_prompts: .*{bad} {message}", report.error or "")

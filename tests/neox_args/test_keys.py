@@ -68,9 +68,13 @@ def test_aliases_lead_to_keys() -> None:
     assert {name: keys for name, keys in to_write.items() if not set(keys) <= set(all_keys())} == {}
     assert len([name for name, keys in to_write.items() if keys]) > 50
     # advice for names that are near to another key than the one that is meant
-    for name, meant in {"n_head": "num_attention_heads", "gradient_checkpointing": "checkpoint_activations"}.items():
+    others = {"num_generations": "rollouts_per_prompt", "epsilon": "grpo_epsilon", "r": "lora_r"}  # TRL's and PEFT's
+    others |= {"loss_type": "dpo_loss_type", "beta": "dpo_beta", "target_modules": "lora_target_modules"}
+    near = {"n_head": "num_attention_heads", "gradient_checkpointing": "checkpoint_activations"}
+    for name, meant in {**near, **others}.items():
         problem, key = describe_unknown(name)
-        assert key == meant and problem.endswith(f"write {meant}")
+        assert key == meant and f"write {meant}" in problem and (name in others or problem.endswith(meant))
+    assert "seq_length" in describe_unknown("max_prompt_length")[0]
     assert describe_unknown("version")[1] is None and describe_unknown("train_itres")[1] == "train_iters"
 
 
