@@ -117,11 +117,11 @@ def _read_objects(file: str) -> list[Prompt]:
     return [prompt for prompt, _ in read_objects(file, "sample_input_file")]
 
 
-def rollout_prompts(post: PostConfig) -> list[tuple[Prompt, dict[str, Any]]]:
-    """The prompts of `rollout_prompts`, each with the other fields of its line. Raises `UserError`, also for a line
+def rollout_prompts(post: PostConfig, key: str = "rollout_prompts") -> list[tuple[Prompt, dict[str, Any]]]:
+    """The prompts that `key` names, each with the other fields of its line. Raises `UserError`, also for a line
     without a field that `reward` reads."""
     needs = row("reward", post.reward).get("reads", ()) if post.reward is not None else ()
-    read = (read_objects(file, "rollout_prompts", needs) for file in post.rollout_prompts or ())
+    read = (read_objects(file, key, needs) for file in getattr(post, key) or ())
     return [prompt for prompts in read for prompt in prompts]
 
 

@@ -58,12 +58,12 @@ class Completed:
     finished: bool = True
 
 
-def read_asked(args: NeoXArgs, tokenizer: Tokenizer) -> list[Asked]:
-    """The prompts of `rollout_prompts` that leave room for a completion. Raises `UserError`."""
+def read_asked(args: NeoXArgs, tokenizer: Tokenizer, key: str = "rollout_prompts") -> list[Asked]:
+    """The prompts that `key` names that leave room for a completion. Raises `UserError`."""
     options, length = args.post, args.model.seq_length
     assert length is not None, "a derived configuration has it"
     room = length + 1 - options.rollout_tokens
-    read = rollout_prompts(options)
+    read = rollout_prompts(options, key)
     if args.generation.chat or not all(isinstance(prompt, str) for prompt, _ in read):
         exported = as_exported(tokenizer, args.tokenizer.model_tokens)
         chats = Chats(exported, args.generation.chat, args.generation.chat_system)
@@ -74,11 +74,11 @@ def read_asked(args: NeoXArgs, tokenizer: Tokenizer) -> list[Asked]:
     found = [Asked(ids, *one) for ids, one in zip(tokens, read, strict=True) if 0 < len(ids) <= room]
     if len(found) < len(read):
         logger.warning(
-            f"rollout_prompts: {len(read) - len(found)} of {len(read)} prompts are left out: they have more than "
+            f"{key}: {len(read) - len(found)} of {len(read)} prompts are left out: they have more than "
             f"{room} tokens (seq_length + 1 - rollout_tokens), or none"
         )
     if not found:
-        raise UserError(f"rollout_prompts: no prompt has between 1 and {room} tokens (seq_length + 1 - rollout_tokens)")
+        raise UserError(f"{key}: no prompt has between 1 and {room} tokens (seq_length + 1 - rollout_tokens)")
     return found
 
 

@@ -31,7 +31,7 @@ def rollouts(draft: Draft) -> None:
     online, prompts = draft["dataset_impl"] == "online", draft["rollout_prompts"] is not None
     impl = draft["train_impl"]
     if not trains_on_rollouts(draft.__getitem__):
-        for key in ("rollout_prompts", *_REWARDS):
+        for key in ("rollout_prompts", "rollout_valid_prompts", *_REWARDS):
             if draft[key] is not None:
                 draft.report(key, f"is not read by train_impl: {impl}; set train_impl: grpo, rloo or reinforce")
         if online:
@@ -45,6 +45,8 @@ def rollouts(draft: Draft) -> None:
     given = [key for key in _REWARDS if draft[key] is not None]
     if online and given:
         draft.report(given[0], "completions of dataset_impl: online come with their rewards; leave it out")
+    if online and draft["rollout_valid_prompts"] is not None:
+        draft.report("rollout_valid_prompts", "dataset_impl: online says nothing of what such completions are worth")
     if not online and len(given) != 1:
         others = " and ".join(given)
         draft.report(

@@ -118,6 +118,13 @@ class PostConfig:
         path=True,
         new=True,
     )
+    rollout_valid_prompts: tuple[str, ...] | None = key(
+        None,
+        "Prompts as in rollout_prompts, held out: before the first step, every eval_interval steps and at the end each "
+        "is completed once, always with the same draws, for the validation's means of reward, length and finished.",
+        path=True,
+        new=True,
+    )
     rollouts_per_prompt: int = key(8, "Completions of each prompt; train_batch_size is a multiple.", new=True)
     rollout_tokens: int = key(256, "Most tokens of a completion.", new=True)
     rollout_temperature: float = key(

@@ -150,6 +150,7 @@ def preflight(args: NeoXArgs, kind: str, wait: bool = False, problems: Problems 
             if kind == "train":
                 check_folders(args)
                 prompts = len(rollout_prompts(args.post))
+                rollout_prompts(args.post, "rollout_valid_prompts")
             check_requests(args.generation, kind)
         if found.keys:
             return Found(tokenizer, start, has_data, prompts)  # the rest compares whole configurations

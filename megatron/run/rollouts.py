@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from hashlib import sha256
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.callbacks.evaluator import used_as_model
 from megatron.checkpoint.rng import random_state, restore_random_state
 from megatron.data.batch import StepBatch
 from megatron.data.collate import allocate, complete, fill, untrained
@@ -42,10 +43,11 @@ from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.objectives.policy import FULL, PolicyObjective
 from megatron.run.data import collate_rules
 from megatron.run.other_models import OtherModels
-from megatron.training.callback import Callback
+from megatron.training.callback import Callback, due
 from megatron.training.setup import Process, build_objective
 
 if TYPE_CHECKING:
+    from megatron.training.engine import StepOut
     from megatron.training.trainer import Trainer
 
 logger = get_logger(__name__)
@@ -80,6 +82,7 @@ class Rollouts(Callback):
             self.reward_model = RewardModel(model, process.args, process.tokenizer, self.control, batch)
         self.file = None if folder is None or process.state.rank else folder / FILE
         self.prompts: list[Asked] = []
+        self.held_out: list[Asked] = []  # prompts of validation, on rank 0
         self.servers: DataServers | None = None
         self.digest = ""
         if process.args.data.dataset_impl == "online":
@@ -105,6 +108,8 @@ class Rollouts(Callback):
     def _read(self, process: Process) -> str:
         """On rank 0, which deals them: the prompts. Their digest."""
         self.prompts = read_asked(process.args, process.tokenizer)
+        if self.options.rollout_valid_prompts is not None:
+            self.held_out = read_asked(process.args, process.tokenizer, "rollout_valid_prompts")
         logger.info(f"rollouts: {self.options.rollouts_per_prompt} of each of {len(self.prompts):,} prompts an epoch")
         return sha256(json.dumps([asked.tokens for asked in self.prompts]).encode()).hexdigest()
 
@@ -116,6 +121,21 @@ class Rollouts(Callback):
             trainer.engine.keep_reference()  # before a checkpoint is loaded, which may have one
 
     def loaded(self, trainer: Trainer) -> None:
+        self._take_reference(trainer)
+        if trainer.step == 0:
+            self._validate(trainer)
+
+    def after_step(self, trainer: Trainer, out: StepOut) -> None:
+        if due(trainer.step, self.args.training.eval_interval):
+            self._validate(trainer)
+
+    def end(self, trainer: Trainer) -> None:
+        last = trainer.step >= (self.args.training.train_iters or 0)
+        if last and not due(trainer.step, self.args.training.eval_interval):
+            self._validate(trainer)
+
+    def _take_reference(self, trainer: Trainer) -> None:
+        """The weights of the moment, where the run begins to learn from completions; else those that it has kept."""
         if not self.objective.reference:
             return
         if trainer.step == 0 or self._kept_reference is None:
@@ -188,11 +208,8 @@ class Rollouts(Callback):
         began = time.monotonic()
         with self._as_model() as trainer:
             if self.servers is None:
-                rows = self.sampler.write(self._stage(trainer), lambda: self._turns(first, size))
+                rows = self._write(trainer, lambda: self._turns(first, size))
                 sizes = [self.options.rollouts_per_prompt] * (size // self.options.rollouts_per_prompt)
-                if rows is not None and self.reward_model is not None:
-                    rewards = self.reward_model.judge(rows)
-                    rows = [replace(one, reward=reward) for one, reward in zip(rows, rewards, strict=True)]
             else:
                 rows, sizes = self._fetch(trainer, self.servers, step, size)
             if rows is not None and self.objective.reference:
@@ -205,6 +222,25 @@ class Rollouts(Callback):
         self._completed = [rows[end - count : end] for count, end in zip(sizes, ends, strict=True)]
         self._report(trainer, step, size, time.monotonic() - began)
         return True
+
+    def _write(self, trainer: Trainer, asked: Callable[[], Sequence[tuple[int, Asked]]]) -> list[Completed] | None:
+        """Completions of numbered prompts with their rewards, on every rank; None when asked to stop."""
+        rows = self.sampler.write(self._stage(trainer), asked)
+        if rows is None or self.reward_model is None:
+            return rows
+        rewards = self.reward_model.judge(rows)
+        return [replace(one, reward=reward) for one, reward in zip(rows, rewards, strict=True)]
+
+    def _validate(self, trainer: Trainer) -> None:
+        """Complete each prompt that is held out, and report the means."""
+        if self.options.rollout_valid_prompts is None:
+            return
+        trainer.settle()
+        with used_as_model(trainer):
+            # Numbers below 0: no completion of the training has their draws.
+            rows = self._write(trainer, lambda: [(-1 - i, asked) for i, asked in enumerate(self.held_out)])
+        if judged := [one for one in rows or () if one.reward is not None and self._fits(one)]:
+            trainer.call("evaluated", "validation", _means(judged))
 
     def _stage(self, trainer: Trainer) -> Stage:
         """Of the weights of the moment."""
@@ -319,13 +355,10 @@ class Rollouts(Callback):
         self._failures = 0 if judged else self._failures + 1
         if self._failures >= MOST_FAILURES:
             raise UserError(f"{MOST_FAILURES} steps in a row had no completion with a reward; see the warnings above")
-        rewards = [one.reward for one in judged if one.reward is not None]
         spreads = [np.std(known) for group in self._completed if len(known := _known(group)) > 1]
         values = {
-            "rollout/reward": float(np.mean(rewards)) if rewards else None,
+            **{f"rollout/{name}": value for name, value in _means(judged).items()},
             "rollout/reward_std": float(np.mean(spreads)) if spreads else None,
-            "rollout/length": float(np.mean([len(one.tokens) for one in judged])) if judged else None,
-            "rollout/finished": float(np.mean([one.finished for one in judged])) if judged else None,
             "rollout/seconds": seconds,
         }
         if not any(name in trainer.metrics for name in values):
@@ -337,6 +370,17 @@ class Rollouts(Callback):
         trainer.metrics["rollout/failed"] = float(self._failed)
         if self.file is not None and self.options.rollout_log > 0:
             _append(self.file, step, judged[: self.options.rollout_log])
+
+
+def _means(judged: Sequence[Completed]) -> dict[str, float]:
+    """Of completions with a reward; nothing where there are none."""
+    if not judged:
+        return {}
+    return {
+        "reward": float(np.mean([one.reward for one in judged])),
+        "length": float(np.mean([len(one.tokens) for one in judged])),
+        "finished": float(np.mean([one.finished for one in judged])),
+    }
 
 
 def _judge(args: NeoXArgs) -> Judge:

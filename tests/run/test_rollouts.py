@@ -122,6 +122,24 @@ def test_any_layout_draws_the_same_and_learns_the_same(
             assert one["text"] == other["text"] and one["reward"] == other["reward"]
 
 
+def test_prompts_that_are_held_out(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Completed alike at any layout, and nothing of the training moves; a run that goes on has the later ones."""
+    (held_out := tmp_path / "held_out.jsonl").write_text("".join(json.dumps(one) + "\n" for one in PROMPTS[1:4]))
+    (plain,) = run({**keys, "save": str(tmp_path / "plain")}, Layout())
+    more = {**keys, "rollout_valid_prompts": [str(held_out)], "eval_interval": 3}
+    (alone,) = run({**more, "save": str(tmp_path / "alone")}, Layout())
+    assert (alone.loss, alone.grad_norm) == (plain.loss, plain.grad_norm) and not plain.evaluated
+    assert [(step, split) for step, split, _ in alone.evaluated] == [(step, "validation") for step in (0, 3, 4)]
+    for _, _, metrics in alone.evaluated:
+        assert metrics["reward"] > 0.1 * metrics["length"] / 2 > 0 and 0 <= metrics["finished"] <= 1
+    for report in run({**more, "save": str(tmp_path / "other")}, Layout(tp=2, dp=2)):
+        for one, other in zip(report.evaluated, alone.evaluated, strict=True):
+            assert one[:2] == other[:2] and one[2] == pytest.approx(other[2], rel=1e-6)
+    resumed = {"load": str(tmp_path / "alone"), "iteration": 2, "save": str(tmp_path / "on")}
+    (later,) = run({**more, **resumed}, Layout())
+    assert later.evaluated == alone.evaluated[1:]
+
+
 RESUMED: list[tuple[Layout, dict[str, Any]]] = [
     (Layout(pp=2), {"lora_r": 2, "precision": "bfloat16"}),
     (Layout(dp=2, zero=1, micro=1), {"train_impl": "reinforce"}),
