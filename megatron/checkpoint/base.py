@@ -6,21 +6,20 @@ says that it is now.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint import layout
 from megatron.checkpoint.compare import ADAPTERS
-from megatron.checkpoint.find import Checkpoint, open_checkpoint
+from megatron.checkpoint.find import Checkpoint, identity, open_checkpoint
 from megatron.checkpoint.grown import without_output_matrix
+from megatron.checkpoint.hugging_face import hub_id
 from megatron.checkpoint.manifest import BaseEntry, ParameterEntry
 from megatron.checkpoint.neox_reader import NeoXReader
 from megatron.checkpoint.reader import WEIGHT, CheckpointReader
-from megatron.checksums import file_crc32
 from megatron.errors import UserError
 from megatron.layers.lora import PARTS, Adapters
 from megatron.model.head import REWARD
@@ -32,9 +31,10 @@ from megatron.neox_arguments.schema_post import PostConfig
 
 def base_entry(folder: str | Path, vocab_size: int) -> BaseEntry:
     """What a manifest says of the checkpoint in `folder`, which has the frozen weights."""
+    if hub_id(str(folder)) is not None:  # by its commit, it is what it was
+        return BaseEntry(str(folder), vocab_size, None)
     path = Path(folder).absolute()
-    manifest = path / layout.MANIFEST
-    return BaseEntry(str(path), vocab_size, file_crc32(manifest) if manifest.is_file() else None)
+    return BaseEntry(str(path), vocab_size, identity(path))
 
 
 def open_base(checkpoint: Checkpoint, moved: str | None = None) -> Checkpoint | None:
@@ -56,7 +56,7 @@ def open_base(checkpoint: Checkpoint, moved: str | None = None) -> Checkpoint | 
         raise UserError(f"{advice}: {error} Put it back, or name its new place with lora_base=FOLDER.") from error
     if entry.crc32 is not None and base_entry(path, entry.vocab_size).crc32 != entry.crc32:
         raise UserError(
-            f"{advice}; {path} is another checkpoint now (its {layout.MANIFEST} differs): name the one that it "
+            f"{advice}; {path} is another checkpoint now (its checksum differs): name the one that it "
             "was with lora_base=FOLDER"
         )
     return found
@@ -71,6 +71,9 @@ def adapters_of(reader: CheckpointReader) -> Adapters | None:
     return Adapters.of(PostConfig(**{**known, "lora_target_modules": tuple(known["lora_target_modules"])}))
 
 
+Published = Callable[[Checkpoint], CheckpointReader]
+
+
 @dataclass(frozen=True)
 class Opening:
     """What reading a checkpoint needs besides the checkpoint.
@@ -78,12 +81,14 @@ class Opening:
     * `model`, `vocab_size`: of this run; only files of GPT-NeoX do not say them.
     * `lora_base`: where the frozen weights are now, if they have moved.
     * `new_head`: the model has a head of rewards, but a language model's checkpoint will do, and is read as such.
+    * `published`: reads Hugging Face models: convert/published/reader.py, which is above this package.
     """
 
     model: ModelConfig | None = None
     vocab_size: int | None = None
     lora_base: str | None = None
     new_head: bool = False
+    published: Published | None = None
 
 
 def open_reader(checkpoint: Checkpoint, how: Opening = Opening(), *, checksums: bool = True) -> CheckpointReader:
@@ -95,6 +100,8 @@ def open_reader(checkpoint: Checkpoint, how: Opening = Opening(), *, checksums: 
         of_base = replace(how, vocab_size=entry.vocab_size, lora_base=None, new_head=True)
         inner = open_reader(base, of_base, checksums=checksums)
         return BasedReader(checkpoint, inner, checksums=checksums)
+    if checkpoint.published is not None and how.published is not None:
+        return how.published(checkpoint)
     if checkpoint.by_neox and how.model is not None and how.vocab_size is not None:
         return NeoXReader(checkpoint, how.model, how.vocab_size, new_head=how.new_head)
     return CheckpointReader(checkpoint, checksums=checksums)

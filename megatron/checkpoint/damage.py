@@ -18,9 +18,9 @@ def find_damage(checkpoint: Checkpoint, state: ParallelState, *, load_optim: boo
     """What is wrong with the first damaged file, in words; None when all are as they were written. Collective.
 
     Every file is read by one rank: at the checkpoint's layout by one that loads it or a neighbouring layer, so that on
-    a shared file system its pages are in the memory of the machine that needs them. Files of GPT-NeoX have no checksum.
+    a shared file system its pages are in the memory of the machine that needs them. Others' files have no checksum.
     """
-    if checkpoint.by_neox:
+    if checkpoint.foreign:
         return None
     problem, manifest = None, checkpoint.manifest
     mine = _share(checkpoint, state, load_optim)

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint import layout
+from megatron.checkpoint.hugging_face import find_published, published_identity
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.neox_folder import is_neox_folder
 from megatron.checkpoint.plain import read_plain
@@ -36,13 +37,21 @@ class Checkpoint:
         path: its folder, `<save>/global_step<N>`.
         manifest: what it holds; GPT-NeoX writes none, so there only the step is known.
         by_neox: whether GPT-NeoX wrote it (neox_run.py reads how far its run has come).
+        published: what names it for good when it is a Hugging Face model (hugging_face.py): nothing is known of it here
+            but its folder; None for a checkpoint.
         skipped: newer folders next to it that it was taken in place of, as the latest: name → what is wrong.
     """
 
     path: Path
     manifest: Manifest
     by_neox: bool = False
+    published: str | None = None
     skipped: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def foreign(self) -> bool:
+        """Whether it has neither a manifest nor checksums of its files, as others' models."""
+        return self.by_neox or self.published is not None
 
     @property
     def skipped_note(self) -> str:
@@ -68,7 +77,7 @@ class Checkpoint:
     @cached_property
     def _state(self) -> tuple[Mapping[str, Any], str | None]:
         """`callbacks` and `state_problem`; the small file is compared whatever `checkpoint_checksums` is."""
-        if self.by_neox:
+        if self.foreign:
             return {}, None
         name, found = layout.state_file(0), self.manifest
         if problem := found.wrong_file(self.path, name):
@@ -93,20 +102,31 @@ class Checkpoint:
 
 
 def identity(folder: Path) -> int | None:
-    """CRC-32 of a checkpoint's manifest: another one that takes its place has another. None when none is there."""
-    try:
+    """CRC-32 of a checkpoint's manifest, or of a Hugging Face model: another one that takes its place has another. None
+    when none is there, or GPT-NeoX's."""
+    with suppress(OSError):
         return file_crc32(folder / layout.MANIFEST)
-    except OSError:
-        return None
+    with suppress(OSError):
+        return published_identity(folder)
+    return None
 
 
 def open_checkpoint(folder: str | Path, key: str | None = None, damaged: Damaged = NONE_DAMAGED) -> Checkpoint:
-    """The checkpoint in `folder`. Raises `UserError` when it is not complete; `key` is what named the folder."""
+    """The checkpoint in `folder`, or the Hugging Face model there or of that name. Raises `UserError` when it is not
+    complete; `key` is what named the folder."""
+    if (published := _published(folder, key or "load")) is not None:
+        return published
     found = _examine(Path(folder), damaged)
     if isinstance(found, str):
         named = f"{key}: " if key else ""
         raise UserError(f"{named}{folder} is not a complete checkpoint: {found}. {advise_others(Path(folder))}")
     return found
+
+
+def _published(named: str | Path, key: str) -> Checkpoint | None:
+    """The Hugging Face model that `key` names, as a checkpoint of step 0; None when it names none."""
+    model = find_published(named, key)
+    return None if model is None else Checkpoint(model.folder, Manifest.empty(0), published=model.name)
 
 
 def advise_others(folder: Path) -> str:
@@ -188,8 +208,6 @@ class Listing:
             entries = sorted(entry.name for entry in self.root.iterdir() if not entry.name.startswith("."))
             shown = ", ".join(entries[:10]) + (", ..." if len(entries) > 10 else "")
             parts.append(f"it holds {shown}" if entries else "it is empty")
-            if "config.json" in entries:
-                parts.append("this looks like a Hugging Face folder, not a checkpoint of Deepy")
         return "; ".join(parts)
 
 
@@ -256,11 +274,19 @@ def _step_in_latest(root: Path) -> int | None:
 def find_checkpoint(
     root: str | Path, iteration: int | None = None, key: str = "load", damaged: Damaged = NONE_DAMAGED
 ) -> Checkpoint:
-    """The checkpoint `iteration` (None: the latest) in `root`; a `global_step<N>` folder itself also does.
+    """The checkpoint `iteration` (None: the latest) in `root`; a `global_step<N>` folder itself also does, and so does
+    a Hugging Face model, a folder or one of the Hub, which has no iterations.
 
     For evaluation, generation and tools, which take weights only, so one of GPT-NeoX's also does, whatever its name.
     Raises `UserError` listing what there is.
     """
+    if (published := _published(root, key)) is not None:
+        if iteration is not None:
+            raise UserError(
+                f"iteration: {iteration}, but {key} names the Hugging Face model {root}, which has one state; leave "
+                "the key out (a revision of a model of the Hub: owner/name@REVISION)"
+            )
+        return published
     root = Path(root)
     step = layout.step_of(root.name)
     if iteration in (None, step) and root.is_dir() and (step is not None or is_neox_folder(root)):

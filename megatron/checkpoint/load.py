@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.agreement import gather, gather_over_stages, together
-from megatron.checkpoint.base import Opening, WithNewAdapters, open_reader
+from megatron.checkpoint.base import Opening, Published, WithNewAdapters, open_reader
 from megatron.checkpoint.damage import find_damage
 from megatron.checkpoint.find import Checkpoint, advise_others
 from megatron.checkpoint.grown import GrownReader, Growth
@@ -60,6 +60,7 @@ def load_checkpoint(
     growth: Growth | None = None,
     lora_base: str | None = None,
     seed: int = 0,
+    published: Published | None = None,
 ) -> dict[str, Any]:
     """Fill the engine from a checkpoint (`Start.checkpoint`); returns what `save_checkpoint` was given as `client`.
     Collective over all ranks.
@@ -73,6 +74,7 @@ def load_checkpoint(
         growth: how the model is larger than the checkpoint; with `load_optim` False only.
         lora_base: where the frozen weights are now, if the checkpoint names others that have them.
         seed: of the run, which draws adapters that the checkpoint has not; with `load_optim` False only.
+        published: `Opening.published`.
 
     Raises `UserError` on all ranks when the checkpoint does not fit or is damaged, before anything is changed.
     """
@@ -84,7 +86,7 @@ def load_checkpoint(
         shapes = {name: shape for stage in wanted for name, shape in stage.items()}
         shares = {name: share for name in sorted(params, key=layout.parameter_order) if (share := engine.share(name))}
         new_head = growth is not None and growth.new_head
-        opening = Opening(model, shapes[TIED_NAME][0], lora_base, new_head)
+        opening = Opening(model, shapes[TIED_NAME][0], lora_base, new_head, published)
         reader = open_reader(checkpoint, opening, checksums=False)
         grown = None if growth is None else GrownReader(reader, growth, shapes)
         _check_files(checkpoint, shares if grown is None else grown.stored_names(shares), state)
@@ -135,7 +137,7 @@ def _tell_thawed(names: list[str], state: ParallelState) -> None:
 def _check_files(checkpoint: Checkpoint, names: Iterable[str], state: ParallelState) -> None:
     """The files of these parameters are there with their sizes: rank 0 has seen all, but another node may not."""
     manifest = checkpoint.manifest
-    if checkpoint.by_neox:
+    if checkpoint.foreign:
         return
     files_tp = manifest.layout["tp"]
     ranks = [state.tp_rank] if files_tp == state.tp_size else range(files_tp)

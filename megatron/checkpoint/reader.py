@@ -45,6 +45,8 @@ class CheckpointReader:
         self._checksums = checksums
         if checkpoint.by_neox:
             raise UserError(f"{self.folder} was written by GPT-NeoX: reading its weights needs the run's config")
+        if checkpoint.published is not None:
+            raise UserError(f"{self.folder} is a Hugging Face model; this takes a checkpoint")
         self.heads = Heads(**self.manifest.heads)
         self.tp_size = self.manifest.layout["tp"]
         self._files: OrderedDict[str, dict[str, Any]] = OrderedDict()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.find import NONE_DAMAGED, Checkpoint, Damaged, find_checkpoint, list_checkpoints
+from megatron.checkpoint.hugging_face import names_published_model
 from megatron.checkpoint.init_from import InitFrom
 from megatron.checkpoint.neox_run import with_counters
 from megatron.errors import UserError
@@ -91,6 +92,8 @@ def _decide(options: CheckpointConfig, to_write: bool, damaged: Damaged) -> Star
     if save is not None:
         if to_write:
             check_folder("save", Path(save))
+        if Path(save).is_dir() and names_published_model(save):
+            raise UserError(f"save: {save} is a Hugging Face model; name a folder of this run's own")
         saved = list_checkpoints(save, damaged=damaged)
         newest = None if saved.latest is None else saved.choose(None, "save")
         began_with = None if newest is None else newest.manifest.config.get("iteration")
@@ -139,6 +142,9 @@ def _unlike_their_run(options: CheckpointConfig, same: bool) -> str | None:
 def _start_from(checkpoint: Checkpoint, options: CheckpointConfig) -> Start:
     """The first start, from a checkpoint of `load`."""
     path, step = checkpoint.path, checkpoint.manifest.step
+    if checkpoint.published is not None:
+        message = f"starting at step 0 with the weights of the Hugging Face model {checkpoint.published}"
+        return Start("finetune", checkpoint, 0, message)
     if options.finetune:
         by = ", written by GPT-NeoX" if checkpoint.by_neox else ""
         return Start("finetune", checkpoint, 0, f"starting at step 0 with the weights of {path}{by} (finetune)")
@@ -156,6 +162,11 @@ def _start_from_other_run(save: str | None, init: InitFrom, damaged: Damaged) ->
     path = checkpoint.path
     if save is not None and os.path.realpath(save) in (os.path.realpath(path), os.path.realpath(path.parent)):
         raise UserError(f"init_from: {init.path} is in `save`; choose another `save` for the new run")
+    if checkpoint.published is not None and (init.data, init.optimizer, init.step) != ("restart", "reset", "restart"):
+        raise UserError(
+            f"init_from: {path} is a Hugging Face model, which has weights alone; set init_from.data=restart, "
+            "init_from.optimizer=reset and init_from.step=restart"
+        )
     if checkpoint.by_neox and init.data != "restart":
         raise UserError(
             f"init_from: {path} was written by GPT-NeoX, which does not record its order of samples; set "

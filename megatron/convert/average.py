@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint import layout
-from megatron.checkpoint.base import open_reader
+from megatron.checkpoint.base import Opening, open_reader
 from megatron.checkpoint.find import find_checkpoint
 from megatron.checkpoint.merged import merged
 from megatron.checkpoint.reader import CheckpointReader
@@ -21,6 +21,7 @@ from megatron.checkpoint.tokenizer_identity import kept_identity
 from megatron.checkpoint.weights import save_weights
 from megatron.convert.parts.family import WORD_EMBEDDINGS
 from megatron.convert.precision import cast, dtype_of
+from megatron.convert.published.reader import open_published
 from megatron.errors import UserError
 from megatron.log import progress
 from megatron.mpu.sharding import ParamSpec
@@ -47,7 +48,9 @@ def average(sources: Sequence[str], output: str | Path, *, precision: str = "aut
         raise UserError(f"{KEY}: {output} is the folder of a checkpoint to be averaged; choose another folder")
     if (output / layout.step_folder(step)).exists() and not overwrite:
         raise UserError(f"{KEY}: {output} holds {layout.step_folder(step)} already; give --overwrite")
-    readers = [merged(open_reader(checkpoint)) for checkpoint in found]
+    if published := [checkpoint.published for checkpoint in found if checkpoint.published]:
+        raise UserError(f"CHECKPOINT: {published[0]} is a Hugging Face model, and no checkpoint of a run")
+    readers = [merged(open_reader(checkpoint, Opening(published=open_published))) for checkpoint in found]
     reference = readers[found.index(newest)]
     for reader in readers:
         _check_same(reference, reader)

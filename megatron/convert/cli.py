@@ -183,9 +183,9 @@ def run_export(given: argparse.Namespace, hub: Hub, *, families: tuple[str, ...]
     begin(given)
     retry = hub.retry_of(given)
     from megatron.convert.hf.export_hf import export  # after the flags: torch takes seconds to import
-    from megatron.convert.hf.folder import open_model
     from megatron.convert.hf.safetensors_writer import shard_bytes
     from megatron.convert.pairs import reference_of
+    from megatron.convert.published.folder import open_model
 
     repo = None
     if given.push_to_hub is not None:

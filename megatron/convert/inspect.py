@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megatron.checkpoint.manifest import ParameterEntry
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert.hf.folder import HuggingFaceFolder
-from megatron.convert.hf.reader import HuggingFaceReader
+from megatron.convert.published.folder import HuggingFaceFolder
+from megatron.convert.published.reader import HuggingFaceReader
 from megatron.log import progress
 
 

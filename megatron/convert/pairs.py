@@ -12,10 +12,11 @@ from typing import TypeVar
 
 from megatron.checkpoint import layout
 from megatron.checkpoint.find import find_checkpoint
+from megatron.checkpoint.hugging_face import is_hf_folder
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert.hf.folder import HuggingFaceFolder, open_model
-from megatron.convert.hf.reader import HuggingFaceReader, is_hf_folder, keys_of, model_of
 from megatron.convert.parts.family import WORD_EMBEDDINGS
+from megatron.convert.published.folder import HuggingFaceFolder, open_model
+from megatron.convert.published.reader import HuggingFaceReader, keys_of, model_of
 from megatron.convert.ready_config import tokenizer_keys
 from megatron.convert.settings import Reference, open_weights, saved_config
 from megatron.errors import UserError

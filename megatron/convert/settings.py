@@ -15,6 +15,7 @@ from megatron.checkpoint.find import Checkpoint, find_checkpoint
 from megatron.checkpoint.merged import merged
 from megatron.checkpoint.neox_reader import NeoXReader
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.convert.published.reader import open_published
 from megatron.convert.tokenizer_files import open_tokenizer
 from megatron.errors import UserError
 from megatron.log import get_logger
@@ -118,7 +119,8 @@ def _open(checkpoint: Checkpoint, config_files: Sequence[str]) -> CheckpointRead
     if adapters_of(reader) is None:
         return reader
     moved = NeoXArgs.from_files(list(config_files)).get("lora_base") if config_files else None
-    return merged(open_reader(checkpoint, Opening(saved_config(reader).model, lora_base=moved)))
+    how = Opening(saved_config(reader).model, lora_base=moved, published=open_published)
+    return merged(open_reader(checkpoint, how))
 
 
 def _take_tokenizer(settings: Settings, reference: Reference, reader: CheckpointReader) -> Settings:
@@ -201,7 +203,7 @@ def read_settings(reader: CheckpointReader, config_files: Sequence[str]) -> Sett
             raise UserError(f"--config_file: {', '.join(config_files)} describes another model: {'; '.join(wrong)}")
         tokenizer |= {key: given.get(key) for key in TOKENIZER_KEYS if given.is_set(key)}
         tokens = inherit(given.get(MODEL_TOKENS), tokens)
-    tokenizer["vocab_file"] = _find_vocab_file(tokenizer["vocab_file"], reader.folder)
+    tokenizer["vocab_file"] = find_vocab_file(tokenizer["vocab_file"], reader.folder)
     return Settings(saved.model, **tokenizer, model_tokens=tokens)
 
 
@@ -231,7 +233,7 @@ def check_same_network(
         raise UserError(f"{begin}: {'; '.join(wrong)}")
 
 
-def _find_vocab_file(vocab_file: str | None, folder: Path) -> str | None:
+def find_vocab_file(vocab_file: str | None, folder: Path) -> str | None:
     """`vocab_file`; when it is missing, the same in `tokenizer/` next to the checkpoint: the folder was moved."""
     if vocab_file is None or Path(vocab_file).exists():
         return vocab_file

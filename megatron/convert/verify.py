@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.tokenizer_identity import check_tokenizer
-from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.hf.streamed import folder_outputs, folder_tokens
 from megatron.convert.outputs import Difference, checkpoint_outputs, compare_outputs, random_tokens
 from megatron.convert.pairs import Place, open_pair, reference_of
 from megatron.convert.parts.family import WORD_EMBEDDINGS
+from megatron.convert.published.folder import HuggingFaceFolder
 from megatron.convert.ready_config import tokenizer_keys
 from megatron.convert.settings import Reference, open_source
 from megatron.errors import UserError

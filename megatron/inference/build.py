@@ -13,6 +13,7 @@ from megatron.checkpoint.compare import ADAPTERS, check_config
 from megatron.checkpoint.find import Checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.tokenizer_identity import check_tokenizer
+from megatron.convert.published.reader import open_published
 from megatron.errors import UserError
 from megatron.inference.stage import Stage
 from megatron.layers.positions.rope_scaling import switch_length
@@ -43,7 +44,7 @@ def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, chec
         logger.warning(f"using {checkpoint.path}{checkpoint.skipped_note}")
     check_tokenizer(checkpoint, tokenizer, args.checkpoint.allow_config_changes)
     checksums = args.checkpoint.checkpoint_checksums
-    how = Opening(args.model, tokenizer.vocab_size, args.post.lora_base)
+    how = Opening(args.model, tokenizer.vocab_size, args.post.lora_base, published=open_published)
     reader = open_reader(checkpoint, how, checksums=checksums)
     check_fits(reader, args, tokenizer)
     if args.optimizer.ema_decay is not None and args.optimizer.ema_evaluate:

@@ -300,7 +300,8 @@ class CheckpointConfig:
     load: str | None = key(
         None,
         "Folder to start from when `save` holds no checkpoint. s3://bucket/path/NAME (or its global_step<N>): the "
-        "folder bucket-path-NAME.s3 next to `save`, with s3_load.",
+        "folder bucket-path-NAME.s3 next to `save`, with s3_load. A Hugging Face model, a folder or "
+        "owner/name[@REVISION] of the Hub, is read as it is: weights alone, at step 0.",
         differs="a missing checkpoint is an error, never a silent fresh start",
         path=True,
     )
@@ -356,6 +357,12 @@ class CheckpointConfig:
     )
     s3_chunk_size: int = key(104857600, "Bytes of the parts in which a large file is sent to s3_path.")
     finetune: bool = key(False, "Load weights only and start at step 0.")
+    hf_model: dict[str, Any] | None = key(
+        None,
+        "The Hugging Face model that the run began with, and the keys that its files gave: written by the start, kept "
+        "in checkpoints.",
+        new=True,
+    )
     init_from: dict[str, Any] | None = key(
         None,
         "Begin from another run's checkpoint when `save` holds none: {path, iteration (default: the latest), data:"

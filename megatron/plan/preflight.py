@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.feed_forward_width import stored_width
-from megatron.checkpoint.find import Checkpoint, find_checkpoint
+from megatron.checkpoint.find import Checkpoint, find_checkpoint, list_checkpoints
+from megatron.checkpoint.hugging_face import names_published_model
 from megatron.checkpoint.lock import refuse_if_held
 from megatron.checkpoint.start import Start, check_folder, decide_start
 from megatron.checkpoint.tokenizer_identity import check_tokenizer
@@ -28,7 +29,7 @@ from megatron.neox_arguments.derive import Facts, check_device, check_trainable,
 from megatron.neox_arguments.inference import for_inference
 from megatron.neox_arguments.mixtures import COMPANIONS
 from megatron.neox_arguments.open_width import fit_width, is_open
-from megatron.neox_arguments.overrides import Overrides
+from megatron.neox_arguments.overrides import COMMAND_LINE, PYTHON_CALL, Overrides
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.neox_arguments.rules_pairs import written
 from megatron.plan.refusals import check_data, check_fit, check_folders
@@ -71,7 +72,9 @@ def config_for(args: NeoXArgs, user_script: str) -> NeoXArgs:
     with the meaning of `intermediate_size` that the checkpoint shows from which they start."""
     kind = kind_of(user_script) or "train"
     if kind != "train":
-        args = for_inference(args)
+        args = for_inference(prefer_own_run(args))
+    if kind_of(user_script) is not None:
+        args = _with_published_model(args, kind)
     if not is_open(args):
         return args
     with suppress(DeepyError):  # a missing checkpoint is reported where it is needed
@@ -83,6 +86,62 @@ def config_for(args: NeoXArgs, user_script: str) -> NeoXArgs:
         if checkpoint is not None:
             return fit_width(args, stored_width(checkpoint), str(checkpoint.path))
     return args
+
+
+def prefer_own_run(args: NeoXArgs) -> NeoXArgs:
+    """For evaluation and generation: a Hugging Face model in `load` is where the run of a config began, and what it has
+    saved since comes first, unless the command line says `load`."""
+    load, save, by_call = args.checkpoint.load, args.checkpoint.save, (COMMAND_LINE, PYTHON_CALL)
+    if load is None or save is None or args.source("load").startswith(by_call):
+        return args
+    if not names_published_model(load) and Path(load).exists():
+        return args
+    saved = list_checkpoints(save)
+    began = saved.latest is not None and saved.checkpoints[saved.latest].manifest.config.get("hf_model")
+    return args.replace(args.source("save"), load=save) if began else args
+
+
+def _with_published_model(args: NeoXArgs, kind: str) -> NeoXArgs:
+    """The config with what the Hugging Face model says that the run starts from, or its checkpoint's run began with.
+
+    Raises `UserError` when the config describes no model, and the one that it names is not there.
+    """
+    options = args.checkpoint
+    named = options.load or (options.init_from or {}).get("path") or options.save
+    described = args.is_set("num_layers") and args.is_set("hidden_size")
+    if named is None or described and not (names_published_model(named) or not Path(named).exists()):
+        return args
+    try:
+        checkpoint, grows = _first_weights(args, kind)
+    except DeepyError:
+        if described or named == options.save:
+            return args  # it is reported where it is needed
+        raise
+    if checkpoint is None or not (checkpoint.published or checkpoint.manifest.config.get("hf_model")):
+        return args
+    from megatron.convert.hf.run_config import with_model  # needs torch, and only here
+
+    return _pinned(with_model(args, checkpoint, grows=grows), checkpoint)
+
+
+def _first_weights(args: NeoXArgs, kind: str) -> tuple[Checkpoint | None, bool]:
+    """(the checkpoint that a run starts from, whether its model may have other shapes); None: new weights."""
+    if (coming := find_first(args.checkpoint)) is not None:
+        return Checkpoint(coming.root, coming.stored.manifest(coming.step)), False
+    start = _start(args, kind, to_write=False)
+    if isinstance(start, Start):
+        return start.checkpoint, start.init is not None and start.init.grows
+    return start, False
+
+
+def _pinned(args: NeoXArgs, checkpoint: Checkpoint) -> NeoXArgs:
+    """The config with the commit of a model of the Hub where it names the model: all ranks take the same one."""
+    name, load, init = checkpoint.published, args.checkpoint.load, args.checkpoint.init_from
+    if name is None or "@" not in name:
+        return args
+    if load is not None and names_published_model(load):
+        return args.replace(args.source("load"), load=name)
+    return args if init is None else args.replace(args.source("init_from"), init_from={**init, "path": name})
 
 
 def load(

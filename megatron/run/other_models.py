@@ -9,7 +9,9 @@ from typing import Any
 from megatron.checkpoint import layout
 from megatron.checkpoint.agreement import broadcast, together
 from megatron.checkpoint.find import Checkpoint, find_checkpoint, identity, open_checkpoint
+from megatron.checkpoint.hugging_face import hub_id, names_published_model
 from megatron.checkpoint.start import Start
+from megatron.convert.hf.run_config import described
 from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.mpu.state import ParallelState
@@ -44,7 +46,7 @@ class OtherModels(Callback):
         named = str(self.args.get(key))
         with together(f"opening {key}", self.state):
             if self.state.rank == 0:
-                found = self._find(key, named)
+                found = described(self._find(key, named))
                 kept = {"named": os.path.realpath(named), "path": str(found.path), "crc32": identity(found.path)}
                 self._models[key] = kept  # rank 0 saves it
         found = broadcast(found, self.state)
@@ -57,7 +59,8 @@ class OtherModels(Callback):
             return find_checkpoint(named, key=key)
         root, step = Path(named), Path(before["path"]).name
         # Also where the folder was moved to.
-        place = root if layout.step_of(root.name) is not None else root / step
+        whole = layout.step_of(root.name) is not None or names_published_model(named)
+        place = (Path(before["path"]) if hub_id(named) else root) if whole else root / step
         there = identity(place)
         if there is not None and there == before["crc32"]:
             return open_checkpoint(place, key)

@@ -26,6 +26,8 @@ from megatron.checkpoint.start import Start, decide_start
 from megatron.checkpoint.tokenizer_identity import check_identity
 from megatron.cluster.status import StatusFile, run_folder
 from megatron.cluster.tracker_id import read_tracker_ids, restore_tracker_ids
+from megatron.convert.hf.run_config import keep_tokenizer, with_kept_tokenizer
+from megatron.convert.published.reader import open_published
 from megatron.errors import UserError
 from megatron.hub.s3_load import fetch_first
 from megatron.log import get_logger
@@ -163,6 +165,8 @@ def _share_decision(args: NeoXArgs, state: ParallelState, damaged: dict[Path, st
             if failed:
                 raise failed[0]
             start = decide_start(args.checkpoint, damaged=damaged)  # it has read what the callbacks saved
+            if args.checkpoint.save is not None and start.checkpoint is not None and start.checkpoint.published:
+                keep_tokenizer(args.checkpoint.save, start.checkpoint)
     start = broadcast(start, state)
     assert start is not None
     return start
@@ -218,6 +222,8 @@ def resume_config(args: NeoXArgs, start: Start) -> NeoXArgs:
         if args.post.lora_base is not None:
             raise UserError("lora_base: this run starts with new weights; name the base in load, with finetune=true")
         return args
+    if start.checkpoint.published is not None:
+        args = with_kept_tokenizer(args)
     saved = start.checkpoint.manifest
     tokens = inherit(args.tokenizer.model_tokens, saved.config.get("model_tokens"))
     if tokens != args.tokenizer.model_tokens:
@@ -257,7 +263,7 @@ def _with_base(args: NeoXArgs, start: Start) -> NeoXArgs:
         )
     else:
         grows = start.init is not None and start.init.grows
-        base = None if start.resumes or grows else str(checkpoint.path.absolute())
+        base = None if start.resumes or grows else checkpoint.published or str(checkpoint.path.absolute())
     return args if base == args.post.lora_base else args.replace("the checkpoint", lora_base=base)
 
 
@@ -322,6 +328,7 @@ def restore(trainer: Trainer, start: Start, checksums: bool = False, whole: bool
         growth=Growth.of(start.init, seed, new_head=rewards and not start.load_optim),
         lora_base=trainer.args.post.lora_base,
         seed=seed,
+        published=open_published,
     )
     if start.resumes:
         trainer.load_state_dict(client)

@@ -79,8 +79,12 @@ def test_load_without_a_checkpoint_never_starts_fresh(save, tmp_path):
         decide(save, empty)
     (empty / "config.json").write_text("{}")
     (empty / "model.safetensors").write_text("")
-    with pytest.raises(UserError, match="config.json, model.safetensors.*Hugging Face"):
-        decide(save, empty)
+    start = decide(save, empty)
+    assert (start.kind, start.step, start.load_optim, start.checkpoint.published) == ("finetune", 0, False, str(empty))
+    with pytest.raises(UserError, match=r"iteration: 3, .*Hugging Face"):
+        decide(save, empty, 3)
+    with pytest.raises(UserError, match=r"save: .*/empty is a Hugging Face model"):
+        decide(empty, empty)
 
 
 @pytest.mark.parametrize(("key", "finetune"), [("save", False), ("load", False), ("load", True), ("init_from", False)])

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert import inspect
-from megatron.convert.hf.folder import HuggingFaceFolder
-from megatron.convert.hf.reader import HuggingFaceReader
 from megatron.convert.inspect import describe_folder
 from megatron.convert.pairs import Place
+from megatron.convert.published.folder import HuggingFaceFolder
+from megatron.convert.published.reader import HuggingFaceReader
 from megatron.convert.verify import verify
 from tests.checkpoint.neox_files import write_neox
 from tests.convert.families.cases import FAMILY_CASES

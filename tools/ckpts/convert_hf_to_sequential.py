@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given.revision = f"step{step}" if step else given.revision
     given.iteration = int(step or 0) if given.iteration is None else given.iteration
     if given.download_only:
-        from megatron.convert.hf.folder import open_model  # after the flags: torch takes seconds to import
+        from megatron.convert.published.folder import open_model  # after the flags: torch takes seconds to import
 
         print(open_model(given.hf_model, given.revision, given.cache_dir).path)
         return 0

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.hf.streamed import folder_outputs
 from megatron.convert.outputs import Difference, checkpoint_outputs, compare_outputs, random_tokens
 from megatron.convert.parts.family import WORD_EMBEDDINGS
+from megatron.convert.published.folder import HuggingFaceFolder
 from megatron.convert.settings import open_source
 from megatron.errors import UserError
 from megatron.neox_arguments.schema_model import ModelConfig

@@ -10,10 +10,10 @@ import torch
 from megatron.checkpoint.neox_names import NEOX
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.hf.check import compare
-from megatron.convert.hf.folder import open_model
-from megatron.convert.hf.reader import keys_of, rules_of
 from megatron.convert.importing import Imported, Incoming, check_output, import_from
 from megatron.convert.outputs import Difference
+from megatron.convert.published.folder import open_model
+from megatron.convert.published.reader import keys_of, rules_of
 from megatron.convert.settings import check_same_network
 from megatron.errors import UserError
 from megatron.neox_arguments import plugin_key

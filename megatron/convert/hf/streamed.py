@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.outputs import EMBEDDING, LOGITS, NORM, block, keep_ends, random_tokens
+from megatron.convert.published.folder import HuggingFaceFolder
 from megatron.errors import UserError
 
 

@@ -17,10 +17,10 @@ from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.families import FAMILIES, choose_family
 from megatron.convert.hf.export_hf import export
-from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.hf.streamed import folder_outputs
 from megatron.convert.outputs import TOLERANCE, checkpoint_outputs, compare_outputs, random_tokens
 from megatron.convert.parts.family import Constant, Family
+from megatron.convert.published.folder import HuggingFaceFolder
 from megatron.errors import UserError
 from megatron.inference.generate import Limits, generate
 from megatron.inference.sampling import Sampling

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatron.convert.families import FAMILIES, read_config
-from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.hf.import_hf import import_model
 from megatron.convert.parts.family import TokenIds
 from megatron.convert.parts.transforms import PerExpert
+from megatron.convert.published.folder import HuggingFaceFolder
 from megatron.errors import UserError
 from tests.convert.families.moe_cases import FOUND, MIXTRAL, PUBLISHED, QWEN3_MOE
 from tests.convert.helpers import hugging_face, resolved

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.hf.import_hf import import_model
 from megatron.convert.hf.streamed import folder_outputs
 from megatron.convert.outputs import TOLERANCE
+from megatron.convert.published.folder import HuggingFaceFolder
 from tests.convert.families.rwkv_cases import RWKV4
 from tests.convert.helpers import VOCAB, hugging_face, resolved
 

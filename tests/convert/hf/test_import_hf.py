@@ -18,9 +18,9 @@ from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert import importing
 from megatron.convert.families import FAMILIES, read_config
 from megatron.convert.hf.export_hf import export
-from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.hf.import_hf import import_model
 from megatron.convert.parts.family import Constant, Rule
+from megatron.convert.published.folder import HuggingFaceFolder
 from megatron.errors import UserError
 from megatron.inference.build import build_stage
 from megatron.inference.generate import Limits, generate

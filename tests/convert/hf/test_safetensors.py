@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.convert.hf.folder import HuggingFaceFolder
-from megatron.convert.hf.safetensors_reader import read_header, read_tensor
 from megatron.convert.hf.safetensors_writer import INDEX, Planned, shard_bytes, write_safetensors
+from megatron.convert.published.folder import HuggingFaceFolder
+from megatron.convert.published.safetensors_reader import read_header, read_tensor
 from megatron.errors import UserError
 
 pytestmark = pytest.mark.cpu

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from megatron.checkpoint.find import open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.hf.streamed import StreamedModel, folder_outputs, folder_tokens
 from megatron.convert.outputs import checkpoint_outputs, compare_outputs, keep_ends, random_tokens
+from megatron.convert.published.folder import HuggingFaceFolder
 from megatron.errors import UserError
 from tests.convert.families.cases import FAMILY_CASES
 from tests.convert.helpers import (

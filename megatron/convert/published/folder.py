@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.convert.hf.safetensors_reader import read_header, read_tensor
+from megatron.checkpoint.hugging_face import fetch_model
 from megatron.convert.parts.family import CLASSIFIER
 from megatron.convert.parts.tensors import Stored
+from megatron.convert.published.safetensors_reader import read_header, read_tensor
 from megatron.errors import UserError
 from megatron.files import read_json, refuse_lfs_pointer
-from megatron.tokenizer.hub import require_hub
 from megatron.tokenizer.model_tokens import GENERATION, ids_in
 
 TOKENIZER_FILES = (
@@ -102,25 +102,7 @@ def open_model(model: str, revision: str | None, cache_dir: str | None = None) -
         raise UserError(f"--hf-model: {model} is a file; give the folder it is in")
     if model.count("/") > 1 or model.startswith((".", "/", "~")):
         raise UserError(f"--hf-model: folder {model} does not exist")
-    return HuggingFaceFolder(_download(model, revision, cache_dir))
-
-
-def _download(model: str, revision: str | None, cache_dir: str | None) -> Path:
-    from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    what = f"--hf-model: cannot fetch {model}" + (f" at revision {revision}" if revision else "")
-    plain = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
-    try:
-        if constants.HF_HUB_OFFLINE:
-            return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, local_files_only=True))
-        require_hub()
-        files = HfApi().list_repo_files(model, revision=revision)
-        weights = "*.safetensors" if any(name.endswith(".safetensors") for name in files) else "pytorch_model*.bin"
-        return Path(snapshot_download(model, revision=revision, cache_dir=cache_dir, allow_patterns=[*plain, weights]))
-    except (HfHubHTTPError, OSError, RuntimeError, ValueError) as error:
-        lines = str(error).strip().splitlines()
-        raise UserError(f"{what} from the Hub, and no folder has that name ({lines[0] if lines else error})") from error
+    return HuggingFaceFolder(fetch_model(model, revision, key="--hf-model", cache_dir=cache_dir))
 
 
 def _read_index(path: Path) -> list[str]:

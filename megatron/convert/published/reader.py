@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.find import Checkpoint, open_checkpoint
 from megatron.checkpoint.manifest import Manifest, ParameterEntry
 from megatron.checkpoint.neox_layout import Heads
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.convert.families import FAMILIES, read_config
-from megatron.convert.hf.folder import HuggingFaceFolder
 from megatron.convert.parts.family import WORD_EMBEDDINGS, Constant, Rule
 from megatron.convert.parts.tensors import OneByOne
+from megatron.convert.published.folder import HuggingFaceFolder
 from megatron.errors import UserError
 from megatron.model.specs import model_specs
 from megatron.mpu.sharding import ParamSpec, shard
@@ -32,6 +32,7 @@ class HuggingFaceReader(CheckpointReader):
     def __init__(self, source: HuggingFaceFolder) -> None:
         self._source = source
         self.folder = source.path
+        self.checkpoint = Checkpoint(source.path, Manifest.empty(0), published=str(source.path))
         self.family, keys = keys_of(source)
         self.model = model_of(keys)
         self.heads = Heads.of(self.model)
@@ -44,7 +45,7 @@ class HuggingFaceReader(CheckpointReader):
             heads={"num_attention_heads": self.heads.num_attention_heads, "num_kv_heads": self.heads.num_kv_heads},
             optimizer=False,
             parameters={
-                name: ParameterEntry(spec.shape, None, (), None, self._type_of(name))
+                name: ParameterEntry(spec.shape, spec.split_dim, spec.blocks, spec.padded, self._type_of(name))
                 for name, spec in model_specs(self.model, keys["vocab_size"]).items()
             },
             files={},
@@ -62,8 +63,19 @@ class HuggingFaceReader(CheckpointReader):
         local = shard(self.weight(name), spec, tp_rank, tp_size)
         return local.clone() if share is None else local.reshape(-1)[share.start : share.stop]
 
+    def state(self) -> dict[str, Any]:
+        """No run saved it: there are no counters, and nothing of callbacks."""
+        return {"client": {}}
+
     def _type_of(self, name: str) -> str:
         return str(self._source.tensors[self._rules[name].theirs[0]].dtype).removeprefix("torch.")
+
+
+def open_published(checkpoint: Checkpoint) -> HuggingFaceReader:
+    """The reader of a Hugging Face model that a key like `load` names, wherever its files are on this machine."""
+    if checkpoint.path.is_dir() or checkpoint.published is None:
+        return HuggingFaceReader(HuggingFaceFolder(checkpoint.path))
+    return HuggingFaceReader(HuggingFaceFolder(open_checkpoint(checkpoint.published).path))
 
 
 def keys_of(source: HuggingFaceFolder) -> tuple[str, dict[str, Any]]:
@@ -124,8 +136,3 @@ def _tied_heads(source: HuggingFaceFolder, names: set[str], embedding: str) -> s
                 f"but {name} is stored and differs from {embedding}; set tie_word_embeddings: false there to keep both"
             )
     return heads
-
-
-def is_hf_folder(path: Path) -> bool:
-    """Whether a folder is a Hugging Face model (or an adapter, which is refused later) rather than a checkpoint."""
-    return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
