@@ -18,8 +18,15 @@ from megatron.secrets import hide_secrets
 
 T = TypeVar("T")
 
+# What a log keeps and a person who watches a terminal need not see: between INFO and DEBUG.
+DETAIL = 15
+# Begins what a bar draws, behind tqdm's own: no change on a terminal, but two of them are known in a rank's output.
+BAR_MARK = "\r"
+# The variable in which our launcher names the file that it writes the messages of rank 0 to.
+RANK_LOG = "DEEPY_RANK_LOG"
 _ROOT = "deepy"
 _RESULTS = "deepy.results"
+_UNKNOWN = "{desc}: {n_fmt}{unit} [{elapsed}, {rate_fmt}{postfix}]"  # of a bar without an end
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -59,11 +66,29 @@ class _Formatter(logging.Formatter):
         return hide_secrets(super().format(record))
 
 
-def configure(rank: int = 0, level: str = "INFO", file: Path | None = None) -> None:
-    """Set up logging for this process: rank 0 logs from `level` up, the others from WARNING up with their rank.
+class _File(logging.FileHandler):
+    """A log file: once it cannot be written (a full disk) the run goes on without it."""
 
-    `file` takes the messages and results of every rank from `level` up, with the time. Calling it again replaces the
-    earlier set-up.
+    def _open(self) -> TextIO:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        logging.getLogger(_ROOT).removeHandler(self)
+
+
+def configure(rank: int = 0, level: str = "INFO", file: Path | None = None, *, beside: bool = False) -> None:
+    """Set up logging for this process: rank 0 logs from `level` up (with INFO from DETAIL up where there is no
+    terminal), the others from WARNING up with their rank.
+
+    `file` takes the messages and results of every rank, with the time; `beside`: those that do not go to stderr, which
+    somebody else writes into it. Calling it again replaces the earlier set-up.
     """
     root, wanted = logging.getLogger(_ROOT), getattr(logging, level.upper(), logging.INFO)
     for old in root.handlers:
@@ -72,16 +97,21 @@ def configure(rank: int = 0, level: str = "INFO", file: Path | None = None) -> N
     root.propagate = False
     handler = _Handler(sys.stderr)
     handler.setFormatter(_Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
+    if wanted == logging.INFO and not on_terminal():
+        wanted = DETAIL
     handler.setLevel(wanted if rank == 0 else logging.WARNING)
     # A result is on stdout already.
     handler.addFilter(lambda record: record.name != _RESULTS)
     root.addHandler(handler)
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        into = logging.FileHandler(file, encoding="utf-8", delay=True)
-        into.setFormatter(_Formatter("%(asctime)s %(message)s"))
+        if not beside:  # the first to know when it cannot be
+            file.parent.mkdir(parents=True, exist_ok=True)
+        into = _File(file, encoding="utf-8", delay=True)
+        into.setFormatter(_Formatter("%(message)s" if beside else "%(asctime)s %(message)s"))
+        if beside:
+            into.addFilter(lambda record: not getattr(record, "on_stderr", record.levelno >= handler.level))
         root.addHandler(into)
-    root.setLevel(wanted if rank == 0 or file is not None else logging.WARNING)
+    root.setLevel(min(wanted, logging.DEBUG if file is not None else wanted) if rank == 0 or file else logging.WARNING)
 
 
 @contextmanager
@@ -148,7 +178,8 @@ class ProgressBar:
 
             # `leave`: a bar below another one goes when it is done.
             shown: dict[str, Any] = {"unit_scale": unit == "B", "dynamic_ncols": True, "leave": None}
-            self._bar = tqdm(total=total, desc=what, unit=unit, initial=before, bar_format=style, **shown)
+            shown["bar_format"] = BAR_MARK + (style or ("{l_bar}{bar}{r_bar}" if total else _UNKNOWN))
+            self._bar = tqdm(total=total, desc=what, unit=unit, initial=before, **shown)
         self._start = self._shown = time.monotonic()
         self._ends, self._logged = ends, before - 1
 
@@ -162,7 +193,7 @@ class ProgressBar:
         elif failure is None and self._ends and self._logged != self._done:
             self._log()
         if failure is None and self._rates is not None:
-            self._logger.info(f"{self._what}: done in {_clock(self._seconds())}, {self._rates(self._seconds())}")
+            self._logger.info(f"{self._what}: done in {clock(self._seconds())}, {self._rates(self._seconds())}")
 
     def __call__(self, more: float) -> None:
         """Count `more` as done."""
@@ -199,7 +230,7 @@ class ProgressBar:
             return ""
         left = self._seconds() * max(self._total - self._done, 0) / max(self._done - self._before, 1e-9)
         share = min(self._done / self._total, 1)
-        return f"{share:.0%}|{'#' * int(10 * share):10}| ETA {_clock(left)}, "  # as in tqdm's bars: people grep for %|
+        return f"{share:.0%}|{'#' * int(10 * share):10}| ETA {clock(left)}, "  # as in tqdm's bars: people grep for %|
 
     def _text(self) -> str:
         if self._rates is not None:
@@ -210,7 +241,8 @@ class ProgressBar:
         return f"{self._done} {self._unit}, {speed:.1f} {self._unit}/s"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """`3725` -> `1:02:05`, `65` -> `1:05`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -234,10 +266,12 @@ def part_of_result(text: str) -> None:
 def result(line: str, *, show: bool = True) -> None:
     """Print one line of a command's result (a training or evaluation line, a table) on stdout, at once; without `show`
     it goes into the log file alone."""
+    on_stderr = False
     if show:
         with _beside_bars(sys.stdout) as stream:
             print(line, flush=True, file=stream)
-    logging.getLogger(_RESULTS).info(line)
+            on_stderr = stream is sys.stderr
+    logging.getLogger(_RESULTS).info(line, extra={"on_stderr": on_stderr})
 
 
 def note_failure(error: BaseException) -> None:

@@ -22,7 +22,7 @@ import yaml
 from safetensors.torch import load_file
 
 from megatron.data.tokens.builder import IndexedDatasetBuilder
-from megatron.plan.tables import size
+from megatron.tables import size
 from tests.plugins.helpers import save_starcoder2, write_family
 
 pytestmark = [pytest.mark.cpu, pytest.mark.slow, pytest.mark.timeout(400)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
 from megatron.callbacks.live_line import shows_live_line
-from megatron.log import get_logger, result
+from megatron.log import DETAIL, clock, get_logger, result
 from megatron.neox_arguments.callback_key import choose_callbacks
 from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.training.callback import Callback
@@ -77,6 +77,7 @@ class Console(Callback):
 
     def __init__(self, metrics: Sequence[str] = (), show: bool = True) -> None:
         self.metrics, self.show = metrics, show
+        self._told = False  # how long the run takes
         self._memory_shown = False
 
     @classmethod
@@ -89,14 +90,22 @@ class Console(Callback):
         return cls(metrics, show=not shows_live_line(context))
 
     def loaded(self, trainer: Trainer) -> None:
-        logger.info(start_line(trainer.args, trainer.step))
+        logger.log(DETAIL, start_line(trainer.args, trainer.step))
 
     def logged(self, trainer: Trainer, metrics: dict[str, float], step: int) -> None:
         names = [*(f"train/{name}" for name in trainer.engine.objective.metrics), *self.metrics]
-        result(training_line(metrics, step, trainer.args.training.train_iters, names), show=self.show)
+        total = trainer.args.training.train_iters
+        result(training_line(metrics, step, total, names), show=self.show)
+        if not self._told and step > trainer.progress.first and step < total:
+            self._told = True
+            left = clock((total - step) * metrics["runtime/iteration_time"])
+            logger.log(DETAIL, f"at this speed the other {total - step:,} steps take {left}")
 
     def evaluated(self, trainer: Trainer, split: str, metrics: dict[str, float]) -> None:
-        result(evaluation_line(metrics, split, trainer.step, trainer.args.training.train_iters or 0))
+        result(evaluation_line(metrics, split, trainer.step, trainer.args.training.train_iters or 0), show=self.show)
+        if not self.show:
+            values = ", ".join(f"{name} {value:.5g}" for name, value in metrics.items())
+            logger.info(f"{split} at step {trainer.step}: {values}")
 
     def sampled(self, trainer: Trainer, texts: Sequence[tuple[str, str]]) -> None:
         for prompt, text in texts:
@@ -105,7 +114,7 @@ class Console(Callback):
     def after_step(self, trainer: Trainer, out: StepOut) -> None:
         if not self._memory_shown:
             self._memory_shown = True
-            logger.info(memory_line(trainer))
+            logger.log(DETAIL, memory_line(trainer))
 
     def saved(self, trainer: Trainer, path: str) -> None:
         logger.info(f"saved checkpoint {path}")

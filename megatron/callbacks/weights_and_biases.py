@@ -72,8 +72,8 @@ class WeightsAndBiases(Tracker):
             )
         except (wandb.errors.Error, ValueError) as error:  # no key, a wrong one, no way to the server; a tag too long
             raise UserError(f"use_wandb: {error} (WANDB_MODE=offline needs neither a key nor a network)") from error
-        where = self._run.url or f"offline, to send it later: wandb sync {Path(self._run.dir).parent}"
-        logger.info(f"W&B: {where}")
+        later = f"offline, to send it later: wandb sync {Path(self._run.dir).parent}"
+        logger.info(f"W&B: {later if self._run.offline else self._run.url}")
         self.stored = self._run.step - 1  # -1 for a new run
         if self._run.step:
             logger.info(f"W&B has steps before {self._run.step} of this run; those trained again are not sent")

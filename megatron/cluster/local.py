@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from megatron.cluster.rank_output import RankOutput, open_channel
 from megatron.errors import INTERRUPTED, LostRankError, MachineError, NumericsError, StopRequested, UserError
-from megatron.log import get_logger
+from megatron.log import RANK_LOG, get_logger
 from megatron.signals import DUMP_SIGNAL, handle_stop_signals, name_signal
 
 logger = get_logger(__name__)
@@ -163,10 +163,11 @@ def _start(run: _Run) -> None:
         rank = run.job.first_rank + index
         read_fd, write_fd = open_channel(terminal=rank == 0)
         folder = run.job.log_folder
+        log_file = folder / f"rank_{rank}.log" if folder else None
         # A session of its own: Ctrl-C in the terminal reaches only us, and killing a rank takes its workers along.
         process = subprocess.Popen(
             run.job.command,
-            env=dict(env),
+            env={**env, RANK_LOG: str(log_file) if rank == 0 and log_file else ""},
             stdin=None if rank == 0 else subprocess.DEVNULL,
             stdout=None if rank == 0 else write_fd,
             stderr=write_fd,
@@ -174,7 +175,6 @@ def _start(run: _Run) -> None:
             preexec_fn=end_with_parent,
         )
         os.close(write_fd)
-        log_file = folder / f"rank_{rank}.log" if folder else None
         lines = {"failure_line": run.job.failure_line, "noted_line": run.job.noted_line}
         output = RankOutput(rank, read_fd, straight=rank == 0, log_file=log_file, **lines)
         run.ranks.append(_Rank(rank, process, output))

@@ -14,6 +14,10 @@ import tty
 from collections import deque
 from pathlib import Path
 
+from megatron.log import BAR_MARK
+
+# At the end of a line: what a bar of ours drew, or spaces over it; one below another bar goes back to that.
+_BAR = re.compile(rb"\r(%b[^\r]*|\s*(\x1b\[A)?)$" % BAR_MARK.encode())
 _TAIL_LINES = 200
 _SHOWN_LINES = 30
 _NOTED_LINES = 50
@@ -91,7 +95,10 @@ class RankOutput:
         return "\n".join(lines[start:])
 
     def _line(self, line: bytes) -> None:
-        line = line.rstrip(b"\r").rsplit(b"\r", 1)[-1]  # of a progress bar keep the last state
+        line = line.rstrip(b"\r")
+        if _BAR.search(line):
+            return
+        line = line.rsplit(b"\r", 1)[-1]  # of somebody else's progress bar keep the last state
         self._tail.append(line)
         if self.reported is None and self._failure_line and (match := self._failure_line.search(line)):
             self.reported = int(match[1])

@@ -20,9 +20,9 @@ from megatron.neox_arguments.problems import Problems
 from megatron.plan import sections
 from megatron.plan.preflight import FOR_TOKENIZER, check_data_paths, data_paths, kind_of
 from megatron.plan.refusals import check_data_plan, check_fit, warn_of_unknown_ranks
-from megatron.plan.tables import size, table
 from megatron.run.data import resolve_epochs
 from megatron.run.data_table import evaluation_notes
+from megatron.tables import size, table
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 LOGGER = get_logger(__name__)

@@ -27,9 +27,9 @@ from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.plan.memory import Memory
 from megatron.plan.saves import Saves
 from megatron.plan.stages import Held, freezes, trained_parameters
-from megatron.plan.tables import count, shorten, size, table
 from megatron.run.data import reference_folder
 from megatron.run.data_table import HEAD, data_cells, phase_lines
+from megatron.tables import count, shorten, size, table
 
 _MOST_RANKS = 32
 

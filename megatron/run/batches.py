@@ -17,7 +17,7 @@ from megatron.data.reference import ReferenceStore, WithReference
 from megatron.data.sample import SampleDataset
 from megatron.data.tokens.indexed import identify
 from megatron.errors import UserError
-from megatron.log import get_logger
+from megatron.log import DETAIL, get_logger
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.batch_plan import BatchPlan
@@ -99,13 +99,16 @@ def open_data_on_ranks(args: NeoXArgs, process: Process, order: SavedOrder | Non
 
 def _log_data(args: NeoXArgs, tokenizer: Tokenizer, plan: DataPlan) -> None:
     masked = args.model.intra_document_masking
-    logger.info(f"tokenizer {tokenizer.describe()}: {tokenizer.vocab_size} tokens, end of document {tokenizer.eod}")
-    logger.info(
+    logger.log(
+        DETAIL, f"tokenizer {tokenizer.describe()}: {tokenizer.vocab_size} tokens, end of document {tokenizer.eod}"
+    )
+    logger.log(
+        DETAIL,
         f"samples of {args.model.seq_length} inputs and as many targets, the same shifted by one token; attention "
-        + ("stays inside a document" if masked else "crosses documents (intra_document_masking: true stops it)")
+        + ("stays inside a document" if masked else "crosses documents (intra_document_masking: true stops it)"),
     )
     for line in data_lines(plan.table()):
-        logger.info(line)
+        logger.log(DETAIL, line)
     for note in [*plan.notes(), *evaluation_notes(plan, args.training.eval_iters)]:
         logger.info(note)
 

@@ -201,16 +201,15 @@ def log_start(args: NeoXArgs, start: Start) -> None:
 
 
 def _log_differences(args: NeoXArgs, *, begins: bool) -> None:
-    """How many differences from GPT-NeoX matter for the config; before the first checkpoint (`begins`) what they are,
-    if it sets a key that means something else there."""
+    """How many differences from GPT-NeoX matter for the config; before the first checkpoint (`begins`) log files have
+    what they are, if it sets a key that means something else there."""
     found = find_differences(args)
     if not found:
         return
     listed = "--dry-run lists them" + (f", and so does {folder}/resolved.yml" if (folder := run_folder(args)) else "")
-    whole = begins and any(one.concerns(args) for one in found)
-    logger.info(f"{len(found)} differences from GPT-NeoX matter for this config" + (":" if whole else f" ({listed})"))
-    for one in found if whole else ():
-        logger.info(f"  {one.line}")
+    logger.info(f"{len(found)} differences from GPT-NeoX matter for this config ({listed})")
+    for one in found if begins and any(one.concerns(args) for one in found) else ():
+        logger.debug(f"  {one.line}")
 
 
 def resume_config(args: NeoXArgs, start: Start) -> NeoXArgs:

@@ -8,7 +8,7 @@ from megatron.callbacks import RunContext, build_callbacks
 from megatron.checkpoint.agreement import meet
 from megatron.checkpoint.manifest import git_revision
 from megatron.cluster.status import run_folder
-from megatron.log import get_logger
+from megatron.log import DETAIL, get_logger
 from megatron.mpu.owned import count_parameters
 from megatron.neox_arguments.derive import check_device, check_trainable
 from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
@@ -21,6 +21,7 @@ from megatron.run.reference import find_reference
 from megatron.run.reference_point import ReferencePoint
 from megatron.run.rewind import train_with_rewinds
 from megatron.run.rollouts import Rollouts
+from megatron.run.screen import show_end, show_start
 from megatron.run.start import (
     TokenizerIdentity,
     TrackerIds,
@@ -52,6 +53,7 @@ def train(process: Process) -> int:
         trainer = _train(replace(process, args=args), progress)
         # srun and mpirun kill the ranks that are left as soon as one leaves with a code other than 0.
         meet(state)
+    show_end(trainer)
     if trainer.stop_code:
         report_stop(trainer)
     return 0
@@ -99,8 +101,10 @@ def _train(process: Process, progress: Progress) -> Trainer:
         with trainer.tell_error():
             # After the callbacks: the profiler sees the memory of the model.
             model = build_model(process, None if start.checkpoint is not None else args.training.seed)
-            logger.info(f"parameters: {count_parameters(model, state):,}")
+            parameters = count_parameters(model, state)
+            logger.log(DETAIL, f"parameters: {parameters:,}")
             trainer.engine = build_engine(process, model)
             begin(trainer, start)
+            show_start(context, plan, parameters, trainer.step)
             train_with_rewinds(trainer)
     return trainer

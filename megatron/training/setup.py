@@ -93,7 +93,8 @@ def start_process(
     """
     info = find_rank([] if resolved else paths, overrides)
     level = os.environ.get("LOGLEVEL", "INFO")
-    log.configure(info.rank, level)
+    kept = os.environ.pop(log.RANK_LOG, "")  # by our own launcher, which sees what goes to stderr
+    log.configure(info.rank, level, Path(kept) if kept else None, beside=True)
     store = open_store(info)
 
     def read() -> str:
@@ -106,7 +107,7 @@ def start_process(
 
     config = share_config(store, info.rank, info.world_size, read, own_files=resolved is None)
     args = NeoXArgs.from_resolved(config)
-    if not resolved and args.logging.log_dir:  # our own launcher keeps each rank's output there itself
+    if not resolved and args.logging.log_dir:
         log.configure(info.rank, level, Path(args.logging.log_dir) / f"rank_{info.rank}.log")
     tokenizer = build_tokenizer(args.tokenizer)
     args = derive(args, Facts(vocab_size=tokenizer.vocab_size, num_devices=info.world_size))

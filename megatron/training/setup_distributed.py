@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import UserError
-from megatron.log import get_logger
+from megatron.log import DETAIL, get_logger
 from megatron.mpu.state import HOST_SECONDS
 from megatron.mpu.topology import RankInfo, local_size, ranks_from_environment
 from megatron.neox_arguments import NeoXArgs
@@ -92,7 +92,7 @@ def init_distributed(args: NeoXArgs, info: RankInfo, device: torch.device, store
     gloo, with one line."""
     backend = args.parallel.distributed_backend
     if backend == "nccl" and device.type == "cpu":
-        logger.info("no GPU: distributed_backend nccl becomes gloo")
+        logger.log(DETAIL, "no GPU: distributed_backend nccl becomes gloo")
         backend = "gloo"
     for name, value in (("RANK", info.rank), ("WORLD_SIZE", info.world_size)):
         os.environ.setdefault(name, str(value))

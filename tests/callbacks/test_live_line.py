@@ -122,7 +122,7 @@ def test_a_terminal_has_a_line_that_moves_and_the_log_file_gpt_neox_s(
     assert any(one.startswith("10/10 100%") for one in states)
     assert any(re.match(r"checkpoint: 3part", one) for one in states)  # how many there are is known of the next one
     assert any(re.match(r"checkpoint:  60%.* 3/5 ", one) for one in states)
-    assert any("validation results at iteration 5 | lm_loss value: 3.0" in one for one in states)
+    assert any(one.startswith("validation at step 5: lm_loss 3, lm_loss_ppl 20.086") for one in states)
     assert "saved checkpoint somewhere/global_step4" in states
     assert "samples/sec" not in text[0]
     kept = (tmp_path / "rank_0.log").read_text()

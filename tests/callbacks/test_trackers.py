@@ -113,7 +113,7 @@ class FakeWandb:
     """Remembers how it was called."""
 
     def __init__(self, step=0):
-        self.given, self.step, self.logged, self.url, self.dir = {}, step, [], None, "wandb/offline-run-1/files"
+        self.given, self.step, self.logged, self.url, self.offline = {}, step, [], "https://w.example/r", False
 
     def Settings(self, **settings):
         return settings

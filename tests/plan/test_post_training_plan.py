@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megatron.errors import UserError
-from megatron.plan.tables import size
+from megatron.tables import size
 from tests.data.corpus import write
 from tests.plan.test_planner import dry_run, section
 
