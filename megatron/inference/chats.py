@@ -54,9 +54,11 @@ class Chats:
             return self.write_turns(prompt)
         return self.write_turns([*self.begin(), {"role": "user", "content": prompt}]) if self.every else Written(prompt)
 
-    def write_turns(self, turns: Sequence[Mapping[str, Any]]) -> Written:
-        """The text of a chat. Raises `UserError` when the template refuses it."""
+    def write_turns(
+        self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Written:
+        """The text of a chat, which may call `tools`. Raises `UserError` when the template refuses it."""
         try:
-            return Written(self.exported.write_chat(turns, add_generation_prompt=True), templated=True)
+            return Written(self.exported.write_chat(turns, add_generation_prompt=True, tools=tools), templated=True)
         except TemplateError as error:
             raise UserError(f"the chat template refuses {[turn['role'] for turn in turns]}: {error}") from error

@@ -42,10 +42,19 @@ class ExportedText:
                 "tokenizer.json, or leave the key out"
             )
 
-    def write_chat(self, turns: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
-        """The text of a chat by the tokenizer's template; without a prompt for more, its last turn stays open."""
+    def write_chat(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The text of a chat by the tokenizer's template; without a prompt for more, its last turn stays open.
+
+        `tools`: those that the model may call, as JSON schemas.
+        """
         text = self.tokenizer.apply_chat_template(
             list(turns),
+            tools=None if tools is None else list(tools),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,

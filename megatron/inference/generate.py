@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron.inference.running import RunningBatch
 from megatron.inference.sampling import Draws, Sampling, next_tokens
 from megatron.inference.stage import Stage
-from megatron.layers.kv_cache import left_padded_positions
 
 
 @dataclass
@@ -85,7 +85,7 @@ def generate(
     completions = [Completion() for _ in prompts]
     batch = []
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        text = _Text(row, list(prompt) or [limits.start], completion)
+        text = Text(row, list(prompt) or [limits.start], completion)
         if len(text.prompt) >= stage.max_positions:
             completion.message = (
                 f"the prompt has {len(text.prompt)} tokens, the model takes {stage.max_positions} with the new ones"
@@ -98,7 +98,7 @@ def generate(
 
 
 @dataclass
-class _Text:
+class Text:
     """A prompt being completed; `row` is its number among all prompts of the call."""
 
     row: int
@@ -132,7 +132,7 @@ class _Wanted:
 
     def note(
         self,
-        batch: Sequence[_Text],
+        batch: Sequence[Text],
         were_open: Sequence[bool],
         added: Sequence[bool],
         logits: Tensor | None,
@@ -155,35 +155,24 @@ class _Wanted:
 
 def _run(
     stage: Stage,
-    batch: Sequence[_Text],
+    batch: Sequence[Text],
     limits: Limits,
     sampling: Sampling,
     draws: Draws | None,
     use_cache: bool,
     wanted: _Wanted,
 ) -> None:
-    """Rows are padded on the left, so that all continue in the same column."""
     device = stage.state.device
     lengths = [len(text.prompt) for text in batch]
-    longest = max(lengths)
-    padded = [longest - length for length in lengths]
-    start = torch.tensor(padded, device=device)
-    columns = torch.tensor([[limits.start] * (longest - len(t.prompt)) + t.prompt for t in batch], device=device)
     rows = torch.tensor([text.row for text in batch])
     steps = min(limits.maximum_tokens, stage.max_positions - min(lengths))
-    capacity = longest + steps
-    cache = stage.new_cache(capacity, start)
+    running = RunningBatch(stage, [text.prompt for text in batch], steps, limits.start, use_cache)
     for _ in range(steps):
-        if not use_cache or stage.switch_length in [columns.shape[1] - 1 - padding for padding in padded]:
-            cache = stage.new_cache(capacity if use_cache else columns.shape[1], start)
-        done = cache.length
-        # A text that has ended rides along until the others do; its position must stay inside the model's tables.
-        positions = left_padded_positions(start, done, columns.shape[1] - done).clamp(max=stage.max_positions - 1)
-        logits = stage.last_logits(columns[:, done:], positions, cache)
+        logits = running.logits()
         uniform = None if draws is None or sampling.greedy else draws.next()[rows].to(device)
         picked = next_tokens(logits, sampling, uniform) if logits is not None and stage.has_results else None
         picked = stage.share(picked, len(batch))
-        columns = torch.cat((columns, picked[:, None]), dim=1)
+        running.append(picked)
         taken, were_open = zip(batch, picked.tolist(), strict=True), [text.open for text in batch]
         added = [text.open and text.take(token, limits, stage.max_positions) for text, token in taken]
         wanted.note(batch, were_open, added, logits, picked)

@@ -60,7 +60,10 @@ def batch_size(args: NeoXArgs) -> int:
 
 
 def check_requests(options: GenerationConfig, kind: str) -> None:
-    """What a run of this kind (train, eval or generate) is asked to do makes sense. Raises `UserError`."""
+    """What a run of this kind (train, eval, generate or serve) is asked to do makes sense. Raises `UserError`."""
+    if kind == "serve":
+        check_serving(options)
+        return
     for folder in options.eval_tasks_path or () if kind != "generate" else ():
         if not Path(folder).is_dir():
             raise UserError(f"eval_tasks_path: there is no folder {folder}")
@@ -77,6 +80,14 @@ def check_requests(options: GenerationConfig, kind: str) -> None:
     check_prompt_end(options.prompt_end)
     if options.text_gen_type not in ("interactive", "precompute"):
         check_writable(options.sample_output_file)
+
+
+def check_serving(options: GenerationConfig) -> None:
+    """Raises `UserError` for a port or a number of texts that cannot be."""
+    if not 0 <= options.serve_port < 1 << 16:
+        raise UserError(f"serve_port: {options.serve_port} is not between 0 and 65535")
+    if options.serve_batch_size < 1:
+        raise UserError(f"serve_batch_size: {options.serve_batch_size} is less than 1")
 
 
 def prompts_of(options: GenerationConfig) -> list[Prompt]:

@@ -13,7 +13,7 @@ Each layer makes its own entry (`new_cache(capacity, start)`), so layers of diff
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,15 @@ class CacheEntry(Protocol):
 
     def tensors(self) -> list[Tensor]:
         """What it holds on this rank."""
+        ...
+
+    def keep(self, rows: Tensor, first: int) -> None:
+        """Forget all other rows, and the columns before `first`."""
+        ...
+
+    def join(self, other: Any, length: int) -> None:
+        """Take the rows of an entry of the same layer behind its own. `length`: that of the longer one; the other's
+        columns move to the right."""
         ...
 
 
@@ -54,6 +63,34 @@ class LayerCache:
 
     def tensors(self) -> list[Tensor]:
         return [x for x in (self._keys, self._values) if x is not None]
+
+    def keep(self, rows: Tensor, first: int) -> None:
+        self.capacity, self.length = self.capacity - first, self.length - first
+        self.start = None if self.start is None else self.start[rows] - first
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = self._keys[rows, first:], self._values[rows, first:]
+
+    def join(self, other: LayerCache, length: int) -> None:
+        mine, theirs = self.tensors(), other.tensors()
+        room = max(self.capacity - self.length, other.capacity - other.length)
+        starts = [
+            (tensors[0].new_zeros(len(tensors[0]), dtype=torch.int64) if one.start is None else one.start)
+            + (length - one.length)
+            for one, tensors in ((self, mine), (other, theirs))
+        ]
+        self._keys, self._values = (
+            torch.cat([_moved(x, self.length, length, room), _moved(y, other.length, length, room)])
+            for x, y in zip(mine, theirs, strict=True)
+        )
+        self.start, self.length, self.capacity = torch.cat(starts), length, length + room
+
+
+def _moved(x: Tensor, filled: int, length: int, room: int) -> Tensor:
+    """[b, >= filled, n, d] -> [b, length + room, n, d], what is in it now up to column `length`. Padding is zeros:
+    attention multiplies values that it does not see by 0."""
+    moved = x.new_zeros(x.shape[0], length + room, *x.shape[2:])
+    moved[:, length - filled : length] = x[:, :filled]
+    return moved
 
 
 class StateCache:
@@ -84,6 +121,21 @@ class StateCache:
     def tensors(self) -> list[Tensor]:
         return [x for x in (self.tail, self.state) if x is not None]
 
+    def keep(self, rows: Tensor, first: int) -> None:
+        self.length -= first
+        self._after_padding()
+        self.tail, self.state = (None if x is None else x[rows] for x in (self.tail, self.state))
+
+    def join(self, other: StateCache, length: int) -> None:
+        self.length = length
+        self._after_padding()
+        pairs = ((self.tail, other.tail), (self.state, other.state))
+        self.tail, self.state = (None if x is None or y is None else torch.cat([x, y]) for x, y in pairs)
+
+    def _after_padding(self) -> None:
+        """All columns that are padding have been seen."""
+        self.start, self._longest_padding = None, 0
+
 
 class KVCache:
     """One entry per layer of a stage that keeps one, in order (`layers`).
@@ -102,6 +154,18 @@ class KVCache:
     def length(self) -> int:
         """Tokens stored so far (columns, padding included)."""
         return max((layer.length for layer in self.layers), default=0)
+
+    def keep(self, rows: Tensor, first: int) -> None:
+        """Forget all but these rows [b'] of the batch, and the columns before `first`, which are padding in all of
+        them."""
+        for layer in self.layers:
+            layer.keep(rows, first)
+
+    def join(self, other: KVCache) -> None:
+        """Take the rows of a cache of the same layers behind one's own. All rows end in the same column, as before."""
+        length = max(self.length, other.length)
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.join(theirs, length)
 
     def bytes(self) -> int:
         """Memory that the layers' entries hold on this rank."""

@@ -456,6 +456,16 @@ class GenerationConfig:
     recompute: bool = key(False, "Generate without the key/value cache.")
     return_logits: bool = key(False, "Add the logits to each record.")
     return_logprobs: bool = key(False, "Add the log-probability of each new token to each record.", new=True)
+    serve_host: str = key(
+        "127.0.0.1",
+        "Where serve.py listens: an address of this machine (0.0.0.0: all of them; everybody who reaches it can use "
+        "the model), or unix:FILE for a socket file.",
+        new=True,
+    )
+    serve_port: int = key(8000, "The port on which serve.py listens; 0: any that is free.", new=True)
+    serve_batch_size: int = key(
+        16, "Texts that each copy of the model behind serve.py writes at a time; others wait.", new=True
+    )
     eval_tasks: tuple[str, ...] | None = key(
         None,
         "Tasks of the lm-eval harness: names of tasks, groups and tags, YAML files, folders of them. Training runs "

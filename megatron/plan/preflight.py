@@ -35,7 +35,7 @@ from megatron.neox_arguments.rules_pairs import written
 from megatron.plan.refusals import check_data, check_fit, check_folders
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
-KINDS = ("train", "eval", "generate")
+KINDS = ("train", "eval", "generate", "serve")
 
 
 # What a config file must hold rightly before these can be looked for.
@@ -62,7 +62,7 @@ class Found:
 
 
 def kind_of(user_script: str) -> str | None:
-    """What a script does, by its name: train, eval or generate; None for a script of the user's own."""
+    """What a script does, by its name: train, eval, generate or serve; None for a script of the user's own."""
     stem = Path(user_script).stem
     return stem if stem in KINDS else None
 

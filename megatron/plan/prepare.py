@@ -40,7 +40,7 @@ def prepare(args: NeoXArgs, ranks: int | None, user_script: str, problems: Probl
     Raises the `UserError` that the real run would end with, one for all that is wrong with the config, and one for
     every dataset that is not whole.
     """
-    if kind_of(user_script) in ("eval", "generate"):
+    if kind_of(user_script) in ("eval", "generate", "serve"):
         raise UserError(f"--prepare builds the sample index of training data, which {user_script} does not use.")
     found = problems or Problems()
     args = derive(args, Facts(num_devices=ranks), found)
