@@ -15,9 +15,7 @@ from megatron.signals import ExitAtStop
 def main() -> int:
     """Join the job, load the model, answer requests."""
     ExitAtStop()
-    paths, overrides, resolved = parse_rank_command_line(
-        sys.argv[1:], __doc__, "run.yml serve_port=8000"
-    )
+    paths, overrides, resolved = parse_rank_command_line(sys.argv[1:], __doc__, "run.yml serve_port=8000")
     prepare_rank()
     from megatron.inference.server.serve import serve
     from megatron.plan.preflight import config_for

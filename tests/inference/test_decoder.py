@@ -50,9 +50,7 @@ TOKENS = 9
 def staggered(stage: Stage, sampling: Sampling = GREEDY) -> dict[int, list[NewToken]]:
     """The prompts join at steps 0, 0, 2 and 4; the second one is given up at step 3."""
     decoder = Decoder(stage, Letters().detokenize, (EOD,), EOD)
-    orders = [
-        Order(i, prompt, TOKENS, sampling, seed=7, stream=i, alternatives=3) for i, prompt in enumerate(PROMPTS)
-    ]
+    orders = [Order(i, prompt, TOKENS, sampling, seed=7, stream=i, alternatives=3) for i, prompt in enumerate(PROMPTS)]
     joining, found = {0: orders[:2], 2: orders[2:3], 4: orders[3:]}, dict[int, list[NewToken]]()
     for step in range(4 + TOKENS):
         for token in decoder.step(joining.get(step, ()), [1] if step == 3 else []):

@@ -39,7 +39,7 @@ class Desk:
     def __init__(self, control: Control, stage: Stage, decoder: Decoder, size: int, most_waiting: int) -> None:
         self.stage, self.decoder, self.size, self.most_waiting = stage, decoder, size, most_waiting
         self.team = Team(control, stage, {"step": self._step})
-        self._inbox: SimpleQueue[tuple[Order, Hear] | int | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Order | int | None] = SimpleQueue()
         self._numbers = itertools.count()
         self._waiting: deque[Order] = deque()
         self._heard: dict[int, Hear] = {}
@@ -54,7 +54,8 @@ class Desk:
         if len(self._heard) >= self.most_waiting + self.size * len(self._open):
             raise Full(f"{self.most_waiting} texts are waiting already; try again later")
         number = next(self._numbers)
-        self._inbox.put((replace(order, number=number), hear))
+        self._heard[number] = hear
+        self._inbox.put(replace(order, number=number))
         return number
 
     def cancel(self, number: int) -> None:
@@ -74,14 +75,14 @@ class Desk:
             for answers in self.team.ask("step", self._deal(), {}):
                 for token in answers:
                     self._hand_on(token)
-        for hear in self._heard.values():
+        for hear in list(self._heard.values()):
             hear(None)
 
     def _read_inbox(self) -> None:
         """All that came in; waits for something when there is nothing to do."""
         while True:
             try:
-                item = self._inbox.get(block=not self._heard and self._deadline is None)
+                item = self._inbox.get(block=self._is_idle())
             except Empty:
                 return
             if item is None:
@@ -90,8 +91,10 @@ class Desk:
                 if self._heard.pop(item, None) is not None:
                     self._dropped.add(item)
             else:
-                order, self._heard[item[0].number] = item
-                self._waiting.append(order)
+                self._waiting.append(item)
+
+    def _is_idle(self) -> bool:
+        return not self._waiting and not any(self._open) and self._deadline is None
 
     def _deal(self) -> list[_Work]:
         """What each copy is told: an order goes to the one that writes the fewest texts."""

@@ -174,7 +174,8 @@ class Replies:
             return None
         texts = [self.decode([token.token]) for token in tokens]
         offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
-        best = [{self.decode([one]): logprob for one, logprob in token.alternatives} for token in tokens]
+        # Parts of characters have the same text: the likeliest of them is told.
+        best = [{self.decode([one]): logprob for one, logprob in reversed(token.alternatives)} for token in tokens]
         return {
             "tokens": texts,
             "token_logprobs": [token.logprob for token in tokens],
