@@ -37,7 +37,10 @@ _VALUE_FLAGS = {
     "--hostfile": "hostfile",
     "--sample_input_file": "sample_input_file",
     "--sample_output_file": "sample_output_file",
+    "--host": "serve_host",
+    "--port": "serve_port",
 }
+_NUMBERS = ("iteration", "serve_port")
 # flag with several values -> config key
 _LIST_FLAGS = {
     "--eval_tasks": "eval_tasks",
@@ -159,6 +162,21 @@ guide: documentation/generation_and_evaluation.md
             "prompt_end",
         ),
     ),
+    "serve.py": _Script(
+        "serve",
+        "Answer over HTTP, in OpenAI's form, with the checkpoint in `load` (else `save`), and show a page to talk to it.",
+        """\
+examples:
+  on this machine alone, at http://127.0.0.1:8000:
+    python deepy.py serve.py run.yml
+  on another port, an older checkpoint, on four ranks:
+    python deepy.py serve.py run.yml --port 9000 --iteration 1000 model_parallel_size=2 pipe_parallel_size=2
+  for everybody who reaches this machine; 64 texts at a time, none longer than 2000 tokens:
+    python deepy.py serve.py run.yml --host 0.0.0.0 serve_batch_size=64 maximum_tokens=2000
+guide: documentation/generation_and_evaluation.md
+""",
+        ("load", "serve_host", "serve_port", "serve_batch_size", "maximum_tokens", "stop_tokens"),
+    ),
 }
 
 
@@ -218,7 +236,7 @@ def launcher_parser(script: str = "", prog: str = "deepy.py") -> Parser:
         usage=f"%(prog)s {'' if about else 'USER_SCRIPT '}CONF [CONF ...] [key=value ...] [flags]",
         epilog=about.epilog if about else f"{EXAMPLES}\n{_ABOUT_CONFIGS}",
     )
-    which = "what every rank runs: train.py, eval.py, generate.py or your own script"
+    which = "what every rank runs: train.py, eval.py, generate.py, serve.py or your own script"
     parser.add_argument("user_script", help=argparse.SUPPRESS if about else which)
     parser.add_argument("--dry-run", action="store_true", help="check and plan everything, start nothing")
     parser.add_argument(
@@ -303,6 +321,8 @@ def _add_shared_arguments(parser: Parser, about: _Script | None, need_config: bo
     add("--prompt", only="generate", metavar="TEXT", nargs="+", help="prompts, instead of a file")
     add("-i", "--sample_input_file", only="generate", metavar="FILE", help="prompts: a line each, or lines of JSON")
     add("-o", "--sample_output_file", only="generate", metavar="FILE", help="where the texts go")
+    add("--host", only="serve", metavar="ADDRESS", help="where to listen; default: 127.0.0.1, this machine alone")
+    add("--port", only="serve", metavar="N", help="the port; default: 8000; 0: any that is free")
     add("--wandb_group", only="train", metavar="S", help="W&B group")
     add("--wandb_run_name", only="train", metavar="S", help="W&B run name")
     add("--wandb_team", only="train", metavar="S", help="W&B team")
@@ -354,7 +374,7 @@ def _flag_overrides(known: argparse.Namespace) -> list[str]:
     for flag, key in _VALUE_FLAGS.items():
         value = getattr(known, flag.removeprefix("--"))
         if value is not None:
-            overrides.append(f"{key}={value if key == 'iteration' else json.dumps(value)}")
+            overrides.append(f"{key}={value if key in _NUMBERS else json.dumps(value)}")
     for flag, key in _LIST_FLAGS.items():
         if values := getattr(known, flag.removeprefix("--")):
             overrides.append(f"{key}={json.dumps(values)}")
