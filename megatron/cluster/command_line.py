@@ -164,7 +164,7 @@ guide: documentation/generation_and_evaluation.md
     ),
     "serve.py": _Script(
         "serve",
-        "Answer over HTTP, in OpenAI's form, with the checkpoint in `load` (else `save`), and show a page to talk to it.",
+        "Answer over HTTP in OpenAI's form, with the checkpoint in `load` (else `save`); a page to talk to it.",
         """\
 examples:
   on this machine alone, at http://127.0.0.1:8000:
