@@ -112,8 +112,9 @@ class Stage:
         documents = None if doc_ids is None else Documents(self._with_more_rows(doc_ids))
         split = tokens.numel() // self._split
         first = tokens if self.state.is_first_stage else self._receive(split)
+        known = None if self.state.is_first_stage else tokens  # the embedding hands them on itself
         inner = self._receive_hidden(split) if self._receives_inner and cache is None else None
-        out = self._forward(Carry(first, positions, documents, shared=self._shared, inner=inner), cache, then)
+        out = self._forward(Carry(first, positions, documents, None, self._shared, known, inner), cache, then)
         if self.state.is_last_stage:
             return out
         self._send(out)

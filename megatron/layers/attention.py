@@ -26,16 +26,20 @@ from megatron.layers.norms.split import SplitRMSNorm
 from megatron.layers.parts import MIXERS, BlockSpec, Mixer
 from megatron.layers.positions import POSITIONS
 from megatron.layers.transformer_engine.linear import engine_recipes
+from megatron.layers.value_embeddings import ValueEmbeddings
+from megatron.mpu.collectives import enter_tensor_parallel
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.state import ParallelState
+from megatron.neox_arguments.block_sizes import ATTENTION
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
 
-@MIXERS.register("global", "flash", "local")
+@MIXERS.register(*ATTENTION)
 class SelfAttention(Mixer):
-    """x -> dense(attention(q, k, v)); submodules `query_key_value`, `dense` and the optional query/key norms.
+    """x -> dense(attention(q, k, v)); submodules `query_key_value`, `dense`, the optional query/key norms and value
+    embeddings.
 
     The kind "flash" prefers flash-attn. `choice`: the attention back-end in use and why.
     """
@@ -75,6 +79,7 @@ class SelfAttention(Mixer):
             recipe=row,
         )
         self._build_qk_norms(model)
+        self.value_embeddings = ValueEmbeddings(model, state, spec.vocabulary) if spec.vocabulary else None
         self.rotary = spec.rotary
         slopes, score_bias = POSITIONS[model.pos_emb].slopes, POSITIONS[model.pos_emb].score_bias
         self.score_bias = None if score_bias is None else partial(score_bias, model)
@@ -122,8 +127,14 @@ class SelfAttention(Mixer):
         return "attention back-end", str(self.choice)
 
     def forward(self, x: Tensor, context: Context, *, entered: bool = False, reduce: bool = True) -> Tensor:
-        positions, documents, cache, shared = context
+        positions, documents, cache, shared, tokens = context
+        if self.value_embeddings is not None and not entered:
+            x, entered = enter_tensor_parallel(x, self.state), True  # once: their gates read it too
         q, k, v = self._project(x, positions, entered)
+        if self.value_embeddings is not None:
+            if tokens is None:
+                raise RuntimeError("attention adds value embeddings, but was given no `Carry.tokens`")
+            v = v + self.value_embeddings(tokens, x)
         start = None
         if cache is not None:
             k, v = cache.append(k, v)

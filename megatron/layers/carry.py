@@ -22,12 +22,14 @@ class Context(NamedTuple):
     * `documents`: the packed documents that are kept apart (intra_document_masking); None: a row is one document.
     * `cache`: in generation, this layer's entry with the earlier tokens (`Mixer.new_cache`); s counts the new ones.
     * `shared`: what a scheme of positions hands to all layers (`PositionScheme.shared`).
+    * `tokens` [b, s] int64, for value embeddings; None in a model without them.
     """
 
     positions: Tensor
     documents: Documents | None = None
     cache: Any = None
     shared: Tensor | None = None
+    tokens: Tensor | None = None
 
 
 class Carry(NamedTuple):
@@ -38,6 +40,7 @@ class Carry(NamedTuple):
     * `balance`: what the feed-forwards have added to the loss so far, 0-dim fp32, if any of the model's may
       (`parts.adds_loss`). The embedding starts it at zero; the head passes it to the objective.
     * `shared`: as in `Context`. It travels between stages too, and its gradient comes back the same way.
+    * `tokens`: as in `Context`; the embedding puts them there.
     * `inner`: `hidden` as it was behind the block that the objective names (`Objective.inner_layer`), from there on.
     """
 
@@ -46,6 +49,7 @@ class Carry(NamedTuple):
     documents: Documents | None = None
     balance: Tensor | None = None
     shared: Tensor | None = None
+    tokens: Tensor | None = None
     inner: Tensor | None = None
 
     @classmethod

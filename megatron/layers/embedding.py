@@ -43,6 +43,7 @@ class Embedding(nn.Module):
             init=build_init(model, hidden_matrix=False),
         )
         self.adds_loss = adds_loss(model)
+        self.hands_tokens = model.value_embedding_interval > 0
         scheme = POSITIONS[model.pos_emb]
         self.position_embeddings = None if scheme.at_embedding is None else scheme.at_embedding(model, state)
         self.shared_positions = None if scheme.shared is None else scheme.shared(model, state)
@@ -64,4 +65,5 @@ class Embedding(nn.Module):
             # It takes a gradient: every stage of a pipeline sends one for each floating-point tensor that it received.
             balance = torch.zeros((), device=hidden.device, requires_grad=torch.is_grad_enabled())
         shared = None if self.shared_positions is None else self.shared_positions()
-        return carry._replace(hidden=hidden, balance=balance, shared=shared)
+        tokens = carry.hidden if self.hands_tokens else None
+        return carry._replace(hidden=hidden, balance=balance, shared=shared, tokens=tokens)

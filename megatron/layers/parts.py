@@ -39,6 +39,7 @@ class BlockSpec:
     * `layer`: its number, from 0. `kind`, `mlp`, `window`: its entries of attention_config, layer_mlps and
       layer_windows (how many earlier tokens are visible; None: all).
     * `rotary`: the position module that layers share, without parameters.
+    * `vocabulary`: of a layer with value embeddings, how many tokens they are of; 0: it has none.
     """
 
     layer: int = 0
@@ -46,6 +47,7 @@ class BlockSpec:
     mlp: str = "dense"
     window: int | None = None
     rotary: nn.Module | None = None
+    vocabulary: int = 0
 
 
 class Part(nn.Module):

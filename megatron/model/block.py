@@ -69,13 +69,14 @@ class Block(nn.Module):
         self.recompute = self.chunking.policy if self.chunking.every == 1 else "none"
         documents, balance = ["documents"] * model.intra_document_masking, ["balance"] * adds_loss(model)
         shared = ["shared"] * (POSITIONS[model.pos_emb].shared is not None)
-        self.carried: tuple[str, ...] = ("hidden", "positions", *documents, *balance, *shared)
+        tokens = ["tokens"] * (model.value_embedding_interval > 0)
+        self.carried: tuple[str, ...] = ("hidden", "positions", *documents, *balance, *shared, *tokens)
         # What travels to it from the stage before; `model.gpt` adds `inner`.
         self.is_inner = False
 
     def forward(self, carry: Carry, cache: CacheEntry | None = None) -> Carry:
         """`cache`: what `new_cache` gave, with the earlier tokens (inference); it takes s more."""
-        context = Context(carry.positions, carry.documents, cache, carry.shared)
+        context = Context(carry.positions, carry.documents, cache, carry.shared, carry.tokens)
         policy = self.recompute if cache is None else "none"
         hidden, loss = recompute_in_backward(self.residual, policy, carry.hidden, context)
         if self.training and loss is not None and carry.balance is None:

@@ -23,6 +23,7 @@ from megatron.model.head import TIED_NAME, FinalNorm, Head
 from megatron.model.partition import layer_parameters, layer_rows
 from megatron.mpu import initial_weights, sharding
 from megatron.mpu.state import ParallelState
+from megatron.neox_arguments.block_sizes import has_value_embeddings
 
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
@@ -74,7 +75,13 @@ def gpt_layers(
     builders: list[Callable[..., nn.Module]] = [
         partial(Embedding, model, state, **vocabulary),
         *(
-            partial(_build_block, model, state, rotary, BlockSpec(layer, kind, mlp, window))
+            partial(
+                _build_block,
+                model,
+                state,
+                rotary,
+                BlockSpec(layer, kind, mlp, window, vocabulary=vocab_size * has_value_embeddings(model, layer)),
+            )
             for layer, (kind, mlp, window) in enumerate(parts)
         ),
         partial(FinalNorm, model, state),

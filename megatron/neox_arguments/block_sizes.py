@@ -16,12 +16,14 @@ from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.registry import added, measure
 from megatron.rows import row, rows
 
+ATTENTION = ("global", "flash", "local")  # kinds of mixer
 MAMBA = ("mamba", "mamba2")  # kinds of mixer whose blocks have no feed-forward
 RWKV = ("rwkv4", "rwkv")  # whose blocks have one of their own
 GMLP = ("gmlp", "amlp")  # which are no mixer and no feed-forward, but both
 RECURRENT = (*MAMBA, *RWKV)
 HEADLESS = (*RECURRENT, *GMLP)  # which need neither heads nor positions
 RWKV6_MIX_RANK, RWKV6_DECAY_RANK = 32, 64  # as published, whatever the width
+VALUE_GATE_CHANNELS = 12  # of the hidden states, which a gate of value embeddings reads
 BLOCK = "block of attention_config"  # the registry of kinds of mixer that are a block of their own
 
 
@@ -228,7 +230,7 @@ def amlp_flops(model: ModelConfig) -> float:
 
 _ATTENTION = MixerCost(attention_size, attention_flops)
 MIXER_COSTS: dict[str, MixerCost] = {
-    **dict.fromkeys(("global", "flash", "local"), _ATTENTION),
+    **dict.fromkeys(ATTENTION, _ATTENTION),
     "mamba": MixerCost(mamba_size, mamba_flops),
     "mamba2": MixerCost(mamba2_size, mamba_flops),
     "rwkv4": MixerCost(rwkv4_size, rwkv4_flops),
@@ -243,7 +245,7 @@ MLP_SIZES: dict[str, Callable[[ModelConfig], Size]] = {
 }
 
 
-def block_size(model: ModelConfig, layer: int) -> Size:
+def block_size(model: ModelConfig, layer: int, vocab_size: int) -> Size:
     """Of block `layer` (from 0) of a derived model."""
     assert model.attention_config is not None and model.layer_mlps is not None  # derived
     kind, mlp = model.attention_config[layer], model.layer_mlps[layer]
@@ -251,7 +253,23 @@ def block_size(model: ModelConfig, layer: int) -> Size:
         return added_size(BLOCK, kind, model, mlp)
     count = 2 + (layer == 0) if kind in RWKV else _norms(model, mlp)
     norms = Size(replicated=count * norm_parameters(model, model.hidden_size))
-    return norms + _mixer_size(model, kind) + _mlp_size(model, mlp)
+    values = value_embeddings_size(model, vocab_size) if has_value_embeddings(model, layer) else Size()
+    return norms + _mixer_size(model, kind) + values + _mlp_size(model, mlp)
+
+
+def has_value_embeddings(model: ModelConfig, layer: int) -> bool:
+    """Every `value_embedding_interval`-th layer, counted from the last one, which is among them."""
+    assert model.num_layers is not None  # derived
+    every = model.value_embedding_interval
+    return every > 0 and (model.num_layers - 1 - layer) % every == 0
+
+
+def value_embeddings_size(model: ModelConfig, vocab_size: int) -> Size:
+    """A row of the key/value heads' width for each token, of which a token uses its own, and the gates."""
+    assert model.num_kv_heads is not None and model.head_dim is not None and model.hidden_size is not None  # derived
+    width = model.num_kv_heads * model.head_dim
+    gates = model.num_kv_heads * min(VALUE_GATE_CHANNELS, model.hidden_size)
+    return Size(split=vocab_size * width + gates, idle=(vocab_size - 1) * width)
 
 
 def _mixer_size(model: ModelConfig, kind: str) -> Size:

@@ -78,6 +78,7 @@ RULES: tuple[Rule, ...] = (
     Rule(rules_scales.soft_caps),
     Rule(rules_scales.embedding),
     Rule(rules_scales.local_positions),
+    Rule(rules_scales.value_embeddings),
     Rule(rules_objective.output_head, fills=("output_head",)),
     Rule(rules_scales.head_bias),
     Rule(rules_scales.unit_offset),

@@ -57,7 +57,7 @@ def parameter_count(model: ModelConfig, vocab_size: int) -> ParameterCount:
     h = model.hidden_size
     return ParameterCount(
         embedding=vocab_size * h + position_parameters(model),
-        blocks=tuple(block_size(model, layer) for layer in range(model.num_layers)),
+        blocks=tuple(block_size(model, layer, vocab_size) for layer in range(model.num_layers)),
         final_norm=norm_parameters(model, h),
         head=0 if model.ties_head else head_size(model, vocab_size),
     )

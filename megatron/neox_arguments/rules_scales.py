@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.neox_arguments.block_sizes import ATTENTION
 from megatron.neox_arguments.draft import Draft
 
 # Back-ends of attention whose kernels return no scores that a cap could be put on.
@@ -35,6 +36,19 @@ def local_positions(draft: Draft) -> None:
         draft.fail("rotary_emb_base_local", f"pos_emb is {draft['pos_emb']}; it needs rotary")
     if all(window is None for window in draft["layer_windows"]):
         draft.fail("rotary_emb_base_local", "no layer has a sliding window; set sliding_window_width or leave it out")
+
+
+def value_embeddings(draft: Draft) -> None:
+    """value_embedding_interval falls on layers of attention."""
+    draft.not_negative("value_embedding_interval")
+    if (every := draft["value_embedding_interval"]) <= 0:
+        return
+    kinds = {kind for kind in draft["attention_config"][::-1][::every] if kind not in ATTENTION}
+    if kinds:
+        draft.fail(
+            "value_embedding_interval",
+            f"{every} takes in layers of kind {', '.join(sorted(kinds))}, which have no values; leave it out",
+        )
 
 
 def head_bias(draft: Draft) -> None:

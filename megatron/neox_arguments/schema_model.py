@@ -213,6 +213,13 @@ class ModelConfig(MambaConfig):
     sparsity_config: dict[str, Any] | None = key(
         None, "Options of block-sparse attention.", unavailable="use attention_config 'global' or sliding_window_width"
     )
+    value_embedding_interval: int = key(
+        0,
+        "Value embeddings: every n-th layer, counted from the last, adds a learned vector of each token, times a gate"
+        " per key/value head, to the values of attention. They cost vocabulary x num_kv_heads x head_dim parameters a"
+        " layer, and no products of matrices. 0: none.",
+        new=True,
+    )
     intra_document_masking: bool = key(
         False,
         "Stop attention at the boundaries of packed documents and restart positions in each.",

@@ -166,9 +166,12 @@ class DeepSpeedEngine(StepEngine):
             return super()._micro_batches(batch, weights)
         # Every stage has the batch, and runs its micro-batches in order: hidden states alone are sent.
         batch = batch.to(self.state.device, non_blocking=True)
-        documents = [{"documents": known} for known in packed_documents(batch)] or [{}] * len(batch.positions)
-        known = zip(batch.positions, documents, strict=True)
-        self.module.micro_batches = ({"positions": positions, **more} for positions, more in known)
+        known: dict[str, Sequence[Any] | Tensor] = {"positions": batch.positions}
+        if documents := packed_documents(batch):
+            known["documents"] = documents
+        if "tokens" in self.module.carried:
+            known["tokens"] = batch.tokens
+        self.module.micro_batches = (dict(zip(known, one, strict=True)) for one in zip(*known.values(), strict=True))
         pairs = super()._micro_batches(batch, weights)
         return ((inputs[:1], labels) for inputs, labels in pairs)
 

@@ -49,8 +49,15 @@ MODELS = {
     "alibi": {**GPT_NEOX, "pos_emb": "alibi"},
     "window": {**GPT_NEOX, "attention_config": [[["local"], 2]], "sliding_window_width": 4},
     "documents": {**GPT_NEOX, "intra_document_masking": True},
-    # The embedding hands a table to all layers, on three stages if there are.
-    "rpe": {**GPT_NEOX, "pos_emb": "rpe", "rotary_pct": 1.0, "rpe_num_buckets": 6, "num_layers": 3},
+    # The embedding hands a table and the tokens to all layers, on three stages if there are.
+    "rpe": {
+        **GPT_NEOX,
+        "pos_emb": "rpe",
+        "rotary_pct": 1.0,
+        "rpe_num_buckets": 6,
+        "num_layers": 3,
+        "value_embedding_interval": 1,
+    },
 }
 DRAWN = Sampling(temperature=1.0, top_k=20, top_p=0.9)
 

@@ -26,10 +26,10 @@ STATE = ParallelState.single()
 POSITIONS = torch.arange(16).expand(2, 16)
 
 
-def _layer(window: int | None = None, **changes: Any) -> SelfAttention:
+def _layer(window: int | None = None, vocabulary: int = 0, **changes: Any) -> SelfAttention:
     model = tiny(init_method_std=0.3, **changes)
     rotary = Rotary.of(model, STATE) if model.pos_emb == "rotary" else None
-    layer = SelfAttention(model, STATE, BlockSpec(window=window, rotary=rotary))
+    layer = SelfAttention(model, STATE, BlockSpec(window=window, rotary=rotary, vocabulary=vocabulary))
     bind(layer, 2)
     initialize(layer, 0, STATE)
     randomise_vectors(layer, STATE)
@@ -45,6 +45,30 @@ def test_a_lost_bias_of_positions_is_an_error() -> None:
     assert layer(_x(), Context(POSITIONS, shared=torch.zeros(32, 4))).isfinite().all()
     with pytest.raises(RuntimeError, match="shared"):
         layer(_x(), Context(POSITIONS))
+
+
+@pytest.mark.parametrize("channels", [12, 32])
+def test_value_embeddings_are_added_to_the_values_times_a_gate_per_head(
+    monkeypatch: pytest.MonkeyPatch, channels: int
+) -> None:
+    """v + 2 sigmoid(G x[:12]) E[token], in fp64, head by head and token by token; and what is handed on too little."""
+    monkeypatch.setattr("megatron.layers.value_embeddings.VALUE_GATE_CHANNELS", channels)
+    layer, tokens = _layer(vocabulary=67, pos_emb="none").double(), torch.arange(32).view(2, 16) * 2
+    table, gate = layer.value_embeddings.weight, layer.value_embeddings.gate
+    assert gate.shape == (2, channels) and table.std().item() == pytest.approx(0.3, rel=0.1)
+    with torch.no_grad():
+        gate.normal_(generator=torch.Generator().manual_seed(3))
+    x, seen = _x().double(), []
+    monkeypatch.setattr(layer, "attend", lambda q, k, v, call: (seen.append(v), q)[1])
+    layer(x, Context(POSITIONS, tokens=tokens))
+    plain = (x @ layer.query_key_value.weight.T + layer.query_key_value.bias)[:, 48:]
+    for t, token in enumerate(tokens.flatten().tolist()):
+        for head in range(2):
+            strength = 2 / (1 + torch.exp(-sum(gate[head, i] * x[t, i] for i in range(channels))))
+            expected = plain[t].view(2, 8)[head] + strength * table[token].view(2, 8)[head]
+            assert (seen[0].reshape(32, 2, 8)[t, head] - expected).abs().max() < 1e-12
+    with pytest.raises(RuntimeError, match="tokens"):
+        layer(x, Context(POSITIONS))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

@@ -130,7 +130,7 @@ def _received(change: Any) -> Any:
 
     def forward(self: LayerPipe, tensors: Any) -> Any:
         if _behind(self):
-            names = [name for name in self.carried if name not in ("positions", "documents")]
+            names = [name for name in self.carried if name not in ("positions", "documents", "tokens")]
             fields = dict(zip(names, tensors, strict=True))
             tensors = tuple(change(self, fields).values())
         return original(self, tensors)
@@ -138,14 +138,14 @@ def _received(change: Any) -> Any:
     return mock.patch.object(LayerPipe, "forward", forward)
 
 
-def _masked(change: Any) -> Any:
-    """Change the documents by which a later stage masks a micro-batch: `change(pipe, documents)`."""
+def _known(name: str, change: Any) -> Any:
+    """Change what a later stage has of a micro-batch by itself: `change(pipe, value)`, `name` as in a carry."""
     original = LayerPipe.forward
 
     def forward(self: LayerPipe, tensors: Any) -> Any:
         if _behind(self):
             known = next(self.micro_batches)
-            known["documents"] = change(self, known["documents"])
+            known[name] = change(self, known[name])
             self.micro_batches = chain([known], self.micro_batches)
         return original(self, tensors)
 
@@ -155,19 +155,30 @@ def _masked(change: Any) -> Any:
 @mutant("documents", ONE_ROW, "loss")
 def documents_of_the_micro_batch_before() -> Any:
     """A later stage masks with the documents of the micro-batch before."""
-    kept: dict[int, Documents] = {}
+    return _known("documents", _late())
 
-    def late(pipe: LayerPipe, documents: Documents) -> Documents:
-        before, kept[id(pipe)] = kept.get(id(pipe), documents), documents
+
+@mutant("rpe", ONE_ROW, "loss")
+def tokens_of_the_micro_batch_before() -> Any:
+    """A later stage has the value embeddings of the micro-batch before."""
+    return _known("tokens", _late())
+
+
+def _late() -> Any:
+    """What there was in the micro-batch before."""
+    kept: dict[int, Any] = {}
+
+    def late(pipe: LayerPipe, value: Any) -> Any:
+        before, kept[id(pipe)] = kept.get(id(pipe), value), value
         return before
 
-    return _masked(late)
+    return late
 
 
 @mutant("documents", PP, "loss")
 def documents_of_the_first_stage_alone() -> Any:
     """Attention of a later stage crosses the borders of documents."""
-    return _masked(lambda pipe, documents: Documents(torch.zeros_like(documents.ids)))
+    return _known("documents", lambda pipe, documents: Documents(torch.zeros_like(documents.ids)))
 
 
 @mutant("moe-all", PP, "gradient of 2.mlp.router.weight")

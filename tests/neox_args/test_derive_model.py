@@ -114,6 +114,11 @@ def test_attention_per_layer(config: list, window: int, kinds: str, windows: lis
         ({"pos_emb": "rpe", "rpe_max_distance": 16}, r"rpe_max_distance: .*\b16, is 16"),
         ({"pos_emb": "rpe", "attention_config": [[["gmlp"], 4]]}, "pos_emb: rpe .*gmlp"),
         ({"attention_config": [[["amlp"], 4]], "activation": "swiglu"}, "activation: .*swiglu"),
+        ({"value_embedding_interval": -1}, "value_embedding_interval: must be 0 or more"),
+        (
+            {"value_embedding_interval": 2, "attention_config": [[["global", "mamba"], 2]], "num_layers": 4},
+            "value_embedding_interval: 2 takes in layers of kind mamba,",
+        ),
         ({"num_layers": 0}, "num_layers: must be above 0, is 0"),
     ],
 )

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.cpu
         {"norm": "rmsnorm_unit_offset", "norm_placement": "sandwich", "activation": "geglu_tanh", "head_dim": 16},
         {**LLAMA, "norm": "rmsnorm_unit_offset", "use_separate_qk_norms": True, "qk_norm_per_head": True},
         {**NEOX, "gpt_j_tied": True, "use_bias_in_head": True},
+        {**LLAMA, "value_embedding_interval": 2, "num_layers": 3},
         {"use_bias_in_mlp": False, "use_bias_in_attn_linear": False, "no_weight_tying": True},
     ],
 )

@@ -85,7 +85,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "documents": {**NEOX, "intra_document_masking": True},
     "learned": {**NEOX, "pos_emb": "learned", "gpt_j_residual": False},
     "alibi": {**NEOX, "pos_emb": "alibi"},
-    "rpe": {**LLAMA, "pos_emb": "rpe"},
+    # a table, and the tokens, that the embedding hands to all layers; one layer in two has vectors of its own for them
+    "rpe": {**LLAMA, "pos_emb": "rpe", "value_embedding_interval": 2},
     "dora": {**LLAMA, "lora_r": 3, "lora_alpha": 6.0, "use_dora": True},
     "mup": {**LLAMA, "use_mup": True, "mup_base_hidden_size": 16, "mup_embedding_mult": 3.0},
     "olmo": {**LLAMA, "norm_placement": "olmo3", "use_qk_layernorm": True, "use_separate_qk_norms": True},

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from megatron.neox_arguments.block_sizes import ATTENTION
+
 if TYPE_CHECKING:
     from megatron.neox_arguments.schema_model import ModelConfig
 
@@ -17,6 +19,7 @@ _RARE: dict[str, Any] = {
     "final_logit_softcapping": None,
     "rotary_emb_base_local": None,
     "embedding_dropout": None,
+    "value_embedding_interval": 0,
 }
 
 
@@ -41,7 +44,7 @@ def common_refusals(model: ModelConfig, expressed: Collection[str] = ()) -> list
     kinds = {"dense", "none"} | ({"moe"} if "moe_num_experts" in expressed else set())
     if other := sorted(set(model.layer_mlps or ()) - kinds):
         reasons.append(f"feed-forwards of kind {' and '.join(other)}")
-    if any(kind not in ("global", "flash", "local") for kind in model.attention_config or ()):
+    if any(kind not in ATTENTION for kind in model.attention_config or ()):
         reasons.append("attention_config with other kinds than attention")
     return reasons
 
