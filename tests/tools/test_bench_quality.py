@@ -73,7 +73,7 @@ def test_the_score_is_nats_of_text_over_bytes_of_text(tmp_path: Path) -> None:
 
 
 def test_ours_runs_from_tokens_to_a_line(tmp_path: Path) -> None:
-    """For a second, and so with a loss near that of chance."""
+    """A second is enough to learn more than chance (six bits) of a text that counts."""
     words = {chr(33 + number): number for number in range(64)}
     tokenizer = Tokenizer(models.BPE(words, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -82,7 +82,7 @@ def test_ours_runs_from_tokens_to_a_line(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     with IndexedDatasetBuilder(tmp_path / "text", np.uint16) as builder:
         for _ in range(20):
-            builder.add_item(draw.integers(0, 64, 40))
+            builder.add_item((np.arange(40) + draw.integers(64)) % 64)
             builder.end_document()
         builder.finalize()
     where = ("--data", tmp_path / "text", "--tokenizer", tmp_path / "tokenizer.json")
@@ -92,7 +92,7 @@ def test_ours_runs_from_tokens_to_a_line(tmp_path: Path) -> None:
         r"deepy +([0-9.]+) bits per byte after \d+ CPU s .*: (\d+) steps, ([0-9,]+) tokens, .*\n", said
     )
     assert found, said
-    assert float(found[1]) == pytest.approx(6, abs=0.5) and int(found[2]) * 32 == int(found[3].replace(",", "")) > 0
+    assert float(found[1]) < 5.9 and int(found[2]) * 32 == int(found[3].replace(",", "")) > 0
 
 
 def test_contenders_that_are_not_there(tmp_path: Path) -> None:
