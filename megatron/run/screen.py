@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -11,12 +12,12 @@ from shlex import join
 
 import torch
 
-import megatron
 from megatron.callbacks.context import RunContext
 from megatron.cluster.status import run_folder
 from megatron.data.order.data_plan import DataPlan
 from megatron.data.order.table import SourceRow
 from megatron.errors import UserError
+from megatron.home import HOME
 from megatron.log import get_logger, on_terminal
 from megatron.mpu.state import ParallelState
 from megatron.neox_arguments import NeoXArgs
@@ -54,28 +55,28 @@ def show_end(trainer: Trainer) -> None:
     there = [("metrics", folder / "metrics.jsonl"), ("logs", Path(args.logging.log_dir or folder / "logs"))]
     if trainer.saved_step and args.checkpoint.save:
         there.insert(0, ("checkpoint", checkpoint))
-    rows = [(name, str(path)) for name, path in there if path.exists()]
-    _show([*rows, ("report", f"{_command('tools/report.py', str(folder))} makes {folder / 'report.html'}")])
+    _show((name, str(path)) for name, path in there if path.exists())
     if trainer.saved_step and args.checkpoint.save and (folder / "resolved.yml").exists():
-        logger.info("next")
-        for command in next_commands(trainer, folder, checkpoint):
-            logger.info(f"  {command}")
+        report = _command("report", "tools/report.py", str(folder))
+        for name, commands in (("report", [report]), ("next", next_commands(trainer, folder, checkpoint))):
+            for number, command in enumerate(commands):  # each whole, to be pasted
+                logger.info(f"{'' if number else name:{_WIDTH}}{command}")
 
 
 def next_commands(trainer: Trainer, folder: Path, checkpoint: Path) -> list[str]:
     """What can be typed in the folder of this process: to go on, to try the model, to take it elsewhere."""
-    args, config = trainer.args, str(folder / "resolved.yml")
-    resume, total = _command("deepy.py", "train.py", config), args.training.train_iters or 0
-    if trainer.stop_code:
-        commands = [resume]
-    else:
-        commands = [f"{resume} train_iters={2 * total}"] if not args.training.train_epochs else []
+    args, config, total = trainer.args, str(folder / "resolved.yml"), trainer.args.training.train_iters or 0
+    commands = []
     if args.model.output_head != "reward":
-        generate = ("generate.py", config, f"load={folder}", "text_gen_type=interactive")
-        commands.insert(0, _command("deepy.py", *generate))
+        options = (config, f"load={folder}", "text_gen_type=interactive")
+        commands.append(_command("generate", "deepy.py generate.py", *options))
     if not _lacks_family(args):
-        convert = ("--input_dir", str(checkpoint), "--output_dir", str(folder / "hf"))
-        commands.insert(1, _command("tools/ckpts/convert_neox_to_hf.py", *convert))
+        folders = ("--input_dir", str(checkpoint), "--output_dir", str(folder / "hf"))
+        commands.append(_command("export", "tools/ckpts/convert_neox_to_hf.py", *folders))
+    if trainer.step < total:
+        commands.insert(0, _command("train", "deepy.py train.py", config))
+    elif args.training.train_epochs is None:
+        commands.append(_command("train", "deepy.py train.py", config, f"train_iters={2 * total}"))
     return commands
 
 
@@ -90,11 +91,16 @@ def _lacks_family(args: NeoXArgs) -> bool:
     return False
 
 
-def _command(script: str, *words: str) -> str:
-    """The command line that runs a script of ours from the current folder."""
-    path = Path(megatron.__file__).resolve().parents[1] / script
-    near = Path(script)
-    return join(["python", str(near if near.exists() and near.resolve() == path else path), *words])
+def _command(name: str, script: str, *words: str) -> str:
+    """The command line of a sub-command of `deepy`; the script's (a path and words) in the current folder, where no
+    `deepy` is installed beside this Python."""
+    installed = shutil.which("deepy")
+    if installed is not None and Path(installed).parent == Path(sys.executable).parent:
+        return join(["deepy", name, *words])
+    near, *more = script.split()
+    path = HOME / near
+    found = near if Path(near).exists() and Path(near).resolve() == path.resolve() else str(path)
+    return join(["python", found, *more, *words])
 
 
 def _show(rows: Iterable[Row]) -> None:
@@ -102,16 +108,15 @@ def _show(rows: Iterable[Row]) -> None:
     columns = max(40, os.get_terminal_size(sys.stderr.fileno()).columns) if on_terminal() else 10_000
     before = ""
     for name, text in rows:
-        begin = f"{'' if name == before else name:{_WIDTH}}"
-        folded = textwrap.fill(
+        folded = textwrap.wrap(
             text,
             columns - 1,
-            initial_indent=begin,
+            initial_indent=f"{'' if name == before else name:{_WIDTH}}",
             subsequent_indent=" " * _WIDTH,
             break_on_hyphens=False,
             break_long_words=False,
         )
-        for line in folded.splitlines():
+        for line in folded:
             logger.info(line)
         before = name
 
