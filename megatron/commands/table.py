@@ -64,6 +64,7 @@ _CONVERT = {
     "average": _ckpts("the mean of the weights of several checkpoints", "average"),
 }
 COMMANDS: dict[str, Command | Group] = {
+    "new": Command("from a folder of text to a run that trains a model of it", "megatron.recipes.new_cli"),
     "train": _launch("train a model, or resume its run", "train.py"),
     "plan": _launch("check and plan a training, start nothing", "train.py", "--dry-run"),
     "explain": Command("a config key: value, source, meaning", "megatron.commands.explain_cli", is_run=True),

@@ -197,6 +197,9 @@ class FilesChunk(Chunk):
             except UnicodeDecodeError as error:
                 yield Fault(path, f"not UTF-8: {error}")
                 continue
+            if "\0" in text:
+                yield Fault(path, "has bytes that are zero: not plain text, or UTF-16")
+                continue
             yield Record(path, {"text": text.replace("\r\n", "\n")})
 
 

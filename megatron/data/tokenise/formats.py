@@ -212,12 +212,41 @@ READERS: dict[str, Callable[[Part, Position], Iterator[Cut]]] = {
     ".parquet": parquet,
     ".arrow": arrow,
 }
+TEXTS = (
+    *(".txt", ".md", ".markdown", ".rst", ".adoc", ".org", ".tex", ".html", ".htm", ".xml", ".yml", ".yaml", ".toml"),
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cs", ".cu", ".rs", ".go", ".java", ".kt", ".scala", ".swift"),
+    *(
+        ".js",
+        ".jsx",
+        ".ts",
+        ".tsx",
+        ".css",
+        ".sql",
+        ".rb",
+        ".php",
+        ".pl",
+        ".lua",
+        ".r",
+        ".jl",
+        ".f90",
+        ".sh",
+        ".hs",
+        ".ml",
+    ),
+)
+"""Kinds of plain text. Of folders, `preprocess_data.py` takes `.txt` alone; the others are documents when named."""
 SPLITTABLE = (".jsonl", ".ndjson", ".parquet", ".arrow")
 
 
 def kind_of(path: Path) -> str:
     """A file's extension without that of its compression, in lower case: `.jsonl` of `a.JSONL.zst`."""
     return ending_of(path.with_suffix("") if ending_of(path) in COMPRESSIONS else path)
+
+
+def reader_of(path: Path) -> Callable[[Part, Position], Iterator[Cut]] | None:
+    """What reads a file, None for one of an unknown kind."""
+    kind = kind_of(path)
+    return text_file if kind in TEXTS else READERS.get(kind)
 
 
 def splittable(path: Path) -> bool:
@@ -235,9 +264,10 @@ def read_parts(parts: Sequence[Part], begin: Position = START) -> Iterator[Cut]:
     for part in parts[begin.file :]:
         refuse_lfs_pointer(part.path)
     # Neighbouring text files go to one reader, so that small ones share chunks.
-    kinds = itertools.groupby(range(begin.file, len(parts)), key=lambda index: READERS[kind_of(parts[index].path)])
+    kinds = itertools.groupby(range(begin.file, len(parts)), key=lambda index: reader_of(parts[index].path))
     for reader, group in kinds:
         indices = list(group)
+        assert reader is not None  # `find_inputs` gives no others
         if reader is text_file:
             done = indices[0]
             for files in text_files(parts[index].path for index in indices):

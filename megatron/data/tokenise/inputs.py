@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.data.tokenise.compression import COMPRESSIONS, ending_of
-from megatron.data.tokenise.formats import READERS, kind_of
+from megatron.data.tokenise.formats import READERS, TEXTS, kind_of, reader_of
 from megatron.errors import UserError
 
 # Files of a folder that are not documents: what our tools write next to datasets, and `datasets` next to arrow files.
@@ -16,8 +16,10 @@ WRITTEN = (".manifest.json", "_metadata.json")
 OF_SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")
 
 
-def find_inputs(names: Iterable[str]) -> list[Path]:
+def find_inputs(names: Iterable[str], *, texts: bool = False) -> list[Path]:
     """The files of command-line inputs: paths, comma-joined lists, globs, folders (every file of a known kind).
+
+    With `texts`, a folder without `.jsonl`, `.parquet` and the like stands for all its plain texts, source code too.
 
     `@FILE` stands for the inputs that FILE lists, one a line. The order given is kept; the files of a glob or folder
     are sorted by name. Raises `UserError` for a name without files and for a file of an unknown kind.
@@ -26,17 +28,15 @@ def find_inputs(names: Iterable[str]) -> list[Path]:
     for name in names:
         # Not `Path.exists`, which raises for a list that is longer than a file name may be.
         if name.startswith("@") and not os.path.exists(name):
-            found += find_inputs(_read_list(Path(name[1:])))
+            found += find_inputs(_read_list(Path(name[1:])), texts=texts)
             continue
         for part in [name] if os.path.exists(name) else [part for part in name.split(",") if part]:
-            found += _expand(part)
+            found += _expand(part, texts)
     for path in found:
-        if kind_of(path) not in READERS or (
-            ending_of(path) in COMPRESSIONS and kind_of(path) in (".parquet", ".arrow")
-        ):
+        if reader_of(path) is None or (ending_of(path) in COMPRESSIONS and kind_of(path) in (".parquet", ".arrow")):
             raise UserError(
                 f"{path}: unknown kind of file. Known: {', '.join(READERS)}, and all but the last two also compressed "
-                f"as {', '.join(COMPRESSIONS)}"
+                f"as {', '.join(COMPRESSIONS)}; source code and markup are plain text"
             )
     return found
 
@@ -53,10 +53,11 @@ def _read_list(path: Path) -> list[str]:
     return names
 
 
-def _expand(name: str) -> list[Path]:
+def _expand(name: str, texts: bool) -> list[Path]:
     path = Path(name).expanduser()
     if os.path.isdir(path):
-        files = sorted(file for file in path.rglob("*") if kind_of(file) in READERS and _is_input(file))
+        files = _texts_of_folder(path) if texts else []
+        files = files or sorted(file for file in path.rglob("*") if kind_of(file) in READERS and _is_input(file))
         if not files:
             raise UserError(f"{name}: no file of a known kind in this folder. Known: {', '.join(READERS)}")
         return files
@@ -67,6 +68,15 @@ def _expand(name: str) -> list[Path]:
         shown = name if len(name) <= 200 else f"{name[:200]}..."
         raise UserError(f"{shown}: no such file" + (" (no match)" if glob.has_magic(name) else ""))
     return matches
+
+
+def _texts_of_folder(path: Path) -> list[Path]:
+    """Its plain texts, without hidden files; none if it has files of many documents, which are meant then."""
+    visible = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
+    files = [file for file in visible if _is_input(file)]
+    if any(kind_of(file) in READERS and kind_of(file) not in (".txt", ".json") for file in files):
+        return []
+    return sorted(file for file in files if kind_of(file) in TEXTS)
 
 
 def _is_input(file: Path) -> bool:

@@ -1,0 +1,125 @@
+"""The YAML of a new run: short, with the reason for every number."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.derive import Facts
+from megatron.plan.memory import estimate
+from megatron.plan.stages import stage_sizes
+from megatron.recipes.machine import Machine
+from megatron.recipes.scaling import CHOICES, Training
+from megatron.recipes.shapes import Shape
+
+_VALIDATIONS, _CHECKPOINTS = 20, 10  # in a run
+_MOST_TOKENS = {True: 1 << 16, False: 1 << 13}  # of a micro-batch, on a GPU or not: more gains nothing
+
+
+@dataclass(frozen=True)
+class Places:
+    """What the run reads and writes, as the YAML names it; `split`: of the documents."""
+
+    data_path: str
+    split: str
+    tokenizer_type: str
+    vocab_file: str
+    save: str
+
+
+def sections(shape: Shape, training: Training, machine: Machine, valid_samples: int) -> dict[str, dict[str, Any]]:
+    """The keys of the run by title, but for its places. Micro-batch and recomputation are what the memory allows."""
+    optimizer = CHOICES["optimizer"]
+    recipe = {
+        "optimizer": {**optimizer, "params": {"lr": _short(training.rate), **optimizer["params"]}},
+        "weight_decay": _short(training.decay),
+        "gradient_clipping": CHOICES["gradient_clipping"],
+        "warmup": f"{training.warmup} steps",
+        "lr_decay_style": CHOICES["lr_decay_style"],
+        "min_lr": CHOICES["min_lr"],
+        **CHOICES["more"],
+    }
+    every = max(1, training.steps // _VALIDATIONS)
+    evaluations = {
+        "eval_interval": every,
+        "eval_iters": min(max(1, valid_samples // training.batch), max(1, every // _VALIDATIONS))
+        if valid_samples
+        else 0,
+        "checkpoint_factor": max(1, training.steps // _CHECKPOINTS),
+        "log_interval": max(1, min(10, training.steps // 20)),
+    }
+    found = {
+        "network": dict(shape.keys),
+        "training": recipe,
+        "length": {"train_batch_size": training.batch, "train_iters": training.steps},
+        "machine": {"precision": machine.precision, "zero_optimization": {"stage": 1}},
+        "evaluation": evaluations,
+    }
+    found["machine"] |= _fit(found, machine, shape.vocab_size, training)
+    return found
+
+
+def _fit(found: Mapping[str, Mapping[str, Any]], machine: Machine, vocab: int, training: Training) -> dict[str, Any]:
+    """The largest micro-batch that fits into memory, with recomputation only where one sample does not."""
+    ranks = min(machine.ranks, training.batch)
+    most = min(training.batch // ranks, max(1, _MOST_TOKENS[machine.gpus] // training.context))
+    keys = {key: value for section in found.values() for key, value in section.items()}
+    tried: dict[str, Any] = {}
+    for recompute in (False, True):
+        micro = most
+        while micro:
+            tried = {"train_micro_batch_size_per_gpu": micro, "checkpoint_activations": recompute}
+            if _memory({**keys, **tried}, ranks, vocab) <= machine.memory:
+                return tried
+            micro //= 2
+    return tried | {"zero_optimization": {"stage": 3}}
+
+
+def _memory(keys: Mapping[str, Any], ranks: int, vocab: int) -> float:
+    """Bytes of a rank, without the tokenizer's own count of padding."""
+    args = NeoXArgs.from_dict(dict(keys), facts=Facts(vocab_size=vocab, num_devices=ranks))
+    stages, held = stage_sizes(args, vocab)
+    blocks = [layer.index - 2 for layer in stages[0].layers if layer.is_block]
+    return estimate(
+        args, held=held[0], stage=0, blocks=blocks, padded_vocab_size=args.tokenizer.padded_vocab_size or vocab
+    ).total
+
+
+def _short(value: float) -> float:
+    """With two significant digits."""
+    return float(f"{value:.2g}")
+
+
+def write_yaml(found: Mapping[str, Mapping[str, Any]], comments: Mapping[str, str], head: str, places: Places) -> str:
+    """The text of the file: a comment at the top, then the sections, each under its comment."""
+    data = {
+        **found["data"],
+        "data_path": places.data_path,
+        "split": places.split,
+        "tokenizer_type": places.tokenizer_type,
+        "vocab_file": places.vocab_file,
+        "save": places.save,
+        "load": places.save,
+    }
+    parts = [_commented(head)]
+    for title, keys in {**found, "data": data}.items():
+        parts.append(_commented(comments[title]) + "".join(map(_line, keys.items())))
+    return "\n".join(parts)
+
+
+def _commented(text: str) -> str:
+    lines = (part for line in text.split("\n") for part in textwrap.wrap(line, 110, drop_whitespace=False) or [""])
+    return "".join(f"# {line}".rstrip() + "\n" for line in lines)
+
+
+def _line(item: tuple[str, Any]) -> str:
+    """`key: value`, a value of one line however deep it is; numbers that YAML reads as such (1.0e-8, not 1e-8)."""
+    key, value = item
+    if isinstance(value, (dict, list)):
+        return f"{key}: {yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**9).strip()}\n"
+    return yaml.safe_dump({key: value}, sort_keys=False, width=10**9)
