@@ -222,7 +222,12 @@ def _warmup(draft: Draft, steps: int | None) -> float | str:
     if found.unit == "share":
         share = found.number
     elif known is not None and steps:
-        share = known / steps
+        share = min(1.0, known / steps)
+        if known > steps:
+            draft.note(
+                f"the warm-up (warmup {written}) is longer than the schedule (lr_decay_iters {steps}): the learning "
+                f"rate rises to lr {draft['lr']:g} over all of it"
+            )
     draft.set("warmup", share, "a share of lr_decay_iters")
     return share
 

@@ -15,6 +15,7 @@ from megatron.data.tokenise.flags import start_command
 from megatron.data.tokenise.inputs import find_inputs
 from megatron.errors import UserError, run_cli
 from megatron.files import write_atomically
+from megatron.flags import Parser
 from megatron.home import HOME
 from megatron.neox_arguments.lengths import parse_count
 from megatron.neox_arguments.yaml_files import CONFIG_DIR
@@ -54,11 +55,9 @@ class Asked:
     valid: float
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The flags."""
-    found = argparse.ArgumentParser(
-        prog="deepy new", description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    found = Parser(prog="deepy new", description=__doc__, epilog=EXAMPLES)
     add = found.add_argument
     add("--data", required=True, nargs="+", metavar="PATH", help="folders or files of text")
     add("--size", required=True, metavar="N", help="parameters, embeddings among them: 300K, 60M, 1.3B")

@@ -30,6 +30,15 @@ def test_tokens_of_a_run(given: Any, steps: int, tmp_path: Path) -> None:
     assert derive(args).training.train_iters == steps
 
 
+def test_a_warm_up_longer_than_the_schedule(tmp_path: Path) -> None:
+    """As when a run is tried with few steps: it takes all of it, and that is said."""
+    args = derived(tmp_path, lr=1.0, warmup="40 steps", train_iters=10)
+    for again in (args, derive(args)):
+        assert again.schedule.warmup == 1.0
+        assert [note for note in again.notes if "warmup 40 steps" in note and "lr_decay_iters 10" in note]
+    assert derived(tmp_path, lr=1.0, warmup="10 steps", train_iters=10).notes == ()
+
+
 def test_flops_of_a_run(tmp_path: Path) -> None:
     """6 per parameter in a matrix product and 12 s h per layer of attention, for each token."""
     first = derived(tmp_path, train_iters=None, train_flops="1e12")
