@@ -13,7 +13,7 @@ DOCUMENTS = [
     *sorted(f"documentation/{path.name}" for path in (ROOT / "documentation").glob("*.md")),
 ]
 _PROGRAMS = r"(?:[A-Z_]+=\S+ )?(?:python|torchrun|srun|sbatch|make|\./[\w/]+\.\w+|bash) "
-_STARTS = re.compile(rf"^(?:{_PROGRAMS}|cat >|printf |source |for \w+ in )", re.MULTILINE)
+_STARTS = re.compile(rf"^(?:{_PROGRAMS}|deepy |cat >|printf |source |for \w+ in )", re.MULTILINE)
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

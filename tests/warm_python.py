@@ -30,6 +30,11 @@ socket.send_fds(server, [len(text).to_bytes(8, "big")], [0, 1, 2])
 server.sendall(text)
 sys.exit(int(server.makefile("rb").readline() or 70))
 """
+DEEPY = f"""#!/bin/sh
+exec python -c 'import sys; sys.path.insert(0, "{Path(__file__).resolve().parents[1]}")
+from megatron.commands.cli import main
+main()' "$@"
+"""
 TORCHRUN = '#!/bin/sh\nexec python -m torch.distributed.run "$@"\n'
 
 
@@ -39,7 +44,8 @@ class WarmPython:
     def __init__(self, folder: Path) -> None:
         self.programs = folder
         address = str(folder / "socket")
-        for name, text in (("python", CLIENT.format(python=sys.executable, address=address)), ("torchrun", TORCHRUN)):
+        client = CLIENT.format(python=sys.executable, address=address)
+        for name, text in (("python", client), ("deepy", DEEPY), ("torchrun", TORCHRUN)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
         listener = socket.socket(socket.AF_UNIX)
