@@ -53,7 +53,7 @@ class Carried:
             if values is None:
                 continue
             if len(values) == len(sample.tokens):
-                self.extras.setdefault(name, np.zeros(self.shape, np.float32))[at] = values[1:]
+                self.extras.setdefault(name, np.zeros((*self.shape, *values.shape[1:]), np.float32))[at] = values[1:]
             elif len(values) == count:
                 self._reach(name, first + count)[micro, first : first + count] = values
             else:

@@ -1,14 +1,16 @@
-"""Log-probabilities that a reference model gives to the tokens of samples, kept in files by the content of the samples.
+"""What another model says of the tokens of samples, kept in files by the content of the samples: log-probabilities of a
+reference model, the likeliest tokens of a teacher.
 
 A store is a folder for one model. Each pass over missing rows adds two files, and a reader reads all that are there:
 
-    NAME.rows   float32, s values for each row: log p of token i + 1 of the sample, for i from 0
+    NAME.rows   float32, s values for each row: log p of token i + 1 of the sample, for i from 0; of a teacher s times k
+                ids of tokens, then k log-probabilities of these
     NAME.keys   8 bytes for each row, written after it: `row_key` of the sample
 
 So a row that is read again (another epoch, another role, a run that was made longer, or in another order) is there
 already, and what was written before a pass ended is not lost. Nothing in it depends on a layout.
 
-Shapes: s inputs of a sample.
+Shapes: s inputs of a sample, k tokens of the teacher's.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from megatron.data.sample import Item, Provenance, Sample, SampleDataset, Wanted
 from megatron.errors import UserError, cannot_write
 
 REFERENCE = "reference"
-"""The name of the extra."""
+TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
+"""The names of the extras."""
 _KEYS, _ROWS = ".keys", ".rows"
 
 
@@ -56,7 +59,11 @@ def rows_of(item: Item) -> tuple[Sample, ...]:
 
 
 class ReferenceStore:
-    """The rows in `folder`, of `length` (s) values each. Threads may read at the same time."""
+    """The rows in `folder`, of `length` values each: log-probabilities of a reference model. Threads may read at the
+    same time."""
+
+    names: tuple[str, ...] = (REFERENCE,)
+    """Of the extras that a row holds."""
 
     def __init__(self, folder: Path, length: int) -> None:
         self.folder, self.length = folder, length
@@ -101,6 +108,15 @@ class ReferenceStore:
         file, row = places[at].tolist()
         return files[file][row]
 
+    def extras(self, row: np.ndarray | None, count: int) -> dict[str, np.ndarray]:
+        """Of a sample of `count` tokens with this row; of one without anything to predict (None) what changes nothing.
+        Each has a value per token, of the first none that is read."""
+        return {REFERENCE: self._behind_first(np.zeros(count - 1) if row is None else row)}
+
+    @staticmethod
+    def _behind_first(values: np.ndarray) -> np.ndarray:
+        return np.concatenate([np.zeros_like(values[:1]), values]).astype(np.float32, copy=False)
+
     def missing(self, dataset: SampleDataset, numbers: Iterable[int]) -> list[int]:
         """The items of `numbers` that have a row which is not there, and not in an item before."""
         keys, _, _ = self._index()
@@ -111,6 +127,23 @@ class ReferenceStore:
                 known |= new
                 lacking.append(number)
         return lacking
+
+
+class TeacherStore(ReferenceStore):
+    """The rows of a teacher's `top_k` likeliest tokens, of samples of `length` inputs."""
+
+    names = (TEACHER_IDS, TEACHER_LOGPROBS)
+
+    def __init__(self, folder: Path, length: int, top_k: int) -> None:
+        super().__init__(folder, 2 * length * top_k)
+        self.top_k = top_k
+
+    def extras(self, row: np.ndarray | None, count: int) -> dict[str, np.ndarray]:
+        """See `ReferenceStore`: [s + 1, k] each."""
+        if row is None:  # any distribution
+            row = np.tile([*range(self.top_k), *[-np.log(self.top_k + 1.0)] * self.top_k], count - 1)
+        parts = np.moveaxis(row.reshape(-1, 2, self.top_k), 1, 0)
+        return {name: self._behind_first(part) for name, part in zip(self.names, parts, strict=True)}
 
 
 class StoreWriter:
@@ -132,7 +165,7 @@ class StoreWriter:
         return cannot_write(error, f"reference log-probabilities cannot be written to {self.folder}: {error.strerror}")
 
     def add(self, key: int, values: np.ndarray) -> None:
-        """One row, float32 `[s]`."""
+        """One row, float32 of as many values as the store has."""
         try:
             self._rows.write(np.ascontiguousarray(values, dtype="<f4"))
             self._keys.write(key.to_bytes(8, "little"))
@@ -197,8 +230,7 @@ def _all_targets(sample: Sample) -> Sample:
 
 
 class WithReference(_Over):
-    """A dataset whose samples have their row of a store, as the extra `reference` `[s + 1]` (0 for the first token),
-    unless they have one already."""
+    """A dataset whose samples have their row of a store as extras, unless they have them already."""
 
     def __init__(self, dataset: SampleDataset, store: ReferenceStore) -> None:
         super().__init__(dataset)
@@ -211,15 +243,14 @@ class WithReference(_Over):
         return self._extend(item, index)
 
     def _extend(self, sample: Sample, index: int) -> Sample:
-        if REFERENCE in sample.extras:
+        if sample.extras.keys() >= set(self.store.names):
             return sample
-        values = np.zeros(len(sample.tokens), dtype=np.float32)
+        found = None
         if rows_of(sample):
             found = self.store.find(sample)
             if found is None:
                 raise UserError(
-                    f"{self.store.folder} lacks the reference log-probabilities of sample {index}. If something in it "
-                    "was removed while the run was using it, start the run again."
+                    f"{self.store.folder} lacks what the other model says of sample {index}. If something in it was "
+                    "removed while the run was using it, start the run again."
                 )
-            values[1:] = found
-        return replace(sample, extras={**sample.extras, REFERENCE: values})
+        return replace(sample, extras={**sample.extras, **self.store.extras(found, len(sample.tokens))})

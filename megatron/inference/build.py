@@ -34,8 +34,11 @@ logger = get_logger(__name__)
 DTYPES = {"fp32": torch.float32, "bfloat16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, checkpoint: Checkpoint) -> Stage:
-    """This rank's stage with the weights of the checkpoint, in the precision of the configuration.
+def build_stage(
+    args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, checkpoint: Checkpoint, inner: int | None = None
+) -> Stage:
+    """This rank's stage with the weights of the checkpoint, in the precision of the configuration. `inner`: the block
+    whose output `LMOutput.inner_hidden` gives.
 
     Raises:
         UserError: the checkpoint was made by another architecture or tokenizer, or lacks a weight.
@@ -61,6 +64,7 @@ def build_stage(args: NeoXArgs, state: ParallelState, tokenizer: Tokenizer, chec
         padded_vocab_size=args.tokenizer.padded_vocab_size,
         state=state,
         adapters=adapters_of(reader),
+        inner=inner,
     )
     rows = [LayerRow(layer.index, layer.name) for layer in layers]
     sizes = [layer.parameters for layer in layers]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from megatron.neox_arguments.draft import Draft
+from megatron.rows import row
 
 _OF_ADAPTERS = ("lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora", "use_dora", "lora_save_base")
 
@@ -22,11 +26,26 @@ def adapters(draft: Draft) -> None:
         draft.report("lora_target_modules", "names no layer; use all-linear, or names such as query_key_value")
 
 
+def has_teacher(value: Callable[[str], Any]) -> bool:
+    """Whether the objective learns from a teacher."""
+    return row("train_impl", value("train_impl")).get("data") == "teacher"
+
+
 def distillation(draft: Draft) -> None:
     """A teacher, and numbers that mean something."""
-    if draft["train_impl"] != "distill":
+    if not has_teacher(draft.__getitem__):
         return
     draft.require("distill_teacher")
+    if draft["distill_layers"] is not None:
+        if draft["train_impl"] == "distill":
+            draft.report("distill_layers", "is for objectives of plugins; train_impl: distill reads no hidden states")
+        elif draft["distill_precompute"]:
+            draft.report("distill_precompute", "keeps the likeliest tokens, not hidden states (distill_layers)")
+    if draft["distill_precompute"]:
+        if draft["distill_top_k"] == 0:
+            draft.report("distill_top_k", "0 would keep the whole vocabulary for each token; set 64, or so")
+        if draft["seq_length_ramp"]:
+            draft.report("seq_length_ramp", "the teacher reads whole rows beforehand (distill_precompute)")
     draft.positive("distill_temperature")
     draft.not_negative("distill_top_k", zero=" (all)")
     draft.check(lambda share: 0 < share <= 1, "must be above 0 and at most 1", "distill_weight")

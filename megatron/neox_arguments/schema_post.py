@@ -41,8 +41,8 @@ class PostConfig:
     )
     reference_path: str | None = key(
         None,
-        "Folder for the log-probabilities of the reference model, which runs that begin with the same weights share "
-        "(default: `save`).",
+        "Folder for the log-probabilities of the reference model, which runs that begin with the same weights share, "
+        "and for what a teacher says (distill_precompute); default: `save`.",
         new=True,
         path=True,
     )
@@ -68,6 +68,17 @@ class PostConfig:
     )
     distill_top_k: int = key(
         64, "How many of the teacher's likeliest tokens are told apart; all others count as one. 0: all are.", new=True
+    )
+    distill_precompute: bool = key(
+        False,
+        "The teacher reads what the run will read before its first step, and its likeliest tokens are kept in files "
+        "(`reference_path`, default: `save`): it is not in memory while the model is trained.",
+        new=True,
+    )
+    distill_layers: tuple[int, int] | None = key(
+        None,
+        "For objectives of plugins that compare hidden states: a block of the model and one of the teacher, from 0.",
+        new=True,
     )
     lora_base: str | None = key(
         None,

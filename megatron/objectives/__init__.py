@@ -134,7 +134,8 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
 """Subclasses of `Objective`, which are made with the keys about post-training (`args.post`).
 
 `head`: what the last layer gives, where that is not logits: `reward`. `data`: what is learnt from, where it is not
-texts alone: `pairs`, texts with `rewards`, or the model's own `rollouts`. `z_loss`: whether z_loss_weight is for it:
+texts alone: `pairs`, texts with `rewards`, the model's own `rollouts`, or what a `teacher` (distill_teacher) says
+of texts. `z_loss`: whether z_loss_weight is for it:
 its loss is a `LMOutput.weighted_loss`, which adds the z-loss, and neither scales nor lowers it.
 """
 

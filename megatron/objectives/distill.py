@@ -22,10 +22,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from megatron.data.reference import TEACHER_IDS, TEACHER_LOGPROBS
 from megatron.model.head import LMOutput
 from megatron.objectives import OBJECTIVES, Labels, Objective
 
-IDS, LOGPROBS = "teacher_ids", "teacher_logprobs"
+TEACHER_HIDDEN = "teacher_hidden"
+"""The extra with the teacher's hidden states behind its block of distill_layers, [b, s, the teacher's h]. What this
+module defines does not read it; an objective of a plugin may."""
 _CERTAIN = -1e-7  # log of a sum of probabilities that leaves nothing for the others, in fp32
 
 
@@ -45,7 +48,7 @@ def with_rest(logprobs: Tensor) -> Tensor:
     return torch.cat([logprobs, torch.log(-torch.expm1(inside))], -1)
 
 
-@OBJECTIVES.register("distill", doc="Next-token distributions of a teacher (distill_*).")
+@OBJECTIVES.register("distill", data="teacher", doc="Next-token distributions of a teacher (distill_*).")
 class DistillObjective(Objective):
     """distill_weight · divergence + (1 - distill_weight) · cross entropy, a mean over the trained tokens.
 
@@ -53,7 +56,7 @@ class DistillObjective(Objective):
     they are those of the whole vocabulary.
     """
 
-    reads = (IDS, LOGPROBS)
+    reads: tuple[str, ...] = (TEACHER_IDS, TEACHER_LOGPROBS)
     counts = ("targets",)  # that are trained; no nats per token of the data
     metrics: ClassVar[tuple[str, ...]] = ("divergence", "cross_entropy")
 
@@ -69,7 +72,7 @@ class DistillObjective(Objective):
                 student, teacher = with_rest(student.gather(-1, ids.long())), with_rest(teacher)
             return divergence(student, teacher, options.distill_loss, options.distill_jsd_beta)
 
-        flat = (labels.extras[name].flatten(0, 1) for name in self.reads)
+        flat = (labels.extras[name].flatten(0, 1) for name in (TEACHER_IDS, TEACHER_LOGPROBS))
         each = options.distill_temperature**2 * out.map_logits(apart, *flat)
         soft = (each * weights.flatten()).sum()
         hard, _ = out.weighted_loss(labels.targets, weights)

@@ -18,7 +18,7 @@ from megatron.objectives import OBJECTIVES, Labels, Objective
 from megatron.objectives.answers import sum_trained
 
 REWARD, REFERENCE, Z0 = "reward", "reference", "z0"
-KL = "kl"  # the mean log-ratio of the answers to their own prompts
+LOG_RATIO = "log_ratio"  # the mean of those of the answers to their own prompts
 NEUTRAL = 0.001  # a reward that is nearer to 0 says neither good nor bad, as in GPT-NeoX
 
 
@@ -38,7 +38,7 @@ class Kto(Objective):
     """
 
     counts = ("rows", "desirable", "undesirable")
-    metrics = (KL, "z0", "reward_acc", "chosen_rewards", "rejected_rewards")
+    metrics = (LOG_RATIO, "kl", "reward_acc", "chosen_rewards", "rejected_rewards")
     over = {"chosen_rewards": "desirable", "rejected_rewards": "undesirable"}
 
     def __init__(self, options: PostConfig | None = None) -> None:

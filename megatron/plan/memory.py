@@ -53,6 +53,7 @@ from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.block_sizes import MAMBA, RWKV, is_gated
 from megatron.neox_arguments.formulas import loss_chunk
 from megatron.neox_arguments.optimizer_params import KIND, optimizer_params
+from megatron.neox_arguments.rules_post import has_teacher
 from megatron.neox_arguments.rules_rollouts import keeps_reference
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.neox_arguments.schema_train import OptimizerConfig
@@ -112,7 +113,7 @@ def estimate(args: NeoXArgs, *, held: Held, stage: int, blocks: Sequence[int], p
 def bytes_beside(args: NeoXArgs) -> float:
     """Of the weights of the run's teacher and reward model on each rank. Raises `UserError` without them."""
     found = 0.0
-    if args.training.train_impl == "distill":
+    if has_teacher(args.get) and not args.post.distill_precompute:
         found += _weight_bytes(args, "distill_teacher", args.optimizer.precision)
     if args.post.reward_model is not None:
         found += _weight_bytes(args, "reward_model", None)
@@ -196,7 +197,7 @@ def _activations(args: NeoXArgs, *, stage: int, blocks: Sequence[int], padded_vo
 
 def _told(args: NeoXArgs, vocab_size: int) -> int:
     """Numbers that a batch has of each token by another model's word."""
-    if args.training.train_impl == "distill":
+    if has_teacher(args.get):
         top_k = args.post.distill_top_k
         return 2 * min(top_k, vocab_size) if top_k else vocab_size
     if args.post.ga_loss == "rmu":  # of what is forgotten and retained, in the model's type

@@ -102,7 +102,7 @@ def _parts(
                 data = check_data_plan(args, tokenizer, start)
                 notes = [*data.notes(), *evaluation_notes(data, args.training.eval_iters)]
                 parts.append(sections.data(data.table(), notes))
-                parts.append(sections.reference(args, data, resume_order(start, args.checkpoint.load)[1][1]))
+                parts.append(sections.read_ahead(args, data, resume_order(start, args.checkpoint.load)[1][1]))
         begins = start.step if start.kind in ("load", "init") else 0  # after steps of another folder
         saves = saves_of(args, saved_parameters(args, vocab_size, begins_anew=start.checkpoint is None), begins)
         parts.append(sections.checkpoints(start, saves, args.checkpoint.save))

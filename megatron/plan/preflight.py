@@ -32,6 +32,7 @@ from megatron.neox_arguments.open_width import fit_width, is_open
 from megatron.neox_arguments.overrides import COMMAND_LINE, PYTHON_CALL, Overrides
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.neox_arguments.rules_pairs import written
+from megatron.neox_arguments.rules_post import has_teacher
 from megatron.plan.refusals import check_data, check_fit, check_folders
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -234,7 +235,7 @@ def preflight(args: NeoXArgs, kind: str, wait: bool = False, problems: Problems 
 
 def _check_others(args: NeoXArgs, tokenizer: Tokenizer | None) -> None:
     """The models that training needs beside its own are there, and of this tokenizer. Raises `UserError`."""
-    for key in ("reward_model", *(["distill_teacher"] if args.training.train_impl == "distill" else [])):
+    for key in ("reward_model", *(["distill_teacher"] if has_teacher(args.get) else [])):
         if args.get(key) is not None:
             checkpoint = find_checkpoint(args.get(key), key=key)
             if key == "reward_model":

@@ -21,6 +21,7 @@ from megatron.neox_arguments.differences import differences_for
 from megatron.neox_arguments.forget_steps import FORGET, TRAIN
 from megatron.neox_arguments.formulas import flops_per_token, neox_flops_per_token, parameter_count
 from megatron.neox_arguments.groups import all_keys
+from megatron.neox_arguments.rules_post import has_teacher
 from megatron.neox_arguments.rules_reference import exchanges, reads_reference
 from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.neox_arguments.schema_model import ModelConfig
@@ -192,10 +193,13 @@ def data(found: Sequence[SourceRow], notes: Sequence[str] = ()) -> list[str]:
     return with_title("data", [*table(HEAD, data_cells(found)), *phase_lines(found), *notes])
 
 
-def reference(args: NeoXArgs, plan: DataPlan, begun: int) -> list[str]:
-    """What the pass of the reference model reads and writes, where the run has `begun` samples of its training data
-    behind it; no section where there is none."""
-    if not reads_reference(args.get) or args.data.precompute_model_name is not None:
+def read_ahead(args: NeoXArgs, plan: DataPlan, begun: int) -> list[str]:
+    """What the pass of the reference model, or of a teacher, reads and writes, where the run has `begun` samples of its
+    training data behind it; no section where there is none."""
+    title, kept, values = "reference model", "reference", args.model.seq_length
+    if has_teacher(args.get) and args.post.distill_precompute:
+        title, kept, values = "teacher", "teacher", 2 * args.post.distill_top_k * values
+    elif not reads_reference(args.get) or args.data.precompute_model_name is not None:
         return []
     taken = {TRAIN: begun} if plan.counts is None else plan.counts.taken
     found, rows = [], 0
@@ -210,12 +214,12 @@ def reference(args: NeoXArgs, plan: DataPlan, begun: int) -> list[str]:
         rows += min(samples, distinct) * role.rows
         rows += samples if exchanges(args.get) else 0
     exchanged = ", each with the answer to another as well" if exchanges(args.get) else ""
-    folder = reference_folder(args, plan) / "reference-KEY"
+    folder = reference_folder(args, plan) / f"{kept}-KEY"
     lines = [
         f"before the first step it reads the samples that it has not read yet: of {', '.join(found)}{exchanged}",
-        f"at most {size(rows * row_bytes(args.model.seq_length))} in {folder} (KEY stands for the weights)",
+        f"at most {size(rows * row_bytes(values))} in {folder} (KEY stands for the weights)",
     ]
-    return with_title("reference model", lines)
+    return with_title(title, lines)
 
 
 def completions(args: NeoXArgs, prompts: int) -> list[str]:

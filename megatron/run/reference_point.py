@@ -14,7 +14,7 @@ from megatron.data.order.data_plan import Datasets
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.forget_steps import TRAIN
-from megatron.objectives.kto import KL, REWARD, Z0
+from megatron.objectives.kto import LOG_RATIO, REWARD, Z0
 from megatron.training.callback import Callback
 from megatron.training.engine import Engine
 from megatron.training.setup import build_objective
@@ -59,6 +59,6 @@ class ReferencePoint(Callback):
     def _with_z0(self, batch: StepBatch, exchanged: StepBatch) -> StepBatch:
         rewards = exchanged.extras[REWARD]
         found = self.engine.eval_batch(replace(exchanged, extras={**exchanged.extras, Z0: torch.zeros_like(rewards)}))
-        place = 1 + self.engine.objective.metrics.index(KL)
+        place = 1 + self.engine.objective.metrics.index(LOG_RATIO)
         z0 = (found.sums[place] / max(found.counts[place], 1)).clamp(min=0)
         return replace(batch, extras={**batch.extras, Z0: z0.expand(rewards.shape)})

@@ -11,6 +11,7 @@ from megatron.cluster.status import run_folder
 from megatron.log import DETAIL, get_logger
 from megatron.mpu.owned import count_parameters
 from megatron.neox_arguments.derive import check_device, check_trainable
+from megatron.neox_arguments.rules_post import has_teacher
 from megatron.neox_arguments.rules_rollouts import trains_on_rollouts
 from megatron.run.batches import DataOrder, build_batches, named_sets, open_data_on_ranks, share_epochs
 from megatron.run.data import note_trained_ends, resume_order
@@ -32,7 +33,7 @@ from megatron.run.start import (
     setup_status,
     share_start,
 )
-from megatron.run.teacher import Teacher
+from megatron.run.teacher import StoredTeacher, Teacher
 from megatron.training.progress import Progress
 from megatron.training.setup import Process, build_engine, build_model, build_schedule
 from megatron.training.trainer import Trainer
@@ -72,10 +73,15 @@ def _train(process: Process, progress: Progress) -> Trainer:
         point = ReferencePoint.of(args, datasets, done)
         exchanged = {} if point is None else point.exchanged
         reference = find_reference(args, start, tokenizer, datasets, done[1], exchanged)
-        batches = build_batches(args, process, datasets, None if reference is None else reference.store, point)
         process = replace(process, args=args)
         others = OtherModels(args, start, state)
-        if args.training.train_impl == "distill":
+        told = None
+        if has_teacher(args.get) and args.post.distill_precompute:
+            told = StoredTeacher(process, start, others, datasets, done[1])
+            told.fill(progress)
+        stores = [one.store for one in (reference, told) if one is not None]
+        batches = build_batches(args, process, datasets, stores[0] if stores else None, point)
+        if has_teacher(args.get) and told is None:
             teacher = Teacher(process, others.find("distill_teacher"))
             batches = {role: teacher.beside(steps) for role, steps in batches.items()}
         frozen = FrozenStates.of(args)
@@ -90,7 +96,7 @@ def _train(process: Process, progress: Progress) -> Trainer:
         identity = TokenizerIdentity(tokenizer, args.checkpoint.allow_config_changes)
         trackers = TrackerIds(folder)
         trackers.restore(start, state)
-        before = [one for one in (reference, point, frozen) if one is not None]
+        before = [one for one in (reference, told, point, frozen) if one is not None]
         callbacks = [DataOrder(plan), identity, trackers, others, *before, *own, *build_callbacks(context)]
         if state.host is not None and process.limits is not None:
             callbacks.append(StepLimits(process.limits))

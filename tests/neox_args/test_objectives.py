@@ -43,6 +43,7 @@ REWARDS = {
 MIXED = {"sources": {"judged": {"path": "a", "labels": "l", "rewards": "r"}, "plain": {"path": "b", "labels": "l"}}}
 REWARDS_MIXED = {"train_impl": "kto", "pack_impl": "unpacked"}
 EXPERTS = {"moe_num_experts": 4}
+TOLD = {"train_impl": "distill", "data_path": "x", "distill_teacher": "large", "distill_precompute": True}
 NPO = {"ga_mode": "interleaved", "data_path": "texts", "ga_dataset": "others", "ga_loss": "npo"}
 GRPO = {
     "train_impl": "grpo",
@@ -92,6 +93,10 @@ def test_a_reward_model_has_a_head_of_rewards() -> None:
         ({**REWARDS, **EXPERTS}, r"moe_router_type: sinkhorn \(the default\) .*set moe_router_type: topk"),
         ({**NPO, **EXPERTS, "moe_router_type": "topk", "moe_jitter_eps": 0.1}, "moe_jitter_eps: .*reference model"),
         ({**GRPO, **EXPERTS, "moe_router_type": "topk", "moe_capacity_factor": 1.5}, "moe_capacity_factor: .*complet"),
+        ({**TOLD, "distill_teacher": None}, "distill_teacher"),
+        ({**TOLD, "distill_top_k": 0}, "distill_top_k: 0 would keep the whole vocabulary"),
+        ({**TOLD, "seq_length_ramp": {"start": 8, "steps": 2}}, "seq_length_ramp: .*distill_precompute"),
+        ({**TOLD, "distill_layers": [0, 1]}, "distill_layers: is for objectives of plugins"),
         ({**NPO, "seq_length_ramp": {"start": 8, "steps": 2}}, "seq_length_ramp: .*whole rows.*ga_loss: simnpo"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.training.tiny import LLAMA, Layout
 
 pytestmark = pytest.mark.cpu
 
+GUIDE = Path(__file__).parents[2] / "documentation" / "distillation.md"
 # TRL's one number: 0 is forward, 1 reverse.
 KINDS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.3}
 
@@ -123,3 +125,57 @@ def test_a_run_learns_from_a_teacher_of_another_layout(tmp_path: Path) -> None:
     assert lost.exit_code == 2 and "global_step2, which this run has used so far, is not there" in lost.error
     missing = run({**keys, **more, "distill_teacher": str(tmp_path / "nobody")})[0]
     assert "distill_teacher" in missing.error and missing.exit_code == 2
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Keys of a run with a teacher of three blocks, of another layout."""
+    folder = tmp_path_factory.mktemp("teacher")
+    keys = {**LLAMA, "data_path": corpus(folder / "text"), "eval_iters": 1, "eval_interval": 3}
+    other = {"num_layers": 3, "train_iters": 2, "init_method_std": 0.3}
+    made = run({**keys, **other, "save": str(folder / "teacher")}, Layout(tp=2))
+    assert {one.error for one in made} == {""}
+    return {**keys, "distill_teacher": str(folder / "teacher"), "distill_top_k": 20, "train_iters": 4}
+
+
+def test_a_teacher_that_read_everything_before_is_as_one_in_memory(teacher: dict[str, Any], tmp_path: Path) -> None:
+    """Also when it is gone: other layouts and a run that goes on read the same rows."""
+    keys = {**teacher, "train_impl": "distill", "distill_weight": 0.7, "distill_temperature": 1.5}
+    beside = run({**keys, "save": str(tmp_path / "beside"), "checkpoint_factor": 2})[0]
+    assert beside.error == "" and beside.logged[0][1]["train/divergence"] > 0.1
+    gone = shutil.copytree(keys["distill_teacher"], tmp_path / "teacher")
+    keys |= {"distill_teacher": str(gone), "distill_precompute": True, "reference_path": str(tmp_path / "rows")}
+    before = run({**keys, "save": str(tmp_path / "before"), "checkpoint_factor": 2}, Layout(pp=2, dp=2))[0]
+    assert before.error == "" and before.loss == pytest.approx(beside.loss, rel=1e-6)
+    (store,) = (tmp_path / "rows").glob("teacher-*")
+    rows = sum(path.stat().st_size for path in store.glob("*.rows")) // (4 * 16 * 2 * 20)
+    assert rows == 4 * 8 + 2 * 8 + 8  # of training, validation and test
+    written = sorted(store.glob("*.rows"))
+    for layout in (Layout(), Layout(tp=2, sequence_parallel=True)):
+        for report in run(keys, layout):
+            assert report.error == "" and report.loss == pytest.approx(beside.loss, rel=1e-6)
+            assert report.evaluated[0][2]["lm_loss"] == pytest.approx(beside.evaluated[0][2]["lm_loss"], rel=1e-6)
+    assert sorted(store.glob("*.rows")) == written
+    shutil.rmtree(gone)
+    again = {"load": str(tmp_path / "before"), "iteration": 2, "save": str(tmp_path / "again")}
+    resumed = run({**keys, **again})[0]
+    assert resumed.error == "" and resumed.loss == pytest.approx(beside.loss[2:], rel=1e-6)
+    longer = run({**keys, **again, "train_iters": 6, "save": str(tmp_path / "longer")})[0]
+    assert longer.exit_code == 2 and "distill_teacher" in longer.error
+
+
+def test_a_plugin_compares_hidden_states_with_the_teachers(teacher: dict[str, Any], tmp_path: Path) -> None:
+    """The guide's."""
+    (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (tmp_path / "hidden.py").write_text(code)
+    plugin = {"plugins": [str(tmp_path / "hidden.py")], "train_impl": "distill_hidden", "distill_layers": [0, 1]}
+    keys = {**teacher, **plugin}
+    same = {"load": keys["distill_teacher"], "finetune": True, "num_layers": 3, "train_iters": 1}
+    for layers, least, most in (([1, 1], 0.0, 1e-12), ([0, 1], 0.01, 100.0)):  # of a model that is its own teacher
+        report = run({**keys, **same, "distill_layers": layers})[0]
+        assert report.error == "" and least <= report.logged[0][1]["train/hidden_distance"] < most
+    alone = run(keys)[0]
+    assert alone.error == ""
+    for layout in (Layout(pp=2, tp=2, sequence_parallel=True), Layout(dp=2, zero=3, micro=1)):
+        for report in run(keys, layout):
+            assert report.error == "" and report.loss == pytest.approx(alone.loss, rel=1e-5)

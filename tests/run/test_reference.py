@@ -16,7 +16,7 @@ from megatron.data.reference import ReferenceStore, StoreWriter
 from megatron.data.sample import Sample
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import MachineError
-from megatron.run.reference import Origin, _Writer
+from megatron.run.read_ahead import RowsWriter
 from tests.data.corpus import write
 from tests.distributed import run_distributed
 from tests.training import runs
@@ -99,7 +99,7 @@ def test_rows_serve_the_same_texts_with_other_labels(data: str, tmp_path: Path) 
 
 
 def train_without_room(rank: int, world: int, *arguments: Any) -> Report:
-    with mock.patch("megatron.run.reference.free_bytes", lambda root: 1000):
+    with mock.patch("megatron.run.read_ahead.free_bytes", lambda root: 1000):
         return train(rank, world, *arguments)
 
 
@@ -120,7 +120,7 @@ def test_a_pair_with_one_text_too_short_to_score(tmp_path: Path) -> None:
     pairs: Any = [(short, other), (other, short)]
     for number, values in ((0, [[1.0, 1.0], [2.0, 3.0]]), (1, [[2.0, 3.0], [1.0, 1.0]])):
         folder = tmp_path / str(number)
-        writer = _Writer(folder, Origin("", "", None, ""))
+        writer = RowsWriter(folder, {}, "rows")
         writer.write(pairs, [number], torch.tensor(values), rows=2)
         writer.close()
         found = ReferenceStore(folder, 2).find(other)

@@ -141,16 +141,16 @@ def test_a_reward_model_on_a_language_model(base: str, tmp_path: Path) -> None:
 
 def test_kto_with_the_answers_to_others(base: str, tmp_path: Path) -> None:
     keys = {**rewarded(tmp_path / "data"), "load": base}
-    names = ("lm_loss", "kl", "z0", "reward_acc")
+    names = ("lm_loss", "log_ratio", "kl", "reward_acc")
     straight = through_a_stop(keys, tmp_path, names)
-    kl, z0 = logged(straight, "kl"), logged(straight, "z0")
-    assert abs(kl[0]) < 1e-5 and abs(z0[0]) < 1e-5  # the model is its own reference
-    assert all(value >= 0 for value in z0) and max(z0) > 1e-4
-    assert all(abs(a - b) > 1e-6 for a, b in zip(kl[1:], z0[1:], strict=True))
-    assert {"kl", "z0", "chosen_rewards", "rejected_rewards"} <= evaluated(straight).keys()
+    ratio, kl = logged(straight, "log_ratio"), logged(straight, "kl")
+    assert abs(ratio[0]) < 1e-5 and abs(kl[0]) < 1e-5  # the model is its own reference
+    assert all(value >= 0 for value in kl) and max(kl) > 1e-4
+    assert all(abs(a - b) > 1e-6 for a, b in zip(ratio[1:], kl[1:], strict=True))
+    assert {"log_ratio", "kl", "chosen_rewards", "rejected_rewards"} <= evaluated(straight).keys()
     check_layout(keys, Layout(dp=2, tp=2, micro=1), straight, names)
     free = run({**keys, "kto_loss_type": "apo_zero_unpaired"})[0]
-    assert logged(free, "z0") == [0.0] * 4
+    assert logged(free, "kl") == [0.0] * 4
 
 
 def test_adapters_and_a_head_of_rewards_are_trained_together(base: str, tmp_path: Path) -> None:
