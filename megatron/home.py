@@ -25,3 +25,8 @@ def version() -> str:
     except PackageNotFoundError:
         text = (LIBRARY / "pyproject.toml").read_text(encoding="utf-8")
         return re.findall(r'^version = "(.+)"', text, re.MULTILINE)[0]
+
+
+def installs(feature: str) -> str:
+    """The command, from any folder, that installs what a feature needs: `wandb`, ... (a file of requirements/)."""
+    return f"pip install -r {HOME}/requirements/requirements-{feature}.txt"

@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 from megatron.errors import run_cli  # noqa: E402
 from megatron.files import write_atomically  # noqa: E402
 from megatron.flags import Parser  # noqa: E402
+from megatron.home import installs  # noqa: E402
 
 ARCH_FILE = "deepy_gh200.pth"  # Python runs the `import` lines of such files of an environment at its start
 ARCH_LINE = "import os; os.environ.setdefault('TORCH_CUDA_ARCH_LIST', '9.0')\n"
@@ -173,9 +174,7 @@ def check_optional() -> Iterator[Finding]:
     files = {"flash_attn": "flashattention", "transformer_engine": "transformerengine", "mamba_ssm": "mamba"}
     for name, file in {**files, "wandb": "wandb", "tensorboard": "tensorboard"}.items():
         if importlib.util.find_spec(name) is None:
-            yield Finding(
-                "note", name, f"not installed (optional): pip install -r requirements/requirements-{file}.txt"
-            )
+            yield Finding("note", name, f"not installed (optional): {installs(file)}")
         else:
             yield Finding("ok", name, importlib.metadata.version(name))
 

@@ -12,6 +12,7 @@ from megatron.callbacks.context import RunContext
 from megatron.callbacks.tracker import Tracker
 from megatron.cluster.tracker_id import tracker_id
 from megatron.errors import UserError
+from megatron.home import installs
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -40,7 +41,7 @@ class Comet(Tracker):
         try:
             import comet_ml
         except ImportError as error:
-            raise UserError("use_comet is set: pip install -r requirements/requirements-comet.txt") from error
+            raise UserError(f"use_comet is set: {installs('comet')}") from error
         log = args.logging
         if directory is not None:
             (directory / "comet").mkdir(parents=True, exist_ok=True)  # Comet makes its folder in it

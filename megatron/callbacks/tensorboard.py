@@ -10,6 +10,7 @@ from megatron.callbacks import CALLBACKS
 from megatron.callbacks.context import RunContext
 from megatron.callbacks.tracker import Tracker
 from megatron.errors import UserError
+from megatron.home import installs
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -30,9 +31,7 @@ class TensorBoard(Tracker):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UserError(
-                "tensorboard_dir is set: pip install -r requirements/requirements-tensorboard.txt"
-            ) from error
+            raise UserError(f"tensorboard_dir is set: {installs('tensorboard')}") from error
         self._open_writer = partial(SummaryWriter, log_dir=directory)
 
     @classmethod

@@ -10,6 +10,7 @@ from megatron.callbacks.context import RunContext
 from megatron.callbacks.tracker import Tracker
 from megatron.cluster.tracker_id import tracker_id
 from megatron.errors import UserError
+from megatron.home import installs
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 
@@ -32,7 +33,7 @@ class Trackio(Tracker):
         try:
             import trackio
         except ImportError as error:
-            raise UserError("use_trackio is set: pip install -r requirements/requirements-trackio.txt") from error
+            raise UserError(f"use_trackio is set: {installs('trackio')}") from error
         log = args.logging
         run_id = tracker_id(directory, "trackio")
         # Trackio knows runs by their names.

@@ -10,6 +10,7 @@ from megatron.callbacks.context import RunContext
 from megatron.callbacks.tracker import Tracker
 from megatron.cluster.tracker_id import tracker_id
 from megatron.errors import UserError
+from megatron.home import installs
 from megatron.log import get_logger
 from megatron.neox_arguments import NeoXArgs
 
@@ -46,7 +47,7 @@ class WeightsAndBiases(Tracker):
         try:
             import wandb
         except ImportError as error:
-            raise UserError("use_wandb is set: pip install -r requirements/requirements-wandb.txt") from error
+            raise UserError(f"use_wandb is set: {installs('wandb')}") from error
         self._late_names: set[str] = set()
         log = args.logging
         group, name = log.wandb_group, log.wandb_run_name

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.files import read_json, write_atomically
+from megatron.home import installs
 from megatron.hub.private import dump_yaml, share_text
 from megatron.hub.run_facts import TRAIN, VALID, RunFacts, Scores
 from megatron.log import get_logger
@@ -231,7 +232,7 @@ def draw_curve(path: Path, losses: Mapping[str, Mapping[int, float]]) -> bool:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        logger.info("no picture of the training curve: pip install -r requirements/requirements-publish.txt")
+        logger.info(f"no picture of the training curve: {installs('publish')}")
         return False
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="loss")

@@ -18,6 +18,7 @@ from megatron.checkpoint import layout
 from megatron.checkpoint.manifest import FileEntry, Manifest
 from megatron.checksums import file_crc32
 from megatron.errors import DeepyError, UserError
+from megatron.home import installs
 from megatron.hub.retry import first_line
 from megatron.log import ProgressBar, get_logger
 from megatron.neox_arguments.schema_train import CheckpointConfig
@@ -47,9 +48,7 @@ class S3Folder:
             import boto3
             from boto3.s3.transfer import TransferConfig
         except ImportError as error:
-            raise UserError(
-                "checkpoints in a bucket need boto3: pip install -r requirements/requirements-s3.txt"
-            ) from error
+            raise UserError(f"checkpoints in a bucket need boto3: {installs('s3')}") from error
         self.address = address.rstrip("/")
         self._bucket, _, path = self.address.removeprefix("s3://").partition("/")
         self._prefix = f"{path}/" if path else ""

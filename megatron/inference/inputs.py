@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.find import Checkpoint, find_checkpoint
 from megatron.errors import UserError
+from megatron.home import installs
 from megatron.inference.suites import read_suites
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.schema_post import PostConfig
@@ -73,6 +75,8 @@ def check_requests(options: GenerationConfig, kind: str) -> None:
             "core"
         )
     if kind != "generate":
+        if (options.eval_tasks or options.eval_suite) and find_spec("lm_eval") is None:
+            raise UserError(f"eval_tasks: tasks come from lm-evaluation-harness, not installed: {installs('eval')}")
         read_suites(options.eval_suite)
         return
     if options.text_gen_type == "input-file":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.errors import UserError
+from megatron.home import installs
 from megatron.layers.attention_contract import ATTENTION_BACKENDS, Backend, Call, Task
 from megatron.layers.attention_packed import gpu_kernel, packed_attention
 from megatron.layers.attention_sdpa import manual, torch_sdpa
@@ -142,8 +143,7 @@ def _load_flash() -> Backend:
         from flash_attn import flash_attn_func, flash_attn_varlen_func
     except ImportError as error:
         raise UserError(
-            "attention back-end 'flash' needs the flash-attn package: "
-            "pip install -r requirements/requirements-flashattention.txt"
+            f"attention back-end 'flash' needs the flash-attn package: {installs('flashattention')}"
         ) from error
 
     def flash(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:

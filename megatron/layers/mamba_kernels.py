@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.errors import UserError
+from megatron.home import installs
 from megatron.layers.mamba_conv import causal_conv
 from megatron.layers.mamba_scan import selective_scan
 from megatron.layers.mamba_ssd import chunked_scan
@@ -27,7 +28,6 @@ Conv = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], T
 # (x, raw step sizes, their bias, a, b, c, starts of documents, state) -> (y, last state), as in mamba_scan / mamba_ssd
 Scan = Callable[..., tuple[Tensor, Tensor]]
 
-_REQUIREMENTS = "requirements/requirements-mamba.txt"
 _TORCH_CHUNK = 64  # tokens per chunk of Mamba-2 in plain torch, measured on CPUs
 
 
@@ -75,7 +75,7 @@ def _load(module: str, name: str, key: str, wanted: bool | None, device: torch.d
         return getattr(import_module(module), name)
     except ImportError as error:
         if wanted:
-            raise UserError(f"{key}: true needs {module.split('.')[0]} ({error}); see {_REQUIREMENTS}") from error
+            raise UserError(f"{key}: true needs {module.split('.')[0]} ({error}): {installs('mamba')}") from error
         return None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from megatron.errors import DeepyError, UserError
+from megatron.home import installs
 from megatron.log import get_logger
 from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.fast import FAST, FastEncoder, Own, Recipe
@@ -22,8 +23,7 @@ from megatron.tokenizer.ragged import Ragged
 AUTO, OWN = "auto", "tokenizers"
 ORDER = ("gigatoken", "fastokens", "tiktoken")  # fastest first
 CHOICES = (AUTO, OWN, *ORDER)
-REQUIREMENTS = "requirements/requirements-fast-tokenizers.txt"
-NOT_INSTALLED = f"it is not installed: pip install -r {REQUIREMENTS}"
+NOT_INSTALLED = f"it is not installed: {installs('fast-tokenizers')}"
 SLOWER = 16  # measured on 20 MB of source code and manuals, a vocabulary of 8192
 SAMPLE_CHARACTERS = 1 << 16  # of the input: the tokenizer's own library needs 30 ms for them
 AUDIT_EVERY = 32 << 20  # characters between two texts that are encoded twice

@@ -16,7 +16,7 @@ def fetch(repo: str, filename: str, *, key: str, instead: str) -> Path:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as error:
-        raise UserError(f"{key}: fetching {repo} needs huggingface_hub (requirements/requirements.txt)") from error
+        raise UserError(f"{key}: fetching {repo} needs huggingface_hub: pip install huggingface_hub") from error
     try:
         return Path(hf_hub_download(repo, filename, local_files_only=True))
     except LocalEntryNotFoundError:

@@ -68,7 +68,7 @@ def sentence_piece(vocab_file: str | None, merge_file: str | None) -> Tokenizer:
     try:
         import sentencepiece
     except ImportError as error:
-        raise UserError("SPMTokenizer needs sentencepiece: pip install -r requirements/requirements.txt") from error
+        raise UserError("SPMTokenizer needs sentencepiece: pip install sentencepiece") from error
     try:
         model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     except (OSError, RuntimeError) as error:

@@ -69,7 +69,7 @@ def tiktoken_tokenizer(vocab_file: str | None, merge_file: str | None) -> Tokeni
     try:
         import tiktoken
     except ImportError as error:
-        raise UserError("TiktokenTokenizer needs tiktoken: pip install -r requirements/requirements.txt") from error
+        raise UserError("TiktokenTokenizer needs tiktoken: pip install tiktoken") from error
     if not vocab_file:
         raise UserError(f"vocab_file is not set: TiktokenTokenizer needs a .tiktoken file or one of {_names()}")
     path = Path(vocab_file).expanduser()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,12 @@ DISTRIBUTIONS = {
     "causal_conv1d": "causal-conv1d",
     "lm_eval": "lm-eval",
     "huggingface_hub": "huggingface-hub",
+    "mkdocs": "mkdocs-material",
 }
-# imported but not listed: dependencies of listed packages
-UNLISTED = {"triton", "pyarrow", "packaging", "botocore"}
+# comes with torch; by hand, under the name of no package
+UNLISTED = {"triton", "flash_attn_interface"}
+# extra of the package -> file in requirements/, where the names differ
+FILE_OF = {"fast": "fast-tokenizers", "te": "transformerengine", "flash": "flashattention"}
 
 
 def requirements(path: Path) -> list[Requirement]:
@@ -110,11 +114,48 @@ def test_apex_is_never_listed() -> None:
     assert len(names) > 20
 
 
-def imported_modules(folder: Path) -> dict[str, str]:
-    """Third-party top-level module -> a place that imports it, over all Python files under `folder`."""
+def names_of(lines: Iterable[str]) -> dict[str, Requirement]:
+    return {canonicalize_name(one.name): one for one in map(Requirement, lines)}
+
+
+def extras() -> dict[str, dict[str, Requirement]]:
+    """Of each extra what it needs; `all` is made of the others."""
+    found = project()["project"]["optional-dependencies"]
+    return {extra: names_of(lines) for extra, lines in found.items() if extra != "all"}
+
+
+def test_extras_are_the_files_of_features() -> None:
+    """One feature, one set of packages, whether it is asked for by an extra or by GPT-NeoX's way of a file."""
+    assert extras()["post"] == {}  # built in
+    features = {extra: FILE_OF.get(extra, extra) for extra in extras() if extra != "post"}
+    files = {path.stem.removeprefix("requirements-") for path in FILES} - {"requirements", "dev"} - NOTHING
+    assert set(features.values()) == files
+    for extra, feature in features.items():
+        path = ROOT / f"requirements/requirements-{feature}.txt"
+        assert {canonicalize_name(one.name) for one in requirements(path)} == set(extras()[extra]), extra
+        for name, wanted in extras()[extra].items():
+            for python in PYTHONS:
+                version = pinned_version(path, name, python)
+                assert version and wanted.specifier.contains(version), f"{path.name}: {name} {version}; {wanted}"
+
+
+def test_all_is_every_extra_that_needs_no_compiler() -> None:
+    (whole,) = project()["project"]["optional-dependencies"]["all"]
+    assert Requirement(whole).name == "deepy"
+    assert Requirement(whole).extras == set(extras()) - {"te", "flash", "mamba"}
+
+
+def test_requirements_txt_is_what_the_package_needs_and_evaluation() -> None:
+    listed = {canonicalize_name(one.name) for one in requirements(ROOT / "requirements/requirements.txt")}
+    build = names_of(project()["build-system"]["requires"])
+    assert listed == {*names_of(project()["project"]["dependencies"]), *extras()["eval"], *build}
+
+
+def imported_modules(paths: Iterable[Path]) -> dict[str, str]:
+    """Third-party top-level module -> a place that imports it, over Python files."""
     found: dict[str, str] = {}
-    own = {"megatron", "tests", "tools", "deepy", "train"} | {path.stem for path in ROOT.glob("*.py")}
-    for path in sorted(folder.rglob("*.py")):
+    own = {"megatron", "tests", "tools"} | {path.stem for path in [*ROOT.glob("*.py"), *ROOT.glob("tools/bench/*.py")]}
+    for path in sorted(paths):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = []
             if isinstance(node, ast.Import):
@@ -128,13 +169,19 @@ def imported_modules(folder: Path) -> dict[str, str]:
     return found
 
 
-def test_every_third_party_import_of_the_library_is_listed() -> None:
-    names = {canonicalize_name(requirement.name) for path in FILES for requirement in requirements(path)}
-    found = imported_modules(ROOT / "megatron")
-    assert "torch" in found and "yaml" in found
-    missing = {
-        module: place
-        for module, place in found.items()
-        if module not in UNLISTED and canonicalize_name(DISTRIBUTIONS.get(module, module)) not in names
-    }
-    assert not missing, f"imported but in no requirements file: {missing}"
+def test_every_import_is_declared() -> None:
+    """By the package for the library and what the wheel carries; benchmarks and the site may use what is for dev."""
+    declared = {*names_of(project()["project"]["dependencies"])}.union(*extras().values())
+    development = {canonicalize_name(one.name) for one in requirements(ROOT / "requirements/requirements-dev.txt")}
+    folders = ("megatron", "tools", "huggingface", "post-training", "slurm")
+    paths = {path for folder in folders for path in ROOT.glob(f"{folder}/**/*.py")} | {*ROOT.glob("*.py")}
+    ours = {path for path in paths if path.parent.name == "bench" or path.name in ("site.py", "setup.py")}
+    for some, names in ((paths - ours, declared), (ours, declared | development | {"pybind11", "setuptools"})):
+        found = imported_modules(some)
+        assert "torch" in found
+        missing = {
+            module: place
+            for module, place in found.items()
+            if module not in UNLISTED and canonicalize_name(DISTRIBUTIONS.get(module, module)) not in names
+        }
+        assert not missing, f"imported but not declared in pyproject.toml: {missing}"

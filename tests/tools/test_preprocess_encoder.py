@@ -62,7 +62,7 @@ def test_without_the_optional_packages_all_works(tmp_path: Path, flags: list[obj
         )
     )
     done = run("-c", hidden, *flags, "--output-prefix", tmp_path / "without")
-    assert re.search("encoder: tokenizers, .*pip install -r requirements/requirements-fast-tok", done.stderr)
+    assert re.search("encoder: tokenizers, .*pip install -r .*requirements/requirements-fast-tok", done.stderr)
     run(TOOL, *flags, "--output-prefix", tmp_path / "with")
     for end in (".bin", ".idx", ".manifest.json"):
         one, other = (tmp_path / f"{name}_text_document{end}" for name in ("with", "without"))

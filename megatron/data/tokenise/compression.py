@@ -53,7 +53,7 @@ def _zstandard(path: Path) -> Any:
     try:
         import zstandard
     except ImportError as error:
-        raise UserError(f"{path}: needs zstandard: pip install -r requirements/requirements.txt") from error
+        raise UserError(f"{path}: needs zstandard: pip install zstandard") from error
     return zstandard
 
 

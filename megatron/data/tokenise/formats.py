@@ -283,5 +283,5 @@ def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise UserError(f"{path}: needs pyarrow, which comes with datasets (requirements/requirements.txt)") from error
+        raise UserError(f"{path}: needs pyarrow: pip install pyarrow") from error
     return pyarrow

@@ -91,7 +91,7 @@ def text_fixer(ftfy: bool) -> Callable[[str], str] | None:
     try:
         from ftfy import fix_text
     except ImportError as error:
-        raise UserError("--ftfy needs ftfy: pip install -r requirements/requirements.txt") from error
+        raise UserError("--ftfy needs ftfy: pip install ftfy") from error
     return fix_text
 
 

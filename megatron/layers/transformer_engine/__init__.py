@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.errors import UserError
+from megatron.home import installs
 
 DEVICES = ("cuda",)
-REQUIREMENTS = "requirements/requirements-transformerengine.txt"
 
 
 def load(device: torch.device) -> ModuleType:
@@ -37,7 +37,7 @@ def load(device: torch.device) -> ModuleType:
     try:
         import transformer_engine.pytorch as engine
     except ImportError as error:
-        raise UserError(f"Transformer Engine is not installed: pip install -r {REQUIREMENTS}") from error
+        raise UserError(f"Transformer Engine is not installed: {installs('transformerengine')}") from error
     except (OSError, RuntimeError) as error:  # a library of CUDA that is missing, or too old
         raise UserError(f"Transformer Engine does not start: {error}") from error
     module: ModuleType = engine
