@@ -48,6 +48,7 @@ _DATA = {
     "verify": _datasets("check datasets: sizes, ids, checksums", "verify_dataset"),
     "merge": _datasets("join datasets", "merge_datasets"),
     "count": _datasets("count tokens and documents", "dataset_token_count"),
+    "mixtures": Command("mixtures by name, and their shares by phase", "megatron.plan.mixtures_cli"),
     "convert": _datasets(".npy files and GPT-NeoX's old kinds to .bin/.idx", "convert_dataset"),
     "chats": _datasets("tokenise chats and preference pairs, with labels", "preprocess_data_with_chat_template"),
     "masked": _datasets("tokenise texts of which only the end is trained", "preprocess_data_with_mask"),
