@@ -55,6 +55,7 @@ INSTEAD = {
     ),
     r"source \.venv/bin/activate|bash setup_uv_env\.sh": MAKE,
     r"python prepare_data\.py stdlib( -d \S+)?": PREPARE,
+    r"deepy data corpus stdlib( -d \S+)?": ("deepy data corpus --help", PREPARE[1]),
     r"python deepy\.py train\.py configs/pythia/70M\.yml .*": PLANNED,
     r"srun --(ntasks-per-node|gpus-per-task)=1( torchrun .*)?|srun python -u train\.py CONF(IG)?\.\.\.": CLUSTER,
     r"(?s)srun --cpus-per-task=32 .*|.* --input /data/shards --output-prefix /data/corpus": CLUSTER,

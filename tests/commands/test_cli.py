@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,21 @@ def test_a_key_is_explained_with_and_without_a_config(capsys) -> None:
     run(["explain", "seed", "tiny.yml", "train_iters", "train-iters=7"])
     shown = capsys.readouterr().out
     assert "train_iters = 7" in shown and "seed = " in shown
+
+
+def test_mixtures_are_listed_and_shown_by_share(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mixtures").mkdir()
+    text = "mixture: {sources: {a: x/a, b: {path: x/b, max_epochs: 2}}, weights: [[0, {a: 3, b: 1}], [50, {b: 2}]]}\n"
+    (tmp_path / "mixtures/mine.yml").write_text(text)
+    run(["data", "mixtures"])
+    listed = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert listed["mine"] == "mixtures/mine.yml" and Path(listed["pile"]).is_file()
+    run(["data", "mixtures", "mine"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[2:4] == [["a", "75.00%", "0.00%", "x/a"], ["b", "25.00%", "100.00%", "x/b,", "max_epochs", "2.0"]]
+    with pytest.raises(UserError, match="no file for 'theirs'"):
+        run(["data", "mixtures", "theirs"])
 
 
 def test_the_names_in_a_text_become_those_of_the_command() -> None:
