@@ -24,9 +24,9 @@ BELOW_THE_CONFIG = [
         {"rows"},
         {"registry"},
         {"log"},
-        {"files", "checksums", "signals"},
+        {"files", "checksums", "signals", "flags"},
         {"errors"},
-        {"secrets", "streams"},
+        {"secrets", "streams", "home", "tables"},
     ),
 ]
 # what a run makes, and the user's own files
@@ -60,7 +60,7 @@ def test_the_tour_is_numbered_and_short() -> None:
     tour = (ROOT / "README.md").read_text().split("## Tour of the code")[1]
     files = re.findall(r"\b(\d+)\. `([\w./]+\.py)`", tour)
     assert [int(number) for number, _ in files] == list(range(1, len(files) + 1)) and len(files) > 15
-    assert sum((ROOT / path).read_text().count("\n") for _, path in files) < 3100
+    assert sum((ROOT / path).read_text().count("\n") for _, path in files) < 3200
 
 
 def test_the_picture_of_the_layers_is_the_table_s() -> None:
