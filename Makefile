@@ -1,7 +1,7 @@
 # `make help` lists the targets. The ones that need the environment create it first; a stamp makes that instant later on.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo demo-post tokenizers test test-full test-cluster gpu gpu-wheels check lint format types docs site clean \
+.PHONY: help venv install demo demo-post tokenizers test test-full test-cluster test-lowest gpu gpu-wheels check lint format types docs site clean \
         clean-venv
 
 VENV ?= .venv
@@ -58,6 +58,18 @@ test-full: $(STAMP) tokenizers ## the test suite with the whole of its large mat
 
 test-cluster: $(STAMP) ## the tests with a real SLURM and sshd, as root (CONTRIBUTING.md names the packages)
 	$(PY) -m pytest -m cluster --durations=5 tests/cluster/real
+
+# LOWEST_TORCH: a torch instead of the lowest (2.11 is a CUDA build of some GB on the package index).
+LOWEST := build/lowest
+LOWEST_TORCH ?=
+test-lowest: $(STAMP) ## a part of the tests with the lowest versions that pyproject.toml allows, in an environment of its own
+	$(VENV)/bin/uv venv -q --clear --python $(PY) $(LOWEST)
+	echo "$(LOWEST_TORCH)" > $(LOWEST)/torch.txt
+	$(VENV)/bin/uv pip install --python $(LOWEST)/bin/python --resolution lowest-direct --override $(LOWEST)/torch.txt \
+	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r pyproject.toml --extra eval \
+	    pytest==9.1.1 pytest-timeout==2.4.0 hypothesis==6.168.5
+	$(LOWEST)/bin/python -m pytest -q tests/commands tests/test_flags.py tests/cluster/test_command_line.py tests/neox_args \
+	    tests/tokenizer/test_fast.py tests/tools/test_preprocess_data.py tests/test_python_api.py tests/convert/test_tools.py
 
 # Both take the python3 on the PATH where there is no .venv: a GPU machine may reach no package index.
 gpu: ## where there is a GPU: its tests and benchmark in 8 minutes, results in gpu-results/; elsewhere as gpu-wheels

@@ -35,6 +35,11 @@ PROMPTS = ("def main(", "import os, ", "class Test")
 LOGIT_TOLERANCE = 1e-4
 
 
+def typed(text: str) -> str:
+    """Command lines as one types them: outside a checkout those of the installed command."""
+    return text if HOME == LIBRARY else as_deepy(text)
+
+
 @dataclass(frozen=True)
 class Stage:
     """One command, its purpose, and whether its result exists."""
@@ -46,8 +51,8 @@ class Stage:
 
     @property
     def command(self) -> str:
-        """As a user would type it: outside a checkout by the installed command."""
-        return self.script if HOME == LIBRARY else as_deepy(self.script)
+        """As a user would type it."""
+        return typed(self.script)
 
 
 @dataclass(frozen=True)
@@ -213,7 +218,7 @@ def summary() -> bool:
         print(f"text             {record['context'] + record['text']!r}"[:160])
     print(f"Hugging Face     {DEMO}/hf, largest logit difference {difference:.1e}")
     print(f"\nNext: load it with AutoModelForCausalLM.from_pretrained('{DEMO}/hf'), or train another one:")
-    print("  python deepy.py train.py configs/tiny.yml hidden_size=256 save=checkpoints/wider\n")
+    print(typed("  python deepy.py train.py configs/tiny.yml hidden_size=256 save=checkpoints/wider\n"))
     good = last < first and difference < LOGIT_TOLERANCE
     if not good:
         print("demo: the loss did not fall or the exported model differs", file=sys.stderr)

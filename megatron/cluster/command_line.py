@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.errors import UserError, nearest, nearest_name
 from megatron.flags import Parser
-from megatron.home import HOME
+from megatron.home import HOME, version
 from megatron.neox_arguments.groups import all_keys
 from megatron.neox_arguments.keys import KeyInfo, union_members
 from megatron.neox_arguments.problems import collector
@@ -236,6 +236,7 @@ def launcher_parser(script: str = "", prog: str = "deepy.py") -> Parser:
         usage=f"%(prog)s {'' if about else 'USER_SCRIPT '}CONF [CONF ...] [key=value ...] [flags]",
         epilog=about.epilog if about else f"{EXAMPLES}\n{_ABOUT_CONFIGS}",
     )
+    parser.add_argument("--version", action="version", version=f"deepy {version()}")
     which = "what every rank runs: train.py, eval.py, generate.py, serve.py or your own script"
     parser.add_argument("user_script", help=argparse.SUPPRESS if about else which)
     parser.add_argument("--dry-run", action="store_true", help="check and plan everything, start nothing")

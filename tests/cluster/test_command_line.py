@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -140,6 +141,12 @@ def test_help_of_a_script_is_its_own(script, shown, left_out, capsys, monkeypatc
         text = capsys.readouterr().out
         assert f"python deepy.py {script} run.yml" in text and "${CONFIG_DIR}" in text
         assert [word for word in shown if word not in text] == [] == [word for word in left_out if word in text]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_launcher_command_line(["--version"])
+    assert not stop.value.code and re.fullmatch(r"deepy \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 def test_rank_grammar_is_that_of_the_launcher() -> None:

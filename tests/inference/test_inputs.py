@@ -116,6 +116,14 @@ def test_requests_that_make_no_sense(tmp_path: Path, kind: str, overrides: tuple
         check_requests(derive(prepared(tmp_path, MODEL, *overrides)).generation, kind)
 
 
+@pytest.mark.parametrize("kind", ["eval", "train"])
+def test_tasks_without_the_harness_are_refused_before_a_rank_starts(tmp_path: Path, monkeypatch, kind: str):
+    monkeypatch.setattr("megatron.inference.inputs.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"eval_tasks: .*pip install -r /.*requirements-eval\.txt"):
+        check_requests(derive(prepared(tmp_path, MODEL, "eval_tasks=[piqa]")).generation, kind)
+    check_requests(derive(prepared(tmp_path, MODEL)).generation, "train")
+
+
 def test_prompts_of_the_command_line(tmp_path: Path):
     text = MODEL + "text_gen_type: unconditional\n"
     options = derive(prepared(tmp_path, text, "prompt=one two")).generation
