@@ -45,17 +45,19 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     options = parse_args()
     import_named(options.plugin, "--plugin")
-    judge = judge_with(REWARDS[options.judge])
-    prompts = read_objects(str(options.prompts), "--prompts")
-    sides = [read_answers(path, len(prompts), options.prompts) for path in (options.answers, options.against)]
+    reward, files = REWARDS[options.judge], (options.answers, options.against)
+    prompts = read_objects(str(options.prompts), "--prompts", REWARDS.row(options.judge).get("reads", ()))
+    sides = [read_answers(path, len(prompts), options.prompts) for path in files]
     counts = dict.fromkeys(("wins", "ties", "losses", "failed"), 0)
-    for (prompt, fields), *answers in progress(list(zip(prompts, *sides, strict=True)), what="judging", unit="prompt"):
+    asked = list(zip(prompts, *sides, strict=True))
+    for line, ((prompt, fields), *answers) in enumerate(progress(asked, what="judging", unit="prompt"), start=1):
         texts = [str(answer["text"]) for answer in answers]
-        rollouts = [
-            Rollout(prompt, text, bool(answer.get("finished", True)), {**fields, "other": other})
-            for text, other, answer in zip(texts, reversed(texts), answers, strict=True)
-        ]
-        counts[outcome(*judge(rollouts))] += 1
+        numbers = []
+        for file, text, other, answer in zip(files, texts, reversed(texts), answers, strict=True):
+            judge = judge_with(reward, f"{file}:{line}: the judgement {options.judge}")
+            rollout = Rollout(prompt, text, bool(answer.get("finished", True)), {**fields, "other": other})
+            numbers += judge([rollout])
+        counts[outcome(*numbers)] += 1
     judged = len(prompts) - counts["failed"]
     if judged == 0:
         raise UserError(f"--judge {options.judge}: it gave no answer to any of {len(prompts)} prompts a number")

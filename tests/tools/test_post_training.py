@@ -226,6 +226,10 @@ from megatron.inference.rewards import REWARDS
 @REWARDS.register("longer")
 def longer(rollout):
     return len(rollout.completion) - len(rollout.fields["other"]) if rollout.prompt != "?" else None
+
+@REWARDS.register("broken")
+def broken(rollout):
+    return rollout.fields["absent"]
 """
 
 
@@ -261,7 +265,14 @@ def test_the_rate_at_which_answers_win(tmp_path: Path) -> None:
 
 
 def test_answers_that_cannot_be_compared(tmp_path: Path) -> None:
-    for name, text in (("p", '{"prompt": "a"}\n'), ("two", '{"text": "x"}\n' * 2), ("bad", '{"words": "x"}\n')):
+    (tmp_path / "judge.py").write_text(JUDGE)
+    (tmp_path / "bare.jsonl").write_text('\n{"prompt": "a"}\n')
+    for name, text in (
+        ("p", '{"prompt": "a", "answer": "b"}\n'),
+        ("one", '{"text": "x"}\n'),
+        ("two", '{"text": "x"}\n' * 2),
+        ("bad", '{"words": "x"}\n'),
+    ):
         (tmp_path / f"{name}.jsonl").write_text(text)
     flags = ("--prompts", "p.jsonl", "--judge")
     for answers, judge, part in (
@@ -272,3 +283,8 @@ def test_answers_that_cannot_be_compared(tmp_path: Path) -> None:
     ):
         file = f"{answers}.jsonl"
         assert part in script(tmp_path, "post-training/win_rate.py", file, file, *flags, judge, check=2)
+    common = ("post-training/win_rate.py", "one.jsonl", "one.jsonl", "--plugin", "judge.py", "--prompts")
+    said = script(tmp_path, *common, "bare.jsonl", "--judge", "exact", check=2)
+    assert "--prompts: bare.jsonl:2 has no field `answer`" in said
+    said = script(tmp_path, *common, "p.jsonl", "--judge", "broken", check=2)
+    assert "one.jsonl:1: the judgement broken failed: KeyError: 'absent'" in said

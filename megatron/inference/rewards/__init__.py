@@ -41,30 +41,30 @@ this completion, which is counted and not trained on; the run goes on. They are 
 model, in the training process. `reads`: the fields that every prompt's line must have."""
 
 
-def judge_with(reward: Reward) -> Judge:
-    """Each completion by itself, whatever happens to the others."""
+def judge_with(reward: Reward, what: str = "a reward") -> Judge:
+    """Each completion by itself, whatever happens to the others; warnings of what happens speak of `what`."""
 
     def judge(rollouts: Sequence[Rollout]) -> list[float | None]:
         found: list[float | None] = []
         for rollout in rollouts:
             try:
-                found.append(usable(reward(rollout)))
+                found.append(usable(reward(rollout), what))
             except Exception as error:  # of code that is not ours
-                logger.warning(f"a reward failed: {type(error).__name__}: {error}")
+                logger.warning(f"{what} failed: {type(error).__name__}: {error}")
                 found.append(None)
         return found
 
     return judge
 
 
-def usable(reward: Any) -> float | None:
-    """A reward as a number; None of what is none, or not finite, or larger than a float."""
+def usable(reward: Any, what: str = "a reward") -> float | None:
+    """A reward as a number; None of what is none, or not finite, or larger than a float. A warning speaks of `what`."""
     if isinstance(reward, str) or reward is None:
         return None
     try:
         number = float(reward)
     except (OverflowError, TypeError, ValueError) as error:
-        logger.warning(f"a reward is no number: {type(error).__name__}: {error}")
+        logger.warning(f"{what} is no number: {type(error).__name__}: {error}")
         return None
     return number if math.isfinite(number) else None
 
