@@ -18,6 +18,7 @@ from megatron.neox_arguments.draft import SET_BY_PROGRAM, Facts
 from megatron.neox_arguments.groups import GROUPS, all_keys, describe_unknown
 from megatron.neox_arguments.keys import Entry, KeyInfo, group_keys
 from megatron.neox_arguments.merge import merge, merge_values
+from megatron.neox_arguments.optimizer_params import KIND, PARAMS, explain_param
 from megatron.neox_arguments.overrides import Overrides
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.neox_arguments.retired import RETIRED
@@ -194,6 +195,10 @@ class NeoXArgs:
         retired = RETIRED.get(name)
         if retired is not None:
             return f"{name}: has no effect; {retired.instead}"
+        if name == KIND:
+            name = "optimizer_type"
+        if name.startswith(PARAMS):
+            return explain_param(self, name)
         info = _info(name.split(".")[0])
         lines = [
             f"{name} = {json.dumps(thaw(self.get(name)), ensure_ascii=False)}",

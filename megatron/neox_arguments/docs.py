@@ -77,9 +77,11 @@ def _document(live: list[KeyInfo], unavailable: list[KeyInfo], derived: list[Key
         yield from _table(_TITLES[group], [info for info in live if info.group == group])
     yield from ("", "## Choices", "", "| key | choice | meaning |", "|---|---|---|")
     for kind in FOLDERS:
-        key = next(info.name for info in live if info.registry == kind)
+        info = next(info for info in live if info.registry == kind)
         for names, doc in _entries(kind):
-            yield f"| `{key}` | {names} | {_cell(doc)} |"
+            others = [f"`{other}`" for other, meant in info.spellings.items() if meant in names]
+            also = f" Also written {', '.join(others)}." if others else ""
+            yield f"| `{info.name}` | {', '.join(f'`{name}`' for name in names)} | {_cell(doc + also)} |"
     yield from ("", "## Computed values", "", "| value | group | meaning |", "|---|---|---|")
     for info in derived:
         yield f"| `{info.name}` | {info.group} | {_cell(info.doc)} |"
@@ -100,13 +102,13 @@ def _table(title: str, keys: Sequence[KeyInfo]) -> Iterator[str]:
         yield f"| `{info.name}` | {_cell(_type(info))} | `{_default(info)}` | {_cell(_meaning(info))} |"
 
 
-def _entries(kind: str) -> Iterator[tuple[str, str]]:
+def _entries(kind: str) -> Iterator[tuple[list[str], str]]:
     """(names, meaning) of each registration of a kind."""
     for _, group in groupby(rows(kind).items(), key=lambda item: item[1].place):
         found = list(group)
         row = found[0][1]
         keys = f" Keys: {', '.join(f'`{key}`' for key in keys_of(row.values))}." if keys_of(row.values) else ""
-        yield ", ".join(f"`{name}`" for name, _ in found), row.doc + keys
+        yield [name for name, _ in found], row.doc + keys
 
 
 def _type(info: KeyInfo) -> str:

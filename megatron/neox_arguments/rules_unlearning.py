@@ -37,6 +37,11 @@ def unlearning(draft: Draft) -> None:
     for name in ("skip_outliers", "on_spike"):
         if draft[name]:
             draft.report(name, "would take the loss of the steps that forget for a fault; unset it")
+    if draft["ga_loss"] in ("npo", "simnpo") and draft["pack_impl"] != "unpacked":
+        draft.note(
+            f"ga_loss: {draft['ga_loss']} compares rows, and pack_impl: {draft['pack_impl']} puts several documents "
+            "into one, which are forgotten as one text and share a loss; pack_impl: unpacked forgets each by itself"
+        )
     _threshold(draft)
     _misdirection(draft)
 

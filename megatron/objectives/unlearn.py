@@ -30,7 +30,7 @@ class UnlearnObjective(Objective):
     """Σ ordinary (-log p) / their number + gd_retain_weight · Σ retained (-log p) / their number + what forgets:
 
     * ascent: Σ forgotten log p / their number;
-    * npo, simnpo: the mean of `npo` or `simnpo` over answers, which are the documents (parts) of packed rows;
+    * npo, simnpo: the mean of `npo` or `simnpo` over rows, whose documents share a loss where they hold several;
     * rmu: how far the hidden states behind block ga_rmu_layer are from `steering`; and in place of (-log p) of what is
       retained, how far they are from those of the model that the run began with. Both as `distance`, means over tokens.
 

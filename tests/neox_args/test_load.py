@@ -260,6 +260,18 @@ def test_sources_and_explain(tmp_path: Path) -> None:
     assert "no effect" in args.explain("clip_grad")
     assert "differs from GPT-NeoX: " in args.explain("fp32_allreduce")
     assert "not available" in args.explain("soft_prompt_tuning")
+    chosen = load_text(tmp_path, "optimizer: {type: Lion, params: {betas: [0.95, 0.98]}}\n")
+    chosen = derive(
+        chosen.replace("test", num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, train_batch_size=1)
+    )
+    text = chosen.explain("optimizer.params.betas")
+    assert text.startswith("optimizer.params.betas = [0.95, 0.98]\n") and "a.yml:1" in text
+    assert "[0.9, 0.99] (lion)" in text and "[0.9, 0.999] (adam)" in text
+    assert args.explain("optimizer.params.eps").startswith("optimizer.params.eps = 1e-08\n  source:  default")
+    assert "not read by lion" in chosen.explain("optimizer.params.momentum")
+    with pytest.raises(UserError, match=r"optimizer\.params\.bettas: .*Did you mean 'betas'\?"):
+        args.explain("optimizer.params.bettas")
+    assert "choices: " in args.explain("optimizer.type")
     with pytest.raises(UserError, match="Did you mean 'num_layers'"):
         args.explain("num_layer")
 

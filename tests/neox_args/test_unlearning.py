@@ -126,3 +126,12 @@ def test_epochs_count_the_training_data_alone(tmp_path: Path) -> None:
     args = derived(tmp_path, facts=Facts(epoch_samples=40), **keys)
     plan = BatchPlan.of(args)
     assert plan.only("train").samples(args.training.train_iters) == 80
+
+
+@pytest.mark.parametrize("loss", ["npo", "simnpo"])
+def test_documents_that_share_a_row_share_a_loss(tmp_path: Path, loss: str) -> None:
+    """What is compared is a row: said, unless each holds one document."""
+    for packing, said in (("packed", True), ("best_fit", True), ("unpacked", False)):
+        args = derived(tmp_path, **INTERLEAVED, ga_loss=loss, pack_impl=packing)
+        assert any(f"pack_impl: {packing} puts several documents" in note for note in args.notes) is said
+    assert not any("puts several documents" in note for note in derived(tmp_path, **INTERLEAVED).notes)
