@@ -140,6 +140,10 @@ INSTEAD = {
         "{} --explain dpo_beta",
         "8B, for GPUs; tests/tools/test_post_training.py loads it",
     ),
+    r"python deepy\.py serve\.py .*": (
+        "{} --dry-run",
+        "it answers until it is stopped; tests/inference/server asks it",
+    ),
     r"python deepy\.py (train|generate)\.py FILES.*": (
         "python deepy.py {words[2]} run.yml --dry-run",
         "a pattern",

@@ -47,6 +47,16 @@ def run_name(root: Path) -> str:
     return (path.parent.name if path.name == "checkpoints" else "") or path.name
 
 
+def find_vocab_file(vocab_file: str | None, folder: Path) -> str | None:
+    """`vocab_file`; when it is missing, the same in `tokenizer/` next to the checkpoint: the folder was moved."""
+    if vocab_file is None or Path(vocab_file).exists():
+        return vocab_file
+    for there in (folder.parent / "tokenizer", folder.parent / "tokenizer" / Path(vocab_file).name):
+        if there.name == Path(vocab_file).name and there.exists():
+            return str(there)
+    return vocab_file
+
+
 def temporary_folder(step: int) -> str:
     """Where a checkpoint is written until it is complete."""
     return f".tmp-{step_folder(step)}"

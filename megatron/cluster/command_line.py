@@ -40,6 +40,7 @@ _VALUE_FLAGS = {
     "--host": "serve_host",
     "--port": "serve_port",
 }
+_TAKE_CHECKPOINTS = ("generate.py", "eval.py", "serve.py")  # in place of config files
 _NUMBERS = ("iteration", "serve_port")
 # flag with several values -> config key
 _LIST_FLAGS = {
@@ -143,6 +144,8 @@ guide: documentation/generation_and_evaluation.md
 examples:
   a prompt, the likeliest text:
     python deepy.py generate.py run.yml configs/text_generation.yml --prompt "Once upon a time" temperature=0
+  the newest checkpoint of a folder, without a config:
+    python deepy.py generate.py checkpoints --prompt "Once upon a time"
   prompts from a file (a line each, or lines of JSON), results to another:
     python deepy.py generate.py run.yml text_gen_type=input-file -i prompts.txt -o out.jsonl
   ten texts from nothing, of 200 tokens at most:
@@ -169,6 +172,8 @@ guide: documentation/generation_and_evaluation.md
 examples:
   on this machine alone, at http://127.0.0.1:8000:
     python deepy.py serve.py run.yml
+  the newest checkpoint of a folder, without a config:
+    python deepy.py serve.py checkpoints
   on another port, an older checkpoint, on four ranks:
     python deepy.py serve.py run.yml --port 9000 --iteration 1000 model_parallel_size=2 pipe_parallel_size=2
   for everybody who reaches this machine; 64 texts at a time, none longer than 2000 tokens:
@@ -216,7 +221,7 @@ def parse_launcher_command_line(argv: Sequence[str], prog: str = "deepy.py") -> 
         )
     return CommandLine(
         user_script=str(script if script.is_file() else HOME / script),
-        paths=_config_paths(known.conf_file, known.conf_dir),
+        paths=_config_paths(known.conf_file, known.conf_dir, takes_checkpoint=script.name in _TAKE_CHECKPOINTS),
         overrides=inline + _flag_overrides(known),
         dry_run=known.dry_run,
         prepare=known.prepare,
@@ -307,7 +312,9 @@ def _add_shared_arguments(parser: Parser, about: _Script | None, need_config: bo
         parser.add_argument(*flags, help=help if shown else argparse.SUPPRESS, **options)
 
     parser.more_names = [f"--{key}" for key in all_keys()]
-    add("conf_file", nargs="+" if need_config else "*", metavar="CONF", help="config file; .yml may be left out")
+    conf = "config file; .yml may be left out"
+    conf += "" if about is None or about.reads == "train" else "; or the folder of a checkpoint"
+    add("conf_file", nargs="+" if need_config else "*", metavar="CONF", help=conf)
     add("-d", "--conf_dir", metavar="DIR", help="put DIR in front of every config file")
     add("-H", "--hostfile", metavar="PATH", help="file of `host slots=N` lines")
     add("--iteration", metavar="N", help="checkpoint step to load")
@@ -382,13 +389,16 @@ def _flag_overrides(known: argparse.Namespace) -> list[str]:
     return overrides
 
 
-def _config_paths(names: Sequence[str], folder: str | None) -> list[str]:
+def _config_paths(names: Sequence[str], folder: str | None, takes_checkpoint: bool = False) -> list[str]:
     """Config names with folder and `.yml` added, as GPT-NeoX does; a file that is not there may be one of those that
-    come with Deepy, else it is a `UserError`."""
+    come with Deepy, else it is a `UserError`. `takes_checkpoint`: the folder of one may stand for a config."""
     paths = []
     with collector() as found:
         for name in names:
             path = Path(folder, name) if folder else Path(name)
+            if takes_checkpoint and path.is_dir() and not Path(f"{path}.yml").is_file():
+                paths.append(str(path))
+                continue
             if not name.endswith(_CONFIG_SUFFIXES):
                 path = Path(f"{path}.yml")
             shipped = [root / path for root in (HOME / "configs", HOME) if (root / path).is_file()]

@@ -11,9 +11,8 @@ from megatron import log, signals
 from megatron.api import start
 from megatron.cluster.command_line import launcher_parser, parse_launcher_command_line
 from megatron.cluster.launch import command_preview, ranks_of_hostfile
-from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.problems import collector
-from megatron.plan.preflight import config_for, explain, load
+from megatron.plan.preflight import explain, load, read_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,13 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (line.explain or line.prepare or line.dry_run):
         return start(line.user_script, line.paths, line.overrides)
     if line.explain:
-        args = config_for(NeoXArgs.from_files(line.paths, line.overrides), line.user_script)
+        args = read_config(line.paths, line.overrides, line.user_script)
         print("\n".join(explain(args, key, os.environ) for key in line.explain))
     elif line.prepare:
         from megatron.plan.prepare import prepare
 
         with collector() as problems:
-            args = config_for(NeoXArgs.from_files(line.paths, line.overrides, problems=problems), line.user_script)
+            args = read_config(line.paths, line.overrides, line.user_script, problems)
             print(prepare(args, ranks_of_hostfile(args, os.environ), line.user_script, problems))
     else:
         from megatron.plan.planner import plan

@@ -203,7 +203,7 @@ def read_settings(reader: CheckpointReader, config_files: Sequence[str]) -> Sett
             raise UserError(f"--config_file: {', '.join(config_files)} describes another model: {'; '.join(wrong)}")
         tokenizer |= {key: given.get(key) for key in TOKENIZER_KEYS if given.is_set(key)}
         tokens = inherit(given.get(MODEL_TOKENS), tokens)
-    tokenizer["vocab_file"] = find_vocab_file(tokenizer["vocab_file"], reader.folder)
+    tokenizer["vocab_file"] = layout.find_vocab_file(tokenizer["vocab_file"], reader.folder)
     return Settings(saved.model, **tokenizer, model_tokens=tokens)
 
 
@@ -231,13 +231,3 @@ def check_same_network(
     ]
     if wrong:
         raise UserError(f"{begin}: {'; '.join(wrong)}")
-
-
-def find_vocab_file(vocab_file: str | None, folder: Path) -> str | None:
-    """`vocab_file`; when it is missing, the same in `tokenizer/` next to the checkpoint: the folder was moved."""
-    if vocab_file is None or Path(vocab_file).exists():
-        return vocab_file
-    for there in (folder.parent / "tokenizer", folder.parent / "tokenizer" / Path(vocab_file).name):
-        if there.name == Path(vocab_file).name and there.exists():
-            return str(there)
-    return vocab_file

@@ -33,6 +33,7 @@ from megatron.neox_arguments.overrides import COMMAND_LINE, PYTHON_CALL, Overrid
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.neox_arguments.rules_pairs import written
 from megatron.neox_arguments.rules_post import has_teacher
+from megatron.plan.from_checkpoint import files_or_checkpoint
 from megatron.plan.refusals import check_data, check_fit, check_folders
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -87,6 +88,15 @@ def config_for(args: NeoXArgs, user_script: str) -> NeoXArgs:
         if checkpoint is not None:
             return fit_width(args, stored_width(checkpoint), str(checkpoint.path))
     return args
+
+
+def read_config(
+    paths: Sequence[str], overrides: Overrides, user_script: str, problems: Problems | None = None
+) -> NeoXArgs:
+    """`config_for` config files and overrides; what trains no model takes a checkpoint's folder in their place."""
+    if kind_of(user_script) in (None, "train"):
+        return config_for(NeoXArgs.from_files(paths, overrides, problems=problems), user_script)
+    return config_for(files_or_checkpoint(paths, overrides, problems), user_script)
 
 
 def prefer_own_run(args: NeoXArgs) -> NeoXArgs:
@@ -152,7 +162,7 @@ def load(
 
     What is wrong with either is added to `problems`; the place is None then, where it follows from that.
     """
-    args = config_for(NeoXArgs.from_files(paths, overrides, problems=problems), user_script)
+    args = read_config(paths, overrides, user_script, problems)
     if not problems.usable(*_FOR_PLACE):
         problems.keys.add("global_num_gpus")  # how many ranks there are follows from the place
         return args, None

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint import layout
 from megatron.checkpoint.compare import ARCHITECTURE
 from megatron.checkpoint.find import Checkpoint
 from megatron.convert.families import FAMILIES
 from megatron.convert.published.folder import HuggingFaceFolder
 from megatron.convert.published.reader import HuggingFaceReader, keys_of, model_of
 from megatron.convert.ready_config import LONGEST, tokenizer_keys
-from megatron.convert.settings import MODEL_TOKENS, TOKENIZER_KEYS, find_vocab_file
+from megatron.convert.settings import MODEL_TOKENS, TOKENIZER_KEYS
 from megatron.errors import DeepyError, UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
@@ -120,7 +121,7 @@ def _kept(checkpoint: Checkpoint) -> dict[str, Any] | None:
     if not origin:
         return None
     tokenizer = {name: config.get(name) for name in TOKENIZER_KEYS}
-    tokenizer["vocab_file"] = find_vocab_file(tokenizer["vocab_file"], checkpoint.path)
+    tokenizer["vocab_file"] = layout.find_vocab_file(tokenizer["vocab_file"], checkpoint.path)
     kept = {name: value for name, value in tokenizer.items() if value is not None}
     return {**origin, "keys": {**origin["keys"], **kept, MODEL_TOKENS: config.get(MODEL_TOKENS)}}
 
