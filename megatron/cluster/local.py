@@ -158,7 +158,7 @@ def run_local(job: LocalJob) -> JobEnd:
 
 
 def _start(run: _Run) -> None:
-    end_with_parent = _end_with_parent(run.job.stop_signal or signal.SIGTERM)
+    dies_with_us = end_with_parent(run.job.stop_signal or signal.SIGTERM)
     for index, env in enumerate(run.job.environments):
         rank = run.job.first_rank + index
         read_fd, write_fd = open_channel(terminal=rank == 0)
@@ -172,7 +172,7 @@ def _start(run: _Run) -> None:
             stdout=None if rank == 0 else write_fd,
             stderr=write_fd,
             start_new_session=True,
-            preexec_fn=end_with_parent,
+            preexec_fn=dies_with_us,
         )
         os.close(write_fd)
         lines = {"failure_line": run.job.failure_line, "noted_line": run.job.noted_line}
@@ -183,7 +183,7 @@ def _start(run: _Run) -> None:
         _send(run, number)
 
 
-def _end_with_parent(number: int) -> Callable[[], None] | None:
+def end_with_parent(number: int) -> Callable[[], None] | None:
     """For `preexec_fn`: the kernel sends this signal to the rank if we die without a word (Linux only)."""
     if not sys.platform.startswith("linux"):
         return None

@@ -70,6 +70,7 @@ COMMANDS: dict[str, Command | Group] = {
     "plan": _launch("check and plan a training, start nothing", "train.py", "--dry-run"),
     "explain": Command("a config key: value, source, meaning", "megatron.commands.explain_cli", is_run=True),
     "generate": _launch("write texts", "generate.py"),
+    "chat": Command("talk to a model in the terminal", "megatron.commands.chat_cli"),
     "serve": _launch("answer over HTTP in OpenAI's form, with a page to talk to the model", "serve.py"),
     "eval": _launch("score a model on tasks", "eval.py"),
     "tokenize": _datasets("texts to token files", "preprocess_data"),

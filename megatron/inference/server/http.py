@@ -10,9 +10,9 @@ import json
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class Served:
         positions: most tokens of prompt and text together.
         most_tokens: most new tokens of a text that a client may ask for; None: what positions are left.
         chats: None where the tokenizer has no chat template.
+        defaults: fields of requests that do not have them.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Served:
     positions: int
     most_tokens: int | None
     chats: Chats | None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Interface:
@@ -160,7 +162,7 @@ class Interface:
             raise BadRequest("the Content-Type is not application/json", status=415)
         fields = read_body(await request.read())
         self._check_model(fields)
-        return fields
+        return {**self.served.defaults, **fields}
 
     def _check_model(self, fields: dict[str, Any]) -> None:
         if (name := fields.get("model", self.served.name)) != self.served.name:

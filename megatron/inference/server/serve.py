@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.find import Checkpoint
 from megatron.errors import UserError
@@ -20,6 +21,7 @@ from megatron.inference.server.http import HttpThread, Interface, Served
 from megatron.inference.stage import Stage
 from megatron.inference.team import Control
 from megatron.log import get_logger, result
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.schema_train import GenerationConfig
 from megatron.signals import handle_stop_signals
 from megatron.training.setup import Process
@@ -85,7 +87,16 @@ def describe(process: Process, checkpoint: Checkpoint, stage: Stage) -> Served:
         positions=stage.max_positions,
         most_tokens=args.generation.maximum_tokens if args.is_set("maximum_tokens") else None,
         chats=Chats(exported, every=False, system=None) if has_template else None,
+        defaults=request_defaults(args),
     )
+
+
+def request_defaults(args: NeoXArgs) -> dict[str, Any]:
+    """What the config sets of sampling, as fields of a request; OpenAI's `top_p` is off at 1, ours at 0."""
+    options = args.generation
+    fields = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p or 1.0}
+    found: dict[str, Any] = {name: value for name, value in fields.items() if args.is_set(name)}
+    return found | ({"stop": list(options.stop_strings)} if options.stop_strings else {})
 
 
 def listen(options: GenerationConfig) -> socket.socket:
