@@ -140,7 +140,7 @@ INSTEAD = {
         "{} --explain dpo_beta",
         "8B, for GPUs; tests/tools/test_post_training.py loads it",
     ),
-    r"python deepy\.py serve\.py .*": (
+    r"deepy serve .*": (
         "{} --dry-run",
         "it answers until it is stopped; tests/inference/server asks it",
     ),
