@@ -15,6 +15,7 @@ class PostConfig:
     """What objectives do (their data are keys of `data`), and adapters: small matrices that are trained beside frozen
     weights."""
 
+    # adapters: documentation/adapters.md
     lora_r: int | None = key(
         None,
         "Train adapters of this rank (LoRA) beside the linear layers and freeze everything else; parameter_groups with "
@@ -39,47 +40,6 @@ class PostConfig:
         "DoRA: adapters change the direction of a weight's rows, and a vector beside them their length.",
         new=True,
     )
-    reference_path: str | None = key(
-        None,
-        "Folder for the log-probabilities of the reference model, which runs that begin with the same weights share, "
-        "and for what a teacher says (distill_precompute); default: `save`.",
-        new=True,
-        path=True,
-    )
-    distill_teacher: str | None = key(
-        None,
-        "train_impl distill: checkpoint of the teacher, of any layout, with the same vocabulary. It is in memory, cut "
-        "like the model.",
-        path=True,
-        new=True,
-    )
-    distill_loss: Literal["forward_kl", "reverse_kl", "jsd"] = key(
-        "forward_kl",
-        "The divergence from the teacher's distributions p to the model's q: KL(p||q), KL(q||p), or the generalised "
-        "Jensen-Shannon divergence.",
-        new=True,
-    )
-    distill_jsd_beta: float = key(0.5, "Weight of p in the mixture of jsd, in (0, 1).", new=True)
-    distill_temperature: float = key(
-        1.0, "Both distributions are taken at this temperature T; the loss times T².", new=True
-    )
-    distill_weight: float = key(
-        1.0, "Share of the divergence in the loss; the rest is cross entropy with the data.", new=True
-    )
-    distill_top_k: int = key(
-        64, "How many of the teacher's likeliest tokens are told apart; all others count as one. 0: all are.", new=True
-    )
-    distill_precompute: bool = key(
-        False,
-        "The teacher reads what the run will read before its first step, and its likeliest tokens are kept in files "
-        "(`reference_path`, default: `save`): it is not in memory while the model is trained.",
-        new=True,
-    )
-    distill_layers: tuple[int, int] | None = key(
-        None,
-        "For objectives of plugins that compare hidden states: a block of the model and one of the teacher, from 0.",
-        new=True,
-    )
     lora_base: str | None = key(
         None,
         "The checkpoint whose weights the adapters belong to, where it has moved. Default: what the run began from.",
@@ -93,36 +53,61 @@ class PostConfig:
         new=True,
     )
 
+    # the reference model of DPO, KTO and negative preference optimisation
+    reference_path: str | None = key(
+        None,
+        "Folder for the log-probabilities of the reference model, which runs that begin with the same weights share, "
+        "and for what a teacher says (distill_precompute); default: `save`.",
+        new=True,
+        path=True,
+    )
+
+    # preference pairs
+    dpo_loss_type: Literal[
+        "sigmoid", "cdpo", "robust", "sigmoid_norm", "hinge", "ipo", "apo_zero", "apo_down", "simpo", "orpo"
+    ] = key(
+        "sigmoid",
+        "Loss of a preference pair. sigmoid: DPO; cdpo, robust: with dpo_label_smoothing; sigmoid_norm, ipo: of means "
+        "over tokens; simpo, orpo: without a reference model.",
+        new=True,
+    )
+    dpo_beta: float = key(0.1, "How far log-probability ratios count; of orpo, the weight of the ratio of odds.")
+    dpo_reference_free: bool = key(False, "No reference model: its log-probabilities are taken to be 0.")
+    dpo_fp32: bool = key(True, "Log-probabilities in fp32, which they always are; false changes nothing.")
+    dpo_label_smoothing: float = key(
+        0.0, "The share of pairs whose preference is taken to be the other way round, below 0.5.", new=True
+    )
+    dpo_simpo_gamma: float = key(0.5, "The margin that simpo aims at.", new=True)
+    dpo_sft_loss_weight: float | None = key(
+        None,
+        "Adds this times the mean loss of the tokens of chosen answers (default: 0, of orpo 1).",
+        new=True,
+    )
+
+    # reward models
+    rm_center_coefficient: float = key(
+        0.0,
+        "train_impl rm: add this times the square of the sum of both rewards of a pair, which holds rewards near 0 "
+        "(TRL's center_rewards_coefficient).",
+        new=True,
+    )
+    z_loss: float = key(
+        0.0, "train_impl rm: add this times the squared rewards of both answers. Language models have z_loss_weight."
+    )
+
+    # KTO
+    kto_beta: float = key(0.1, "train_impl kto: how dear it is to move away from the reference model.")
+    kto_desirable_weight: float = key(1.0, "train_impl kto: weight of answers with a reward above 0.")
+    kto_undesirable_weight: float = key(1.0, "train_impl kto: weight of answers with a reward below 0.")
+    kto_loss_type: Literal["kto", "apo_zero_unpaired"] = key(
+        "kto",
+        "train_impl kto: what an answer is compared with. kto: z0, how far the model is from the reference on prompts "
+        "with the answers to others, one more forward pass a step. apo_zero_unpaired: 0.",
+        new=True,
+    )
+    kto_fp32: bool = key(True, "Log-probabilities in fp32, which they always are; false changes nothing.")
+
     # completions of the model's own: reinforce, rloo, grpo
-    fp32_reinforce: bool = key(True, "Log-probabilities in fp32, which they always are; false changes nothing.")
-    kl_impl: Literal["abs", "mse", "kl", "k3", "full"] = key(
-        "mse",
-        "Estimate of the divergence from the reference, the weights that the run begins with, by d = log p - log p of "
-        "the reference of a token: |d|, d^2/2, d, exp(-d) - 1 + d; or all of the vocabulary, which needs 4 bytes for "
-        "each token and entry of it.",
-    )
-    kl_div_beta: float = key(0.1, "Weight of that divergence; 0: no reference is kept.")
-    reinforce_leave_one_out: bool = key(
-        False,
-        "reinforce: the baseline of a reward is the mean of the prompt's other completions; else of the last 100 "
-        "prompts.",
-        differs="the last 100 prompts of all data-parallel ranks",
-    )
-    grpo_loss: Literal["dapo", "grpo", "dr_grpo"] = key(
-        "dapo",
-        "grpo: the loss is a mean over all tokens of the global batch (dapo), over completions of the mean over their "
-        "tokens (grpo), or over completions of the sum over their tokens / rollout_tokens (dr_grpo).",
-        new=True,
-    )
-    grpo_scale_rewards: Literal["group", "batch", "none"] = key(
-        "group",
-        "grpo: advantages are divided by the standard deviation of the prompt's rewards, of the batch's, or not.",
-        new=True,
-    )
-    grpo_epsilon: float = key(
-        0.2, "grpo, rloo: the ratio to the probability of the draw counts no lower than 1 - this.", new=True
-    )
-    grpo_epsilon_high: float | None = key(None, "And no higher than 1 + this; default: grpo_epsilon.", new=True)
     rollout_prompts: tuple[str, ...] | None = key(
         None,
         "JSON lines files of prompts: {prompt: text} or {messages: [turns]}; other fields reach the reward.",
@@ -135,18 +120,6 @@ class PostConfig:
         "is completed once, always with the same draws, for the validation's means of reward, length and finished.",
         path=True,
         new=True,
-    )
-    rollouts_per_prompt: int = key(8, "Completions of each prompt; train_batch_size is a multiple.", new=True)
-    rollout_tokens: int = key(256, "Most tokens of a completion.", new=True)
-    rollout_temperature: float = key(
-        1.0, "Temperature of the draws; log-probabilities are those of that distribution.", new=True
-    )
-    rollout_batch_size: int | None = key(
-        None, "Completions that a copy of the model writes at a time; default: all of a step.", new=True
-    )
-    rollout_steps: int = key(1, "Optimizer steps that train on the same completions.", new=True)
-    rollout_log: int = key(
-        4, "Completions of each batch that are appended to rollouts.jsonl of the run folder.", new=True
     )
     reward: str | None = key(
         None, "What a completion is worth: exact, or a function of a plugin.", registry="reward", new=True
@@ -163,19 +136,60 @@ class PostConfig:
     reward_timeout: float = key(
         60.0, "Seconds without an answer after which a reward, or a data server's completions, have failed.", new=True
     )
+    rollouts_per_prompt: int = key(8, "Completions of each prompt; train_batch_size is a multiple.", new=True)
+    rollout_tokens: int = key(256, "Most tokens of a completion.", new=True)
+    rollout_temperature: float = key(
+        1.0, "Temperature of the draws; log-probabilities are those of that distribution.", new=True
+    )
+    rollout_steps: int = key(1, "Optimizer steps that train on the same completions.", new=True)
+    rollout_batch_size: int | None = key(
+        None, "Completions that a copy of the model writes at a time; default: all of a step.", new=True
+    )
+    rollout_log: int = key(
+        4, "Completions of each batch that are appended to rollouts.jsonl of the run folder.", new=True
+    )
+    grpo_loss: Literal["dapo", "grpo", "dr_grpo"] = key(
+        "dapo",
+        "grpo: the loss is a mean over all tokens of the global batch (dapo), over completions of the mean over their "
+        "tokens (grpo), or over completions of the sum over their tokens / rollout_tokens (dr_grpo).",
+        new=True,
+    )
+    grpo_scale_rewards: Literal["group", "batch", "none"] = key(
+        "group",
+        "grpo: advantages are divided by the standard deviation of the prompt's rewards, of the batch's, or not.",
+        new=True,
+    )
+    grpo_epsilon: float = key(
+        0.2, "grpo, rloo: the ratio to the probability of the draw counts no lower than 1 - this.", new=True
+    )
+    grpo_epsilon_high: float | None = key(None, "And no higher than 1 + this; default: grpo_epsilon.", new=True)
+    kl_impl: Literal["abs", "mse", "kl", "k3", "full"] = key(
+        "mse",
+        "Estimate of the divergence from the reference, the weights that the run begins with, by d = log p - log p of "
+        "the reference of a token: |d|, d^2/2, d, exp(-d) - 1 + d; or all of the vocabulary, which needs 4 bytes for "
+        "each token and entry of it.",
+    )
+    kl_div_beta: float = key(0.1, "Weight of that divergence; 0: no reference is kept.")
+    reinforce_leave_one_out: bool = key(
+        False,
+        "reinforce: the baseline of a reward is the mean of the prompt's other completions; else of the last 100 "
+        "prompts.",
+        differs="the last 100 prompts of all data-parallel ranks",
+    )
+    fp32_reinforce: bool = key(True, "Log-probabilities in fp32, which they always are; false changes nothing.")
 
-    # unlearning: documentation/post_training.md
+    # unlearning
     ga_mode: Literal["interval", "interleaved"] = key(
         "interval",
         "Which steps forget: interleaved, every ga_interleave_ratio + 1 steps one; interval, ga_iters steps after "
         "every ga_interval others.",
         differs="a step that forgets is a step of train_iters and of the schedule in both modes",
     )
-    ga_interval: int | None = key(None, "ga_mode interval: ordinary steps between bursts.")
-    ga_iters: int | None = key(None, "ga_mode interval: steps of a burst.")
     ga_interleave_ratio: int = key(
         1, "ga_mode interleaved: ordinary steps per step that forgets; 0: every step forgets."
     )
+    ga_interval: int | None = key(None, "ga_mode interval: ordinary steps between bursts.")
+    ga_iters: int | None = key(None, "ga_mode interval: steps of a burst.")
     ga_lr_scale: float = key(
         1.0, "The learning rate of a step that forgets is multiplied by this.", differs="holds for all steps of a burst"
     )
@@ -222,47 +236,38 @@ class PostConfig:
     gd_retain_weight: float = key(40.0, "Weight of the loss on gd_retain_dataset, against that on ga_dataset.")
     gd_log_separate_losses: bool = key(True, "Log both losses of gradient difference besides what it lowers.")
 
-    # reward models
-    z_loss: float = key(
-        0.0, "train_impl rm: add this times the squared rewards of both answers. Language models have z_loss_weight."
-    )
-    rm_center_coefficient: float = key(
-        0.0,
-        "train_impl rm: add this times the square of the sum of both rewards of a pair, which holds rewards near 0 "
-        "(TRL's center_rewards_coefficient).",
-        new=True,
-    )
-
-    # KTO
-    kto_beta: float = key(0.1, "train_impl kto: how dear it is to move away from the reference model.")
-    kto_desirable_weight: float = key(1.0, "train_impl kto: weight of answers with a reward above 0.")
-    kto_undesirable_weight: float = key(1.0, "train_impl kto: weight of answers with a reward below 0.")
-    kto_loss_type: Literal["kto", "apo_zero_unpaired"] = key(
-        "kto",
-        "train_impl kto: what an answer is compared with. kto: z0, how far the model is from the reference on prompts "
-        "with the answers to others, one more forward pass a step. apo_zero_unpaired: 0.",
-        new=True,
-    )
-    kto_fp32: bool = key(True, "Log-probabilities in fp32, which they always are; false changes nothing.")
-
-    # preference pairs
-    dpo_loss_type: Literal[
-        "sigmoid", "cdpo", "robust", "sigmoid_norm", "hinge", "ipo", "apo_zero", "apo_down", "simpo", "orpo"
-    ] = key(
-        "sigmoid",
-        "Loss of a preference pair. sigmoid: DPO; cdpo, robust: with dpo_label_smoothing; sigmoid_norm, ipo: of means "
-        "over tokens; simpo, orpo: without a reference model.",
-        new=True,
-    )
-    dpo_beta: float = key(0.1, "How far log-probability ratios count; of orpo, the weight of the ratio of odds.")
-    dpo_reference_free: bool = key(False, "No reference model: its log-probabilities are taken to be 0.")
-    dpo_fp32: bool = key(True, "Log-probabilities in fp32, which they always are; false changes nothing.")
-    dpo_label_smoothing: float = key(
-        0.0, "The share of pairs whose preference is taken to be the other way round, below 0.5.", new=True
-    )
-    dpo_simpo_gamma: float = key(0.5, "The margin that simpo aims at.", new=True)
-    dpo_sft_loss_weight: float | None = key(
+    # distillation: documentation/distillation.md
+    distill_teacher: str | None = key(
         None,
-        "Adds this times the mean loss of the tokens of chosen answers (default: 0, of orpo 1).",
+        "train_impl distill: checkpoint of the teacher, of any layout, with the same vocabulary. It is in memory, cut "
+        "like the model.",
+        path=True,
+        new=True,
+    )
+    distill_loss: Literal["forward_kl", "reverse_kl", "jsd"] = key(
+        "forward_kl",
+        "The divergence from the teacher's distributions p to the model's q: KL(p||q), KL(q||p), or the generalised "
+        "Jensen-Shannon divergence.",
+        new=True,
+    )
+    distill_jsd_beta: float = key(0.5, "Weight of p in the mixture of jsd, in (0, 1).", new=True)
+    distill_temperature: float = key(
+        1.0, "Both distributions are taken at this temperature T; the loss times T².", new=True
+    )
+    distill_weight: float = key(
+        1.0, "Share of the divergence in the loss; the rest is cross entropy with the data.", new=True
+    )
+    distill_top_k: int = key(
+        64, "How many of the teacher's likeliest tokens are told apart; all others count as one. 0: all are.", new=True
+    )
+    distill_precompute: bool = key(
+        False,
+        "The teacher reads what the run will read before its first step, and its likeliest tokens are kept in files "
+        "(`reference_path`, default: `save`): it is not in memory while the model is trained.",
+        new=True,
+    )
+    distill_layers: tuple[int, int] | None = key(
+        None,
+        "For objectives of plugins that compare hidden states: a block of the model and one of the teacher, from 0.",
         new=True,
     )
