@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from megatron.model.partition import StageRow, layer_parameters, layer_rows, partition, stage_table
+from megatron.model.partition import LayerRow, StageRow, layer_parameters, layer_rows, partition, stage_table
 from megatron.mpu.topology import Topology
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.block_sizes import Size
+from megatron.neox_arguments.block_sizes import Size, has_value_embeddings
 from megatron.neox_arguments.formulas import ParameterCount, head_size, parameter_count, round_up
 from megatron.neox_arguments.parameter_rules import parse_rules
 from megatron.neox_arguments.schema_model import ModelConfig
@@ -99,11 +99,23 @@ def stage_sizes(args: NeoXArgs, vocab_size: int) -> tuple[list[StageRow], list[H
     for stage in table:
         layers = sizes[stage.start : stage.stop]
         total = sum(layer.local for layer in layers) + (copy if stage is table[-1] else 0)
-        blocks = sum(layer.local for layer, placed in zip(layers, stage.layers, strict=True) if placed.is_block)
+        blocks = sum(
+            layer.local - _tables(model, placed, vocab_size) // tp
+            for layer, placed in zip(layers, stage.layers, strict=True)
+            if placed.is_block
+        )
         held.append(Held(total, sum(layer.experts for layer in layers), blocks))
     if freezes(args):
         held = [_with_frozen(args, vocab_size, stage, one) for stage, one in zip(table, held, strict=True)]
     return table, held
+
+
+def _tables(model: ModelConfig, block: LayerRow, vocab_size: int) -> int:
+    """Parameters of a block's value embeddings, of which optimizers keep what they keep of the word embeddings."""
+    if not has_value_embeddings(model, block.index - 2):
+        return 0
+    assert model.num_kv_heads is not None and model.head_dim is not None  # derived
+    return vocab_size * model.num_kv_heads * model.head_dim
 
 
 def freezes(args: NeoXArgs) -> bool:
@@ -130,7 +142,7 @@ def _with_frozen(args: NeoXArgs, vocab_size: int, stage: StageRow, held: Held) -
         if is_trained:
             trained += size
             experts += size if spec.experts else 0
-            blocks += size if layer in in_blocks else 0
+            blocks += size if layer in in_blocks and spec.kind != "embedding" else 0
     return Held(held.parameters + added, held.experts, held.blocks + added, Held(trained, experts, blocks))
 
 

@@ -54,14 +54,17 @@ def held(rank: int, world: int, keys: dict[str, Any], layout: Layout) -> tuple[i
 
 
 FP32, BF16, FP16 = {"precision": "fp32"}, {"precision": "bfloat16"}, fp16_keys()
+# One moment of matrices, two of the rest, which is most in this model.
+MUON = {"optimizer": {"type": "muon", "params": {"lr": 1e-3}}, "value_embedding_interval": 1}
 CASES: list[Any] = [
     *((FP32, Layout(dp=2, zero=stage)) for stage in (1, 2, 3)),
     *((BF16, Layout(dp=2, zero=stage)) for stage in (1, 2)),
-    (BF16, Layout()),
+    (BF16 | MUON, Layout()),
     (FP16, Layout(dp=2, zero=1)),
     (BF16 | {"lora_r": 32, "use_dora": True}, Layout(dp=2, zero=1)),
 ]
 MORE = [
+    (BF16, Layout()),
     (FP32, Layout()),
     (FP32, Layout(dp=2)),
     (FP32, Layout(dp=2, tp=2, zero=2)),
