@@ -84,7 +84,10 @@ INSTEAD = {
         "{words[0]} {words[1]} {words[2]} --help",
         "a folder of NCCL's dumps",
     ),
-    r"python tools/bench/train_step\.py --shape long .*": BENCH,
+    r"python tools/bench/(train_step\.py --shape long|quality\.py --data) .*": (
+        "{words[0]} {words[1]} --help",
+        "minutes of measuring",
+    ),
     r"(?s)(HF_HUB_OFFLINE=1 )?python prepare_hf_dataset\.py --dataset (owner|Salesforce|HuggingFaceTB)/.*": NETWORK,
     r"python deepy\.py eval\.py .*(hellaswag|--eval_suite).*": TASKS,
     r"python tools/ckpts/convert_neox_to_hf\.py .* --ema": (

@@ -198,8 +198,9 @@ def _comments(family: str, shape: Shape, training: Training, corpus: Corpus, mac
     return {
         "network": f"network: configs/{FAMILIES[family]} made wider and deeper, depth as width^(2/3): from LLaMA-60M "
         "(arXiv 2307.05695) to LLaMA-7B (arXiv 2302.13971)",
-        "training": "optimizer: rate by Step Law (arXiv 2503.04715), decay by Power Lines (arXiv 2505.13738), warm-up "
-        "by arXiv 1910.04209, then in a straight line to zero (arXiv 2502.15938)",
+        "training": "optimizer: rate by Step Law (arXiv 2503.04715), of AdamW, which Muon shares (arXiv 2502.16982); "
+        "decay by Power Lines (arXiv 2505.13738), warm-up by arXiv 1910.04209, then in a straight line to zero (arXiv "
+        "2502.15938)",
         "length": f"{training.batch} samples of {training.context} tokens per step (Step Law), "
         f"{training.tokens / 1e6:,.3g}M tokens in all: {training.tokens / shape.count.total:.3g} per parameter (20 "
         f"make the most of compute, arXiv 2203.15556), {training.epochs:.3g} epochs (up to 4 are nearly as good as new "

@@ -14,7 +14,7 @@ from megatron.neox_arguments.derive import Facts
 from megatron.plan.memory import estimate
 from megatron.plan.stages import stage_sizes
 from megatron.recipes.machine import Machine
-from megatron.recipes.scaling import CHOICES, Training
+from megatron.recipes.scaling import CHOICES, WITHOUT_MUON, Training, parameter_groups
 from megatron.recipes.shapes import Shape
 
 _VALIDATIONS, _CHECKPOINTS = 20, 10  # in a run
@@ -34,9 +34,10 @@ class Places:
 
 def sections(shape: Shape, training: Training, machine: Machine, valid_samples: int) -> dict[str, dict[str, Any]]:
     """The keys of the run by title, but for its places. Micro-batch and recomputation are what the memory allows."""
-    optimizer = CHOICES["optimizer"]
+    muon = machine.precision != "fp16" and "num_attention_heads" in shape.keys
     recipe = {
-        "optimizer": {**optimizer, "params": {"lr": _short(training.rate), **optimizer["params"]}},
+        "optimizer": _optimizer(CHOICES["optimizer"] if muon else WITHOUT_MUON, training),
+        "parameter_groups": parameter_groups(shape.keys),
         "weight_decay": _short(training.decay),
         "gradient_clipping": CHOICES["gradient_clipping"],
         "warmup": f"{training.warmup} steps",
@@ -57,11 +58,21 @@ def sections(shape: Shape, training: Training, machine: Machine, valid_samples: 
         "network": dict(shape.keys),
         "training": recipe,
         "length": {"train_batch_size": training.batch, "train_iters": training.steps},
-        "machine": {"precision": machine.precision, "zero_optimization": {"stage": 1}},
+        # In fp32 stage 1 would cut the matrices that Muon wants whole.
+        "machine": {
+            "precision": machine.precision,
+            "zero_optimization": {"stage": 0 if machine.precision == "fp32" else 1},
+        },
         "evaluation": evaluations,
     }
     found["machine"] |= _fit(found, machine, shape.vocab_size, training)
-    return found
+    if found["machine"]["zero_optimization"]["stage"] == 3:
+        found["training"]["optimizer"] = _optimizer(WITHOUT_MUON, training)
+    return {title: {key: value for key, value in keys.items() if value != []} for title, keys in found.items()}
+
+
+def _optimizer(chosen: Mapping[str, Any], training: Training) -> dict[str, Any]:
+    return {**chosen, "params": {"lr": _short(training.rate), **chosen["params"]}}
 
 
 def _fit(found: Mapping[str, Mapping[str, Any]], machine: Machine, vocab: int, training: Training) -> dict[str, Any]:

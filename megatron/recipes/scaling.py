@@ -14,8 +14,10 @@ from typing import Any
 
 CHOICES: Mapping[str, Any] = MappingProxyType(
     {
-        # AdamW as in GPT-3 (arXiv 2005.14165) and LLaMA (arXiv 2302.13971).
-        "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "eps": 1.0e-8}},
+        # Muon for hidden matrices, with updates as large as AdamW's, so that its rules for rate and decay hold: Liu et
+        # al. 2025, arXiv 2502.16982 (up to 16B parameters and 5.7T tokens). AdamW for the rest, with the betas of GPT-3
+        # (arXiv 2005.14165) and LLaMA (arXiv 2302.13971).
+        "optimizer": {"type": "muon", "params": {"betas": [0.9, 0.95], "eps": 1.0e-8}},
         "gradient_clipping": 1.0,
         # To zero in a straight line: Bergsma et al. 2025, arXiv 2502.15938.
         "lr_decay_style": "linear",
@@ -24,6 +26,12 @@ CHOICES: Mapping[str, Any] = MappingProxyType(
         "more": {},
     }
 )
+WITHOUT_MUON: Mapping[str, Any] = MappingProxyType({"type": "AdamW", "params": CHOICES["optimizer"]["params"]})
+"""Where ranks have no whole matrices (fp16, ZeRO 3), and for state spaces, of which nothing was measured."""
+EMBEDDING_RATE, OUTPUT_RATE = 3.0, 0.5
+"""Of the word embeddings and of an output matrix of its own, times the rate of the rest. Unlike that of hidden matrices
+it should not fall with the width (Yang et al. 2022, arXiv 2203.03466, table 8); the factors are measured
+(documentation/quality.md)."""
 TOKENS_PER_PARAMETER = 20.0
 """Of a run that makes the most of its compute: Hoffmann et al. 2022, arXiv 2203.15556 (70B and 1.4T tokens)."""
 MOST_EPOCHS = 4.0
@@ -94,6 +102,16 @@ def depth(width: float, base_layers: int, base_width: int) -> float:
     The loss hardly depends on it: Kaplan et al. 2020, arXiv 2001.08361, figure 5.
     """
     return base_layers * (width / base_width) ** (2 / 3)
+
+
+def parameter_groups(network: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The value of this key for a network's keys: none where one matrix is both embedding and output."""
+    if not network.get("no_weight_tying"):
+        return []
+    return [
+        {"match": "0.word_embeddings.weight", "lr_mult": EMBEDDING_RATE},
+        {"match": "*.final_linear.weight", "lr_mult": OUTPUT_RATE},
+    ]
 
 
 @dataclass(frozen=True)

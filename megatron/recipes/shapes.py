@@ -82,7 +82,7 @@ def scaled(base: Mapping[str, Any], parameters: int, vocab_size: int) -> Shape:
     best: tuple[float, int, int] | None = None
     unit, step = _width_unit(base), _depth_unit(base)
     for width in _widths(unit):
-        one, two = (_build(base, width, layers, vocab_size).count.total for layers in (step, 2 * step))
+        one, two = (build(base, width, layers, vocab_size).count.total for layers in (step, 2 * step))
         usual = scaling.depth(width, base["num_layers"], base["hidden_size"]) / step
         least, most = (max(1, round(usual * share)) for share in _DEPTHS)
         steps = min(most, max(least, 1 + round((parameters - one) / (two - one))))
@@ -92,7 +92,7 @@ def scaled(base: Mapping[str, Any], parameters: int, vocab_size: int) -> Shape:
         if one + (least - 1) * (two - one) > parameters:
             break
     assert best is not None
-    shape = _build(base, best[1], best[2], vocab_size)
+    shape = build(base, best[1], best[2], vocab_size)
     if shape.count.total > _LARGER * parameters:
         raise UserError(
             f"--size: the smallest network of this family with {vocab_size:,} tokens has {shape.count.total:,} "
@@ -124,8 +124,8 @@ def _widths(unit: int) -> Iterator[int]:
         width += unit << max(0, (width // unit).bit_length() - 4)
 
 
-def _build(base: Mapping[str, Any], width: int, layers: int, vocab_size: int) -> Shape:
-    """The network with this width and depth; `base` itself at its own."""
+def build(base: Mapping[str, Any], width: int, layers: int, vocab_size: int) -> Shape:
+    """The network of a recipe with this width and depth; `base` itself at its own."""
     ratio = width / base["hidden_size"]
     sizes: dict[str, Any] = {"num_layers": layers, "hidden_size": width}
     if heads := base.get("num_attention_heads"):

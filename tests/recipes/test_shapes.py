@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron.errors import UserError
-from megatron.recipes.scaling import plan_training
+from megatron.recipes.scaling import parameter_groups, plan_training
 from megatron.recipes.shapes import FAMILIES, read_recipe, scaled
 from tests.documented import ROOT
 from tests.warm_python import WarmPython
@@ -57,6 +57,8 @@ def test_a_recipe_is_what_its_size_gives(family: str, parameters: int) -> None:
     assert recipe["weight_decay"] == pytest.approx(plan.decay, rel=0.05)
     assert (recipe["train_batch_size"], recipe["train_iters"]) == (plan.batch, plan.steps)
     assert recipe["warmup"] == f"{plan.warmup} steps"
+    assert recipe.get("parameter_groups", []) == parameter_groups(base)
+    assert recipe["optimizer"]["type"] == ("AdamW" if family == "mamba2" else "muon")
 
 
 def test_the_small_recipes_train(tmp_path: Path, warm_python: WarmPython) -> None:

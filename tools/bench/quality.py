@@ -32,6 +32,7 @@ from flags import positive
 from quality_contenders import CONTENDERS
 
 from megatron.errors import UserError, run_cli
+from megatron.recipes.shapes import FAMILIES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,6 +56,12 @@ def main() -> None:
     add("--batch", type=positive, default=16, help="windows per step of the others (default 16); ours is in its recipe")
     add("--score", type=positive, default=128, help="held-out windows that are scored (default 128)")
     add("--seed", type=positive, default=1234, help="of the shuffle and the weights (default 1234)")
+    add(
+        "--family",
+        default="llama",
+        choices=list(FAMILIES),
+        help="of our network, as `deepy new` has it (default llama)",
+    )
     add("--config", type=Path, metavar="YAML", help="keys that replace those of our recipe")
     options = parser.parse_args()
     if options.hidden % 64:
@@ -98,7 +105,11 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     np.save(folder / "train.npy", windows(data, order[held:], options.tokens))
     np.save(folder / "bytes.npy", sizes)
     task = {name: value for name, value in vars(options).items() if isinstance(value, int)}
-    task |= {"vocab": len(sizes), "nanochat": str(options.nanochat and options.nanochat.resolve())}
+    task |= {
+        "vocab": len(sizes),
+        "family": options.family,
+        "nanochat": str(options.nanochat and options.nanochat.resolve()),
+    }
     task["config"] = {} if options.config is None else dict(parse_value(options.config.read_text(encoding="utf-8")))
     (folder / "task.json").write_text(json.dumps(task))
 

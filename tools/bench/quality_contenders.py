@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     Logits = Callable[[Tensor], Tensor]  # tokens [b, s] -> [b, s, v]
 
+ROOT = Path(__file__).resolve().parents[2]
 WARM = 3  # steps until everything is compiled
 
 
@@ -105,7 +106,7 @@ def deepy(task: Task) -> tuple[int, int, Logits]:
     """This library: recipe, model, schedule, engine as train.py makes them."""
     import torch
 
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, str(ROOT))
     from train_step import alone
 
     from megatron.data.batch import StepBatch
@@ -113,7 +114,7 @@ def deepy(task: Task) -> tuple[int, int, Logits]:
     from megatron.training.setup import build_engine, build_model, build_schedule
 
     flags = task.flags
-    keys = {**recipe(flags), **flags.config}
+    keys = {**recipe(flags, task.array("train").size), **flags.config}
     process = alone(keys, SimpleNamespace(vocab_size=flags.vocab))
     args, rows = process.args, process.args.training.train_batch_size
     micro = process.args.training.train_micro_batch_size_per_gpu
@@ -139,37 +140,21 @@ def deepy(task: Task) -> tuple[int, int, Logits]:
     return rows, sum(p.numel() for p in module.parameters()), logits
 
 
-def recipe(flags: SimpleNamespace) -> dict[str, Any]:
-    """What `deepy new` would write for this size."""
-    return {
-        "num_layers": flags.layers,
-        "hidden_size": flags.hidden,
-        "num_attention_heads": flags.hidden // 64,
-        "seq_length": flags.tokens,
-        "max_position_embeddings": flags.tokens,
-        "engine": "native",
-        "precision": "fp32",
-        "train_iters": 1000,
-        "seed": flags.seed,
-        "pos_emb": "rotary",
-        "no_weight_tying": True,
-        "make_vocab_size_divisible_by": 1,
-        "norm": "rmsnorm",
-        "use_qk_layernorm": True,
-        "use_bias_in_attn_linear": False,
-        "use_bias_in_mlp": False,
-        "activation": "swiglu",
-        "intermediate_size": round(flags.hidden * 8 / 3 / 64) * 64,
-        "gated_width_rule": "final",
-        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95]}},
-        "weight_decay": 0.1,
-        "gradient_clipping": 1.0,
-        "lr_decay_style": "cosine",
-        "min_lr": 2e-4,
-        "warmup": 0.05,
-        "train_batch_size": flags.batch,
-        "train_micro_batch_size_per_gpu": flags.batch,
-    }
+def recipe(flags: SimpleNamespace, data_tokens: int) -> dict[str, Any]:
+    """What `deepy new` writes for a network of this depth and width, these data and this time."""
+    from megatron.recipes.machine import look
+    from megatron.recipes.run_file import sections
+    from megatron.recipes.scaling import plan_training
+    from megatron.recipes.shapes import build, read_recipe
+
+    shape = build(read_recipe(flags.family, ROOT / "configs"), flags.hidden, flags.layers, flags.vocab)
+    shape = replace(shape, keys={**shape.keys, "seq_length": flags.tokens, "max_position_embeddings": flags.tokens})
+    machine = look()
+    tokens = machine.flops * flags.cpu_seconds / flags.threads / shape.flops
+    training = plan_training(shape.count.total, shape.outside_embeddings, flags.tokens, tokens, data_tokens)
+    found = sections(shape, training, machine, valid_samples=0)
+    engine = {"engine": "native", "precision": "fp32", "seed": flags.seed}
+    return {key: value for section in found.values() for key, value in section.items()} | engine
 
 
 def nanochat(task: Task) -> tuple[int, int, Logits]:
