@@ -310,7 +310,7 @@ def test_the_tree_is_that_of_the_commit_and_sent_once(site, capsys):
 
 
 def test_a_run_from_such_a_tree_knows_its_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.checkpoint.manifest.__file__", str(tmp_path / "megatron/checkpoint/manifest.py"))
+    monkeypatch.setattr("megatron.checkpoint.manifest.LIBRARY", tmp_path)
     (tmp_path / COMMIT_FILE).write_text("abc-dirty\n")
     assert git_revision() == "abc-dirty"
 

@@ -34,8 +34,8 @@ DISTRIBUTIONS = {
     "huggingface_hub": "huggingface-hub",
     "mkdocs": "mkdocs-material",
 }
-# comes with torch; by hand, under the name of no package
-UNLISTED = {"triton", "flash_attn_interface"}
+# comes with torch; by hand, under the name of no package; what a benchmark compares with, in an environment of its own
+UNLISTED = {"triton", "flash_attn_interface", "litgpt", "nanochat"}
 # extra of the package -> file in requirements/, where the names differ
 FILE_OF = {"fast": "fast-tokenizers", "te": "transformerengine", "flash": "flashattention"}
 
