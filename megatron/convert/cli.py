@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -124,9 +125,22 @@ def add_config_files(flags: argparse.ArgumentParser, more: str = "") -> None:
     add_plugins(flags)
 
 
-def add_export_flags(flags: argparse.ArgumentParser) -> None:
-    """The flags of every command that makes a Hugging Face folder from a checkpoint."""
-    flags.add_argument("--output_dir", "--output-dir", required=True, help="the folder to make")
+def take_places(flags: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The flags that were given, with `CHECKPOINT OUTPUT` as `--input_dir` and `--output_dir`."""
+    given = flags.parse_args(argv)
+    if given.places and (len(given.places) != 2 or given.input_dir or given.output_dir):
+        flags.error(f"{' '.join(given.places)}: give CHECKPOINT OUTPUT, or --input_dir and --output_dir")
+    if given.places:
+        given.input_dir, given.output_dir = given.places
+    if not (given.input_dir and given.output_dir):
+        flags.error("give CHECKPOINT OUTPUT (or --input_dir and --output_dir)")
+    return given
+
+
+def add_export_flags(flags: argparse.ArgumentParser, *, by_place: bool = False) -> None:
+    """The flags of every command that makes a Hugging Face folder from a checkpoint. `by_place`: `take_places` has the
+    folder."""
+    flags.add_argument("--output_dir", "--output-dir", required=not by_place, help="the folder to make")
     flags.add_argument("--iteration", type=int, help="which checkpoint of a save folder; default: its latest")
     add_config_files(flags, "; their vocab_file wins")
     flags.add_argument("--ema", action="store_true", help="the moving averages of the weights (ema_decay) as weights")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.errors import UserError
 from megatron.neox_arguments.draft import Draft, nearest_multiples
+from megatron.neox_arguments.rules_chats import chats_batch
 from megatron.neox_arguments.rules_ramp import SCHEDULE, last_batch
 
 MOST_SECONDS = 1e8  # three years; torch counts in whole milliseconds
@@ -59,7 +60,7 @@ def batch(draft: Draft) -> None:
     given = [name for name in (_TOTAL, _MICRO, _GAS) if draft.is_set(name)]
     draft.positive(*given)
     total, micro, gas = (draft.get_given(name) for name in (_TOTAL, _MICRO, _GAS))
-    total = last_batch(draft) or total
+    total = last_batch(draft) or total or chats_batch(draft, micro)
     if total is None and micro is None:
         draft.fail(_MICRO, f"must be set, or {_TOTAL} (any two of {_TOTAL}, {_MICRO} and {_GAS} give the third)")
     ranks = draft["data_parallel_size"]

@@ -61,6 +61,17 @@ class DataConfig:
         "Proportions of data_path used to train, validate and test.",
         differs="never gives an empty or overlapping range a negative start",
     )
+    chats: tuple[str, ...] | None = key(
+        None,
+        "Files of conversations (.jsonl, .parquet, ...) to fine-tune on: tokenised before ranks start into a cache, "
+        "with the model's own tokenizer and chat template; what the assistant says is trained. It becomes "
+        "train_data_paths and train_label_data_paths; what else the config does not say follows published fine-tuning.",
+        path=True,
+        new=True,
+    )
+    chats_found: dict[str, Any] | None = key(
+        None, "How many `chats`, and tokens of them, there are: written by the start.", new=True
+    )
     train_data_paths: tuple[str, ...] | None = key(
         None, "Token files to train on, mixed by train_data_weights.", path=True
     )

@@ -33,6 +33,7 @@ from megatron.neox_arguments.overrides import COMMAND_LINE, PYTHON_CALL, Overrid
 from megatron.neox_arguments.problems import Problems, collector
 from megatron.neox_arguments.rules_pairs import written
 from megatron.neox_arguments.rules_post import has_teacher
+from megatron.plan.chats import with_chats
 from megatron.plan.from_checkpoint import files_or_checkpoint
 from megatron.plan.refusals import check_data, check_fit, check_folders
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -77,6 +78,8 @@ def config_for(args: NeoXArgs, user_script: str) -> NeoXArgs:
         args = for_inference(prefer_own_run(args))
     if kind_of(user_script) is not None:
         args = _with_published_model(args, kind)
+    if kind_of(user_script) == "train":
+        args = with_chats(args)
     if not is_open(args):
         return args
     with suppress(DeepyError):  # a missing checkpoint is reported where it is needed

@@ -1,5 +1,6 @@
 """Convert a checkpoint of any tensor-parallel and pipeline layout to a Hugging Face folder.
 
+deepy export checkpoints/global_step100 hf/
 python tools/ckpts/convert_neox_to_hf.py --input_dir checkpoints/global_step100 --output_dir hf/
 
 The folder opens with AutoModelForCausalLM and AutoTokenizer. Before it is published, its logits are compared with those
@@ -17,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.convert.cli import add_export_flags, add_precision, begin, run_export
+from megatron.convert.cli import add_export_flags, add_precision, begin, run_export, take_places
 from megatron.errors import run_cli
 from megatron.flags import Parser
 from megatron.hub import push
@@ -26,8 +27,11 @@ from megatron.hub import push
 def parser() -> Parser:
     """The command's flags."""
     flags = Parser(description=__doc__)
-    flags.add_argument("--input_dir", required=True, help="a global_step<N> folder, or a save folder (its latest)")
-    add_export_flags(flags)
+    flags.add_argument(
+        "places", nargs="*", metavar="CHECKPOINT OUTPUT", help="the same as --input_dir and --output_dir"
+    )
+    flags.add_argument("--input_dir", help="a global_step<N> folder, or a save folder (its latest)")
+    add_export_flags(flags, by_place=True)
     add_precision(flags, "--precision", auto="as trained")
     flags.add_argument(
         "--vocab-is-hf-tokenizer", action="store_true", help="vocab_file is a Hugging Face tokenizer folder"
@@ -43,7 +47,7 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert and print what was made."""
-    given = parser().parse_args(argv)
+    given = take_places(parser(), argv)
     if given.check_only:
         begin(given)
         from megatron.convert.hf.check import check_pair  # after the flags: torch takes seconds to import
