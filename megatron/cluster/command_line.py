@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.hugging_face import hub_id
 from megatron.errors import UserError, nearest, nearest_name
 from megatron.flags import Parser
 from megatron.home import HOME, version
@@ -312,8 +313,9 @@ def _add_shared_arguments(parser: Parser, about: _Script | None, need_config: bo
         parser.add_argument(*flags, help=help if shown else argparse.SUPPRESS, **options)
 
     parser.more_names = [f"--{key}" for key in all_keys()]
+    trains = about is None or about.reads == "train"
     conf = "config file; .yml may be left out"
-    conf += "" if about is None or about.reads == "train" else "; or the folder of a checkpoint"
+    conf += "" if trains else "; or the folder of a checkpoint, or owner/name of a Hugging Face model"
     add("conf_file", nargs="+" if need_config else "*", metavar="CONF", help=conf)
     add("-d", "--conf_dir", metavar="DIR", help="put DIR in front of every config file")
     add("-H", "--hostfile", metavar="PATH", help="file of `host slots=N` lines")
@@ -391,7 +393,8 @@ def _flag_overrides(known: argparse.Namespace) -> list[str]:
 
 def _config_paths(names: Sequence[str], folder: str | None, takes_checkpoint: bool = False) -> list[str]:
     """Config names with folder and `.yml` added, as GPT-NeoX does; a file that is not there may be one of those that
-    come with Deepy, else it is a `UserError`. `takes_checkpoint`: the folder of one may stand for a config."""
+    come with Deepy, else it is a `UserError`. `takes_checkpoint`: the folder of one, or
+    the name of a Hugging Face model, may stand for a config."""
     paths = []
     with collector() as found:
         for name in names:
@@ -404,6 +407,8 @@ def _config_paths(names: Sequence[str], folder: str | None, takes_checkpoint: bo
             shipped = [root / path for root in (HOME / "configs", HOME) if (root / path).is_file()]
             if not path.is_file() and shipped:
                 path = shipped[0]
+            elif not path.is_file() and takes_checkpoint and hub_id(name) is not None:
+                path = Path(name)
             elif not path.is_file():
                 siblings = sorted(p.name for p in path.parent.glob("*.yml")) if path.parent.is_dir() else []
                 there = f" {path.parent}/ holds: {', '.join(siblings[:12])}" if siblings else ""
