@@ -6,9 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
 
 from megatron.convert.hf.export_hf import export
+from megatron.convert.hf.peft import export_adapters
+from megatron.convert.hf.peft_import import import_adapters
 from megatron.data.sample import IGNORE
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.errors import UserError
@@ -161,3 +167,29 @@ def test_adapters_and_a_head_of_rewards_are_trained_together(base: str, tmp_path
     assert {name for name in trained if ".lora." not in name} == {"6.rm_linear.weight"} and len(trained) > 1
     done = export(tmp_path / "save", tmp_path / "hf", tokenizer=False, pad_token_id=1)
     assert done.architecture == "LlamaForSequenceClassification"
+    # PEFT's folder has the head as well, and comes back with it.
+    export(base, tmp_path / "base", tokenizer=False, check=False)
+    export_adapters(tmp_path / "save", tmp_path / "adapter", base_model=str(tmp_path / "base"))
+    rewards = _rewards(tmp_path / "hf")
+    assert torch.allclose(_rewards(tmp_path / "base", tmp_path / "adapter"), rewards, rtol=1e-4, atol=1e-6)
+    import_adapters(tmp_path / "adapter", base, tmp_path / "back")
+    export(tmp_path / "back", tmp_path / "again", tokenizer=False, pad_token_id=1)
+    assert torch.allclose(_rewards(tmp_path / "again"), rewards, rtol=1e-5, atol=1e-7)
+    weights = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    del weights["base_model.model.score.weight"]
+    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"without its head score\.weight.*modules_to_save: \[score\].*--base"):
+        import_adapters(tmp_path / "adapter", base, tmp_path / "headless")
+    assert not (tmp_path / "headless").exists()
+
+
+def _rewards(folder: Path, adapter: Path | None = None) -> torch.Tensor:
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    model.config.pad_token_id = 1
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, adapter)
+    tokens = torch.tensor([[100, 101, 117, 118, 0], [120, 99, 98, 115, 0]])
+    with torch.no_grad():
+        found = model.eval()(tokens).logits[:, 0]
+    assert found.std() > 1e-3
+    return found

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Convert and print what was made."""
     given = parser().parse_args(argv)
     configure()
-    from megatron.convert.hf.peft import import_adapters  # after the flags: torch takes seconds to import
+    from megatron.convert.hf.peft_import import import_adapters  # after the flags: torch takes seconds to import
 
     done = import_adapters(
         given.adapter, given.base, given.output_dir, iteration=given.iteration, overwrite=given.overwrite

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron.checkpoint.find import find_checkpoint, open_checkpoint
 from megatron.convert.hf.export_hf import export
-from megatron.convert.hf.peft import export_adapters, import_adapters
+from megatron.convert.hf.peft import export_adapters
+from megatron.convert.hf.peft_import import import_adapters
 from megatron.errors import UserError
 from tests.training.runs import Report, corpus, run
 from tests.training.test_grow import logits
