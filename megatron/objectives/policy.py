@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.data.answers import TRAINED_PLACES
 from megatron.data.batch import StepBatch
 from megatron.model.head import LMOutput
 from megatron.neox_arguments.schema_post import PostConfig
@@ -84,7 +85,7 @@ class PolicyObjective(Objective):
     def reads(self) -> tuple[str, ...]:  # type: ignore[override]
         """What its keys need."""
         compared = FULL if self.options.kl_impl == "full" and not self.kl_in_reward else "reference"
-        return ("advantage", "old", compared) if self.reference else ("advantage", "old")
+        return ("advantage", "old", TRAINED_PLACES, *([compared] if self.reference else []))
 
     def count(self, batch: StepBatch) -> Sequence[float]:
         """Completions with trained tokens, and these."""
@@ -102,7 +103,8 @@ class PolicyObjective(Objective):
         """See `Objective`."""
         out_at = out.at_temperature(self.temperature)
         mask = labels.mask
-        logprobs = -out_at.token_loss(labels.targets).view(mask.shape)
+        # Of completions alone: prompts and padding do not pass through the output matrix.
+        logprobs = -out_at.token_loss(labels.targets, labels.extras[TRAINED_PLACES]).view(mask.shape)
         # Where nothing is trained the extras are 0, and a difference from them could be anything.
         difference = torch.where(mask > 0, logprobs - labels.extras["old"], 0.0)
         loss, held = self.policy_loss(logprobs, difference, labels)

@@ -85,3 +85,17 @@ def test_loss_and_gradients_are_those_of_trl(kind: str) -> None:
     assert chosen == pytest.approx(reported["rewards/chosen"], rel=1e-5)
     assert rejected == pytest.approx(reported["rewards/rejected"], rel=1e-5)
     assert 0 < accuracy < 1
+
+    shifted, unmasked = mask.roll(-1, -1), torch.ones_like(mask)
+    matched = ((chosen * 3 / 0.3) + (rejected * 2 / 0.3)) / ROWS  # of answers to their own prompts
+    mistakes = {
+        "z0 of matched pairs": (mask, {"z0": torch.full((ROWS,), max(matched, 0.0))} if kind == "kto" else None),
+        "the mask is one off": (shifted, {}),
+        "padding and prompts are in the sums": (unmasked, {}),
+        "good and bad are swapped": (mask, {"reward": -REWARD}),
+        "means in place of sums": (mask, {"reference": reference / mask[:, 1:].sum(1, keepdim=True)}),
+    }
+    for mistake, (trained, changed) in mistakes.items():
+        if changed is not None:
+            wrong, _ = twins.loss(tokens, trained, weights, **{**extras, **changed})
+            assert wrong.item() != pytest.approx(expected.item(), rel=1e-4), mistake

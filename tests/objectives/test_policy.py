@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
+from megatron.data.answers import trained_places
 from megatron.neox_arguments.schema_post import PostConfig
 from megatron.objectives import Labels
 from megatron.objectives.advantages import group_relative, leave_one_out, moving_baseline
@@ -69,8 +70,9 @@ class Output:
     def at_temperature(self, temperature: float) -> Output:
         return self
 
-    def token_loss(self, targets: Tensor) -> Tensor:
-        return -self.logprobs.reshape(-1)
+    def token_loss(self, targets: Tensor, places: Tensor) -> Tensor:
+        losses = -self.logprobs.reshape(-1)
+        return torch.zeros_like(losses).index_copy(0, places, losses[places])
 
     def with_balance(self, loss: Tensor) -> Tensor:
         return loss
@@ -96,6 +98,7 @@ class Batch:
             rows = slice(at, at + micro)
             extras = {"advantage": self.advantage[rows, None] * self.mask[rows]}
             extras |= {"old": self.old[rows] * self.mask[rows], "reference": self.reference[rows] * self.mask[rows]}
+            extras["trained_places"] = torch.from_numpy(trained_places(self.mask[rows].reshape(1, -1).numpy() > 0))[0]
             out = Output(self.logprobs[rows])
             targets = torch.zeros(micro, COMPLETION, dtype=torch.int64)
             loss, metrics = objective.loss(out, Labels(targets, self.mask[rows], weights, extras))
