@@ -143,6 +143,10 @@ INSTEAD = {
         "{} --explain dpo_beta",
         "8B, for GPUs; tests/tools/test_post_training.py loads it",
     ),
+    r"printf 'Hello!.* \| deepy chat checkpoints/tiny .*": (
+        "printf 'a\\n/help\\n' | deepy chat checkpoints/tiny maximum_tokens=2",
+        "the small model has 16 positions",
+    ),
     r"deepy serve .*": (
         "{} --dry-run",
         "it answers until it is stopped; tests/inference/server asks it",
