@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -10,11 +11,9 @@ import torch
 
 from megatron.callbacks.flops import device_peak
 
-# The share of its peak that a training step reaches: of a GPU's data sheet (what dense models of 1B parameters do), and
-# of the matrix products timed here on a CPU (60M parameters, two cores: measured).
-GPU_SHARE, CPU_SHARE = 0.4, 0.6
+GPU_SHARE = 0.4  # of the data sheet's peak that a training step reaches: what dense models of 1B parameters do
 _UNKNOWN_GPU = 100e12  # FLOP/s where there is no data sheet
-_SECONDS = 0.3  # of timing
+_WIDEST, _LONGEST = 1024, 512  # of a layer that is timed: larger ones are no faster
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class Machine:
     precision: str
 
 
-def look() -> Machine:
-    """This machine. On a CPU, matrix products are timed for a second."""
+def look(width: int, context: int) -> Machine:
+    """This machine, for a model of this width and context. On a CPU one layer is timed, forward and backward."""
     count = torch.cuda.device_count()
     if count:
         facts = torch.cuda.get_device_properties(0)
@@ -46,22 +45,30 @@ def look() -> Machine:
         return Machine(
             f"{count} x {facts.name}", count, True, 0.8 * facts.total_memory, GPU_SHARE * peak * count, precision
         )
-    single, half = (_time_products(kind) for kind in (torch.float32, torch.bfloat16))
     # Half precision is worth it only where the processor has it: elsewhere it is emulated, and a hundred times slower.
-    precision, speed = ("bfloat16", half) if half > 1.5 * single else ("fp32", single)
-    cores = torch.get_num_threads()
-    memory = psutil.virtual_memory().available
-    return Machine(f"{cores} CPU cores", 1, False, 0.5 * memory, CPU_SHARE * speed, precision)
+    single, half = (_product_seconds(kind) for kind in (torch.float32, torch.bfloat16))
+    kind, precision = (torch.bfloat16, "bfloat16") if half < single / 1.5 else (torch.float32, "fp32")
+    flops = _layer_flops(min(width, _WIDEST) // 64 * 64 or 64, min(context, _LONGEST), kind)
+    return Machine(
+        f"{torch.get_num_threads()} CPU cores", 1, False, 0.5 * psutil.virtual_memory().available, flops, precision
+    )
 
 
-def _time_products(kind: torch.dtype) -> float:
-    """FLOP/s of products of matrices like a small model's."""
-    rows, width = 512, 512
-    left, right = torch.ones(rows, width, dtype=kind), torch.ones(width, width, dtype=kind)
-    best = float("inf")
-    end = time.monotonic() + _SECONDS
-    while time.monotonic() < end:
-        start = time.monotonic()
-        torch.mm(left, right)
-        best = min(best, time.monotonic() - start)
-    return 2 * rows * width * width / best
+def _product_seconds(kind: torch.dtype, size: int = 256) -> float:
+    """Of the product of two square matrices."""
+    matrix = torch.ones(size, size, dtype=kind)
+    return min(_seconds(lambda: torch.mm(matrix, matrix)) for _ in range(5))
+
+
+def _layer_flops(width: int, context: int, kind: torch.dtype) -> float:
+    """FLOP/s of a training step of one layer of a transformer, its head dimension 64, on four samples."""
+    layer = torch.nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, batch_first=True, dtype=kind)
+    inputs = torch.ones(4, context, width, dtype=kind)
+    seconds = min(_seconds(lambda: layer(inputs).sum().backward()) for _ in range(3))
+    return inputs.shape[0] * context * (72 * width * width + 12 * width * context) / seconds
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.monotonic()
+    work()
+    return time.monotonic() - start

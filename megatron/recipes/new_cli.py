@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = _tokenizer(args, asked, source, base, folder)
     shape = scaled(base, asked.size, tokenizer.vocab_size)
     corpus = tokenise(source, tokenizer, folder / "data", valid=asked.valid, seed=args.seed, workers=args.workers)
-    machine = look()
+    machine = look(shape.keys["hidden_size"], shape.keys["seq_length"])
     training = _plan(asked, shape, corpus, machine, args.hours)
     text = _write(args, shape, training, corpus, machine, tokenizer)
     write_atomically(output, text)

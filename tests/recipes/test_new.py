@@ -167,7 +167,7 @@ def test_hours_limit_the_run(folder: Path, new: Callable[..., int], monkeypatch:
     steps = {}
     for speed in (1e10, 2e10):
         machine = Machine("a test", 1, False, 1e9, speed, "fp32")
-        monkeypatch.setattr(new_cli, "look", lambda machine=machine: machine)
+        monkeypatch.setattr(new_cli, "look", lambda width, context, machine=machine: machine)
         new("--data", "texts", "--size", "300K", "--hours", "0.001", "--tokens", "1B", "-o", "run.yml", "--force")
         run = yaml.safe_load((folder / "run.yml").read_text())
         steps[speed] = run["train_iters"] * run["train_batch_size"]

@@ -149,7 +149,7 @@ def recipe(flags: SimpleNamespace, data_tokens: int) -> dict[str, Any]:
 
     shape = build(read_recipe(flags.family, ROOT / "configs"), flags.hidden, flags.layers, flags.vocab)
     shape = replace(shape, keys={**shape.keys, "seq_length": flags.tokens, "max_position_embeddings": flags.tokens})
-    machine = look()
+    machine = look(flags.hidden, flags.tokens)
     tokens = machine.flops * flags.cpu_seconds / flags.threads / shape.flops
     training = plan_training(shape.count.total, shape.outside_embeddings, flags.tokens, tokens, data_tokens)
     found = sections(shape, training, machine, valid_samples=0)
