@@ -68,8 +68,7 @@ def next_commands(trainer: Trainer, folder: Path, checkpoint: Path) -> list[str]
     args, config, total = trainer.args, str(folder / "resolved.yml"), trainer.args.training.train_iters or 0
     commands = []
     if args.model.output_head != "reward":
-        options = (config, f"load={folder}", "text_gen_type=interactive")
-        commands.append(_command("generate", "deepy.py generate.py", *options))
+        commands.append(_command("generate", "deepy.py generate.py", str(folder), "text_gen_type=interactive"))
     if not _lacks_family(args):
         folders = ("--input_dir", str(checkpoint), "--output_dir", str(folder / "hf"))
         commands.append(_command("export", "tools/ckpts/convert_neox_to_hf.py", *folders))

@@ -48,6 +48,11 @@ def test_without_a_traceback_it_is_the_last_lines_and_of_a_progress_bar_its_last
     assert lines[-3:] == ["line 99", "100%", "unfinished"] and len(lines) == 30
 
 
+def test_what_our_bars_draw_is_left_out() -> None:
+    drawn = "\r\r 10%\n\r\r below\x1b[A\r\r 20%\r      \rsaved\n\r\r 20%\n\r     \x1b[A\r\r 30%\n"
+    assert output(f"before\n{drawn}after\n").tail() == "before\nsaved\nafter"
+
+
 def test_a_line_on_the_console_names_its_rank_once(capfd: pytest.CaptureFixture[str]) -> None:
     output("[rank 1] named\nraw\n[rank 2] quoted\n", log_file=None)
     assert capfd.readouterr().err == "[rank 1] named\n[rank 1] raw\n[rank 1] [rank 2] quoted\n"

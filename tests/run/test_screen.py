@@ -33,12 +33,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run.yml").write_text(yaml.safe_dump({**RUN, "data_path": "data/text_document", "save": "out"}))
     for name in ("deepy.py", "train.py", "generate.py", "tools"):
         (folder / name).symlink_to(ROOT / name)
+    (folder / "other").mkdir()
+    (folder / "other" / "deepy").touch(mode=0o755)
     return folder
 
 
-def on_terminal(warm: WarmPython, folder: Path, columns: int, command: str, code: int = 0) -> list[str]:
-    """The lines that stay on a terminal that wide when the command has ended with this code."""
-    script = f"script -qec 'stty cols {columns}; {command}; test $? = {code}' /dev/null"
+def on_terminal(warm: WarmPython, folder: Path, columns: int, command: str) -> list[str]:
+    """The lines that stay on a terminal that wide when the command has ended."""
+    script = f"script -qec 'stty cols {columns}; {command}' /dev/null"
     done = warm.run(script, folder, TERM="xterm")
     assert done.returncode == 0, done.stdout
     drawn = [line.rstrip("\r") for line in done.stdout.split("\n")]
@@ -63,13 +65,19 @@ def compare(name: str, lines: list[str]) -> None:
     assert text == (SCREENS / f"{name}.txt").read_text(), text
 
 
+@pytest.mark.timeout(400)
 def test_a_run_is_started_stopped_resumed_and_what_its_end_says_works(folder: Path, warm_python: WarmPython) -> None:
-    first = on_terminal(warm_python, folder, 80, "python deepy.py train.py run.yml")
+    # A `deepy` of another environment comes first on the path: the end names scripts, and then, without it, `deepy`.
+    first = on_terminal(warm_python, folder, 80, "PATH=$PWD/other:$PATH python deepy.py train.py run.yml")
     compare("start_80", first)
     begins = first[: first.index("saved checkpoint out/global_step2")]
     assert sum(-(-len(line) // 80) for line in begins) < ROWS
     second = on_terminal(warm_python, folder, 120, commands(first)[1])
     compare("resume_120", second)
+    # What the terminal did not show is in the log, and what bars drew is not.
+    log = (folder / "out/logs/rank_0.log").read_text()
+    assert re.findall(r"iteration +(\d)/ +4 .*lm_loss: ", log) == ["2", "4"] and "parameters: " in log
+    assert not re.search(r"%\||ETA|\r|\x1b", log)
     for command in commands(second):
         done = warm_python.run(command, folder)
         assert done.returncode == 0, f"{command}\n{done.stderr}"
