@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from megatron.errors import UserError, nearest
@@ -215,6 +216,13 @@ class NeoXArgs:
         if info.differs:
             lines.append(f"  differs from GPT-NeoX: {info.differs}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: a table of what was set, and where."""
+        rows = ((name, json.dumps(thaw(self.get(name))), self.source(name)) for name in all_keys() if self.is_set(name))
+        cells = ("".join(f"<td style='text-align:left'>{escape(cell)}</td>" for cell in row) for row in rows)
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        return f"<table><thead><tr><th>key</th><th>value</th><th>set in</th></tr></thead><tbody>{body}</tbody></table>"
 
     def describe(self, vocab_size: int | None = None) -> list[str]:
         """Lines of arithmetic about a derived config: ranks, batch, length, schedule and, with a vocabulary, size."""

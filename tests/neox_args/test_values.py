@@ -72,3 +72,12 @@ def test_refused(text: str, message: str, tmp_path: Path) -> None:
         load_text(tmp_path, text + "\n")
     assert re.search(message, str(error.value))
     assert "a.yml:1: " in str(error.value)
+
+
+def test_a_notebook_shows_what_was_set_and_where(tmp_path: Path) -> None:
+    shown = load_text(tmp_path, 'hidden_size: 64\nsave: "a<b"')._repr_html_()
+    assert re.findall(r">([^<]+)</t[dh]>", shown) == [
+        *("key", "value", "set in"),
+        *("hidden_size", "64", f"{tmp_path}/a.yml:1"),
+        *("save", "&quot;a&lt;b&quot;", f"{tmp_path}/a.yml:2"),
+    ]

@@ -38,13 +38,14 @@ pre { background: var(--card); border-radius: 4px; font: 13px/1.6 ui-monospace, 
 b, i { font-style: normal; font-weight: normal; unicode-bidi: isolate; }
 b { background: var(--trained-back); color: var(--trained); }
 b:hover, i:hover { outline: 1px solid var(--bar); }
-figure { display: inline-block; margin: .5rem 1.5rem .5rem 0; } figcaption { color: var(--faint); font-size: .85rem; }
+figure { display: inline-block; margin: .5rem 1.5rem .5rem 0; } figcaption { font-size: .85rem; }
 svg { height: 150px; width: 420px; max-width: 100%; } rect { fill: var(--bar); } line { stroke: var(--faint); }
 svg text { fill: var(--faint); font-size: 12px; }
-.legend span { margin-right: 1.2rem; }
+ul { display: flex; flex-wrap: wrap; gap: .2rem 1.6rem; list-style: none; padding: 0; }
+a { color: var(--bar); text-decoration: none; } h2 a { color: inherit; } section:target { border-color: var(--bar); }
 """
 
-_WIDTH, _HEIGHT, _BASE, _MOST_BINS = 420, 150, 120, 24  # of a histogram, in pixels
+_WIDTH, _HEIGHT, _LEFT, _BASE, _TALL, _MOST_BINS = 420, 150, 46, 126, 112, 24  # of a histogram, in pixels
 
 
 def write_page(path: str | Path, pieces: Iterable[str]) -> None:
@@ -84,7 +85,7 @@ def page(
     tokenizer: Tokenizer,
     limit: int | None = None,
 ) -> Iterator[str]:
-    """The page, piece by piece: facts, a legend, statistics, then every row.
+    """The page, piece by piece: facts, a legend, statistics, links to the rows, then every row (`#row-1`, ...).
 
     `limit`: tokens shown of a part; the statistics count all.
     """
@@ -95,13 +96,15 @@ def page(
     )
     yield _facts(facts)
     yield (
-        '<p class="legend"><span><b>trained</b> the model learns to write it</span>'
-        "<span><i>not trained</i> it is only read</span><span>a line: a document begins</span>"
-        "<span>hover over a token: its place, id, position</span></p>\n"
+        "<ul><li><b>trained</b>: the model learns to write it</li>\n<li><i>not trained</i>: it is only read</li>\n"
+        "<li>a line: a document begins</li>\n<li>hover over a token: its place, id, position</li></ul>\n"
     )
     yield _statistics(views)
-    for view in views:
-        yield from _section(view, tokenizer, limit)
+    if len(views) > 1:
+        links = (f'<li><a href="#row-{i}">{_text(view.title)}</a></li>' for i, view in enumerate(views, start=1))
+        yield "<nav><ul>" + "\n".join(links) + "</ul></nav>\n"
+    for i, view in enumerate(views, start=1):
+        yield from _section(view, f"row-{i}", tokenizer, limit)
     yield "</body></html>\n"
 
 
@@ -124,26 +127,42 @@ def _statistics(views: Sequence[View]) -> str:
 
 
 def histogram(values: Sequence[float], title: str, unit: str = "") -> str:
-    """An `<svg>` of how often values occur: bars with their range and count on hover, the axis with both ends."""
+    """A title and an `<svg>` of how often values occur: bars with their range and count on hover, and both axes."""
     low, high = min(values, default=0), max(values, default=0)
     counts, edges = _bin(values, low, high)
-    most, step = max(counts), _WIDTH / len(counts)
+    most, step = max(counts), (_WIDTH - _LEFT) / len(counts)
     bars = []
     for i, count in enumerate(counts):
-        tall = round(100 * count / most, 1) if most else 0
+        tall = round(_TALL * count / most, 1) if most else 0
         span = f"{edges[i]:,.4g} to {edges[i + 1]:,.4g}{unit}"
         bars.append(
-            f'<rect x="{i * step:.1f}" y="{_BASE - tall:.1f}" width="{max(step - 1, 1):.1f}" height="{tall:.1f}">'
+            f'<rect x="{_LEFT + i * step:.1f}" y="{_BASE - tall:.1f}" width="{max(step - 1, 1):.1f}" '
+            f'height="{tall:.1f}">'
             f"<title>{escape(span)}: {count:,}</title></rect>"
         )
     label = f"{title}: {len(values):,} values, {low:,.4g} to {high:,.4g}{unit}"
     return (
-        f'<figure><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(bars)}'
-        f'<line x1="0" y1="{_BASE}" x2="{_WIDTH}" y2="{_BASE}"/>'
-        f'<text x="0" y="{_BASE + 18}">{low:,.4g}</text>'
-        f'<text x="{_WIDTH}" y="{_BASE + 18}" text-anchor="end">{high:,.4g}{escape(unit)}</text>'
-        f'<text x="0" y="14">most: {most:,}</text></svg><figcaption>{escape(title)}</figcaption></figure>'
+        f"<figure><figcaption>{escape(title)}</figcaption>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">{"".join(bars)}'
+        f'<line x1="{_LEFT}" y1="{_BASE}" x2="{_WIDTH}" y2="{_BASE}"/>'
+        f'<line x1="{_LEFT}" y1="{_BASE - _TALL}" x2="{_LEFT}" y2="{_BASE}"/>'
+        f"{''.join(_marks(low, high, unit, most))}</svg></figure>"
     )
+
+
+def _marks(low: float, high: float, unit: str, most: int) -> Iterator[str]:
+    """The numbers at the axes: counts on the left, values below."""
+    for count in dict.fromkeys((0, most // 2, most)):
+        y = _BASE - (_TALL * count / most if most else 0)
+        yield f'<line x1="{_LEFT - 4}" y1="{y:.1f}" x2="{_LEFT}" y2="{y:.1f}"/>'
+        yield f'<text x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{count:,}</text>'
+    places = [(_LEFT, low, "start")] if high <= low else []
+    places = places or [
+        (_LEFT + (_WIDTH - _LEFT) * part / 2, low + (high - low) * part / 2, anchor)
+        for part, anchor in enumerate(("start", "middle", "end"))
+    ]
+    for x, value, anchor in places:
+        yield f'<text x="{x:.1f}" y="{_BASE + 18}" text-anchor="{anchor}">{value:,.4g}{escape(unit)}</text>'
 
 
 def _bin(values: Sequence[float], low: float, high: float) -> tuple[list[int], list[float]]:
@@ -175,8 +194,8 @@ def _lengths(views: Sequence[View]) -> list[int]:
     return [part.end - part.start for view in views for part in view.parts if not part.padding]
 
 
-def _section(view: View, tokenizer: Tokenizer, limit: int | None) -> Iterator[str]:
-    yield f"<section><h2>{_text(view.title)}</h2>{_facts(view.facts)}"
+def _section(view: View, anchor: str, tokenizer: Tokenizer, limit: int | None) -> Iterator[str]:
+    yield f'<section id="{anchor}"><h2><a href="#{anchor}">{_text(view.title)}</a></h2>{_facts(view.facts)}'
     for part in view.parts:
         yield f'<div class="part">{_text(part.title)}</div>'
         if part.padding:

@@ -288,10 +288,25 @@ def test_a_page_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         write_page(tmp_path / "none" / "page.html", ["x"])
 
 
+def test_the_page_links_to_each_row(tmp_path: Path) -> None:
+    data = open_documents(write(tmp_path / "d", [[97, 98], [99]])).data
+    text = "".join(page("t", [], [document_view(data, i) for i in (0, 1)], BYTES))
+    Reader(text)
+    assert re.findall(r'<a href="#([^"]+)">', text) == ["row-1", "row-2", "row-1", "row-2"]
+    assert re.findall(r'<section id="([^"]+)">', text) == ["row-1", "row-2"]
+    legend = re.sub(r"<[^>]+>", "", text[text.index("<ul>") : text.index("</ul>")])
+    assert legend.splitlines()[:2] == ["trained: the model learns to write it", "not trained: it is only read"]
+
+
 @given(st.lists(st.integers(0, 5000) | st.floats(0, 1e6), max_size=30))
 def test_bars_count_every_value(values: list[float]) -> None:
     found = histogram(values, "a <title>")
-    assert sum(int(n.replace(",", "")) for n in re.findall(r": ([\d,]+)</title>", found)) == len(values)
+    counts = [int(n.replace(",", "")) for n in re.findall(r": ([\d,]+)</title>", found)]
+    assert sum(counts) == len(values)
+    tops = [float(y) for y in re.findall(r'<rect [^>]*y="([\d.]+)"', found)]
+    assert found.index("<figcaption>") < found.index("<svg") and (not values or min(tops) == 14.0)
+    marks = re.findall(r'text-anchor="end">([^<]+)</text>', found)  # of counts from 0 to the most, then of values
+    assert marks[0] == "0" and (not values or f"{max(counts):,}" in marks)
     Reader(found)
 
 
