@@ -21,6 +21,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.problems import collector
 from megatron.plan.inspect_arguments import closed_range, parse, python_range
 from megatron.plan.inspect_run import RoleData, RunData, open_run
+from megatron.plan.preflight import config_for
 from megatron.tokenizer import Tokenizer, create_tokenizer
 
 _PAGE_SAMPLES = 20
@@ -175,6 +176,7 @@ def _run(known: argparse.Namespace, env: Mapping[str, str]) -> tuple[RunData, Ro
     hostfile = [f"hostfile={json.dumps(known.hostfile)}"] if known.hostfile else []
     with collector() as problems:
         args = NeoXArgs.from_files(known.conf, [*known.overrides, *hostfile], known.conf_dir, problems=problems)
+        args = config_for(args, "train.py")
         run = open_run(args, ranks_of_hostfile(args, env), problems)
     return run, run.role(known.role)
 

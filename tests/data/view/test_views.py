@@ -245,7 +245,8 @@ def test_a_page_holds_the_text_and_nothing_else(tmp_path: Path) -> None:
     read = Reader(source)
     assert read.pre == ["\n" + text, "\nplain"]  # browsers drop the first line break of <pre>
     assert not read.tags & {"script", "link", "img", "iframe", "object"}
-    assert not read.attributes & {"src", "href", "onclick", "onload"}
+    assert not read.attributes & {"src", "onclick", "onload"}
+    assert set(re.findall(r'href="(.)', source)) == {"#"}
     assert "://" not in source and "url(" not in source and "@import" not in source
     assert len(read.hovers) == len(text.encode()) + 5 and read.hovers[1].startswith(f"1: id {ord('<')}")
     marks = "".join(text for text in read.trained)
