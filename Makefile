@@ -68,7 +68,8 @@ test-lowest: $(STAMP) ## a part of the tests with the lowest versions that pypro
 	$(VENV)/bin/uv pip install --python $(LOWEST)/bin/python --resolution lowest-direct --override $(LOWEST)/torch.txt \
 	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -r pyproject.toml --extra eval \
 	    pytest==9.1.1 pytest-timeout==2.4.0 hypothesis==6.168.5
-	$(LOWEST)/bin/python -m pytest -q tests/commands tests/test_flags.py tests/cluster/test_command_line.py tests/neox_args \
+	$(LOWEST)/bin/python -m pytest -q tests/commands tests/test_flags.py tests/cluster/test_command_line.py \
+	    tests/neox_args/test_nonsense.py tests/neox_args/test_load.py \
 	    tests/tokenizer/test_fast.py tests/tools/test_preprocess_data.py tests/test_python_api.py tests/convert/test_tools.py
 
 # Both take the python3 on the PATH where there is no .venv: a GPU machine may reach no package index.
