@@ -36,7 +36,7 @@ TOKENS_PER_PARAMETER = 20.0
 """Of a run that makes the most of its compute: Hoffmann et al. 2022, arXiv 2203.15556 (70B and 1.4T tokens)."""
 MOST_EPOCHS = 4.0
 """Up to which text that is read again teaches nearly as much as new: Muennighoff et al. 2023, arXiv 2305.16264."""
-LARGEST_RATE, LARGEST_DECAY, LEAST_BATCH = 5.0e-3, 0.1, 4096.0
+LARGEST_RATE, LARGEST_DECAY, LEAST_BATCH = 5.0e-3, 0.1, 2048.0
 """Where the rules for rate, weight decay and tokens of a step are cut off: short runs of small models lie outside what
 they were fitted to."""
 

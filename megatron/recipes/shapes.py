@@ -53,8 +53,8 @@ class Shape:
 
     @property
     def outside_embeddings(self) -> int:
-        """Parameters of the blocks and norms."""
-        return self.count.total - self.count.embedding - self.count.head
+        """Parameters of the blocks and norms that one token uses: of value embeddings, its own rows."""
+        return self.count.active - self.count.embedding - self.count.head
 
 
 def read_recipe(family: str, configs: Path) -> dict[str, Any]:

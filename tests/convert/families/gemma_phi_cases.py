@@ -63,6 +63,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {**LLAMA, "final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0"),
     ("llama", {**LLAMA, "query_pre_attn_scalar": 9}, "query_pre_attn_scalar: 9"),
     ("llama", {**LLAMA, "use_bias_in_head": True}, "use_bias_in_head: True"),
+    ("llama", {**LLAMA, "value_embedding_interval": 1}, "value_embedding_interval: 1"),
     ("olmo2", {**LLAMA, **LOCAL, **_OLMO}, "rotary_emb_base_local"),
     ("gpt2", {**BASE, "embedding_dropout": 0.25, "pos_emb": "learned"}, "embedding_dropout: 0.25"),
     ("gemma", {**GEMMA, "norm": "rmsnorm"}, "norm: rmsnorm"),
