@@ -95,6 +95,7 @@ def with_model(args: NeoXArgs, checkpoint: Checkpoint, *, grows: bool = False) -
     `grows`: blocks and vocabulary may be others (`init_from`). Raises `UserError` naming every key of the config that
     describes another model.
     """
+    origin: dict[str, Any] | None
     if checkpoint.published is not None:
         origin, where = read_published(checkpoint), str(checkpoint.path / "config.json")
     else:

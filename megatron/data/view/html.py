@@ -156,7 +156,7 @@ def _marks(low: float, high: float, unit: str, most: int) -> Iterator[str]:
         y = _BASE - (_TALL * count / most if most else 0)
         yield f'<line x1="{_LEFT - 4}" y1="{y:.1f}" x2="{_LEFT}" y2="{y:.1f}"/>'
         yield f'<text x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{count:,}</text>'
-    places = [(_LEFT, low, "start")] if high <= low else []
+    places = [(float(_LEFT), low, "start")] if high <= low else []
     places = places or [
         (_LEFT + (_WIDTH - _LEFT) * part / 2, low + (high - low) * part / 2, anchor)
         for part, anchor in enumerate(("start", "middle", "end"))
