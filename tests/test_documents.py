@@ -57,7 +57,7 @@ def test_files_named_in_the_text_exist(document: str) -> None:
 
 def test_the_tour_is_numbered_and_short() -> None:
     """A newcomer reads it in an evening."""
-    tour = (ROOT / "README.md").read_text().split("## Tour of the code")[1]
+    tour = (ROOT / "documentation" / "architecture.md").read_text().split("## Tour of the code")[1]
     files = re.findall(r"\b(\d+)\. `([\w./]+\.py)`", tour)
     assert [int(number) for number, _ in files] == list(range(1, len(files) + 1)) and len(files) > 15
     assert sum((ROOT / path).read_text().count("\n") for _, path in files) < 3200

@@ -1,0 +1,84 @@
+#!/usr/bin/env python
+"""Draw the pictures of the README anew, from real commands: `python tools/pictures.py` (about two minutes of a CPU).
+
+The terminal's text as SVG, at 100 columns; a page as PNG, by chromium without a window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(ROOT := Path(__file__).resolve().parents[1]))
+
+from megatron.errors import MachineError, run_cli
+
+PICTURES = ROOT / "documentation" / "pictures"
+COLUMNS = 100
+DEEPY = [sys.executable, "-m", "megatron.commands.cli"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, look, draw."""
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.parse_args(arguments)
+    if shutil.which("chromium") is None:
+        raise MachineError("chromium, which draws the page, is not on the PATH")
+    PICTURES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "configs").symlink_to(ROOT / "configs")
+        _screen(folder, "data corpus stdlib -d ./data")
+        _draw("plan", "plan configs/tiny.yml", _screen(folder, "plan configs/tiny.yml"))
+        train = "train configs/tiny.yml save=checkpoints/tiny train_iters=60 log_interval=10"
+        _draw("run", train, _screen(folder, train))
+        _screen(folder, "data inspect sample configs/tiny.yml --sample 17 --html page.html")
+        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1100,620"]
+        picture = [f"--screenshot={PICTURES / 'data.png'}", (folder / "page.html").as_uri()]
+        subprocess.run([*command, *picture], check=True, timeout=120, stderr=subprocess.DEVNULL)
+    return 0
+
+
+def _screen(folder: Path, arguments: str) -> str:
+    """What a terminal of `COLUMNS` shows at the end of a command."""
+    reader, writer = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(COLUMNS), "LINES": "40", "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([*DEEPY, *arguments.split()], cwd=folder, env=environment, stdout=writer, stderr=writer)
+    os.close(writer)
+    pieces = []
+    while True:
+        try:
+            piece = os.read(reader, 1 << 16)
+        except OSError:  # how Linux says that nobody writes any more
+            break
+        if not piece:
+            break
+        pieces.append(piece)
+    os.close(reader)
+    if process.wait(timeout=600):
+        raise MachineError(f"deepy {arguments} failed:\n{b''.join(pieces).decode()}")
+    lines = b"".join(pieces).decode().replace("\r\n", "\n").split("\n")
+    return "\n".join(line.split("\r")[-1] for line in lines)  # a line that is written over shows its last text
+
+
+def _draw(name: str, command: str, text: str) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)
+    console.print(Text.assemble(("$ ", "bold green"), (f"deepy {command}", "bold")))
+    console.print(Text.from_ansi(re.sub(r"\x1b\[\d*K", "", text).strip("\n")))
+    svg = console.export_svg(title="deepy", unique_id=name)
+    svg = re.sub(r"\s*@font-face \{[^}]*\}", "", svg)  # no font of another site
+    (PICTURES / f"{name}.svg").write_text(svg, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_cli(main)
