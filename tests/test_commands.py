@@ -57,6 +57,12 @@ INSTEAD = {
     r"python prepare_data\.py stdlib( -d \S+)?": PREPARE,
     r"deepy data corpus stdlib( -d \S+)?": ("deepy data corpus --help", PREPARE[1]),
     r"python deepy\.py train\.py configs/pythia/70M\.yml .*": PLANNED,
+    r"deepy train (configs/pythia/70M\.yml .*)": ("deepy plan {words[2]} {words[3]} {words[4]}", PLANNED[1]),
+    r"deepy data corpus stdlib( -d \S+)?": ("deepy data corpus --help", PREPARE[1]),
+    r"deepy new .*": ("deepy new --help", "a minute of a CPU; tests/recipes runs it"),
+    r"deepy (train|chat) mine\.yml": (NOTHING, "what deepy new has made"),
+    r"deepy eval run\.yml .*": ("{} --dry-run", "tasks of the Hub; tests/inference/test_cli.py evaluates"),
+    r"deepy monitor runs/": ("deepy monitor --help", "run folders; tests/monitor types it"),
     r"srun --(ntasks-per-node|gpus-per-task)=1( torchrun .*)?|srun python -u train\.py CONF(IG)?\.\.\.": CLUSTER,
     r"(?s)srun --cpus-per-task=32 .*|.* --input /data/shards --output-prefix /data/corpus": CLUSTER,
     r"python slurm/monitor\.py (--wait-iterations|--cluster|--usage).*|bash tools/cluster/.*": (
@@ -176,6 +182,7 @@ FILES = {
     "text_generation.yml": "maximum_tokens: 4\n",
     "prompts.txt": "document 1\nword 2\n",
     "a.jsonl": '{"text": "document 3"}\n' * 3,
+    "chats.jsonl": '{"messages": [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B"}]}\n' * 3,
     # chat_data.md
     "pairs.jsonl": '{"chosen": [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "B"}], '
     '"rejected": [{"role": "user", "content": "A?"}, {"role": "assistant", "content": "C"}]}\n',
