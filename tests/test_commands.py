@@ -83,7 +83,7 @@ INSTEAD = {
         "{words[0]} {words[1]} checkpoints/tiny my-org --dry-run",
         "the Hub; tests/hub/test_upload_checkpoint.py and tests/jobs/test_publishing.py have one",
     ),
-    r"python tools/ckpts/average\.py .*": ("{words[0]} {words[1]} --help", "tests/convert/test_average.py averages"),
+    r"deepy convert average .*": ("deepy convert average --help", "tests/convert/test_average.py averages"),
     r"python tools/bench/\w+\.py": BENCH,
     r"DEEPY_GPU_TESTS_ON=cpu bash tests/gpu/run\.sh": (NOTHING, "minutes of tests"),
     r"python -m torch\.distributed\.flight_recorder\.fr_trace RUN/.*": (
