@@ -264,14 +264,8 @@ def run_all(warm: WarmPython, place: Path, document: str) -> None:
 
 
 def test_every_command_of_the_readme(folder: Path) -> None:
-    for made in (
-        "checkpoints/tiny/global_step5",
-        "hf/model.safetensors",
-        "pythia-70m/config.yml",
-        "data/a_text_document.idx",
-    ):
+    for made in ("checkpoints/tiny/global_step5", "hf/model.safetensors"):
         assert (folder / made).exists(), made
-    assert len((folder / "samples.jsonl").read_text().splitlines()) >= 1
 
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "README.md" and commands(name)])
