@@ -7,6 +7,7 @@ The terminal's text as SVG, at 100 columns; a page as PNG, by chromium without a
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import pty
 import re
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import termios
 from pathlib import Path
 
 sys.path.insert(0, str(ROOT := Path(__file__).resolve().parents[1]))
@@ -35,9 +37,16 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "configs").symlink_to(ROOT / "configs")
+        (folder / "deepy").write_text(f'#!/bin/sh\nexec {" ".join(DEEPY)} "$@"\n')
+        (folder / "deepy").chmod(0o755)
         _screen(folder, "data corpus stdlib -d ./data")
-        _draw("plan", "plan configs/tiny.yml", _screen(folder, "plan configs/tiny.yml"))
-        train = "train configs/tiny.yml save=checkpoints/tiny train_iters=60 log_interval=10"
+        plan = _screen(folder, "plan configs/tiny.yml")
+        _draw(
+            "plan",
+            "plan configs/tiny.yml",
+            "[...]\n\n" + plan[plan.index("== model") : plan.index("== callbacks")] + "[...]",
+        )
+        train = "train configs/tiny.yml save=checkpoints/tiny train_iters=40"
         _draw("run", train, _screen(folder, train))
         _screen(folder, "data inspect sample configs/tiny.yml --sample 17 --html page.html")
         command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1100,620"]
@@ -49,7 +58,15 @@ def main(arguments: list[str] | None = None) -> int:
 def _screen(folder: Path, arguments: str) -> str:
     """What a terminal of `COLUMNS` shows at the end of a command."""
     reader, writer = pty.openpty()
-    environment = {**os.environ, "COLUMNS": str(COLUMNS), "LINES": "40", "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
+    termios.tcsetwinsize(writer, (40, COLUMNS))
+    environment = {
+        **os.environ,
+        "COLUMNS": str(COLUMNS),
+        "OMP_NUM_THREADS": "1",
+        "LINES": "40",
+        "TERM": "xterm-256color",
+        "PYTHONPATH": str(ROOT),
+    }
     process = subprocess.Popen([*DEEPY, *arguments.split()], cwd=folder, env=environment, stdout=writer, stderr=writer)
     os.close(writer)
     pieces = []
@@ -72,7 +89,7 @@ def _draw(name: str, command: str, text: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print(Text.assemble(("$ ", "bold green"), (f"deepy {command}", "bold")))
     console.print(Text.from_ansi(re.sub(r"\x1b\[\d*K", "", text).strip("\n")))
     svg = console.export_svg(title="deepy", unique_id=name)
