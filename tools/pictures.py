@@ -7,11 +7,13 @@ The terminal's text as SVG, at 100 columns; a page as PNG, by chromium without a
 from __future__ import annotations
 
 import argparse
+import fcntl
 import io
 import os
 import pty
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -57,8 +59,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _screen(folder: Path, arguments: str) -> str:
     """What a terminal of `COLUMNS` shows at the end of a command."""
+    import pyte
+
     reader, writer = pty.openpty()
-    termios.tcsetwinsize(writer, (40, COLUMNS))
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     environment = {
         **os.environ,
         "COLUMNS": str(COLUMNS),
@@ -81,8 +85,9 @@ def _screen(folder: Path, arguments: str) -> str:
     os.close(reader)
     if process.wait(timeout=600):
         raise MachineError(f"deepy {arguments} failed:\n{b''.join(pieces).decode()}")
-    lines = b"".join(pieces).decode().replace("\r\n", "\n").split("\n")
-    return "\n".join(line.split("\r")[-1] for line in lines)  # a line that is written over shows its last text
+    terminal = pyte.Screen(COLUMNS, 500)
+    pyte.ByteStream(terminal).feed(b"".join(pieces))
+    return "\n".join(line.rstrip() for line in terminal.display).rstrip()
 
 
 def _draw(name: str, command: str, text: str) -> None:
@@ -91,7 +96,7 @@ def _draw(name: str, command: str, text: str) -> None:
 
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print(Text.assemble(("$ ", "bold green"), (f"deepy {command}", "bold")))
-    console.print(Text.from_ansi(re.sub(r"\x1b\[\d*K", "", text).strip("\n")))
+    console.print(Text(text.strip("\n")))
     svg = console.export_svg(title="deepy", unique_id=name)
     svg = re.sub(r"\s*@font-face \{[^}]*\}", "", svg)  # no font of another site
     (PICTURES / f"{name}.svg").write_text(svg, encoding="utf-8")
