@@ -31,7 +31,7 @@ BELOW_THE_CONFIG = [
 ]
 # what a run makes, and the user's own files
 MADE = re.compile(
-    r"^(data|checkpoints|demo|ckpt|hf|global_step\S*|a\.\w+|b\.yml|run\.yml|your\.yml|.*\.jsonl?|resolved\.yml)(/|$)"
+    r"^(data|checkpoints|demo|ckpt|hf|global_step\S*|a\.\w+|b\.yml|mine\.yml|run\.yml|your\.yml|.*\.jsonl?|resolved\.yml)(/|$)"
 )
 
 
