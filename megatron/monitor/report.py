@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,21 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 _FEW = ("train/tokens", "train/trained_tokens")  # counts: they are an axis, not a curve
 
 
-def build_page(histories: Sequence[History], patterns: Sequence[str] = ()) -> str:
-    """The page. `patterns`: the metrics that it shows, as in `gradient_norms/*`; default: all, of one kind a few."""
+def build_page(
+    histories: Sequence[History], patterns: Sequence[str] = (), samples: Sequence[Mapping[str, str]] = ()
+) -> str:
+    """The page.
+
+    Args:
+        patterns: the metrics that it shows, as in `gradient_norms/*`; default: all, of one kind a few.
+        samples: of each run, the pages with the samples of a step: {step: address}.
+    """
     chosen = choose_metrics(histories, patterns)
     names = short_names(histories)
     data = {
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "runs": [_run(one, name, {m for ms in chosen.values() for m in ms}) for one, name in zip(histories, names)],
+        "samples": [dict(one) for one in samples] if any(samples) else [],
         "sections": [{"title": title, "metrics": metrics} for title, metrics in chosen.items()],
     }
     # Inside a script element nothing is escaped, and only the end of the element would end it.

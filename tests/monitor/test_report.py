@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from megatron.errors import UserError
 from megatron.monitor.history import Point, read_history, spikes, thin
@@ -18,6 +19,8 @@ from megatron.monitor.report import build_page, choose_metrics, facts
 from megatron.monitor.report_cli import main
 from tests.callbacks.fakes import out
 from tests.monitor.runs import train
+from tests.training.runs import corpus
+from tests.training.tiny import LLAMA
 
 pytestmark = pytest.mark.cpu
 
@@ -153,3 +156,18 @@ def test_a_large_run_is_read_in_seconds_into_a_small_page(tmp_path: Path) -> Non
     assert time.process_time() - began < 20 and len(page) < 2e6
     assert len(choose_metrics([history])["Norms"]) == 16
     assert len(choose_metrics([history], ["gradient_norms/*"])["Norms"]) == 40
+
+
+def test_pages_of_the_samples_of_steps_are_linked(tmp_path: Path, capfd: Any) -> None:
+    """In a process of its own, by the run's resolved config; without its data the run and the step are named."""
+    run = write(tmp_path / "run", logs(range(1, 4)))
+    data = corpus(tmp_path / "data")
+    keys = {**LLAMA, "train_data_paths": [data], "tokenizer_type": "CharLevelTokenizer", "train_iters": 4}
+    (run / "resolved.yml").write_text(yaml.safe_dump(keys))
+    assert main([str(run), "--iterations", "2", "3"]) == 0
+    (pages,) = page_data((run / "report.html").read_text())["samples"]
+    assert list(pages) == ["2", "3"]
+    for step, page in pages.items():
+        assert f"step {int(step) - 1} (iteration {step} of the log)" in (run / page).read_text()
+    with pytest.raises(UserError, match=rf"--iterations: the samples of iteration 9 of {run} cannot be shown: .*4"):
+        main([str(run), "--iterations", "9"])
