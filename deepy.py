@@ -10,11 +10,11 @@ from megatron import signals
 if __name__ == "__main__":
     signals.ExitAtStop()  # one may come during the other imports
 
-from megatron.api import evaluate, export_to_hf, generate, import_from_hf, load_config, train
+from megatron.api import evaluate, export_to_hf, generate, import_from_hf, load_config, runs, train
 from megatron.commands.launch_cli import main
 from megatron.errors import run_cli
 
-__all__ = ["evaluate", "export_to_hf", "generate", "import_from_hf", "load_config", "train"]
+__all__ = ["evaluate", "export_to_hf", "generate", "import_from_hf", "load_config", "runs", "train"]
 
 if __name__ == "__main__":
     run_cli(main, is_run=True)

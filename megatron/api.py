@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatron.plan.preflight import check_before_launch, load
 if TYPE_CHECKING:
     from megatron.convert.hf.export_hf import Exported
     from megatron.convert.importing import Imported
+    from megatron.monitor.table import Runs
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -75,6 +77,16 @@ def evaluate(files: Files, tasks: Sequence[str], **overrides: Any) -> dict[str, 
                 raise
         (file,) = Path(folder).glob("api_eval_results_*.json")
         return json.loads(file.read_text(encoding="utf-8"))
+
+
+def runs(*folders: str | os.PathLike[str]) -> Runs:
+    """The runs in these folders, or below them, as `monitor` shows them: a list of rows that prints as its table, in
+    Jupyter too."""
+    from megatron.cluster.slurm import Slurm
+    from megatron.monitor.collect import Selection, look
+    from megatron.monitor.table import Runs
+
+    return Runs(look(Selection(folders=tuple(map(Path, folders))), Slurm(), socket.gethostname()).rows)
 
 
 def export_to_hf(checkpoint: str | Path, output: str | Path, **options: Any) -> Exported:

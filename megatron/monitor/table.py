@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -118,6 +119,20 @@ def make_table(rows: Sequence[Row], width: int, plain: bool) -> RenderableType:
         return table
     below = [Text(f"{_job(row)} {_name(row)[:40]}: {text}") for row in rows if (text := _problem(row))]
     return Group(table, *below)
+
+
+class Runs(list[Row]):
+    """Rows that print as the table: text in a terminal, HTML in Jupyter."""
+
+    def __repr__(self) -> str:
+        return "\n".join(plain_lines(make_table(self, 0, plain=True)))
+
+    def _repr_html_(self) -> str:
+        used = [one for one in COLUMNS if any(one.text(row) for row in self)]
+        lines = [[one.title for one in used], *([one.text(row) for one in used] for row in self)]
+        cells = ["".join(f"<td>{escape(text)}</td>" for text in line) for line in lines]
+        head = cells[0].replace("td>", "th>")
+        return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in cells[1:])}</table>"
 
 
 def plain_lines(table: RenderableType) -> list[str]:

@@ -8,11 +8,13 @@ import re
 import time
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import yaml
 
+from megatron.api import runs
 from megatron.errors import UserError
 from megatron.monitor.history import Point, read_history, spikes, thin
 from megatron.monitor.report import build_page, choose_metrics, facts
@@ -171,3 +173,15 @@ def test_pages_of_the_samples_of_steps_are_linked(tmp_path: Path, capfd: Any) ->
         assert f"step {int(step) - 1} (iteration {step} of the log)" in (run / page).read_text()
     with pytest.raises(UserError, match=rf"--iterations: the samples of iteration 9 of {run} cannot be shown: .*4"):
         main([str(run), "--iterations", "9"])
+
+
+def test_runs_print_as_tables(tmp_path: Path) -> None:
+    for name, loss in (("a", 2.5), ("<b>", 1.25)):
+        write(tmp_path / name, logs(range(1, 4), loss), step=3, train_iters=3)
+    found = runs(tmp_path)
+    assert {row.loss for row in found} == {2.5, 1.25}
+    title, *lines = repr(found).splitlines()
+    assert title.split()[:4] == ["job", "state", "experiment", "iteration"] and len(lines) == 2
+    page = ElementTree.fromstring(found._repr_html_())
+    assert [len(line) for line in page] == [len(page[0])] * 3
+    assert {"2.5000", "1.2500"} < {cell.text for line in page for cell in line}
