@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron import tables
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts, derive
-from megatron.plan import tables
 from megatron.plan.memory import Memory, estimate
 from megatron.plan.stages import Held, stage_sizes, topology
 
