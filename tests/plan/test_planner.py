@@ -84,12 +84,13 @@ def test_keys_come_with_their_sources(run_config: Path) -> None:
 
 
 def test_data_tokens_and_epochs_per_source(run_config: Path) -> None:
-    table = rows(dry_run(run_config), "data", "role")
+    *table, note = rows(dry_run(run_config), "data", "role")
     # 100 documents of 200 tokens split 8:1:1; 1600 training samples of 16 tokens; (100 // 50 + 1) x 2 x 16 to validate
     assert [row[0] for row in table] == ["train", "valid", "test"]
     assert [row[2:4] for row in table] == [["80", "16,000"], ["10", "2,000"], ["10", "2,000"]]
     assert [row[5] for row in table] == ["1,600", "96", "32"]
     assert float(table[0][6]) == pytest.approx(1600 * 16 / 16000, rel=1e-2)
+    assert " ".join(note).startswith("valid and test: the last 20 of 100 documents of ")
 
 
 def test_mixture_shares_the_samples_by_weight(run_config: Path, tokens: Callable[..., str]) -> None:
