@@ -66,7 +66,7 @@ def precompute(process: Process) -> int:
                     report(len(numbers))
                 _note(output).unlink(missing_ok=True)
                 builder.finalize()
-            write_atomically(_note(output), json.dumps(_origin(args, checkpoint)) + "\n")
+            write_atomically(_note(output), json.dumps(_origin(args, checkpoint, data)) + "\n")
             logger.info(f"log-probabilities of {len(data):,} texts written to {output}.bin")
 
     team.run(lead)
@@ -85,7 +85,7 @@ def _missing(args: NeoXArgs) -> tuple[Checkpoint, dict[str, str]]:
     for path in paths:
         for part in TokenFiles.of(args.data).open(path).parts:
             output = f"{part.prefix}_{name}"
-            if not _is_there(output, part, _origin(args, checkpoint)):
+            if not _is_there(output, part, _origin(args, checkpoint, part)):
                 missing[str(part.prefix)] = output
     return checkpoint, missing
 
@@ -112,10 +112,11 @@ def _note(output: str) -> Path:
     return Path(f"{output}.json")
 
 
-def _origin(args: NeoXArgs, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the numbers depend on besides the texts."""
+def _origin(args: NeoXArgs, checkpoint: Checkpoint, data: IndexedDataset) -> dict[str, Any]:
+    """What the numbers depend on."""
     return {
         "checkpoint": str(checkpoint.path.absolute()),
         "crc32": identity(checkpoint.path),
         "seq_length": args.model.seq_length,
+        "data": [identity for file in data.identity for identity in file[1:]],
     }

@@ -57,6 +57,11 @@ def _misdirection(draft: Draft) -> None:
         draft.report(
             "ga_loss", "rmu holds what is retained where it was: set gd_mode: true and gd_retain_dataset, its data"
         )
+    if draft["moe_bias_balancing_rate"] > 0:
+        draft.report(
+            "moe_bias_balancing_rate",
+            "moves biases of all blocks, and what rmu compares with does not keep them; set moe_aux_loss_coeff",
+        )
     layer, count = draft["ga_rmu_layer"], draft["num_layers"]
     if layer is None:
         draft.fail("ga_loss", "rmu needs ga_rmu_layer, the block to steer, from 0 (the paper: 7 of 32)")

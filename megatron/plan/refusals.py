@@ -19,7 +19,7 @@ from megatron.log import get_logger, only_errors
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.parameter_rules import check_matches, parse_rules
 from megatron.neox_arguments.problems import collector
-from megatron.plan.stages import Held, parameters
+from megatron.plan.stages import Held, freezes, parameters
 from megatron.run.data import check_saved_tokenizer, open_data, resume_order
 from megatron.tokenizer import Tokenizer
 
@@ -92,10 +92,10 @@ def check_fit(args: NeoXArgs, start: Start) -> None:
 
 
 def check_trained(args: NeoXArgs, vocab_size: int, held: Sequence[Held]) -> None:
-    """`lora_target_modules` and `parameter_groups` speak of what the model has, and leave something to train on every
-    pipeline stage, whose ranks hold `held`. Raises `UserError`."""
+    """`lora_target_modules` and `parameter_groups` speak of what the model has, and they and `ga_rmu_layers` leave
+    something to train on every pipeline stage, whose ranks hold `held`. Raises `UserError`."""
     rules = parse_rules(args.optimizer.parameter_groups)
-    if args.post.lora_r is None and not rules:
+    if not rules and not freezes(args):
         return
     from megatron.layers.lora import Adapters  # these need torch, and only here
     from megatron.model.specs import check_targets

@@ -141,6 +141,7 @@ class StoredTeacher(Callback):
         post = args.post
         top_k = min(post.distill_top_k, process.tokenizer.vocab_size)
         how = [VERSION, top_k, post.distill_temperature, args.optimizer.precision, process.tokenizer.eod]
+        how.append(args.model.intra_document_masking)  # the run's: it is told where documents begin, or not
         key = content_key({"model": self.known["model"], "how": how})
         folder = reference_folder(args, datasets.plan) / f"teacher-{key[:16]}"
         self.store = TeacherStore(folder, args.model.seq_length, top_k)

@@ -62,5 +62,9 @@ def test_of_both_sides_of_pairs_and_validation_data(tmp_path: Path) -> None:
     run_distributed(score, 1, keys, Layout(), timeout=110)
     again = {path for path, time in before.items() if path.stat().st_mtime_ns != time}
     assert {path.name for path in again} == {"bad_base.bin", "bad_base.idx", "bad_base.json"}
-    with pytest.raises(RankFailure, match=r"good_base.bin is there already, of another checkpoint, seq_length or data"):
+    there = r"_base.bin is there already, of another checkpoint, seq_length or data"
+    with pytest.raises(RankFailure, match=f"good{there}"):
         run_distributed(score, 1, {**keys, "seq_length": 8}, Layout(), timeout=110)
+    write(tmp_path / "bad", [[token + 1 for token in text] for text in texts["bad"]], np.uint16)
+    with pytest.raises(RankFailure, match=f"bad{there}"):
+        run_distributed(score, 1, keys, Layout(), timeout=110)

@@ -22,6 +22,7 @@ INTERLEAVED = {**DATA, "ga_mode": "interleaved", "ga_interleave_ratio": 2}
 RETAINED = {**INTERLEAVED, "gd_mode": True, "gd_retain_dataset": "retain_document"}
 RMU = {**RETAINED, "ga_loss": "rmu", "ga_rmu_layer": 0}
 EPOCHS = {"train_iters": None, "train_epochs": 2}
+BALANCED = {"moe_num_experts": 4, "moe_router_type": "topk", "moe_bias_balancing_rate": 0.001}
 # The two recipes of the fork's 64 configs, with what else they set that matters here.
 MIDTRAINING: dict[str, Any] = {
     **DATA,
@@ -84,6 +85,7 @@ def test_gradient_difference_of_the_fork(tmp_path: Path, weight: int) -> None:
         ({**RMU, "ga_rmu_layers": [99]}, "ga_rmu_layers: 99 is not a block; they are 0 to "),
         ({**RMU, "ga_rmu_layers": [1]}, "ga_rmu_layers: none of them is below the output of ga_rmu_layer, block 0"),
         ({**RMU, "ga_rmu_coefficient": 0.0}, "ga_rmu_coefficient: must be above 0"),
+        ({**RMU, **BALANCED}, "moe_bias_balancing_rate: moves biases of all blocks"),
         ({**INTERLEAVED, "ga_rmu_layer": 1}, "ga_rmu_layer: is for ga_loss: rmu; ga_loss is ascent"),
         ({**INTERLEAVED, "ga_lr_scale": -1.0}, "ga_lr_scale: must be above 0, is -1.0"),
         ({**INTERLEAVED, "on_spike": "warn"}, "on_spike: would take the loss of the steps that forget for a fault"),

@@ -140,7 +140,8 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_a_teacher_that_read_everything_before_is_as_one_in_memory(teacher: dict[str, Any], tmp_path: Path) -> None:
     """Also when it is gone: other layouts and a run that goes on read the same rows."""
-    keys = {**teacher, "train_impl": "distill", "distill_weight": 0.7, "distill_temperature": 1.5}
+    learns = {"train_impl": "distill", "distill_weight": 0.7, "distill_temperature": 1.5}
+    keys = {**teacher, **learns}
     beside = run({**keys, "save": str(tmp_path / "beside"), "checkpoint_factor": 2})[0]
     assert beside.error == "" and beside.logged[0][1]["train/divergence"] > 0.1
     gone = shutil.copytree(keys["distill_teacher"], tmp_path / "teacher")
@@ -156,6 +157,8 @@ def test_a_teacher_that_read_everything_before_is_as_one_in_memory(teacher: dict
             assert report.error == "" and report.loss == pytest.approx(beside.loss, rel=1e-6)
             assert report.evaluated[0][2]["lm_loss"] == pytest.approx(beside.evaluated[0][2]["lm_loss"], rel=1e-6)
     assert sorted(store.glob("*.rows")) == written
+    apart = {"intra_document_masking": True, "train_iters": 2}  # the teacher sees documents apart, too
+    assert run({**keys, **apart})[0].loss == pytest.approx(run({**teacher, **learns, **apart})[0].loss, rel=1e-6)
     shutil.rmtree(gone)
     again = {"load": str(tmp_path / "before"), "iteration": 2, "save": str(tmp_path / "again")}
     resumed = run({**keys, **again})[0]

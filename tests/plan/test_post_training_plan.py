@@ -171,9 +171,15 @@ def test_what_is_trained_is_checked_by_name(config: Callable[..., Path]) -> None
     path = config(**PAIRS, parameter_groups=[{"match": "*.nope", "lr_mult": 2.0}])
     with pytest.raises(UserError, match=f"^{re.escape(line_of(path, 'parameter_groups'))}'\\*.nope' matches no"):
         dry_run(path)
-    path = config(**PAIRS, lora_r=4, lora_target_modules=["3.*"], pipe_parallel_size=2, num_gpus=2)
+    stages = {"pipe_parallel_size": 2, "num_gpus": 2}
+    path = config(**PAIRS, lora_r=4, lora_target_modules=["3.*"], **stages)
     with pytest.raises(UserError, match="nothing is trained on pipeline stage 0"):
         dry_run(path)
+    texts = {"data_path": "texts", "ga_dataset": "other", "gd_retain_dataset": "texts", "split": "1"}
+    rmu = {"ga_mode": "interleaved", "gd_mode": True, "ga_loss": "rmu", "ga_rmu_layer": 0}
+    dry_run(config(**texts, **rmu))
+    with pytest.raises(UserError, match="nothing is trained on pipeline stage 1"):
+        dry_run(config(**texts, **rmu, **stages))
 
 
 def test_what_adapters_train(config: Callable[..., Path]) -> None:
