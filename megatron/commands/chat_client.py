@@ -82,7 +82,7 @@ class Model:
         if self.chats:
             body |= {"messages": list(turns), **({"tools": list(tools)} if tools else {})}
         else:
-            body |= {"prompt": turns[-1]["content"], "max_tokens": 256}
+            body |= {"prompt": turns[-1]["content"], "max_tokens": self.facts.get("maximum_tokens") or 256}
         path = "v1/chat/completions" if self.chats else "v1/completions"
         with _named_failures(), self.http.stream("POST", path, json=body) as response:
             if response.is_error:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.data.tokenise.flags import start_command
 from megatron.data.tokenise.inputs import find_inputs
@@ -21,11 +21,13 @@ from megatron.neox_arguments.lengths import parse_count
 from megatron.neox_arguments.yaml_files import CONFIG_DIR
 from megatron.recipes import scaling
 from megatron.recipes.corpus import Corpus, Source, make_tokenizer, open_tokenizer, tokenise
-from megatron.recipes.machine import Machine, look
 from megatron.recipes.run_file import Places, sections, write_yaml
 from megatron.recipes.scaling import Training, plan_training, run_tokens
 from megatron.recipes.shapes import FAMILIES, Shape, read_recipe, scaled, width_for
 from megatron.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from megatron.recipes.machine import Machine
 
 EXAMPLES = """
 examples:
@@ -94,6 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = _tokenizer(args, asked, source, base, folder)
     shape = scaled(base, asked.size, tokenizer.vocab_size)
     corpus = tokenise(source, tokenizer, folder / "data", valid=asked.valid, seed=args.seed, workers=args.workers)
+    from megatron.recipes.machine import look  # it loads torch, which help and wrong input can do without
+
     machine = look(shape.keys["hidden_size"], shape.keys["seq_length"])
     training = _plan(asked, shape, corpus, machine, args.hours)
     text = _write(args, shape, training, corpus, machine, tokenizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -13,9 +13,11 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.derive import Facts
 from megatron.plan.memory import estimate
 from megatron.plan.stages import stage_sizes
-from megatron.recipes.machine import Machine
 from megatron.recipes.scaling import CHOICES, WITHOUT_MUON, Training, parameter_groups
 from megatron.recipes.shapes import Shape
+
+if TYPE_CHECKING:
+    from megatron.recipes.machine import Machine
 
 _VALIDATIONS, _CHECKPOINTS = 20, 10  # in a run
 _MOST_TOKENS = {True: 1 << 16, False: 1 << 13}  # of a micro-batch, on a GPU or not: more gains nothing

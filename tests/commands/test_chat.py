@@ -66,6 +66,17 @@ def test_every_line_of_a_pipe_is_a_turn_of_one_conversation(server: tuple[str, D
     assert shorter == longer[:3]
 
 
+def test_without_a_template_a_text_goes_on_as_far_as_the_server_allows(server: tuple[str, Desk]):
+    with server_at(server[0]) as http:
+        model = Model(http)
+        model.facts = {**model.facts, "chat_template": False}
+        answer = Answer()
+        list(model.say([{"role": "user", "content": "Hello"}], None, answer))
+        asked = {"prompt": "Hello", "max_tokens": 16}  # as many as the server's maximum_tokens
+        whole = http.post("v1/completions", json=asked).json()["choices"][0]
+    assert (answer.text, answer.reason) == (whole["text"], whole["finish_reason"]) and answer.text
+
+
 def test_calls_of_tools_are_shown_and_answered(server: tuple[str, Desk], tmp_path: Path, monkeypatch):
     """What the model writes first is given here: a call."""
     address, _ = server

@@ -105,6 +105,17 @@ def test_it_starts_at_once_and_without_torch() -> None:
     assert used < 0.5
 
 
+def test_no_help_waits_for_torch() -> None:
+    code = (
+        "import sys\nfrom megatron.commands.cli import run\nfrom megatron.commands.table import COMMANDS, rows\n"
+        "for path, _ in rows(COMMANDS):\n"
+        "    try: run([*path, '--help'])\n    except SystemExit: pass\n"
+        "    if loaded := {'torch', 'transformers', 'deepspeed'} & {*sys.modules}: sys.exit(f'{path}: {loaded}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=HOME, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "usage: deepy demo" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "offered"),
     [("deepy tr", "train"), ("deepy verify --conf", "--config-file"), ("deepy train --train-it", "--train-iters")],

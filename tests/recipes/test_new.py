@@ -161,13 +161,12 @@ def test_too_little_data_is_said(folder: Path, new: Callable[..., int], capsys: 
 
 
 def test_hours_limit_the_run(folder: Path, new: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.recipes import new_cli
-    from megatron.recipes.machine import Machine
+    from megatron.recipes import machine as machines
 
     steps = {}
     for speed in (1e10, 2e10):
-        machine = Machine("a test", 1, False, 1e9, speed, "fp32")
-        monkeypatch.setattr(new_cli, "look", lambda width, context, machine=machine: machine)
+        machine = machines.Machine("a test", 1, False, 1e9, speed, "fp32")
+        monkeypatch.setattr(machines, "look", lambda width, context, machine=machine: machine)
         new("--data", "texts", "--size", "300K", "--hours", "0.001", "--tokens", "1B", "-o", "run.yml", "--force")
         run = yaml.safe_load((folder / "run.yml").read_text())
         steps[speed] = run["train_iters"] * run["train_batch_size"]

@@ -133,6 +133,7 @@ class Interface:
             "created": served.created,
             "owned_by": "deepy",
             "max_model_len": served.positions,
+            "maximum_tokens": served.most_tokens,
             "chat_template": served.chats is not None,
         }
 
