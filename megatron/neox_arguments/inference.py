@@ -30,6 +30,9 @@ _TEXTS |= {
     "data_cache_path",
     "use_shared_fs",
     "gd_retain_dataset",
+    "ga_mode",
+    "ga_interval",
+    "ga_iters",
 }
 _TEXTS |= {f"{side}{name}_data_paths" for side in ("", "pos_", "neg_") for name in ("train", "valid", "test")}
 DEFAULT_BATCH = 8

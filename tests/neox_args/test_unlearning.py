@@ -123,6 +123,12 @@ def test_generation_and_evaluation_do_not_ask_what_was_forgotten(tmp_path: Path)
     assert not [note for note in args.notes if "ga_" in note or "gd_" in note]
 
 
+@pytest.mark.parametrize("keys", [INTERLEAVED, RMU, {**DATA, "ga_interval": 3, "ga_iters": 2}])
+def test_texts_to_forget_are_scored_beforehand(tmp_path: Path, keys: dict[str, Any]) -> None:
+    scored = {**keys, "text_gen_type": "precompute", "precompute_model_name": "base"}
+    assert derive(for_inference(derived(tmp_path, **scored))).data.ga_dataset == "forget_document"
+
+
 def test_epochs_count_the_training_data_alone(tmp_path: Path) -> None:
     keys = {**INTERLEAVED, "train_iters": None, "train_epochs": 2}
     args = derived(tmp_path, facts=Facts(epoch_samples=40), **keys)
