@@ -31,6 +31,8 @@ examples:
     echo "What is the capital of France?" | deepy chat checkpoints/tuned
 guide: documentation/generation_and_evaluation.md
 """
+# What serve.py's command line has besides, and a conversation would wait for ever with.
+_NOT_HERE = ("host", "port", "serve_host", "serve_port", "dry_run", "prepare", "explain")
 _HELP = """\
 /reset        begin a new conversation
 /system TEXT  what the system says first, from now on; without TEXT: show it
@@ -62,6 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     known, rest = parser().parse_known_args(argv)
     if bool(rest) == bool(known.url):
         raise UserError("deepy chat: give a checkpoint or a config, or --url (see deepy chat --help)")
+    if of_serve := [word for word in rest if word.split("=")[0].lstrip("-").replace("-", "_") in _NOT_HERE]:
+        raise UserError(
+            f"deepy chat: {of_serve[0]} is not for a conversation, whose server listens to it alone; start "
+            "`deepy serve` for others, and talk to that with --url"
+        )
     tools = _read_tools(known.tools) if known.tools else None
     if known.url:
         with server_at(known.url) as http:
@@ -212,6 +219,6 @@ class Conversation:
         try:
             before = file.read_text(encoding="utf-8") if file.exists() else ""
             write_atomically(file, before + line + "\n")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"/save: {file} cannot be written: {error}") from error
         print(f"saved to {file}", file=sys.stderr)

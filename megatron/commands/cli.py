@@ -68,6 +68,7 @@ def run(argv: Sequence[str]) -> int | None:
 def group() -> click.Group:
     """All sub-commands; none of their modules is loaded."""
     top = _Group("deepy", _commands(COMMANDS, ()), help="Train language models.", epilog=_EPILOG)
+    top.context_settings["help_option_names"] = ["-h", "--help"]
     return click.version_option(version(), prog_name="deepy", message="%(prog)s %(version)s")(top)
 
 

@@ -11,6 +11,7 @@ from megatron import log, signals
 from megatron.api import start
 from megatron.cluster.command_line import launcher_parser, parse_launcher_command_line
 from megatron.cluster.launch import command_preview, ranks_of_hostfile
+from megatron.home import HOME
 from megatron.neox_arguments.problems import collector
 from megatron.plan.preflight import explain, load, read_config
 
@@ -20,9 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals.raise_stop_requests()
     log.configure(level=os.environ.get("LOGLEVEL", "INFO"))
     name = Path(sys.argv[0]).name
-    line = parse_launcher_command_line(
-        sys.argv[1:] if argv is None else argv, name if name.startswith("deepy ") else "deepy.py"
-    )
+    given = list(sys.argv[1:] if argv is None else argv)
+    if is_ours := name.startswith("deepy "):
+        given[0] = str(HOME / given[0])  # not another program's of that name, in the folder of the call
+    line = parse_launcher_command_line(given, name if is_ours else "deepy.py")
     if not (line.explain or line.prepare or line.dry_run):
         return start(line.user_script, line.paths, line.overrides)
     if line.explain:

@@ -49,11 +49,24 @@ def test_help_of_every_command_teaches_by_what_one_types(path, capsys) -> None:
         (["data", "verify", "nowhere"], "1 of 1 datasets"),
         (["report", "nowhere"], "nowhere"),
         (["--verbose"], "--verbose"),
+        (["chat", "tiny.yml", "--host", "0.0.0.0"], "--url"),
+        (["chat", "tiny.yml", "--dry-run"], "--url"),
     ],
 )
 def test_wrong_input_names_what_was_meant(argv: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         run(argv)
+
+
+def test_the_scripts_of_commands_are_ours_whatever_lies_here(tmp_path, monkeypatch, capsys) -> None:
+    """Many folders have a train.py."""
+    (tmp_path / "train.py").write_text("raise SystemExit('another program')")
+    (tmp_path / "run.yml").write_text("train_iters: 3\n")
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr("megatron.commands.launch_cli.start", lambda *given: started.append(given) or 0)
+    assert run(["train", "run.yml"]) == 0
+    assert started == [(str(HOME / "train.py"), ["run.yml"], [])]
 
 
 def test_dashes_and_underscores_are_the_same_in_commands(capsys) -> None:
