@@ -36,15 +36,22 @@ class Parser(argparse.ArgumentParser):
         name, equals, value = item.partition("=")
         if not item.startswith("--") or " " in name:
             return item
-        wanted, flags = name.replace("_", "-"), self.long_flags()
-        names = (wanted, *_SHORT.get(wanted, ()))
-        found = [flags[one] for one in names if one in flags][:1]
-        if not found and self.allow_abbrev:
-            found = [flag for one, flag in flags.items() if one.startswith(wanted)]
+        found = self.flags_named(name)
         if len({id(self._option_string_actions[flag]) for flag in found}) == 1:
             return found[0] + equals + value
         self._unknown += [] if found else [name]
         return item
+
+    def flags_named(self, name: str) -> list[str]:
+        """The long flags that `name` may mean, as they are declared; one that the help leaves out only by its own name:
+        a command that does not read `--sample_output_file` has no `--output`."""
+        wanted, flags = name.replace("_", "-"), self.long_flags()
+        if wanted in flags:
+            return [flags[wanted]]
+        actions = self._option_string_actions
+        shown = {one: flag for one, flag in flags.items() if actions[flag].help != argparse.SUPPRESS}
+        found = [shown[one] for one in _SHORT.get(wanted, ()) if one in shown][:1]
+        return found or [flag for one, flag in shown.items() if self.allow_abbrev and one.startswith(wanted)]
 
     def long_flags(self) -> dict[str, str]:
         """The long flags with `-` in their names -> as they are declared."""

@@ -340,24 +340,22 @@ def _add_shared_arguments(parser: Parser, about: _Script | None, need_config: bo
 
 def _split_overrides(parser: Parser, argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separate `key=value`, `--key=value` and `--key value` from the parser's own flags and from paths."""
-    own = parser.long_flags()
     actions = {flag: action for action in parser._actions for flag in action.option_strings}
     items: list[str] = []
     overrides: list[str] = []
     rest = list(argv)
     while rest:
         item = rest.pop(0)
-        name = item.split("=", 1)[0].replace("_", "-")
-        is_own = item.startswith("--") and name in own
-        if not is_own and _OVERRIDE.match(item):
+        own = parser.flags_named(item.split("=", 1)[0]) if item.startswith("--") else []
+        if not own and _OVERRIDE.match(item):
             overrides.append(item.removeprefix("--"))
-        elif not is_own and (info := _key_of(item)) is not None:
+        elif not own and (info := _key_of(item)) is not None:
             overrides.append(f"{item.removeprefix('--')}={_value_after(item, info, rest)}")
         else:
             items.append(item)
-            action = actions.get(own.get(name, item))
-            if action is not None and action.nargs is None and "=" not in item and rest:
-                items.append(rest.pop(0))  # a value may look like an override
+            action = actions.get(own[0] if own else item)
+            if action is not None and action.nargs in (None, "+") and "=" not in item and rest:
+                items.append(rest.pop(0))  # a value may look like an override: --prompt "E=mc^2"
     return items, overrides
 
 

@@ -50,6 +50,13 @@ def test_keys_are_taken_as_flags_with_a_value_after_them(folder: Path) -> None:
         parse_launcher_command_line(["train.py", "a.yml", "--train-iters"])
 
 
+def test_short_names_of_flags_and_prompts_that_look_like_overrides(folder: Path) -> None:
+    given = ["--prompt", "E=mc^2", "--output=a=b.jsonl", "--input", "c=d.txt", "top_k=1"]
+    line = parse_launcher_command_line(["generate.py", "a.yml", *given])
+    wanted = ['sample_input_file="c=d.txt"', 'sample_output_file="a=b.jsonl"', 'prompt=["E=mc^2"]']
+    assert line.overrides == ["top_k=1", *wanted]
+
+
 def test_configs_and_scripts_that_come_with_deepy_are_found_from_anywhere(folder: Path) -> None:
     line = parse_launcher_command_line(["generate.py", "tiny", "llama/7B.yml", "configs/demo.yml"])
     assert line.user_script == str(HOME / "generate.py")
@@ -101,6 +108,7 @@ def test_explain_takes_one_key_each_and_leaves_the_configs_alone() -> None:
         (["train.py", "a.yml", "--autotuning", "tune"], "not available"),
         (["train.py", "a.yml", "--iterations", "5"], "Did you mean '--iteration'"),
         (["train.py", "a.yml", "--autotuning", "fly"], "invalid choice"),
+        (["train.py", "a.yml", "--output", "runs/a"], "unrecognized arguments: --output"),
     ],
 )
 def test_bad_arguments_are_user_errors_that_name_the_fix(argv: list[str], message: str) -> None:
