@@ -22,6 +22,7 @@ from megatron.log import ProgressBar, get_logger
 from megatron.tokenizer import Tokenizer, choose_encoder, create_tokenizer
 from megatron.tokenizer.train import train_bpe, write_companions
 
+RECORD = "made_of.json"  # in a folder that is whole: what its content was made of
 TOKENIZER_BYTES = 1 << 28  # of text that a tokenizer is trained on, taken from everywhere
 _UNPACKED = 4  # about how many times larger a compressed file is
 _PIECES = 10  # pieces of documents that the validation set consists of at least
@@ -164,4 +165,4 @@ def _forget(folder: Path) -> None:
 
 
 def _record(folder: Path) -> Path:
-    return folder / "made_of.json"
+    return folder / RECORD

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from megatron.home import HOME
 from megatron.neox_arguments.lengths import parse_count
 from megatron.neox_arguments.yaml_files import CONFIG_DIR
 from megatron.recipes import scaling
-from megatron.recipes.corpus import Corpus, Source, make_tokenizer, open_tokenizer, tokenise
+from megatron.recipes.corpus import RECORD, Corpus, Source, make_tokenizer, open_tokenizer, tokenise
 from megatron.recipes.run_file import Places, sections, write_yaml
 from megatron.recipes.scaling import Training, plan_training, run_tokens
 from megatron.recipes.shapes import FAMILIES, Shape, read_recipe, scaled, width_for
@@ -90,9 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"{output} exists; --force replaces it, -o names another")
     if output.suffix not in (".yml", ".yaml"):
         raise UserError(f"-o {output}: give a name that ends with .yml")
-    source = Source(find_inputs(args.data, texts=True), args.key, args.skip_bad_lines)
-    base = read_recipe(args.family, HOME / "configs")
     folder = output.with_suffix("")
+    files = find_inputs(args.data, texts=True, without=_made(args.data, folder))
+    source = Source(files, args.key, args.skip_bad_lines)
+    base = read_recipe(args.family, HOME / "configs")
     tokenizer = _tokenizer(args, asked, source, base, folder)
     shape = scaled(base, asked.size, tokenizer.vocab_size)
     corpus = tokenise(source, tokenizer, folder / "data", valid=asked.valid, seed=args.seed, workers=args.workers)
@@ -104,13 +107,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     write_atomically(output, text)
     for line in _advice(asked, shape, training, corpus, machine):
         logger.info(line)
+    named = shlex.quote(str(output))
     sys.stdout.write(
         f"{output} is written. Next:\n"
-        f"  deepy train {output} --dry-run\n"
-        f"  deepy train {output}\n"
-        f'  deepy generate {output} --prompt "Once"\n'
+        f"  deepy train {named} --dry-run\n"
+        f"  deepy train {named}\n"
+        f'  deepy generate {named} --prompt "Once"\n'
     )
     return 0
+
+
+def _made(data: Sequence[str], folder: Path) -> list[Path]:
+    """What this command made below the folders of `data`, for the run in `folder` and others, and what these wrote."""
+    marks = (mark for name in data if os.path.isdir(name) for mark in Path(name).rglob(RECORD))
+    runs = {folder, *(mark.parents[1] for mark in marks)}
+    made = (f"{run}{end}" for run in runs for end in (".yml", ".yaml", "/tokenizer", "/data", "/checkpoints"))
+    return [Path(os.path.realpath(one)) for one in made]
 
 
 def _read(args: argparse.Namespace) -> Asked:
@@ -152,7 +164,8 @@ def _tokenizer(
             raise UserError(f"--vocab-size {args.vocab_size} with --tokenizer: a tokenizer that exists has its size")
         return open_tokenizer(args.tokenizer)
     width = round(width_for(base, asked.size))
-    size = args.vocab_size or scaling.vocabulary_size(asked.size, width, source.text_bytes)
+    fitting = scaling.vocabulary_size(asked.size, width, source.text_bytes)
+    size = fitting if args.vocab_size is None else args.vocab_size
     return make_tokenizer(source, folder / "tokenizer", size)
 
 

@@ -224,6 +224,19 @@ def test_two_steps_of_training(folder: Path, warm_python: WarmPython) -> None:
     assert list((folder / "elsewhere").iterdir()) == []
 
 
+def test_what_it_made_and_what_runs_wrote_is_no_text(folder: Path, new: Callable[..., int]) -> None:
+    """Called where the texts are, again after a run, and for a second run."""
+    command = ("--data", ".", "--size", "300K", "-o")
+    new(*command, "my run.yml")
+    first = read(folder / "my run/data/corpus_text_document")
+    (folder / "my run/checkpoints").mkdir()
+    (folder / "my run/checkpoints/metrics.jsonl").write_text('{"step": 1}\n')
+    new(*command, "my run.yml", "--force")
+    assert read(folder / "my run/data/corpus_text_document") == first
+    new(*command, "second.yml")
+    assert read(folder / "second/data/corpus_text_document") == first
+
+
 def test_folders_of_texts(tmp_path: Path) -> None:
     """Source code and markup count for `texts`, unless there are files of many documents."""
     for name in ("a.txt", "b.py", "sub/c.MD", ".git/d.txt", "e.bin", "f.json"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.data.tokenise.compression import COMPRESSIONS, ending_of
@@ -16,10 +16,11 @@ WRITTEN = (".manifest.json", "_metadata.json")
 OF_SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")
 
 
-def find_inputs(names: Iterable[str], *, texts: bool = False) -> list[Path]:
+def find_inputs(names: Iterable[str], *, texts: bool = False, without: Sequence[Path] = ()) -> list[Path]:
     """The files of command-line inputs: paths, comma-joined lists, globs, folders (every file of a known kind).
 
     With `texts`, a folder without `.jsonl`, `.parquet` and the like stands for all its plain texts, source code too.
+    The files and folders `without` (real paths) are left out where a folder above them is named.
 
     `@FILE` stands for the inputs that FILE lists, one a line. The order given is kept; the files of a glob or folder
     are sorted by name. Raises `UserError` for a name without files and for a file of an unknown kind.
@@ -28,10 +29,10 @@ def find_inputs(names: Iterable[str], *, texts: bool = False) -> list[Path]:
     for name in names:
         # Not `Path.exists`, which raises for a list that is longer than a file name may be.
         if name.startswith("@") and not os.path.exists(name):
-            found += find_inputs(_read_list(Path(name[1:])), texts=texts)
+            found += find_inputs(_read_list(Path(name[1:])), texts=texts, without=without)
             continue
         for part in [name] if os.path.exists(name) else [part for part in name.split(",") if part]:
-            found += _expand(part, texts)
+            found += _expand(part, texts, without)
     for path in found:
         if reader_of(path) is None or (ending_of(path) in COMPRESSIONS and kind_of(path) in (".parquet", ".arrow")):
             raise UserError(
@@ -53,11 +54,12 @@ def _read_list(path: Path) -> list[str]:
     return names
 
 
-def _expand(name: str, texts: bool) -> list[Path]:
+def _expand(name: str, texts: bool, without: Sequence[Path]) -> list[Path]:
     path = Path(name).expanduser()
     if os.path.isdir(path):
-        files = _texts_of_folder(path) if texts else []
-        files = files or sorted(file for file in path.rglob("*") if kind_of(file) in READERS and _is_input(file))
+        inside = _inputs_of_folder(path, without)
+        files = _texts_of_folder(path, inside) if texts else []
+        files = files or sorted(file for file in inside if kind_of(file) in READERS)
         if not files:
             raise UserError(f"{name}: no file of a known kind in this folder. Known: {', '.join(READERS)}")
         return files
@@ -70,10 +72,16 @@ def _expand(name: str, texts: bool) -> list[Path]:
     return matches
 
 
-def _texts_of_folder(path: Path) -> list[Path]:
+def _inputs_of_folder(path: Path, without: Sequence[Path]) -> list[Path]:
+    root = Path(os.path.realpath(path))
+    left_out = tuple(f"{one}{os.sep}" for one in without if root in one.parents)
+    files = filter(_is_input, path.rglob("*"))
+    return [file for file in files if not f"{root / file.relative_to(path)}{os.sep}".startswith(left_out)]
+
+
+def _texts_of_folder(path: Path, inside: Sequence[Path]) -> list[Path]:
     """Its plain texts, without hidden files; none if it has files of many documents, which are meant then."""
-    visible = (file for file in path.rglob("*") if not any(p.startswith(".") for p in file.relative_to(path).parts))
-    files = [file for file in visible if _is_input(file)]
+    files = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if any(kind_of(file) in READERS and kind_of(file) not in (".txt", ".json") for file in files):
         return []
     return sorted(file for file in files if kind_of(file) in TEXTS)
