@@ -74,6 +74,8 @@ def read_body(body: bytes) -> dict[str, Any]:
     """The object in a request. Raises `BadRequest`."""
     try:
         value = json.loads(body)
+        if b"\\u" in body:  # half of a surrogate pair, where a client cut a text, is no Unicode
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(value, dict):

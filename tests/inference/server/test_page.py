@@ -78,6 +78,19 @@ def test_a_conversation_with_probabilities(page: Page, tmp_path: Path):
         page.click("#reset")
         expect(page.locator(".turn")).to_have_count(0)
 
+        # A conversation that is left while the model answers leaves nothing to the next one.
+        page.fill("#max_tokens", "200")
+        page.fill("#text", "left")
+        page.click("#send")
+        expect(page.locator(".turn.assistant .tok").first).to_be_visible()
+        page.click("#reset")
+        expect(page.locator("#send")).to_be_enabled()
+        page.fill("#max_tokens", "3")
+        page.fill("#text", "begun")
+        page.click("#send")
+        expect(page.locator(".turn.assistant small")).to_contain_text(" tokens, ")
+        assert [turn["content"] for turn in sent[-1]["messages"]] == ["Be <b>brief</b>.", "begun"]
+
 
 def test_a_model_without_a_template_continues_texts(page: Page, tmp_path: Path):
     keys = write_model(tmp_path)

@@ -241,6 +241,7 @@ CHAT, TEXT = {"messages": CHATS[0]}, {"prompt": "a"}
         ("completions", {"prompt": [[1], "a", {}]}, 400, "prompt", "neither a text"),
         ("completions", {"prompt": "a b " * 300}, 400, "prompt", "the model takes 256"),
         ("completions", b"x" * (9 << 20), 413, None, "Large"),
+        ("completions", b'{"prompt": "half \\ud83d", "stop": []}', 400, None, "surrogates"),
         ("nowhere", {}, 404, None, "POST /v1/nowhere"),
     ],
 )
