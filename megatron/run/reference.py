@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron.checkpoint.agreement import broadcast, together
 from megatron.checkpoint.find import Checkpoint, open_checkpoint
+from megatron.checkpoint.hugging_face import published_identity
 from megatron.checkpoint.init_from import InitFrom
 from megatron.checkpoint.rng import random_state, restore_random_state
 from megatron.checkpoint.start import Start
@@ -158,8 +159,11 @@ def _origin(args: NeoXArgs, start: Start, tokenizer: Tokenizer) -> Origin:
 
 
 def weights_of(checkpoint: Checkpoint) -> str:
-    """Hash of the checksums of the files with weights; GPT-NeoX's have none, so some of each is read."""
+    """Hash of the checksums of the files with weights; GPT-NeoX's and Hugging Face's have none, so some of each is
+    read."""
     manifest = checkpoint.manifest
+    if checkpoint.published is not None:
+        return content_key({"published": published_identity(checkpoint.path)})
     if not checkpoint.by_neox:
         names = sorted(name for name in manifest.files if name.startswith("layer_"))
         return content_key({name: asdict(manifest.files[name]) for name in names})

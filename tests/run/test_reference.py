@@ -11,12 +11,15 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from megatron.checkpoint.find import open_checkpoint
 from megatron.data.reference import ReferenceStore, StoreWriter
 from megatron.data.sample import Sample
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.errors import MachineError
 from megatron.run.read_ahead import RowsWriter
+from megatron.run.reference import weights_of
 from tests.data.corpus import write
 from tests.distributed import run_distributed
 from tests.training import runs
@@ -78,6 +81,16 @@ def test_it_is_the_model_that_the_run_begins_with(data: str, tmp_path: Path) -> 
     assert distance[0] < 1e-6 < 1e-4 < distance[1] < distance[2]
     assert {split for _, split, metrics in report.evaluated if metrics["distance"] > 1e-4} == {"validation", "test"}
     assert rows(tmp_path) == 3 * 8 + 6 + 6
+
+
+def test_hugging_face_models_are_told_apart_by_their_weights(tmp_path: Path) -> None:
+    keys = []
+    for name, weight in (("base", 1.0), ("tuned", 1.5), ("moved", 1.0)):
+        (folder := tmp_path / name).mkdir()
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+        save_file({"model.norm.weight": torch.full((8,), weight)}, folder / "model.safetensors")
+        keys.append(weights_of(open_checkpoint(folder)))
+    assert keys[0] != keys[1] and keys[0] == keys[2]
 
 
 def test_rows_serve_the_same_texts_with_other_labels(data: str, tmp_path: Path) -> None:
