@@ -86,7 +86,7 @@ class SpatialGatingUnit(nn.Module):
         self.attn = TinyAttention(model, state, width) if attends else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        positions, documents, cache, _ = context
+        positions, documents, cache = context[:3]
         (b, s), device = positions.shape, positions.device
         rest, gate = x.view(b, s, -1).chunk(2, dim=-1)
         gate = self._normalise(gate)
