@@ -59,10 +59,19 @@ class FrozenStates(Callback):
         self._began = self._resumed = True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"layer": self.args.post.ga_rmu_layer}
+        return {"layers": self._trained()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if lost := sorted(set(state.get("layers", ())) - set(self._trained())):
+            raise UserError(
+                f"ga_rmu_layers: blocks {', '.join(map(str, lost))} were trained so far, and of what is not trained "
+                "the weights that the run began with are not kept; name them too, or begin a new run with finetune=true"
+            )
         self._resumed = True
+
+    def _trained(self) -> list[int]:
+        """The blocks."""
+        return list(self.args.post.ga_rmu_layers or range(self.args.model.num_layers or 0))
 
     def beside(self, batches: Batches) -> Batches:
         """The same batches with these states; each when it is asked for."""

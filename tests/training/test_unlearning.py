@@ -18,10 +18,12 @@ from megatron.data.collate import CollateRules
 from megatron.data.loader import StepLoader
 from megatron.data.order.by_step import ByStep, SourceCounts
 from megatron.data.sample import Sample
+from megatron.errors import UserError
 from megatron.neox_arguments.batch_plan import BatchPlan
 from megatron.neox_arguments.forget_steps import SOURCES
 from megatron.run.frozen import FrozenStates
 from tests.distributed import run_distributed
+from tests.neox_args.helpers import derived
 from tests.training.models import ADAM, NEOX
 from tests.training.runs import Report, corpus, run
 from tests.training.test_reference import hf_twin, lr_at, neox_weights, unpad
@@ -387,3 +389,16 @@ def test_rmu_moves_what_is_forgotten_and_holds_the_rest(tmp_path: Path, data: di
     assert lost.exit_code == 2 and lost.error.startswith("no_load_optim: ")
     idle = run({**keys, "ga_rmu_layer": 0}, Layout(pp=2))[0]
     assert idle.exit_code == 2 and "ga_rmu_layers" in idle.error
+
+
+def test_blocks_that_rmu_has_trained_stay_so(tmp_path: Path) -> None:
+    keys = {"num_layers": 4, "data_path": "x", "ga_dataset": "x", "gd_retain_dataset": "x", "ga_interleave_ratio": 0}
+    keys |= {"ga_mode": "interleaved", "gd_mode": True, "ga_loss": "rmu"}
+    saved = FrozenStates(derived(tmp_path, **keys, ga_rmu_layer=2)).state_dict()
+    for layers in ([], [0, 1, 2], [3, 2, 1, 0]):
+        FrozenStates(derived(tmp_path, **keys, ga_rmu_layer=2, ga_rmu_layers=layers)).load_state_dict(saved)
+    with pytest.raises(UserError, match="^ga_rmu_layers: blocks 0 were trained so far"):
+        FrozenStates(derived(tmp_path, **keys, ga_rmu_layer=3)).load_state_dict(saved)
+    whole = FrozenStates(derived(tmp_path, **keys, ga_rmu_layer=2, ga_rmu_layers=[])).state_dict()
+    with pytest.raises(UserError, match="^ga_rmu_layers: blocks 3 were trained so far"):
+        FrozenStates(derived(tmp_path, **keys, ga_rmu_layer=2)).load_state_dict(whole)
