@@ -143,7 +143,7 @@ def rollout_prompts(post: PostConfig, key: str = "rollout_prompts") -> list[tupl
 def read_objects(file: str, key: str, needs: Sequence[str] = ()) -> list[tuple[Prompt, dict[str, Any]]]:
     """The prompts of a file with an object a line, each with the other fields of its line, among them those that it
     `needs`. Raises `UserError`."""
-    lines = enumerate(_read(file, key).splitlines(), start=1)
+    lines = enumerate(_read(file, key).split("\n"), start=1)  # other ends of lines may be in a text
     prompts = []
     for number, line in lines:
         if line.strip():

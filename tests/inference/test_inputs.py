@@ -141,8 +141,10 @@ def test_prompts_and_chats_of_a_jsonl_file(tmp_path: Path):
     turns = [{"role": "user", "content": "hi"}]
     path = tmp_path / "prompts.jsonl"
     options = derive(prepared(tmp_path, MODEL, f"sample_input_file={path}")).generation
-    path.write_text(json.dumps({"prompt": " a\n", "id": 1}) + "\n\n" + json.dumps({"messages": turns}) + "\n")
-    assert prompts_of(options) == [" a\n", turns]
+    text = " a\n\u2028\x85b"  # unescaped, as other tools write them
+    lines = [json.dumps(one, ensure_ascii=False) for one in ({"prompt": text, "id": 1}, {"messages": turns})]
+    path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    assert prompts_of(options) == [text, turns]
     for line, message in (
         ("nothing", r"prompts.jsonl:1 is not JSON"),
         ('{"text": "x"}', r"prompts.jsonl:1 has neither"),
