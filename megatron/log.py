@@ -269,7 +269,7 @@ def result(line: str, *, show: bool = True) -> None:
     on_stderr = False
     if show:
         with _beside_bars(sys.stdout) as stream:
-            print(line, flush=True, file=stream)
+            print(f"{line}\n", end="", flush=True, file=stream)  # in one piece: ranks are unbuffered
             on_stderr = stream is sys.stderr
     logging.getLogger(_RESULTS).info(line, extra={"on_stderr": on_stderr})
 

@@ -1,7 +1,8 @@
-"""Progress of long work, where there is no terminal."""
+"""Progress of long work, where there is no terminal, and results."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -56,3 +57,17 @@ def test_short_work_that_people_wait_for_shows_its_end(clock: Clock, caplog: pyt
         clock.now += 1
         bar(1)
     assert caplog.messages == ["evaluating: 100%|##########| ETA 0:00, 2 tasks, 2.0 tasks/s"]
+
+
+def test_a_line_of_a_result_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are unbuffered: between two writes of a line, one of the launcher's could come."""
+
+    class Pieces(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    pieces: list[str] = []
+    monkeypatch.setattr("sys.stdout", Pieces())
+    log.result("a line")
+    assert [piece for piece in pieces if piece] == ["a line\n"]

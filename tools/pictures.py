@@ -70,6 +70,7 @@ def _screen(folder: Path, arguments: str) -> str:
         "LINES": "40",
         "TERM": "xterm-256color",
         "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # its `deepy` is what the end names
     }
     process = subprocess.Popen([*DEEPY, *arguments.split()], cwd=folder, env=environment, stdout=writer, stderr=writer)
     os.close(writer)

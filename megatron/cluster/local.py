@@ -362,7 +362,7 @@ def _signals_to(run: _Run) -> Iterator[None]:
             run.interrupts += 1
         if not run.received:
             again = " (Ctrl-C again: end it now)" if number == signal.SIGINT else ""
-            logger.info(f"{name_signal(number)}: asked the ranks to save and stop{again}")
+            logger.info(f"{name_signal(number)}: asked the ranks to stop{again}")
         _stop(run, number)
 
     previous = handle_stop_signals(handle)

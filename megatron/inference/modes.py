@@ -63,7 +63,7 @@ def write_texts(process: Process) -> int:
     # Before the weights are read: they are what users get wrong.
     control = Control(state)
     checkpoint, prompts, ends = control.on_rank_zero(inputs)
-    logger.info(f"generating with {checkpoint.path}; a text ends at {', '.join(map(str, sorted(ends)))}")
+    logger.info(f"generating with {checkpoint.path}; a text ends at token {', '.join(map(str, sorted(ends)))}")
     generator = TextGenerator(control, build_stage(args, state, tokenizer, checkpoint), tokenizer, args, ends)
     output = output_path(options, args.is_set("sample_output_file"))
 

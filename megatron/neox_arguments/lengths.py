@@ -51,12 +51,12 @@ class _Match:
     unit: str
 
 
-def _match(value: float | str) -> _Match:
+def _match(value: float | str, such_as: str = "'500 steps' or '2B tokens'") -> _Match:
     if not isinstance(value, str):
         return _Match(float(value), "")
     found = _FORM.fullmatch(value.strip())
     if found is None:
-        raise ValueError(f"is a number, '500 steps' or '2B tokens', not {value!r}")
+        raise ValueError(f"is a number, {such_as}, not {value!r}")
     number = float(found[1].replace("_", "")) * _FACTORS[found[2].lower()]
     if not math.isfinite(number):
         raise ValueError(f"is not finite: {value}")
@@ -65,7 +65,7 @@ def _match(value: float | str) -> _Match:
 
 def parse_count(value: float | str, unit: str = "") -> float:
     """A count, above 0, as `300B`, `3e11` or `300_000_000_000`, perhaps with its unit. Raises `ValueError`."""
-    found = _match(value)
+    found = _match(value, "such as 300K or 2B")
     if found.unit not in ("", unit):
         raise ValueError(f"is a number{f' of {unit}s' if unit else ''}, not {value!r}")
     if found.number <= 0:

@@ -49,9 +49,8 @@ def look(width: int, context: int) -> Machine:
     single, half = (_product_seconds(kind) for kind in (torch.float32, torch.bfloat16))
     kind, precision = (torch.bfloat16, "bfloat16") if half < single / 1.5 else (torch.float32, "fp32")
     flops = _layer_flops(min(width, _WIDEST) // 64 * 64 or 64, min(context, _LONGEST), kind)
-    return Machine(
-        f"{torch.get_num_threads()} CPU cores", 1, False, 0.5 * psutil.virtual_memory().available, flops, precision
-    )
+    cores, memory = torch.get_num_threads(), 0.5 * psutil.virtual_memory().available
+    return Machine(f"{cores} CPU core{'s' if cores > 1 else ''}", 1, False, memory, flops, precision)
 
 
 def _product_seconds(kind: torch.dtype, size: int = 256) -> float:

@@ -268,8 +268,10 @@ def _advice(asked: Asked, shape: Shape, training: Training, corpus: Corpus, mach
 
 
 def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return "a minute"
     if seconds < 5400:
-        return f"{max(1, round(seconds / 60))} minutes"
+        return f"{round(seconds / 60)} minutes"
     return f"{seconds / 3600:.3g} hours" if seconds < 48 * 3600 else f"{seconds / 86400:.3g} days"
 
 

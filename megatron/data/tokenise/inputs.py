@@ -61,7 +61,8 @@ def _expand(name: str, texts: bool, without: Sequence[Path]) -> list[Path]:
         files = _texts_of_folder(path, inside) if texts else []
         files = files or sorted(file for file in inside if kind_of(file) in READERS)
         if not files:
-            raise UserError(f"{name}: no file of a known kind in this folder. Known: {', '.join(READERS)}")
+            known = dict.fromkeys((*READERS, *(TEXTS if texts else ())))
+            raise UserError(f"{name}: no file of a known kind in this folder. Known: {', '.join(known)}")
         return files
     if os.path.exists(path):
         return [path]

@@ -14,7 +14,9 @@ SUFFIXES = ("_text_document", "_document")
 # How a shard's datasets are called: `<prefix>_shard_00003_of_00016_text_document`.
 SHARD_NAME = re.compile(r"_shard_(?P<index>\d+)_of_(?P<count>\d+)")
 
-MAKE_TEXTS = "Make one with tools/datasets/preprocess_data.py, or with `python prepare_data.py stdlib -d ./data`."
+MAKE_TEXTS = (
+    "Make one with `deepy tokenize` (tools/datasets/preprocess_data.py), or with `deepy data corpus stdlib -d ./data`."
+)
 MAKE_CHATS = "tools/datasets/preprocess_data_with_chat_template.py writes pairs, labels and rewards beside texts."
 
 
