@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from megatron.checkpoint.find import Checkpoint
+from megatron.checkpoint.manifest import Manifest
 from megatron.convert.hf.export_hf import export
+from megatron.convert.hf.run_config import with_model
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.errors import UserError
 from megatron.inference.build import build_stage
@@ -160,6 +164,18 @@ def test_keys_that_make_another_network_are_refused_by_name(tmp_path, vocabulary
     assert args.source("hidden_size") == f"{tmp_path}/hf/config.json" and "run.yml:" in args.source("seq_length")
     assert args.tokenizer.vocab_file == str(tmp_path / "hf") and args.tokenizer.model_tokens["config"]
     assert prepared(tmp_path, allow_config_changes=True, rotary_emb_base=1000).model.rotary_emb_base == 1000
+
+
+def test_a_checkpoint_of_others_sets_keys_of_its_model_alone(tmp_path):
+    """Its manifest says with what its run began, and may say more: places to send to, files to read."""
+    keys = {**{name: LLAMA[name] for name in ("num_layers", "hidden_size", "num_attention_heads")}, "vocab_size": VOCAB}
+    more = {"use_wandb": True, "wandb_host": "https://evil.example", "eval_tasks_path": [str(tmp_path)], "seed": 7}
+    origin = {"from": "owner/name", "architecture": "LlamaForCausalLM", "keys": {**keys, **more}}
+    theirs = Checkpoint(tmp_path, replace(Manifest.empty(0), config={"hf_model": origin}))
+    found = with_model(NeoXArgs.from_values({"load": str(tmp_path)}), theirs)
+    assert {name: found.get(name) for name in keys} == keys
+    assert [name for name in more if found.is_set(name)] == []
+    assert found.checkpoint.hf_model["keys"].keys() & more.keys() == set()
 
 
 def test_what_is_damaged_or_unknown_is_named_before_a_rank_starts(tmp_path):

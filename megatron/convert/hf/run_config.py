@@ -31,6 +31,8 @@ from megatron.tokenizer.model_tokens import inherit
 
 KEY = "hf_model"
 TOKENIZER = "tokenizer"
+_OF_A_MODEL = {*group_keys(GROUPS["model"], "model"), *group_keys(GROUPS["tokenizer"], "tokenizer")}
+_OF_A_MODEL |= {"precision", "train_impl"}
 _PRECISION = {torch.float16: "fp16", torch.bfloat16: "bfloat16"}
 
 
@@ -116,7 +118,10 @@ def with_model(args: NeoXArgs, checkpoint: Checkpoint, *, grows: bool = False) -
 
 
 def _kept(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """What a checkpoint's run began with; its tokenizer where that is now, which may be beside the checkpoint."""
+    """What a checkpoint's run began with; its tokenizer where that is now, which may be beside the checkpoint.
+
+    The checkpoint may be somebody else's, so only what a model says of itself is taken from it.
+    """
     config = checkpoint.manifest.config
     origin = config.get(KEY)
     if not origin:
@@ -124,7 +129,8 @@ def _kept(checkpoint: Checkpoint) -> dict[str, Any] | None:
     tokenizer = {name: config.get(name) for name in TOKENIZER_KEYS}
     tokenizer["vocab_file"] = layout.find_vocab_file(tokenizer["vocab_file"], checkpoint.path)
     kept = {name: value for name, value in tokenizer.items() if value is not None}
-    return {**origin, "keys": {**origin["keys"], **kept, MODEL_TOKENS: config.get(MODEL_TOKENS)}}
+    keys = {name: value for name, value in origin["keys"].items() if name in _OF_A_MODEL}
+    return {**origin, "keys": {**keys, **kept, MODEL_TOKENS: config.get(MODEL_TOKENS)}}
 
 
 def _given(args: NeoXArgs, name: str) -> bool:
