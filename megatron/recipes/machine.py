@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -25,6 +25,7 @@ class Machine:
     memory: bytes that each rank may use.
     flops: FLOP/s of training, over all ranks.
     precision: the fastest of the config's.
+    spare: there are more GPUs than these ranks.
     """
 
     name: str
@@ -33,6 +34,15 @@ class Machine:
     memory: float
     flops: float
     precision: str
+    spare: bool = False
+
+    def dividing(self, batch: int) -> Machine:
+        """As many of its ranks as a batch, a power of two, is divided among evenly."""
+        ranks = 1 << (min(self.ranks, batch).bit_length() - 1)
+        if ranks == self.ranks:
+            return self
+        name, flops = f"{ranks} of {self.name}", self.flops * ranks / self.ranks
+        return replace(self, name=name, ranks=ranks, flops=flops, spare=True)
 
 
 def look(width: int, context: int) -> Machine:

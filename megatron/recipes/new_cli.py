@@ -103,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     machine = look(shape.keys["hidden_size"], shape.keys["seq_length"])
     training = _plan(asked, shape, corpus, machine, args.hours)
+    machine = machine.dividing(training.batch)
     text = _write(args, shape, training, corpus, machine, tokenizer)
     write_atomically(output, text)
     for line in _advice(asked, shape, training, corpus, machine):

@@ -79,7 +79,8 @@ def _optimizer(chosen: Mapping[str, Any], training: Training) -> dict[str, Any]:
 
 def _fit(found: Mapping[str, Mapping[str, Any]], machine: Machine, vocab: int, training: Training) -> dict[str, Any]:
     """The largest micro-batch that fits into memory, with recomputation only where one sample does not."""
-    ranks = min(machine.ranks, training.batch)
+    ranks = machine.ranks
+    used = {"num_gpus": ranks} if machine.spare else {}
     most = min(training.batch // ranks, max(1, _MOST_TOKENS[machine.gpus] // training.context))
     keys = {key: value for section in found.values() for key, value in section.items()}
     tried: dict[str, Any] = {}
@@ -88,9 +89,9 @@ def _fit(found: Mapping[str, Mapping[str, Any]], machine: Machine, vocab: int, t
         while micro:
             tried = {"train_micro_batch_size_per_gpu": micro, "checkpoint_activations": recompute}
             if _memory({**keys, **tried}, ranks, vocab) <= machine.memory:
-                return tried
+                return used | tried
             micro //= 2
-    return tried | {"zero_optimization": {"stage": 3}}
+    return used | tried | {"zero_optimization": {"stage": 3}}
 
 
 def _memory(keys: Mapping[str, Any], ranks: int, vocab: int) -> float:

@@ -173,6 +173,24 @@ def test_hours_limit_the_run(folder: Path, new: Callable[..., int], monkeypatch:
     assert steps[2e10] == pytest.approx(2 * steps[1e10], rel=0.1)
 
 
+@pytest.mark.parametrize(("gpus", "used"), [(6, 4), (64, 8)])
+def test_a_batch_is_divided_among_gpus(
+    folder: Path, new: Callable[..., int], monkeypatch, gpus: int, used: int
+) -> None:
+    """Of GPUs that the batch is not divided among, as many as it is take part."""
+    from megatron.recipes import machine as machines
+
+    monkeypatch.setattr(
+        machines, "look", lambda width, context: machines.Machine("X", gpus, True, 8e10, 1e12 * gpus, "bfloat16")
+    )
+    new("--data", "texts", "--size", "300K", "--tokens", "2M", "-o", "run.yml")
+    text = (folder / "run.yml").read_text()
+    run = yaml.safe_load(text)
+    assert (run["num_gpus"], run["train_batch_size"]) == (used, 8) and f"machine: {used} of X" in text
+    args = derive(NeoXArgs.from_files([str(folder / "run.yml")]), Facts(vocab_size=512, num_devices=used))
+    assert args.parallel.world_size == used
+
+
 def test_killed_and_called_again(tmp_path: Path) -> None:
     """Killed at any moment it leaves no run.yml; the next call makes what an undisturbed one does."""
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(3000, 150)))
