@@ -16,6 +16,7 @@ from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.data.tokens.indexed import IndexedDataset
 from megatron.data.tokens.manifest import SUMMED, TURN_ENDS, Manifest, finalize_with_manifest, manifest_path, verify
 from megatron.data.tokens.merge_inputs import COMPANIONS, Group
+from megatron.data.tokens.pairs import SIDES
 from megatron.data.tokens.partial import WriteError
 from megatron.data.tokens.prefixes import SHARD_NAME
 from megatron.data.tokens.shuffle import SHUFFLED, Order, shuffled_order, write_in_order
@@ -24,6 +25,7 @@ from megatron.errors import UserError
 from megatron.log import get_logger
 from megatron.tokenizer import Fingerprint
 
+OF_PAIRS = tuple(f"_{side}{ending}" for side in SIDES for ending in ("_document", *COMPANIONS))
 OPTIONS = ("append_eod", "eod", "ftfy")  # must be equal where a manifest has them
 
 logger = get_logger(__name__)
@@ -52,8 +54,15 @@ def merge_groups(
             rewards.
 
     Raises `UserError`, with nothing written: a part is damaged or differs from its manifest; types, tokenizers or
-    options differ; shards are of different runs; labels or rewards do not fit the data.
+    options differ; shards are of different runs; labels or rewards do not fit the data; one side of pairs would be
+    shuffled.
     """
+    sides = [prefix for group in groups for prefix in (group.output, *group.prefixes) if prefix.endswith(OF_PAIRS)]
+    if seed is not None and sides:
+        raise UserError(
+            f"--shuffle: {sides[0]} is a side of pairs, and each side would get an order of its own; leave it out: a "
+            "run on pairs draws an order of them itself"
+        )
     manifests = [[verify(prefix) for prefix in group.prefixes] for group in groups]
     for group, parts in zip(groups, manifests):
         _check(group, parts)

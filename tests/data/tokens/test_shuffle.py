@@ -54,6 +54,20 @@ def test_long_documents_are_cut_first(tmp_path: Path) -> None:
     assert sorted(token for piece in found for token in piece) == sorted([*range(1000), 5, 6, *range(10)])
 
 
+def test_sides_of_pairs_stay_together(tmp_path: Path) -> None:
+    for number in range(2):
+        for side in ("chosen", "rejected"):
+            texts = [[number, i, len(side)] for i in range(9)]
+            write(tmp_path / f"p_shard_{number:05d}_of_00002_{side}_document", texts)
+    groups = find_groups([str(tmp_path / "p_shard_*")], str(tmp_path / "p"))
+    with pytest.raises(UserError, match="^--shuffle: .*p_chosen_document is a side of pairs"):
+        merge_groups(groups, seed=1)
+    assert not list(tmp_path.glob("p_chosen*"))
+    merge_groups(groups)
+    chosen, rejected = (read(tmp_path / f"p_{side}_document") for side in ("chosen", "rejected"))
+    assert [one[:2] for one in chosen] == [other[:2] for other in rejected]
+
+
 def test_labels_and_rewards_go_with_their_documents(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
