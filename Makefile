@@ -40,6 +40,7 @@ $(STAMP): $(wildcard requirements/*.txt) pyproject.toml setup.py \
 	@$(PIP) -qq -r requirements/requirements.txt -r requirements/requirements-dev.txt
 	@$(PIP) -qq --no-build-isolation --no-deps -e .
 	@touch $@
+	@echo "installed; after \`source $(VENV)/bin/activate\` the command deepy is there"
 
 demo: $(STAMP) ## data, 3D-parallel training, resume, generation, export to Hugging Face, on this machine's CPU
 	@$(PY) tools/demo.py

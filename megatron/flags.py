@@ -62,5 +62,6 @@ class Parser(argparse.ArgumentParser):
         if self._unknown:
             shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
             flags = [*(flag for action in shown for flag in action.option_strings), *self.more_names]
-            message = f"unrecognized arguments: {self._unknown[0]}.{nearest(self._unknown[0], flags)}"
+            meant = nearest(self._unknown[0], flags)
+            message = f"unrecognized arguments: {self._unknown[0]}{meant and f'.{meant}'}"
         raise UserError(f"{self.prog}: {message} (see {self.prog} --help)")

@@ -46,6 +46,7 @@ def test_values_and_what_follows_two_dashes_stay_as_they_are() -> None:
             ["--outptu_dir", "x"],
             r"tool: unrecognized arguments: --outptu_dir. Did you mean '--output_dir'\? \(see tool --help",
         ),
+        (["--zzz"], r"tool: unrecognized arguments: --zzz \(see tool --help\)"),
         (["--output", "x", "--max-shard-size", "y"], "invalid int value: 'y'"),
         ([], "required: --output_dir"),
         (["--output", "x", "y"], "unrecognized arguments: y"),

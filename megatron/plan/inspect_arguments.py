@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron.errors import UserError, nearest
 from megatron.flags import Parser
@@ -42,12 +43,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not argv or argv[0] in ("-h", "--help"):
         sys.stdout.write(USAGE)
         raise SystemExit(0 if argv else 2)
-    command, rest = argv[0], list(argv[1:])
+    command, rest, tool = argv[0], list(argv[1:]), Path(sys.argv[0]).name  # `deepy data inspect` is called so, too
     if command not in COMMANDS:
         raise UserError(
-            f"inspect.py: {command!r} is no command; there are {', '.join(COMMANDS)}.{nearest(command, list(COMMANDS))}"
+            f"{tool}: {command!r} is no command; there are {', '.join(COMMANDS)}.{nearest(command, list(COMMANDS))}"
         )
-    parser = Parser(prog=f"inspect.py {command}", allow_abbrev=False, description=_ABOUT[command])
+    parser = Parser(prog=f"{tool} {command}", allow_abbrev=False, description=_ABOUT[command])
     overrides: list[str] = []
     if command == "documents":
         _of_documents(parser)

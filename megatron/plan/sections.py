@@ -249,6 +249,8 @@ def completions(args: NeoXArgs, prompts: int) -> list[str]:
 def checkpoints(start: Start, saves: Saves | None, folder: str | None) -> list[str]:
     """Where the run starts and which steps it saves."""
     lines = [start.message]
+    if start.resumes and saves is not None and saves.steps and start.step >= saves.steps[-1]:
+        lines.append(f"no step is left: the run ends at step {saves.steps[-1]} (train_iters)")
     if saves is None:
         lines.append("nothing is saved: `save` is not set")
     else:

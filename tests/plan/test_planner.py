@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron.checkpoint.start import Start
 from megatron.cluster.launch import place
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
+from megatron.plan import sections
 from megatron.plan.partners import ConfigFiles
 from megatron.plan.planner import plan
+from megatron.plan.saves import Saves
 
 pytestmark = pytest.mark.cpu
 
@@ -124,6 +127,12 @@ def test_checkpoint_plan(run_config: Path, tmp_path: Path) -> None:
     lines = section(dry_run(run_config, save, "checkpoint_scale=log", "checkpoint_factor=2"), "checkpoints")
     assert "after steps 1, 2, 4, 8, 16, 32, 64, 100 " in lines[1]
     assert section(dry_run(run_config), "checkpoints")[1].startswith("nothing is saved")
+
+
+@pytest.mark.parametrize(("step", "left"), [(60, True), (100, False)])
+def test_a_run_at_its_end_has_no_step_left(step: int, left: bool) -> None:
+    shown = sections.checkpoints(Start("resume", None, step, "resuming"), Saves([60, 100], 2, 1e6, None), "out")
+    assert ("no step is left: the run ends at step 100" in "\n".join(shown)) is not left
 
 
 def test_differences_for_this_config_are_listed(run_config: Path) -> None:
