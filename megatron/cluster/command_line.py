@@ -379,6 +379,8 @@ def _value_after(flag: str, info: KeyInfo, rest: list[str]) -> str:
 def _flag_overrides(known: argparse.Namespace) -> list[str]:
     """Flags as `key=value` items. Text is quoted as JSON, which YAML reads as text whatever it looks like."""
     overrides = []
+    if configs := [text for text in (known.prompt or [])[1:] if text.endswith(_CONFIG_SUFFIXES) and " " not in text]:
+        raise UserError(f"--prompt: {configs[0]} would be one more prompt; give config files before --prompt")
     for flag, key in _VALUE_FLAGS.items():
         value = getattr(known, flag.removeprefix("--"))
         if value is not None:

@@ -109,6 +109,7 @@ def test_explain_takes_one_key_each_and_leaves_the_configs_alone() -> None:
         (["train.py", "a.yml", "--iterations", "5"], "Did you mean '--iteration'"),
         (["train.py", "a.yml", "--autotuning", "fly"], "invalid choice"),
         (["train.py", "a.yml", "--output", "runs/a"], "unrecognized arguments: --output"),
+        (["generate.py", "a.yml", "--prompt", "Once", "b.yml"], "--prompt: b.yml would be one more prompt"),
     ],
 )
 def test_bad_arguments_are_user_errors_that_name_the_fix(argv: list[str], message: str) -> None:
