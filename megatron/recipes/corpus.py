@@ -94,7 +94,7 @@ def make_tokenizer(source: Source, folder: Path, size: int) -> Tokenizer:
 
 
 def _sampled(source: Source, size: int) -> Iterator[str]:
-    stride = -(-source.text_bytes // TOKENIZER_BYTES)
+    stride = max(1, -(-source.text_bytes // TOKENIZER_BYTES))
     total = sum(path.stat().st_size for path in source.files)
     with ProgressBar(f"reading for a tokenizer of {size} entries", total, "B") as progress:
         for number, chunk in enumerate(read_chunks(source.files)):

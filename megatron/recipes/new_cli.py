@@ -93,6 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if output.suffix not in (".yml", ".yaml"):
         raise UserError(f"-o {output}: give a name that ends with .yml")
     folder = output.with_suffix("")
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise UserError(f"-o {output}: {there} is no folder to write in")
     files = find_inputs(args.data, texts=True, without=_made(args.data, folder))
     source = Source(files, args.key, args.skip_bad_lines)
     base = read_recipe(args.family, HOME / "configs")

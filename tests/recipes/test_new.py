@@ -129,6 +129,8 @@ def test_it_does_not_overwrite_and_uses_what_is_whole(
         (("--data", "nothing"), "nothing: no such file"),
         (("--data", "empty"), r"empty: no file of a known kind.*\.parquet.*\.md"),
         (("--data", "binary"), "no text to train a tokenizer on"),
+        (("--data", "none.txt"), "no text to train a tokenizer on"),
+        (("--data", "texts", "-o", "tiny.txt/run.yml"), "tiny.txt is no folder to write in"),
         (("--data", "tiny.txt", "--valid", "0"), "less than one sample"),
         (("--data", "tiny.txt"), "more text"),
         (("--data", "bad.jsonl"), r"bad\.jsonl:2: "),
@@ -148,6 +150,7 @@ def test_what_is_wrong_is_said(folder: Path, new: Callable[..., int], flags: tup
     (folder / "binary").mkdir()
     (folder / "binary/a.txt").write_bytes(bytes(range(256)) * 10)
     (folder / "tiny.txt").write_text("a few words")
+    (folder / "none.txt").touch()
     (folder / "bad.jsonl").write_text('{"text": "good"}\n{"txt": "bad"}\n' + '{"text": "word word"}\n' * 50)
     size = () if "--size" in flags else ("--size", "300K")
     assert re.search(said, refused(new, *size, *flags))
