@@ -135,7 +135,11 @@ def _with_published_model(args: NeoXArgs, kind: str) -> NeoXArgs:
         return args
     from megatron.convert.hf.run_config import with_model  # needs torch, and only here
 
-    return _pinned(with_model(args, checkpoint, grows=grows), checkpoint)
+    try:
+        return _pinned(with_model(args, checkpoint, grows=grows), checkpoint)
+    except UserError as error:
+        key = "init_from.path" if kind == "train" and options.init_from else "load" if checkpoint.published else "save"
+        raise UserError(f"{key}: {error}") from error
 
 
 def _first_weights(args: NeoXArgs, kind: str) -> tuple[Checkpoint | None, bool]:

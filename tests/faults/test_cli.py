@@ -150,7 +150,7 @@ CASES: dict[str, tuple[tuple[str, ...], Change, str]] = {
         r"load: no checkpoint in empty: .*it is empty",
     ),
     "load of nothing": (("load=nowhere",), nothing, r"load: folder nowhere does not exist"),
-    "load of a Hugging Face folder": (("load=hf",), hugging_face_folder, r"this looks like a Hugging Face folder"),
+    "load of a Hugging Face folder without weights": (("load=hf",), hugging_face_folder, r"load: hf holds no weights"),
     "iteration that is not there": (
         ("load=ckpt", "iteration=3"),
         lambda folder: [put(folder / "ckpt", step) for step in (2, 4)],
@@ -237,7 +237,7 @@ def test_what_a_cpu_cannot_do_is_refused_before_a_rank_starts(
 def test_generation_never_starts_from_random_weights(
     tmp_path: Path, argv: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """20: an empty folder, one of Hugging Face, none at all."""
+    """20: an empty folder, one of Hugging Face without weights, none at all."""
     make_folder(tmp_path)
     (tmp_path / "empty").mkdir()
     hugging_face_folder(tmp_path)
@@ -246,7 +246,8 @@ def test_generation_never_starts_from_random_weights(
         for extra in ((), ("--dry-run",)):
             given = (*argv, "eval_tasks=[lambada_openai]", *extra)
             code, out, err = deepy_here(monkeypatch, capfd, tmp_path, *given, script=script)
-            assert code == 2 and ("the run would not start" in out if extra else not out) and "Traceback" not in err
+            planned = extra and argv != ("load=hf",)  # without what the model's files say there is nothing to plan
+            assert code == 2 and ("the run would not start" in out if planned else not out) and "Traceback" not in err
             looked_for = argv[0].removeprefix("load=") if argv else "is not set"
             assert re.search(rf"^error: load.*{looked_for}", err, re.MULTILINE), err
     assert files(tmp_path) == before
