@@ -15,6 +15,7 @@ from megatron.log import configure, progress
 from megatron.monitor.folder import find_folders
 from megatron.monitor.history import read_history
 from megatron.monitor.report import build_page
+from megatron.tables import size
 
 _DESCRIPTION = """One HTML page about runs: curves of loss, learning rate, norms, throughput and evaluations, runs laid
 over each other, with spikes and restarts. It is one file that opens without a network, and can be sent to others.
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_atomically(output, page)
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror}") from error
-    print(f"{output}: {len(folders)} run{'s' * (len(folders) != 1)}, {len(page) / 1e6:.1f} MB", flush=True)
+    print(f"{output}: {len(folders)} run{'s' * (len(folders) != 1)}, {size(len(page))}", flush=True)
     return 0
 
 

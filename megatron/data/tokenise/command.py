@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron import tables
 from megatron.data.tokenise.encode import ChunkEncoder, Tally, write_datasets
 from megatron.data.tokenise.formats import START, Part, read_parts
 from megatron.data.tokenise.journal import Journal, digest
@@ -95,8 +96,9 @@ def tokenise_files(
     check_writable(prefix)
     parts = options.shard.parts(paths) if options.shard else [Part(path) for path in paths]
     size = sum(part.size for part in parts)
-    share = f", of which {size / 1e6:.1f} MB in shard {options.shard}" if options.shard else ""
-    logger.info(f"input: {len(paths)} files, {sum(path.stat().st_size for path in paths) / 1e6:.1f} MB{share}")
+    share = f", of which {tables.size(size)} in shard {options.shard}" if options.shard else ""
+    files, total = f"{len(paths)} file{'s' * (len(paths) != 1)}", sum(path.stat().st_size for path in paths)
+    logger.info(f"input: {files}, {tables.size(total)}{share}")
     journal = _journal(prefix, paths, encoder, options, settings)
     earlier = _earlier(journal, skip_bad)
     cuts = read_parts(parts, journal.start if journal else START)
