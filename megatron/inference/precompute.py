@@ -118,5 +118,6 @@ def _origin(args: NeoXArgs, checkpoint: Checkpoint, data: IndexedDataset) -> dic
         "checkpoint": str(checkpoint.path.absolute()),
         "crc32": identity(checkpoint.path),
         "seq_length": args.model.seq_length,
+        "precision": args.optimizer.precision,
         "data": [identity for file in data.identity for identity in file[1:]],
     }

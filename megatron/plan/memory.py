@@ -46,7 +46,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from megatron.checkpoint.find import find_checkpoint, open_checkpoint
+from megatron.checkpoint.find import open_checkpoint
 from megatron.errors import UserError
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.batch_plan import BatchPlan
@@ -57,6 +57,7 @@ from megatron.neox_arguments.rules_post import has_teacher
 from megatron.neox_arguments.rules_rollouts import keeps_reference
 from megatron.neox_arguments.schema_model import ModelConfig
 from megatron.neox_arguments.schema_train import OptimizerConfig
+from megatron.plan.refusals import open_other
 from megatron.plan.stages import Held
 from megatron.registry import added
 from megatron.rows import row, rows
@@ -122,7 +123,7 @@ def bytes_beside(args: NeoXArgs) -> float:
 
 def _weight_bytes(args: NeoXArgs, key: str, precision: str | None) -> float:
     """Of the model that `key` names, its stages taken for equal, in a precision or its own (None)."""
-    checkpoint = find_checkpoint(args.get(key) or "", key=key)
+    checkpoint = open_other(args, key)
     tp, stages = args.parallel.model_parallel_size, max(1, args.parallel.pipe_parallel_size)
     entries = [*checkpoint.manifest.parameters.values()]
     if (base := checkpoint.manifest.base) is not None:

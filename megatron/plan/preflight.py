@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.feed_forward_width import stored_width
-from megatron.checkpoint.find import Checkpoint, find_checkpoint, list_checkpoints
+from megatron.checkpoint.find import Checkpoint, list_checkpoints
 from megatron.checkpoint.hugging_face import names_published_model
 from megatron.checkpoint.lock import refuse_if_held
 from megatron.checkpoint.start import Start, check_folder, decide_start
@@ -35,7 +35,7 @@ from megatron.neox_arguments.rules_pairs import written
 from megatron.neox_arguments.rules_post import has_teacher
 from megatron.plan.chats import with_chats
 from megatron.plan.from_checkpoint import files_or_checkpoint
-from megatron.plan.refusals import check_data, check_fit, check_folders
+from megatron.plan.refusals import check_data, check_fit, check_folders, open_other
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 KINDS = ("train", "eval", "generate", "serve")
@@ -254,7 +254,7 @@ def _check_others(args: NeoXArgs, tokenizer: Tokenizer | None) -> None:
     """The models that training needs beside its own are there, and of this tokenizer. Raises `UserError`."""
     for key in ("reward_model", *(["distill_teacher"] if has_teacher(args.get) else [])):
         if args.get(key) is not None:
-            checkpoint = find_checkpoint(args.get(key), key=key)
+            checkpoint = open_other(args, key)
             if key == "reward_model":
                 check_reward_model(checkpoint)
             if tokenizer is not None:

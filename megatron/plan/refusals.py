@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.checkpoint.compare import check_config
+from megatron.checkpoint.find import Checkpoint, find_checkpoint
 from megatron.checkpoint.init_from import check_init
 from megatron.checkpoint.schedule import resume_schedule
 from megatron.checkpoint.start import Start, check_folder
@@ -89,6 +90,16 @@ def check_fit(args: NeoXArgs, start: Start) -> None:
             override=args.schedule.override_lr_scheduler,
             use_checkpoint=args.schedule.use_checkpoint_lr_scheduler,
         )
+
+
+def open_other(args: NeoXArgs, key: str) -> Checkpoint:
+    """The model beside the run's own that `key` names, with what is known of a Hugging Face one. Raises `UserError`."""
+    found = find_checkpoint(args.get(key) or "", key=key)
+    if found.published is None:
+        return found
+    from megatron.convert.hf.run_config import described  # needs torch, and only here
+
+    return described(found)
 
 
 def check_trained(args: NeoXArgs, vocab_size: int, held: Sequence[Held]) -> None:

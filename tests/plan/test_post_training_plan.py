@@ -12,7 +12,11 @@ import pytest
 import yaml
 
 from megatron.errors import UserError
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.formulas import parameter_count
+from megatron.plan.memory import bytes_beside
 from megatron.tables import size
+from tests.convert.helpers import LLAMA, VOCAB, hugging_face, resolved
 from tests.data.corpus import write
 from tests.plan.test_planner import dry_run, section
 
@@ -162,6 +166,18 @@ def test_a_reward_model_that_is_none(config: Callable[..., Path], prompts: Path,
     assert str(caught.value) == f"{line_of(path, 'reward_model')}folder {tmp_path / 'nope'} does not exist; give a " + (
         "global_step<N> folder or a save folder"
     )
+
+
+def test_models_of_hugging_face_beside_the_run(config: Callable[..., Path], prompts: Path, tmp_path: Path) -> None:
+    for name, keys in (("rewards", {"train_impl": "rm"}), ("words", {})):
+        hugging_face(resolved(**LLAMA, **keys), "llama")[0].save_pretrained(tmp_path / name)
+    path = config(**{**GRPO, "reward": None, "reward_model": str(tmp_path / "rewards")})
+    assert any(line.startswith("rewards: reward_model ") for line in section(dry_run(path), "completions"))
+    with pytest.raises(UserError, match=f"{tmp_path / 'words'} is of no reward model"):
+        dry_run(config(**{**GRPO, "reward": None, "reward_model": str(tmp_path / "words")}))
+    beside = NeoXArgs.from_saved({"train_impl": "distill", "distill_teacher": str(tmp_path / "words")})
+    count = parameter_count(resolved(**LLAMA).model, VOCAB).total
+    assert bytes_beside(beside.replace("test", precision="fp32", pipe_parallel_size=1)) == 4 * count
 
 
 def test_what_is_trained_is_checked_by_name(config: Callable[..., Path]) -> None:
