@@ -166,7 +166,7 @@ def _share_decision(args: NeoXArgs, state: ParallelState, damaged: dict[Path, st
                 raise failed[0]
             start = decide_start(args.checkpoint, damaged=damaged)  # it has read what the callbacks saved
             if args.checkpoint.save is not None and start.checkpoint is not None and start.checkpoint.published:
-                keep_tokenizer(args.checkpoint.save, start.checkpoint)
+                keep_tokenizer(args.checkpoint.save, start.checkpoint, args.tokenizer.vocab_file)
     start = broadcast(start, state)
     assert start is not None
     return start

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from megatron.checkpoint.find import Checkpoint
 from megatron.checkpoint.manifest import Manifest
 from megatron.convert.hf.export_hf import export
-from megatron.convert.hf.run_config import with_model
+from megatron.convert.hf.run_config import keep_tokenizer, with_model
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.errors import UserError
 from megatron.inference.build import build_stage
@@ -164,6 +164,25 @@ def test_keys_that_make_another_network_are_refused_by_name(tmp_path, vocabulary
     assert args.source("hidden_size") == f"{tmp_path}/hf/config.json" and "run.yml:" in args.source("seq_length")
     assert args.tokenizer.vocab_file == str(tmp_path / "hf") and args.tokenizer.model_tokens["config"]
     assert prepared(tmp_path, allow_config_changes=True, rotary_emb_base=1000).model.rotary_emb_base == 1000
+
+
+def test_the_tokenizer_kept_is_that_of_the_model_that_a_run_begins_with(tmp_path, vocabulary):  # noqa: F811
+    """A start with another model, which ended before its first checkpoint, has left its own."""
+    save = tmp_path / "save"
+    hugging_face(resolved(**LLAMA), "llama")[0].save_pretrained(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for name in "ab":
+        shutil.copytree(vocabulary, tmp_path / name, dirs_exist_ok=True)
+        (tmp_path / name / "chat_template.jinja").write_text(name)
+    save.mkdir()
+
+    def keep(name: str, own: str | None = None) -> list[str]:
+        keep_tokenizer(save, Checkpoint(tmp_path / name, Manifest.empty(0), published=name), own)
+        return [(entry / "chat_template.jinja").read_text() for entry in sorted(save.iterdir())]
+
+    assert keep("a") == keep("a") == ["a"]
+    assert keep("b", str(save / "tokenizer")) == ["a"]  # the config's own
+    assert keep("b", str(tmp_path / "b")) == ["b", "a"]
 
 
 def test_a_checkpoint_of_others_sets_keys_of_its_model_alone(tmp_path):

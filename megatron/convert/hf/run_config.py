@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +69,28 @@ def described(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, manifest=replace(reader.manifest, config=config))
 
 
-def keep_tokenizer(save: str | Path, checkpoint: Checkpoint) -> None:
+def keep_tokenizer(save: str | Path, checkpoint: Checkpoint, own: str | None = None) -> None:
     """Copy the tokenizer of a Hugging Face model to `<save>/tokenizer`, where later starts and exports look for it.
 
-    Raises `OSError`.
+    Another one that is there, of a start with another model, is put aside; but not `own`, the config's. Raises
+    `OSError`.
     """
     place = Path(save) / TOKENIZER
-    if not place.exists():
-        draft = place.with_name(f".{TOKENIZER}.new")
-        shutil.rmtree(draft, ignore_errors=True)
-        HuggingFaceFolder(checkpoint.path).copy_tokenizer(draft)
-        if draft.is_dir():
-            draft.rename(place)
+    if own is not None and place.exists() and place.resolve() in (Path(own).resolve(), *Path(own).resolve().parents):
+        return
+    draft = place.with_name(f".{TOKENIZER}.new")
+    shutil.rmtree(draft, ignore_errors=True)
+    HuggingFaceFolder(checkpoint.path).copy_tokenizer(draft)
+    if draft.is_dir() and not (place.exists() and _content(place) == _content(draft)):
+        if place.exists():
+            number = next(n for n in count(1) if not place.with_name(f"{TOKENIZER}.{n}").exists())
+            place.rename(place.with_name(f"{TOKENIZER}.{number}"))
+        draft.rename(place)
+    shutil.rmtree(draft, ignore_errors=True)
+
+
+def _content(folder: Path) -> dict[Path, bytes]:
+    return {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def with_kept_tokenizer(args: NeoXArgs) -> NeoXArgs:
