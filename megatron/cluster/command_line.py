@@ -412,8 +412,10 @@ def _config_paths(names: Sequence[str], folder: str | None, takes_checkpoint: bo
             elif not path.is_file():
                 siblings = sorted(p.name for p in path.parent.glob("*.yml")) if path.parent.is_dir() else []
                 there = f" {path.parent}/ holds: {', '.join(siblings[:12])}" if siblings else ""
-                meant = nearest_name(path.stem, [Path(one).stem for one in siblings])  # all end in .yml
-                hint = f" Did you mean '{meant}.yml'?" if meant else ""
+                stem = nearest_name(path.stem, [Path(one).stem for one in siblings])  # all end in .yml
+                ours = [one.relative_to(HOME / "configs").as_posix() for one in (HOME / "configs").rglob("*.yml")]
+                meant = f"{stem}.yml" if stem else nearest_name(path.as_posix(), ours, cutoff=0.85)
+                hint = f" Did you mean {meant!r}?" if meant else ""
                 found.add(f"{path}: no such config file.{hint}{there}")
             paths.append(str(path))
     return paths

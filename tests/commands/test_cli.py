@@ -45,6 +45,7 @@ def test_help_of_every_command_teaches_by_what_one_types(path, capsys) -> None:
         (["train", "tiny.yml", "trian_iters=3"], "Did you mean 'train_iters'"),
         (["train", "tiny.yml", "--trian_iters", "3"], "Did you mean '--train_iters'"),
         (["plan", "tyni.yml"], "tyni.yml: no such config file"),
+        (["plan", "lama/7B.yml"], r"lama/7B\.yml: no such config file\. Did you mean 'llama/7B\.yml'"),
         (["explain", "lerning_rate"], "Did you mean 'learning_rate'"),
         (["data", "verify", "nowhere"], "1 of 1 datasets"),
         (["report", "nowhere"], "nowhere"),
