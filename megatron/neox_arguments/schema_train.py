@@ -445,7 +445,12 @@ class GenerationConfig:
         path=True,
         differs="the lines of a .jsonl file are objects with prompts",
     )
-    sample_output_file: str | None = key("samples.jsonl", "JSONL file for what was generated.", path=True)
+    sample_output_file: str | None = key(
+        "samples.jsonl",
+        "JSONL file for what was generated.",
+        path=True,
+        differs="its lines are JSON, which GPT-NeoX's samples.txt does not say",
+    )
     sample_every: int = key(
         0,
         "Steps between texts that the model in training writes, with the keys of generation; <= 0 never.",

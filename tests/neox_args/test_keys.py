@@ -26,6 +26,7 @@ OTHER_DEFAULTS = {
     "fp32_allreduce": True,
     "mamba_selective_scan_fusion": None,
     "mamba_causal_conv_fusion": None,
+    "sample_output_file": "samples.jsonl",
 }
 
 
