@@ -30,7 +30,7 @@ class RewardModel:
     Args:
         checkpoint: that has it.
         args: of the run that asks for rewards.
-        batch: texts that a copy of the model judges at a time; None: all.
+        batch: texts that a copy of the model judges at a time; None: its part of a step's.
 
     Raises:
         UserError: it is no reward model's, or one of another tokenizer.
@@ -47,7 +47,8 @@ class RewardModel:
         # Its head follows from a train_impl that asks for data, which is none of a judge's business.
         ready = derive(own, facts).replace(output_head="reward")
         self.stage = build_stage(ready, control.state, tokenizer, checkpoint)
-        self.control, self.batch = control, batch
+        self.control = control
+        self.batch = batch or -(-(args.training.train_batch_size or 1) // self.stage.copy[1])
 
     def judge(self, completed: Sequence[Completed]) -> list[float | None]:
         """The reward at the last token of each text; None of one that has no completion or too many tokens."""
@@ -61,7 +62,7 @@ class RewardModel:
         fitting = [number for number, text in enumerate(texts) if 0 < len(text) <= self.stage.max_positions]
         found: list[float | None] = [None] * len(texts)
         device = self.stage.state.device
-        for places in batches(self.stage, [len(texts[i]) for i in fitting], self.batch or len(texts)):
+        for places in batches(self.stage, [len(texts[i]) for i in fitting], self.batch):
             chunk = [texts[fitting[place]] for place in places]
             width = len(chunk[0])
             tokens = torch.tensor([[*text, *[0] * (width - len(text))] for text in chunk], device=device)

@@ -92,7 +92,7 @@ class Sampler:
         self.control, self.judge = control, judge
         options, generation = args.post, args.generation
         self.tokenizer, self.seed, self.temperature = tokenizer, args.training.seed, options.rollout_temperature
-        self.batch = options.rollout_batch_size
+        self.batch, self.step = options.rollout_batch_size, args.training.train_batch_size or 1
         ends = ModelTokens.of(tokenizer, args.tokenizer.model_tokens).ends()
         ends |= stop_ids(generation.stop_tokens or (), tokenizer)
         self.stops = StopStrings(generation.stop_strings or (), tokenizer.detokenize)
@@ -109,15 +109,19 @@ class Sampler:
 
         def work(mine: Sequence[Completed]) -> list[list[float]]:
             pairs = [(one.prompt, one.tokens) for one in mine]
-            return token_logprobs(stage, pairs, self.batch or len(pairs), self.temperature)
+            return token_logprobs(stage, pairs, self._at_a_time(stage), self.temperature)
 
         return share_out(self.control, stage, work, lambda: completed)
+
+    def _at_a_time(self, stage: Stage) -> int:
+        """Completions: those of a step that a copy of the model has, also where others are asked for (validation)."""
+        return self.batch or -(-self.step // stage.copy[1])
 
     def _write(self, stage: Stage, asked: Sequence[tuple[int, Asked]]) -> list[Completed]:
         """Of one copy of the model, on its rank with the results."""
         found: dict[int, Completed] = {}
         lengths = [len(one.tokens) for _, one in asked]
-        for chunk in batches(stage, lengths, self.batch or len(asked)):
+        for chunk in batches(stage, lengths, self._at_a_time(stage)):
             completions = generate(
                 stage,
                 [asked[i][1].tokens for i in chunk],

@@ -9,10 +9,11 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from megatron.data.sample import IGNORE
 from megatron.data.tokens.builder import IndexedDatasetBuilder
 from megatron.errors import UserError
 from megatron.inference.data_servers import DataServers
+from megatron.inference.generate import generate
 from megatron.inference.json_service import judge_at
 from megatron.inference.reward_model import RewardModel
 from megatron.inference.rewards import Rollout
@@ -36,7 +38,7 @@ from tests.distributed import run_distributed
 from tests.documented import ROOT
 from tests.plugins.helpers import remembered
 from tests.tokenizer.vocabularies import byte_level, write_json
-from tests.training.runs import Faults, process_of, run
+from tests.training.runs import Faults, process_of, run, train
 from tests.training.tiny import LLAMA, Layout
 
 pytestmark = pytest.mark.cpu
@@ -138,6 +140,26 @@ def test_prompts_that_are_held_out(tmp_path: Path, keys: dict[str, Any]) -> None
     resumed = {"load": str(tmp_path / "alone"), "iteration": 2, "save": str(tmp_path / "on")}
     (later,) = run({**more, **resumed}, Layout())
     assert later.evaluated == alone.evaluated[1:]
+
+
+def written_at_a_time(rank: int, world: int, keys: dict[str, Any], layout: Layout) -> list[int]:
+    """How many completions a rank writes at a time, each time of a run."""
+    found: list[int] = []
+
+    def watched(stage: Any, prompts: Sequence[Any], *more: Any, **named: Any) -> Any:
+        found.append(len(prompts))
+        return generate(stage, prompts, *more, **named)
+
+    with mock.patch("megatron.inference.rollouts.generate", watched):
+        train(rank, world, keys, layout, Faults())
+    return found
+
+
+def test_many_prompts_that_are_held_out_take_no_more_memory_than_a_step(tmp_path: Path, keys: dict[str, Any]) -> None:
+    (held_out := tmp_path / "held_out.jsonl").write_text("".join(json.dumps(PROMPTS[0]) + "\n" for _ in range(20)))
+    keys = {**keys, "rollout_valid_prompts": [str(held_out)], "train_iters": 1, "eval_interval": 1}
+    for sizes in run_distributed(written_at_a_time, 2, keys, Layout(dp=2), timeout=110):
+        assert sizes == [4, 4, 2, 4, 4, 4, 2]  # of 10 before the step, of the 8 of the step, of 10 behind it
 
 
 RESUMED: list[tuple[Layout, dict[str, Any]]] = [
