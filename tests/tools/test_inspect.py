@@ -131,7 +131,7 @@ def test_a_page_of_samples(folder: Path, tmp_path: Path) -> None:
     done = run(TOOL, "sample", folder / "run.yml", "--samples", "4", "--html", page)
     assert done.stdout == f"{page}: 4 samples\n"
     text = page.read_text(encoding="utf-8")
-    assert re.findall(r"<h2>sample (\d+) of train", text) == ["0", "1", "3", "5"]
+    assert re.findall(r'<h2><a href="#row-\d">sample (\d+) of train', text) == ["0", "1", "3", "5"]
     done = documents(folder, "--html", page)
     assert "3 documents" in done and "🤖</b>" in page.read_text(encoding="utf-8")
 
