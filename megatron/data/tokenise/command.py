@@ -97,8 +97,8 @@ def tokenise_files(
     parts = options.shard.parts(paths) if options.shard else [Part(path) for path in paths]
     size = sum(part.size for part in parts)
     share = f", of which {tables.size(size)} in shard {options.shard}" if options.shard else ""
-    files, total = f"{len(paths)} file{'s' * (len(paths) != 1)}", sum(path.stat().st_size for path in paths)
-    logger.info(f"input: {files}, {tables.size(total)}{share}")
+    files, whole = f"{len(paths)} file{'s' * (len(paths) != 1)}", sum(path.stat().st_size for path in paths)
+    logger.info(f"input: {files}, {tables.size(whole)}{share}")
     journal = _journal(prefix, paths, encoder, options, settings)
     earlier = _earlier(journal, skip_bad)
     cuts = read_parts(parts, journal.start if journal else START)
