@@ -54,7 +54,7 @@ def positions_of_columns() -> Any:
     def columns(start: Tensor, done: int, s: int) -> Tensor:
         return torch.arange(done, done + s).expand(len(start), s)
 
-    return mock.patch("megatron.inference.generate.left_padded_positions", columns)
+    return mock.patch("megatron.inference.running.left_padded_positions", columns)
 
 
 @mutant("rpe", PP, "logits of text 0", "text")
