@@ -223,7 +223,8 @@ GUIDE = (ROOT / "documentation" / "chat_data.md").read_text(encoding="utf-8")
 
 
 def test_the_guide_names_flags_that_exist() -> None:
-    sources = [ROOT / TOOL, ROOT / MASK, ROOT / "megatron" / "data" / "tokenise" / "flags.py"]
+    library = ROOT / "megatron"
+    sources = [ROOT / TOOL, ROOT / MASK, library / "data/tokenise/flags.py", library / "cluster/command_line.py"]
     known = set(re.findall(r'"(--[a-z-]+)"', "".join(path.read_text(encoding="utf-8") for path in sources)))
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", GUIDE))
     assert len(named) > 15

@@ -234,7 +234,7 @@ TEXTS = (
         ".ml",
     ),
 )
-"""Kinds of plain text. Of folders, `preprocess_data.py` takes `.txt` alone; the others are documents when named."""
+"""Kinds of plain text. All but `.txt` only where `find_inputs` is asked for them."""
 SPLITTABLE = (".jsonl", ".ndjson", ".parquet", ".arrow")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.data.tokenise.compression import COMPRESSIONS, ending_of
-from megatron.data.tokenise.formats import READERS, TEXTS, kind_of, reader_of
+from megatron.data.tokenise.formats import READERS, TEXTS, kind_of
 from megatron.errors import UserError
 
 # Files of a folder that are not documents: what our tools write next to datasets, and `datasets` next to arrow files.
@@ -19,7 +19,8 @@ OF_SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")
 def find_inputs(names: Iterable[str], *, texts: bool = False, without: Sequence[Path] = ()) -> list[Path]:
     """The files of command-line inputs: paths, comma-joined lists, globs, folders (every file of a known kind).
 
-    With `texts`, a folder without `.jsonl`, `.parquet` and the like stands for all its plain texts, source code too.
+    With `texts`, source code and markup are plain text, and a folder without `.jsonl`, `.parquet` and the like stands for
+    all its plain texts; without, a README beside the data of a glob is no document.
     The files and folders `without` (real paths) are left out where a folder above them is named.
 
     `@FILE` stands for the inputs that FILE lists, one a line. The order given is kept; the files of a glob or folder
@@ -34,10 +35,13 @@ def find_inputs(names: Iterable[str], *, texts: bool = False, without: Sequence[
         for part in [name] if os.path.exists(name) else [part for part in name.split(",") if part]:
             found += _expand(part, texts, without)
     for path in found:
-        if reader_of(path) is None or (ending_of(path) in COMPRESSIONS and kind_of(path) in (".parquet", ".arrow")):
+        kind = kind_of(path)
+        known = kind in READERS or (texts and kind in TEXTS)
+        if not known or (ending_of(path) in COMPRESSIONS and kind in (".parquet", ".arrow")):
+            also = "source code and markup are plain text" if texts else "plain text has to be called .txt"
             raise UserError(
                 f"{path}: unknown kind of file. Known: {', '.join(READERS)}, and all but the last two also compressed "
-                f"as {', '.join(COMPRESSIONS)}; source code and markup are plain text"
+                f"as {', '.join(COMPRESSIONS)}; {also}"
             )
     return found
 

@@ -92,7 +92,8 @@ def test_jobs_in_every_state(slurm: Cluster, submit: Callable[..., str], tmp_pat
     await_row(slurm, tmp_path, trains, lambda row: row["iteration"] == 3)
     await_row(slurm, tmp_path, out_of_memory, lambda row: row["state"] == "failed")
     await_row(slurm, tmp_path, never, lambda row: row["job_reason"] == "DependencyNeverSatisfied")
-    slurm.accounted(cancelled)
+    for job in (cancelled, no_config):
+        slurm.accounted(job)
     rows = look(slurm, tmp_path, "--all")
     seen = {
         job: (row["job_state"], row["state"], row["action"], [one["kind"] for one in row["problems"]])

@@ -74,15 +74,15 @@ def test_what_tools_write_into_a_folder_is_none_of_its_documents(tmp_path: Path)
     [
         ("absent.jsonl", "absent.jsonl: no such file"),
         ("*.parquet", r"\*\.parquet"),
-        ("notes.bin", r"notes\.bin: .*\.jsonl"),
-        ("notes.bin.gz", r"notes\.bin\.gz: .*\.jsonl"),
+        ("notes.md", r"notes\.md: .*\.jsonl"),
+        ("notes.md.gz", r"notes\.md\.gz: .*\.jsonl"),
         ("empty", r"empty: .*\.jsonl"),
     ],
 )
 def test_inputs_without_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, said: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
-    for name in ("notes.bin", "notes.bin.gz"):
+    for name in ("notes.md", "notes.md.gz"):
         Path(name).write_text("x")
     with pytest.raises(UserError, match=said):
         find_inputs([given])
