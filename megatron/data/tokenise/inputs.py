@@ -19,8 +19,8 @@ OF_SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")
 def find_inputs(names: Iterable[str], *, texts: bool = False, without: Sequence[Path] = ()) -> list[Path]:
     """The files of command-line inputs: paths, comma-joined lists, globs, folders (every file of a known kind).
 
-    With `texts`, source code and markup are plain text, and a folder without `.jsonl`, `.parquet` and the like stands for
-    all its plain texts; without, a README beside the data of a glob is no document.
+    With `texts`, source code and markup are plain text, and a folder without `.jsonl`, `.parquet` and the like stands
+    for all its plain texts; without, a README beside the data of a glob is no document.
     The files and folders `without` (real paths) are left out where a folder above them is named.
 
     `@FILE` stands for the inputs that FILE lists, one a line. The order given is kept; the files of a glob or folder
