@@ -14,6 +14,8 @@ def chats_batch(draft: Draft, micro: int | None) -> int | None:
     found = draft["chats_found"]
     if found is None or micro is None or draft.is_set("gradient_accumulation_steps"):
         return None
+    if not all(type(found.get(name)) is int and found[name] > 0 for name in ("chats", "tokens")):
+        draft.fail("chats_found", "is written by the start; leave it out")
     rows = max(1, found["tokens"] // draft["seq_length"])
     unit = micro * draft["data_parallel_size"]
     wanted = min(CHATS * rows // found["chats"], rows // STEPS)

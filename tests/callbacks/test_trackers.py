@@ -228,6 +228,7 @@ def test_wandb_works_offline(monkeypatch, tmp_path, capfd, caplog):
     """The real package, without a network: the run is stored in a folder, with config and history; it prints nothing,
     and where the run lies is one line of the log."""
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delitem(sys.modules, "openai", raising=False)  # of another test: W&B advertises to whoever imports it
     caplog.set_level("INFO", "deepy")
     tracker = WeightsAndBiases(args_of(wandb_run_name="mine", wandb_tags=["my-tag"]), str(tmp_path), 0)
     tracker.write({"train/lm_loss": 2.5}, 3)
