@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +23,12 @@ MAKE_CHATS = "tools/datasets/preprocess_data_with_chat_template.py writes pairs,
 
 def exists(prefix: str | Path) -> bool:
     """Whether both files of a dataset exist."""
-    return Path(f"{prefix}.idx").is_file() and Path(f"{prefix}.bin").is_file()
+    return os.path.isfile(f"{prefix}.idx") and os.path.isfile(f"{prefix}.bin")
 
 
 def unfinished_files(prefix: str | Path) -> list[Path]:
     """The files of a dataset that is being written, or whose writing was stopped."""
-    return [path for end in (".bin", ".idx") if (path := Path(f"{prefix}{end}{PARTIAL}")).is_file()]
+    return [path for end in (".bin", ".idx") if os.path.isfile(path := Path(f"{prefix}{end}{PARTIAL}"))]
 
 
 def find_prefix(path: str | Path, remedy: str = MAKE_TEXTS) -> str:
@@ -41,7 +42,7 @@ def find_prefix(path: str | Path, remedy: str = MAKE_TEXTS) -> str:
             return prefix
     for prefix in _candidates(path):
         for have, lack in ((".idx", ".bin"), (".bin", ".idx")):
-            if Path(f"{prefix}{have}").is_file():
+            if os.path.isfile(f"{prefix}{have}"):
                 raise UserError(f"{prefix}{lack} is missing next to {prefix}{have}: write the dataset again.")
     for prefix in _candidates(path):
         if (unfinished := next(iter(unfinished_files(prefix)), None)) is not None:
@@ -69,8 +70,8 @@ def _candidates(path: str) -> Iterator[str]:
 
 
 def _nearby(path: Path) -> str:
-    folder = path if path.is_dir() else path.parent
-    if not folder.is_dir():
+    folder = path if os.path.isdir(path) else path.parent
+    if not os.path.isdir(folder):
         return f"The folder {folder} does not exist."
     name = "the working directory" if folder == Path() else folder
     found = sorted({str(file.with_suffix("")) for file in folder.glob("*.idx")})

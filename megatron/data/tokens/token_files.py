@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -139,9 +140,10 @@ def find_files(path: str | Path, remedy: str = MAKE_TEXTS) -> list[str]:
 
 def _find_one(path: str, remedy: str) -> str:
     if path.endswith(".npy"):
-        if not Path(path).is_file():
+        if not os.path.isfile(path):
             raise UserError(f"data path: {path} does not exist.")
         return path
-    if not Path(f"{path}.idx").exists() and Path(f"{path}.npy").is_file():
+    # Not `Path.exists`, which raises for what is longer than a file name may be.
+    if not os.path.exists(f"{path}.idx") and os.path.isfile(f"{path}.npy"):
         return f"{path}.npy"
     return find_prefix(path, remedy)
