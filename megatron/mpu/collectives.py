@@ -113,12 +113,7 @@ class _GatherLast(torch.autograd.Function):
         return grad.narrow(-1, ctx.state.tp_rank * ctx.size, ctx.size), None
 
 
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, state: ParallelState) -> Tensor:
-        ctx.state = state
-        return all_gather(x, state)
-
+class _Join(_Gather):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return own_rows(grad, ctx.state), None
